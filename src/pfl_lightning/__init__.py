@@ -1,0 +1,19 @@
+"""Personalized federated learning on PyTorch Lightning."""
+
+from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage
+from pfl_lightning.client import FedAvg, Phase
+from pfl_lightning.federation import Federation
+from pfl_lightning.trainer import FederatedTrainer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Aggregator",
+    "FedAvg",
+    "FederatedTrainer",
+    "Federation",
+    "Phase",
+    "Server",
+    "WeightedAverage",
+    "__version__",
+]

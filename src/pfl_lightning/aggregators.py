@@ -1,0 +1,106 @@
+"""The server side of a method: its base class, and averaging by sample counts."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pfl_lightning.exchange import Record, StateDict, Updates, weighted_mean
+
+if TYPE_CHECKING:
+    from pfl_lightning.client import FedAvg
+    from pfl_lightning.data import FederatedDataModule
+
+
+@dataclass(frozen=True)
+class Server:
+    """What a server knows before the first round.
+
+    Args:
+        num_clients: clients of the federation, with ids ``0 .. num_clients - 1``.
+        initial: the update of an untrained client; its ``weights`` are the common initial model.
+        module: a client module to run nets through, best with `torch.func.functional_call` and weights of the
+            server's own. Engines train in it: what an aggregator leaves in it is overwritten.
+        data: the data module; its `server_data` is the server's own public or proxy set, if there is one.
+        seed: seed of the federation; draw from ``derive_seed(seed, NAME, round)``.
+    """
+
+    num_clients: int
+    initial: Record
+    module: "FedAvg"
+    data: "FederatedDataModule"
+    seed: int
+
+
+class Aggregator:
+    """A method's server side: takes the updates of a round, leaves each client's next payload.
+
+    The base class sends nothing and learns nothing: the server of clients that don't communicate. A method overrides
+    `aggregate` and `download`, keeps all that it remembers in `state` (tensors, numbers, strings, and dicts and
+    lists of them: it goes into the checkpoint as it is) and names the entries it `needs` from an update and `sends`
+    in a payload, so that a pair of client and aggregator that doesn't fit is refused before the first round.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    sends: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def setup(self, server: Server) -> None:
+        """Fills `state` before the first round; on resume the checkpoint's state replaces it.
+
+        Args:
+            server: the server's knowledge; keep a reference to what later rounds need of it.
+        """
+
+    def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
+        """Takes a round's updates.
+
+        Args:
+            updates: by client id, sorted by it; only clients that took part and did not diverge. Pair by id: a
+                rule that pairs lists by position is wrong. If it is empty, the state stays as it is.
+            round: the round's number, from 0.
+
+        Returns:
+            Numbers for the round's record, logged as ``server/NAME``.
+        """
+        return {}
+
+    def download(self, client: int) -> Record:
+        """What a client receives now. Tensors of `state` may be returned as they are: the client copies them."""
+        return {}
+
+    def global_model(self) -> StateDict:
+        """The server's one model, as far as it has one; empty where every model is somebody's own."""
+        return {}
+
+
+class WeightedAverage(Aggregator):
+    r"""Federated averaging: :math:`w \leftarrow \sum_{k \in S} \frac{n_k}{\sum_{m \in S} n_m} w_k`.
+
+    The mean is over the clients :math:`S` of the round, weighted by their training samples; each client receives it,
+    whether it took part or not. Source: McMahan et al., 2017, Algorithm 1 (https://arxiv.org/abs/1602.05629).
+    """
+
+    needs = frozenset({"weights", "num_samples"})
+    sends = frozenset({"weights"})
+
+    def setup(self, server: Server) -> None:
+        """Starts from the common initial model."""
+        self.state["weights"] = server.initial["weights"]
+
+    def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
+        """Replaces the global model by the mean of the uploads."""
+        if updates:
+            counts = [float(update["num_samples"]) for update in updates.values()]
+            shares = [count / sum(counts) for count in counts]
+            self.state["weights"] = weighted_mean([u["weights"] for u in updates.values()], shares)
+        return {}
+
+    def download(self, client: int) -> Record:
+        """The global model."""
+        return {"weights": self.state["weights"]}
+
+    def global_model(self) -> StateDict:
+        """The global model."""
+        weights: StateDict = self.state["weights"]
+        return weights

@@ -1,0 +1,139 @@
+"""The record of a run: one row a round, a table of clients, a summary."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from pfl_lightning.callbacks.base import FederatedCallback
+from pfl_lightning.report import Row, append_row, environment, numbers, table, write_json, write_rows
+
+if TYPE_CHECKING:
+    from pfl_lightning.federation import Federation
+
+
+class RoundRecord(FederatedCallback):
+    """Writes ``rounds.csv``, ``clients.csv`` and ``summary.json`` into the run's folder; logs one record a round.
+
+    The rows are part of the checkpoint: a resumed run's record is whole, and without the round that was lost. At the
+    end of ``fit`` all clients are tested, with the last round's models and with those of the round that validation
+    selects, and a table is printed.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.clients: list[Row] = []
+        self.summary: dict[str, Any] = {}
+        self._seconds = 0.0
+        self._start = time.perf_counter()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows so far, and the seconds that they took."""
+        return {"rows": self.rows, "seconds": self._elapsed()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from earlier rows."""
+        self.rows, self._seconds = list(state_dict["rows"]), state_dict["seconds"]
+
+    def _elapsed(self) -> float:
+        return self._seconds + time.perf_counter() - self._start
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the rows of a resumed run; a CSVLogger, which starts its file anew, gets them again."""
+        self._start = time.perf_counter()
+        if not self.rows:
+            return
+        write_rows(self._folder(trainer) / "rounds.csv", self.rows)
+        for logger in trainer.loggers:
+            if isinstance(logger, CSVLogger):
+                for row in self.rows:
+                    logger.log_metrics(numbers(row), step=row["round"])
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Records the round, before a checkpoint is saved at this point."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._record(trainer, cast("Federation", pl_module))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Records a round that had no validation."""
+        self._record(trainer, cast("Federation", pl_module))
+
+    def _record(self, trainer: Trainer, federation: "Federation") -> None:
+        row = federation.record
+        if not row or (self.rows and self.rows[-1]["round"] == row["round"]):
+            return
+        self.rows.append(dict(row))
+        if len(self.rows) == 1 or set(row) - {name for earlier in self.rows[:-1] for name in earlier}:
+            write_rows(self._folder(trainer) / "rounds.csv", self.rows)
+        else:
+            append_row(self._folder(trainer) / "rounds.csv", row)
+        for logger in trainer.loggers:
+            logger.log_metrics(numbers(row), step=row["round"])
+            logger.save()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tests every client, and writes and prints the final tables."""
+        federation = cast("Federation", pl_module)
+        if not self.rows or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        tested = federation.evaluate_all("test")
+        final = federation.summary_of("test", tested).get("test/acc")
+        counts = federation.data.counts
+        self.clients = [
+            {
+                "client": client,
+                "samples": federation.data.size(client, "train"),
+                "classes": int((counts[client] > 0).sum()),
+                **{f"test/{name}": value for name, value in tested.get(client, {}).items()},
+            }
+            for client in range(federation.data.num_clients)
+        ]
+        known = [(row["test/acc"], row["round"]) for row in self.rows if "test/acc" in row]
+        best = max(known, key=lambda pair: (pair[0], -pair[1]), default=(None, None))
+        self.summary = {
+            "method": type(federation.client).__name__,
+            "aggregator": type(federation.aggregator).__name__,
+            "final": {"round": self.rows[-1]["round"], "test/acc": final},
+            "selected": self._selected(trainer, federation, final),
+            "best_on_test": {"round": best[1], "test/acc": best[0]},
+            "seed": federation.seed,
+            "seconds": round(self._elapsed(), 3),
+            **environment(federation.device),
+        }
+        folder = self._folder(trainer)
+        write_rows(folder / "clients.csv", self.clients)
+        write_json(folder / "summary.json", self.summary)
+        if trainer.is_global_zero:
+            print(table(self.summary, self.rows, self.clients, folder))
+
+    def _selected(self, trainer: Trainer, federation: "Federation", final: float | None) -> Row:
+        """The round with the best validation accuracy, and its test accuracy where that can be known."""
+        validated = [row for row in self.rows if "val/acc" in row]
+        if not validated:
+            return {"round": None, "val/acc": None, "test/acc": None}
+        row = max(validated, key=lambda row: (row["val/acc"], -row["round"]))
+        test = row.get("test/acc")
+        if test is None and row is self.rows[-1]:
+            test = final
+        elif test is None and (path := best_checkpoint(trainer)):
+            test = federation.test_at(torch.load(path, map_location="cpu", weights_only=True), row["round"])
+        return {"round": row["round"], "val/acc": row["val/acc"], "test/acc": test}
+
+    @staticmethod
+    def _folder(trainer: Trainer) -> Path:
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+def best_checkpoint(trainer: Trainer) -> str | None:
+    """The file of the round with the best ``val/acc``, if a ModelCheckpoint keeps it."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.monitor == "val/acc":
+            path = callback.best_model_path
+            return path if path and Path(path).exists() else None
+    return None

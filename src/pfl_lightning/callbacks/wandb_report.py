@@ -1,0 +1,50 @@
+"""What Weights & Biases shows of a federation, beside the record of its rounds."""
+
+from typing import TYPE_CHECKING, cast
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import WandbLogger
+
+from pfl_lightning.callbacks.base import FederatedCallback
+from pfl_lightning.callbacks.record import RoundRecord
+from pfl_lightning.plots import plot_partition
+
+if TYPE_CHECKING:
+    from pfl_lightning.federation import Federation
+
+
+class WandbReport(FederatedCallback):
+    """Gives a `WandbLogger` the round as x axis, the partition's heatmap, the table of clients and the summary.
+
+    Does nothing where there is no WandbLogger. The rows of the record, and the configuration, come to it from
+    `RoundRecord` and from the command line as they come to every logger.
+    """
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Sets the axes and shows who holds what."""
+        federation = cast("Federation", pl_module)
+        for logger in wandb_loggers(trainer):
+            logger.experiment.define_metric("round")
+            logger.experiment.define_metric("*", step_metric="round")
+            logger.experiment.define_metric("val/acc", step_metric="round", summary="max,last")
+            figure = plot_partition(federation.data.counts)
+            logger.log_image("partition", [figure])
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Shows the final table of clients and the summary."""
+        records = [callback for callback in trainer.callbacks if isinstance(callback, RoundRecord)]  # type: ignore[attr-defined]
+        for record in records:
+            if not record.clients:
+                continue
+            for logger in wandb_loggers(trainer):
+                columns = list(record.clients[0])
+                logger.log_table("clients", columns, [list(row.values()) for row in record.clients])
+                flat = {k: v for k, v in record.summary.items() if not isinstance(v, dict)}
+                for part in ("final", "selected", "best_on_test"):
+                    flat |= {f"{part}/{name}": value for name, value in record.summary[part].items()}
+                logger.experiment.summary.update(flat)
+
+
+def wandb_loggers(trainer: Trainer) -> list[WandbLogger]:
+    """The Trainer's loggers to Weights & Biases."""
+    return [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]

@@ -1,0 +1,231 @@
+"""The client module: one client of a federation as a LightningModule, and the hooks that methods override."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+
+from pfl_lightning.aggregators import Aggregator, WeightedAverage
+from pfl_lightning.data import ClientData
+from pfl_lightning.exchange import Record
+from pfl_lightning.nets import CNN, NetFactory
+
+Batch: TypeAlias = tuple[Tensor, Tensor]
+
+
+def everything(name: str) -> bool:
+    """Selects every parameter."""
+    return True
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of local training with one set of trained parameters and one optimizer.
+
+    Args:
+        name: what the client module's hooks read in ``self.phase`` to tell phases apart.
+        trains: selects the trained parameters by name; the others stand still.
+        epochs: passes over the training data; None takes the Trainer's ``local_epochs`` or ``local_steps``.
+    """
+
+    name: str = "train"
+    trains: Callable[[str], bool] = everything
+    epochs: int | None = None
+
+
+class FedAvg(LightningModule):
+    """Federated averaging's client: receives the global model, trains all of it, sends all of it back.
+
+    It is also the base of every other client module. A method overrides the hooks it needs: `loss` or
+    `training_step`, `local_phases`, `is_shared`, `is_personal`, `on_download`, `upload`, `configure_aggregator`.
+
+    **A client is its** ``state_dict``. Engines run many clients through one module, so all that a client owns is an
+    entry of it, *shared* (travels), *personal* (stays with its client between rounds), or both. What is rebuilt at
+    each download and needs no keeping is a buffer registered with ``persistent=False``. Nothing in other attributes
+    survives a round.
+
+    As a LightningModule it is complete: a plain ``lightning.Trainer`` can train it further or predict with it.
+    Source: McMahan et al., 2017 (https://arxiv.org/abs/1602.05629).
+
+    Args:
+        net: builds the network from the shape of the data: a `Net` class, or a function.
+        input_shape: shape of one sample, without the batch; on the command line it comes from the data.
+        num_classes: number of classes; on the command line it comes from the data.
+        optimizer: builds the local optimizer from the trained parameters.
+        lr_scheduler: builds the schedule of the learning rate from the optimizer; it steps once a round.
+        optimizer_lifetime: ``round`` starts each round with a new optimizer; ``run`` lets its state (momentum)
+            live on with the client from round to round.
+        buffers: what becomes of the floating buffers of the net (BatchNorm's running statistics): ``average`` shares
+            them like parameters, ``local`` leaves them with each client.
+
+    Raises:
+        MisconfigurationException: if the optimizer or the schedule refuse their settings.
+    """
+
+    sends: ClassVar[frozenset[str]] = frozenset({"weights", "num_samples"})
+    """Entries of this client's updates."""
+    needs: ClassVar[frozenset[str]] = frozenset({"weights"})
+    """Entries that a payload must have."""
+
+    def __init__(
+        self,
+        net: NetFactory = CNN,
+        input_shape: tuple[int, ...] = (1, 28, 28),
+        num_classes: int = 10,
+        optimizer: OptimizerCallable = lambda params: SGD(params, lr=0.01),
+        lr_scheduler: LRSchedulerCallable | None = None,
+        optimizer_lifetime: Literal["round", "run"] = "round",
+        buffers: Literal["average", "local"] = "average",
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        for name in [name for name, value in self.hparams.items() if callable(value)]:
+            # under the command line these are their plain configuration; live objects don't belong in a checkpoint
+            del self.hparams[name]
+        self.net = net(tuple(input_shape), num_classes)
+        self.num_classes = num_classes
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.optimizer_lifetime = optimizer_lifetime
+        self.buffers_policy = buffers
+        self.phase = Phase()
+        self._buffer_names = frozenset(name for name, _ in self.named_buffers())
+        try:
+            self.configure_optimizers()
+        except ValueError as error:
+            raise MisconfigurationException(f"model.optimizer or model.lr_scheduler: {error}.") from error
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``[n, num_classes]`` that evaluation and prediction use, of inputs ``[n, *input_shape]``."""
+        logits: Tensor = self.net(x)
+        return logits
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """The local objective on one batch.
+
+        Free of ``self.log``, ``.item()`` and counters, so that engines can run many clients at once.
+
+        Args:
+            batch: inputs ``[n, *input_shape]`` and targets ``[n]``.
+            batch_idx: number of the batch in the epoch.
+
+        Returns:
+            ``loss``, which is minimised, and any other scalars; their means over the round are in its record as
+            ``train/NAME``.
+        """
+        x, target = batch
+        features = self.net.features(x)
+        return {"loss": self.loss(features, self.net.classifier(features), target)}
+
+    def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+        """Cross-entropy; methods add their terms.
+
+        Args:
+            features: the classifier's input ``[n, d]``.
+            logits: its output ``[n, num_classes]``.
+            target: class numbers ``[n]``.
+        """
+        return F.cross_entropy(logits, target)
+
+    def local_phases(self) -> list[Phase]:
+        """The phases of local training, in order; by default one that trains everything."""
+        return [Phase()]
+
+    def is_shared(self, name: str) -> bool:
+        """Whether an entry of the ``state_dict`` travels; by default all of the net, `buffers` as configured."""
+        return name.startswith("net.") and (self.buffers_policy == "average" or name not in self._buffer_names)
+
+    def is_personal(self, name: str) -> bool:
+        """Whether an entry of the ``state_dict`` stays with its client between rounds; by default what isn't shared."""
+        return not self.is_shared(name)
+
+    def on_download(self, payload: Record, data: ClientData | None) -> None:
+        """Takes what the server sent; the personal entries are already in place.
+
+        Args:
+            payload: the aggregator's payload for this client.
+            data: the client's data on the module's device; None outside a federation.
+        """
+        self.assign(payload["weights"])
+
+    def upload(self, data: ClientData) -> Record:
+        """What goes to the server after local training, with an entry for each name in `sends`.
+
+        References will do: the engine copies them.
+        """
+        shared = {name: tensor for name, tensor in self.state_dict().items() if self.is_shared(name)}
+        return {"weights": shared, "num_samples": torch.tensor(len(data.train))}
+
+    def configure_aggregator(self) -> Aggregator:
+        """The server side that this client belongs to when no other is chosen."""
+        return WeightedAverage()
+
+    def configure_metrics(self) -> MetricCollection:
+        """Metrics of one client's evaluation, computed on logits and targets; ``acc`` must be among them."""
+        return MetricCollection({"acc": MulticlassAccuracy(self.num_classes, average="micro", validate_args=False)})
+
+    def local_optimizer(self, phase: Phase, parameters: list[nn.Parameter]) -> Optimizer:
+        """A new optimizer for one phase of local training.
+
+        Args:
+            phase: the phase.
+            parameters: those that it trains.
+        """
+        return self.optimizer(parameters)
+
+    def configure_optimizers(self) -> Any:
+        """What Lightning sees: an optimizer that carries the learning rate, and its schedule if there is one."""
+        optimizer = self.optimizer(self.parameters())
+        if self.lr_scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
+
+    def predict_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+        """Logits of a batch of inputs, or of inputs and targets."""
+        x = batch[0] if isinstance(batch, (list, tuple)) else batch
+        logits: Tensor = self(x)
+        return logits
+
+    @torch.no_grad()
+    def assign(self, entries: Mapping[str, Tensor]) -> None:
+        """Copies named tensors into the entries of the same names; a name that isn't there is a KeyError."""
+        own = self.state_dict()
+        for name, tensor in entries.items():
+            own[name].copy_(tensor)
+
+    def receive(self, personal: Mapping[str, Tensor], payload: Record, data: ClientData | None) -> None:
+        """Becomes a client: its personal entries, then what the server sends it."""
+        self.assign(personal)
+        self.on_download(payload, data)
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, client: int | None = None, **kwargs: Any) -> Any:
+        """A model out of a federation's checkpoint, for use without a federation.
+
+        Args:
+            checkpoint_path: a checkpoint of `FederatedTrainer`.
+            client: id of the client whose model it shall be, as the next round would hand it over; None gives the
+                global model.
+            *args: as for ``LightningModule.load_from_checkpoint``.
+            **kwargs: as for ``LightningModule.load_from_checkpoint``; a run from Python needs ``net=`` and
+                ``optimizer=`` here if they are not the defaults.
+        """
+        model = super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+        if client is not None:
+            saved = torch.load(checkpoint_path, map_location=model.device, weights_only=True)["federation"]
+            if client not in saved["payloads"]:
+                raise MisconfigurationException(
+                    f"client={client} is not in {checkpoint_path}: it has clients 0 to {len(saved['payloads']) - 1}."
+                )
+            personal = saved["clients"].get(client, {}).get("personal", saved["initial"])
+            model.receive(personal, saved["payloads"][client], data=None)
+        return model

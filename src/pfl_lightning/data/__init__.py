@@ -1,0 +1,29 @@
+"""Data of the clients: partitions, splits, batches and data sets."""
+
+from pfl_lightning.data.batches import LastBatch, epoch_order
+from pfl_lightning.data.cifar10 import CIFAR10
+from pfl_lightning.data.client_data import ClientData, Part, Stage
+from pfl_lightning.data.datamodule import FederatedDataModule
+from pfl_lightning.data.digits import Digits
+from pfl_lightning.data.image_folder import ImageFolder
+from pfl_lightning.data.loaders import ClientLoader
+from pfl_lightning.data.mnist import MNIST
+from pfl_lightning.data.partitioners import IID, Dirichlet, Partitioner, Pathological
+
+__all__ = [
+    "CIFAR10",
+    "IID",
+    "MNIST",
+    "ClientData",
+    "ClientLoader",
+    "Digits",
+    "Dirichlet",
+    "FederatedDataModule",
+    "ImageFolder",
+    "LastBatch",
+    "Part",
+    "Partitioner",
+    "Pathological",
+    "Stage",
+    "epoch_order",
+]

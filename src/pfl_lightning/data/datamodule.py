@@ -1,0 +1,189 @@
+"""The data module that all data sets share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import partial
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+
+from pfl_lightning.data.batches import LastBatch
+from pfl_lightning.data.checks import check_labels, check_settings
+from pfl_lightning.data.client_data import ClientData, Part, Stage
+from pfl_lightning.data.loaders import ClientLoader
+from pfl_lightning.data.partitioners import Dirichlet, Partitioner
+from pfl_lightning.data.splits import split_client, stratified_rows
+
+
+class FederatedDataModule(LightningDataModule, ABC):
+    """A pool of samples, divided among clients and, at each client, into train, val and test.
+
+    Subclasses set ``num_classes`` and ``input_shape`` and implement :meth:`load`. The pool is kept once, as
+    loaded; a client's samples are gathered and transformed on request. Who holds which sample depends on
+    ``seed`` alone, so runs that differ in the training seed share their partition.
+
+    Args:
+        root: Folder of the data set's files.
+        num_clients: Number of clients M, at least 1.
+        partitioner: How the pool is divided among the clients.
+        batch_size: Samples a training batch, at least 1.
+        last_batch: What to do with an incomplete last batch, see :func:`epoch_order`.
+        test_fraction: Share of a client's samples to test on, in [0, 1).
+        val_fraction: Share of a client's other samples to validate on, in [0, 1).
+        max_samples: Use only so many samples of the pool, class proportions kept; all if None.
+        seed: Seed of the subset, the partition and the splits, 0 to 2**32 - 1.
+        download: Try to fetch missing files, where the data set supports it.
+
+    Raises:
+        MisconfigurationException: A value is out of range.
+    """
+
+    num_classes: int
+    """Number of classes K, known without :meth:`setup`."""
+    input_shape: tuple[int, ...]
+    """Shape of one transformed input, for images [C, H, W], known without :meth:`setup`."""
+
+    def __init__(
+        self,
+        root: str = "data",
+        num_clients: int = 20,
+        partitioner: Partitioner = Dirichlet(alpha=0.1),  # noqa: B008 - immutable, and a literal for --print_config
+        batch_size: int = 10,
+        last_batch: LastBatch = "keep",
+        test_fraction: float = 0.25,
+        val_fraction: float = 0.1,
+        max_samples: int | None = None,
+        seed: int = 1,
+        download: bool = True,
+    ) -> None:
+        super().__init__()
+        check_settings(num_clients, batch_size, last_batch, test_fraction, val_fraction, max_samples, seed)
+        # checkpoints hold plain values only
+        self.save_hyperparameters(ignore=["partitioner"])
+        self.root = root
+        self.num_clients = num_clients
+        self.partitioner = partitioner
+        self.batch_size = batch_size
+        self.last_batch: LastBatch = last_batch
+        self.test_fraction = test_fraction
+        self.val_fraction = val_fraction
+        self.max_samples = max_samples
+        self.seed = seed
+        self.download = download
+        self._pool: Part | None = None
+        self._rows: list[dict[Stage, Tensor]] = []
+
+    @abstractmethod
+    def load(self) -> tuple[Tensor, Tensor]:
+        """Read the whole pool, original train and test samples together.
+
+        Returns:
+            Inputs [N, ...], images as uint8 [N, C, H, W], and labels [N], int64 in [0, num_classes).
+        """
+
+    def transform(self, x: Tensor) -> Tensor:
+        """Make inputs ready for the net: uint8 images become (x / 255 - 0.5) / 0.5, others stay.
+
+        Args:
+            x: Some inputs of the pool, shape [n, ...].
+        """
+        return x.float().div_(127.5).sub_(1.0) if x.dtype == torch.uint8 else x
+
+    def server_data(self) -> Part | None:
+        """Return public samples that the server holds, transformed; none unless a subclass has some."""
+        return None
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load, cut to ``max_samples``, partition and split; only the first call does something.
+
+        Args:
+            stage: Ignored: all stages use the same pool.
+
+        Raises:
+            MisconfigurationException: The data are missing, or cannot be divided as asked.
+        """
+        if self._pool is not None:
+            return
+        x, y = self.load()
+        check_labels(x, y, self.num_classes)
+        if self.max_samples is not None:
+            kept = stratified_rows(y, self.max_samples, self.num_classes, self.seed)
+            x, y = x[kept], y[kept]
+        parts = self.partitioner(y, self.num_clients, self.num_classes, self.seed)
+        self._rows = [
+            split_client(rows, client, self.test_fraction, self.val_fraction, self.seed)
+            for client, rows in enumerate(parts)
+        ]
+        self._pool = Part(x, y)
+
+    def part(self, client: int, stage: Stage) -> Part:
+        """Gather and transform one part of one client.
+
+        Args:
+            client: Client id, 0 to num_clients - 1.
+            stage: Which part.
+        """
+        pool, rows = self._ready(), self._rows[client][stage]
+        return Part(self.transform(pool.x[rows]), pool.y[rows])
+
+    def client(self, client: int) -> ClientData:
+        """One client, its parts gathered and transformed when they are asked for.
+
+        Args:
+            client: Client id, 0 to num_clients - 1.
+        """
+        self._ready()
+        return ClientData(partial(self.part, client), self.num_classes)
+
+    def size(self, client: int, stage: Stage) -> int:
+        """Number of samples in one part of one client.
+
+        Args:
+            client: Client id, 0 to num_clients - 1.
+            stage: Which part.
+        """
+        self._ready()
+        return len(self._rows[client][stage])
+
+    def class_counts(self, stage: Stage) -> Tensor:
+        """Count the samples of each client and class.
+
+        Args:
+            stage: Which parts to count.
+
+        Returns:
+            Counts n_ij, shape [num_clients, num_classes], int64.
+        """
+        y = self._ready().y
+        return torch.stack([torch.bincount(y[r[stage]], minlength=self.num_classes) for r in self._rows])
+
+    @property
+    def counts(self) -> Tensor:
+        """Class counts of the train parts, shape [num_clients, num_classes], int64."""
+        return self.class_counts("train")
+
+    def train_dataloader(self) -> ClientLoader:
+        """One batch with the ids of all clients: an epoch is a round."""
+        return ClientLoader([range(self.num_clients)])
+
+    def val_dataloader(self) -> ClientLoader:
+        """One batch a client; no batches if ``val_fraction`` is 0."""
+        return self._one_by_one(self.val_fraction)
+
+    def test_dataloader(self) -> ClientLoader:
+        """One batch a client; no batches if ``test_fraction`` is 0."""
+        return self._one_by_one(self.test_fraction)
+
+    def _one_by_one(self, fraction: float) -> ClientLoader:
+        return ClientLoader([[client] for client in range(self.num_clients)] if fraction > 0 else [])
+
+    def _ready(self) -> Part:
+        if self._pool is None:
+            raise MisconfigurationException(
+                f"{type(self).__name__} has no clients yet; call prepare_data() and setup() first, or "
+                "pass it to a Trainer"
+            )
+        return self._pool

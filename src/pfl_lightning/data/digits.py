@@ -1,0 +1,35 @@
+"""The handwritten digits that come with scikit-learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pfl_lightning.data.datamodule import FederatedDataModule
+
+
+class Digits(FederatedDataModule):
+    """1,797 images of digits, 1x8x8, 10 classes; needs no files and no network.
+
+    Args:
+        num_clients: Number of clients M, at least 1.
+        **kwargs: Settings of :class:`FederatedDataModule`; ``root`` and ``download`` have no effect.
+
+    Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998.
+    """
+
+    num_classes = 10
+    input_shape = (1, 8, 8)
+
+    def __init__(self, num_clients: int = 10, **kwargs: Any) -> None:
+        super().__init__(num_clients=num_clients, **kwargs)
+
+    def load(self) -> tuple[Tensor, Tensor]:
+        """Read the digits; grey levels 0..16 become 0..255."""
+        from sklearn.datasets import load_digits
+
+        bunch = load_digits()
+        x = torch.from_numpy(bunch.images).mul(255 / 16).round().to(torch.uint8)
+        return x.unsqueeze(1), torch.from_numpy(bunch.target).long()

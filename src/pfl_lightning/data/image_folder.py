@@ -1,0 +1,76 @@
+"""Images in one folder a class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from pfl_lightning.data.datamodule import FederatedDataModule
+from pfl_lightning.data.image_tree import find_images
+from pfl_lightning.data.images import image_size, read_image
+
+SLOW_FILES = 5000
+"""From this number of files on, reading shows its progress."""
+
+
+class ImageFolder(FederatedDataModule):
+    """Any image classification data: ``root/CLASS/*.jpg``, or ``root/{train,test,val}/CLASS/*.jpg`` pooled.
+
+    Classes are numbered in the alphabetical order of their folders. All images are decoded once, into memory.
+
+    Args:
+        root: Folder of the class folders, or of train/ and test/ or val/ that hold them. It is looked into
+            right away, to count the classes.
+        size: Resize to so many pixels, a square or (height, width); None keeps images as they are,
+            which then must all have one size.
+        channels: 3 for RGB, 1 for grey.
+        **kwargs: Settings of :class:`FederatedDataModule`; ``download`` has no effect.
+
+    Raises:
+        MisconfigurationException: There are no images, or ``size`` is not positive.
+    """
+
+    def __init__(
+        self,
+        root: str = "data",
+        size: int | tuple[int, int] | None = None,
+        channels: Literal[1, 3] = 3,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(root=root, **kwargs)
+        pixels = (size, size) if isinstance(size, int) else size
+        if pixels is not None and min(pixels) < 1:
+            raise MisconfigurationException(f"data.size={size} must be at least 1 pixel")
+        if channels not in (1, 3):
+            raise MisconfigurationException(f"data.channels={channels} must be 1 (grey) or 3 (RGB)")
+        self.classes, self._files = find_images(Path(root))
+        self.num_classes = len(self.classes)
+        self._resize = pixels
+        self._shape = (*(pixels or image_size(self._files[0][0])), channels)
+        self.input_shape = (channels, *self._shape[:2])
+
+    def load(self) -> tuple[Tensor, Tensor]:
+        """Decode all images.
+
+        Raises:
+            MisconfigurationException: A file is no image, or the images differ in size.
+        """
+        from tqdm import tqdm
+
+        x = np.empty((len(self._files), *self._shape), dtype=np.uint8)
+        bar = tqdm(self._files, "decoding images", disable=len(self._files) <= SLOW_FILES)
+        for row, (path, _) in enumerate(bar):
+            image = read_image(path, self._shape[2], self._resize)
+            if image.shape != self._shape:
+                raise MisconfigurationException(
+                    f"data.size=None: {path} has {image.shape[0]}x{image.shape[1]} pixels, the first image "
+                    f"has {self._shape[0]}x{self._shape[1]}; set data.size to resize all images"
+                )
+            x[row] = image
+        y = torch.tensor([label for _, label in self._files])
+        return torch.from_numpy(x).permute(0, 3, 1, 2).contiguous(), y

@@ -1,0 +1,36 @@
+"""MNIST."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pfl_lightning.data.torchvision_data import TorchvisionDataModule
+
+
+class MNIST(TorchvisionDataModule):
+    """70,000 images of digits, 1x28x28, 10 classes, in ``root/MNIST/raw``.
+
+    Takes the settings of :class:`FederatedDataModule`.
+
+    Source: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", Proc. IEEE 1998.
+    """
+
+    num_classes = 10
+    input_shape = (1, 28, 28)
+    folder = "MNIST/raw"
+    files = "the four unpacked idx files (train-images-idx3-ubyte and so on)"
+
+    def dataset(self, train: bool, download: bool) -> Any:
+        """Open ``torchvision.datasets.MNIST``; see :meth:`TorchvisionDataModule.dataset`."""
+        from torchvision import datasets
+
+        return datasets.MNIST(self.root, train=train, download=download)
+
+    def load(self) -> tuple[Tensor, Tensor]:
+        """Read the 60,000 training and the 10,000 test images."""
+        halves = [self._open(train) for train in (True, False)]
+        x = torch.cat([half.data for half in halves]).unsqueeze(1)
+        return x, torch.cat([half.targets for half in halves]).long()

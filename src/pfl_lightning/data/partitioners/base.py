@@ -1,0 +1,58 @@
+"""What all partitioners share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from numpy.typing import NDArray
+from torch import Tensor
+
+Rows = NDArray[np.int64]
+"""Positions of samples in the pool."""
+
+
+class Partitioner(ABC):
+    """Divides a pool among clients; subclasses say how in :meth:`split`.
+
+    Calling a partitioner returns one int64 tensor of pool positions a client. The tensors are disjoint and
+    depend on the labels, the sizes and the seed alone: the global random state is neither read nor moved.
+    """
+
+    def __call__(self, labels: Tensor, num_clients: int, num_classes: int, seed: int) -> list[Tensor]:
+        """Divide the pool.
+
+        Args:
+            labels: Labels of the pooled samples, shape [N], in [0, num_classes).
+            num_clients: Number of clients M, 1 to N.
+            num_classes: Number of classes K.
+            seed: Seed of the division, 0 to 2**32 - 1.
+
+        Raises:
+            MisconfigurationException: The pool cannot be divided as asked.
+        """
+        if num_clients > len(labels):
+            raise MisconfigurationException(
+                f"num_clients={num_clients} is more than the {len(labels)} samples there are; "
+                f"use at most {len(labels)} clients"
+            )
+        y = labels.cpu().numpy()
+        classes = [np.flatnonzero(y == k) for k in range(num_classes)]
+        # the legacy generator: published partitions were drawn from this stream
+        rng = np.random.RandomState(seed)
+        return [torch.from_numpy(rows) for rows in self.split(classes, num_clients, rng)]
+
+    @abstractmethod
+    def split(self, classes: list[Rows], num_clients: int, rng: np.random.RandomState) -> list[Rows]:
+        """Divide the pool, given by class.
+
+        Args:
+            classes: For each class, the ascending pool positions of its samples.
+            num_clients: Number of clients M.
+            rng: The only source of randomness to use.
+
+        Returns:
+            For each client, the pool positions that it gets.
+        """

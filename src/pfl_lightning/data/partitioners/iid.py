@@ -1,0 +1,19 @@
+"""Equal shares."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pfl_lightning.data.partitioners.base import Partitioner, Rows
+
+
+class IID(Partitioner):
+    """Gives every client an equal share of the shuffled pool; sizes differ by 1 at most.
+
+    Each client's class mix is that of the pool in expectation. PFLlib means something else by "iid": every
+    client gets every class, in very unequal amounts. For that use ``Pathological(classes_per_client=K)``.
+    """
+
+    def split(self, classes: list[Rows], num_clients: int, rng: np.random.RandomState) -> list[Rows]:
+        """Shuffle and cut into equal pieces; see :meth:`Partitioner.split`."""
+        return np.array_split(rng.permutation(np.concatenate(classes)), num_clients)

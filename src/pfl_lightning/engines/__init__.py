@@ -1,0 +1,9 @@
+"""Engines: how the clients of a round are executed."""
+
+from pfl_lightning.engines.base import ClientState, Engine, LocalWork, Outcome, Task
+from pfl_lightning.engines.sequential import Sequential
+
+ENGINES: dict[str, type[Engine]] = {"sequential": Sequential}
+"""Engines by the name that the Trainer's ``engine`` takes."""
+
+__all__ = ["ENGINES", "ClientState", "Engine", "LocalWork", "Outcome", "Sequential", "Task"]

@@ -1,0 +1,141 @@
+"""What an engine takes and gives: tasks in, outcomes out. It decides how clients run, never what they compute."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+
+from pfl_lightning.client import FedAvg
+from pfl_lightning.data import ClientData, LastBatch, Stage
+from pfl_lightning.evaluation import evaluate
+from pfl_lightning.exchange import Record, StateDict
+
+
+@dataclass(frozen=True)
+class LocalWork:
+    """How much a client trains in a round, the same for all.
+
+    Args:
+        epochs: passes over the client's training data; ignored where ``steps`` is given.
+        steps: batches, over as many passes as they take.
+        batch_size: samples a batch.
+        last_batch: what becomes of an epoch's last, smaller batch.
+        clip: largest norm or value of gradients; None doesn't clip.
+        clip_algorithm: whether ``clip`` bounds the ``norm`` of all gradients together or each ``value``.
+    """
+
+    epochs: int = 1
+    steps: int | None = None
+    batch_size: int = 10
+    last_batch: LastBatch = "keep"
+    clip: float | None = None
+    clip_algorithm: Literal["norm", "value"] = "norm"
+
+
+@dataclass
+class ClientState:
+    """What stays with a client between rounds, on the CPU.
+
+    Args:
+        personal: personal entries of the client module's ``state_dict``.
+        optimizers: ``state_dict`` of each phase's optimizer, where they live for the run.
+        scaler: state of the loss scaler under ``16-mixed``.
+    """
+
+    personal: StateDict = field(default_factory=dict)
+    optimizers: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One client's work in one round.
+
+    Args:
+        client: id of the client.
+        state: its state when the round begins; not changed by the engine.
+        payload: what the server sends it.
+        data: its data.
+        seed: seed of its batches and of its dropout.
+        lr_factor: the round's learning rate over the configured one.
+        evaluate: the parts to evaluate on after training.
+    """
+
+    client: int
+    state: ClientState
+    payload: Record
+    data: ClientData
+    seed: int
+    lr_factor: float = 1.0
+    evaluate: tuple[Stage, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a client's local training gave.
+
+    Args:
+        client: id of the client.
+        update: what it sends to the server, on the CPU.
+        state: its state from now on, on the CPU.
+        metrics: means of what its ``training_step`` returned, weighted by samples; empty if it had no batch.
+        finite: whether its loss and its update are free of NaN and infinity.
+        after: metrics after training, by part.
+        seconds: time that it took.
+    """
+
+    client: int
+    update: Record
+    state: ClientState
+    metrics: dict[str, float]
+    finite: bool
+    after: dict[Stage, dict[str, float]]
+    seconds: float
+
+
+class Engine(ABC):
+    """Runs clients through a client module.
+
+    Args:
+        module: the client module; it stands on the device where it trains.
+        work: how much each client trains.
+        precision: the Trainer's precision plugin.
+    """
+
+    def __init__(self, module: FedAvg, work: LocalWork, precision: Precision) -> None:
+        self.module = module
+        self.work = work
+        self.precision = precision
+        self.metrics = module.configure_metrics().to(module.device)
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """The context of forward passes under the Trainer's precision."""
+        return self.precision.forward_context()
+
+    @abstractmethod
+    def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
+        """Trains each task's client and yields its outcome, in any order."""
+
+    def evaluate(self, task: Task) -> dict[Stage, dict[str, float]]:
+        """Metrics of a client's model as it receives it, by the parts that the task names; nothing is trained."""
+        data = task.data.to(self.device)
+        self.module.receive(task.state.personal, task.payload, data)
+        return self.metrics_on(data, task.evaluate)
+
+    def metrics_on(self, data: ClientData, stages: tuple[Stage, ...]) -> dict[Stage, dict[str, float]]:
+        """Metrics of the module as it stands, by part; parts without samples are left out."""
+        parts = {stage: getattr(data, stage) for stage in stages}
+        return {
+            stage: evaluate(self.module, part, self.metrics, self.forward_context)
+            for stage, part in parts.items()
+            if len(part)
+        }
+
+    @property
+    def device(self) -> torch.device:
+        """Where clients train."""
+        return self.module.device

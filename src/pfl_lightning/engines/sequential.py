@@ -1,0 +1,152 @@
+"""The sequential engine: one client after another. It is the reference for every other engine."""
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice, repeat
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from pfl_lightning.client import Batch, Phase
+from pfl_lightning.data import Part, epoch_order
+from pfl_lightning.engines.base import ClientState, Engine, Outcome, Task
+from pfl_lightning.exchange import detached, is_finite
+
+
+class Sequential(Engine):
+    """Trains the clients of a round one after another in the one resident module."""
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
+        """Yields outcomes in the order of the tasks."""
+        # the mean and the variance of one sample are no statistics, and BatchNorm refuses them
+        self._smallest_batch = 2 if any(isinstance(m, _BatchNorm) for m in self.module.modules()) else 1
+        for task in tasks:
+            yield self._run(task)
+
+    def _run(self, task: Task) -> Outcome:
+        start = time.perf_counter()
+        module = self.module
+        data = task.data.to(self.device)
+        module.receive(task.state.personal, task.payload, data)
+        module.train()
+        self._seed(task.seed)
+        generator = torch.Generator().manual_seed(task.seed)
+        state = ClientState()
+        totals: dict[str, Tensor] = {}
+        samples = 0
+        for phase in module.local_phases():
+            samples += self._train(phase, task, data.train, generator, state, totals)
+        for parameter in module.parameters():
+            parameter.requires_grad_(True)
+            parameter.grad = None
+        metrics = {name: float(total) / samples for name, total in totals.items()}
+        update = detached(module.upload(data))
+        own = {name: tensor for name, tensor in module.state_dict().items() if module.is_personal(name)}
+        state.personal = detached(own)
+        return Outcome(
+            client=task.client,
+            update=update,
+            state=state,
+            metrics=metrics,
+            finite=all(map(math.isfinite, metrics.values())) and is_finite(update) and is_finite(state.personal),
+            after=self.metrics_on(data, task.evaluate),
+            seconds=time.perf_counter() - start,
+        )
+
+    def _train(
+        self,
+        phase: Phase,
+        task: Task,
+        part: Part,
+        generator: torch.Generator,
+        state: ClientState,
+        totals: dict[str, Tensor],
+    ) -> int:
+        """Runs a phase; adds to the totals and returns the samples seen."""
+        module = self.module
+        module.phase = phase
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(phase.trains(name))
+            parameter.grad = None
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        optimizer = self._optimizer(phase, task, trained)
+        scaler = self._scaler(state.scaler or task.state.scaler)
+        samples = 0
+        for index, (x, y) in enumerate(self._batches(part, phase.epochs, generator)):
+            with self.forward_context():
+                values = module.training_step((x, y), index)
+            optimizer.zero_grad()
+            self._step(values["loss"], optimizer, scaler, trained)
+            for name, value in values.items():
+                total = value.detach() * len(y)
+                totals[name] = totals[name] + total if name in totals else total
+            samples += len(y)
+        if module.optimizer_lifetime == "run":
+            state.optimizers[phase.name] = detached(optimizer.state_dict())
+        if scaler is not None:
+            state.scaler = scaler.state_dict()
+        return samples
+
+    def _batches(self, part: Part, epochs: int | None, generator: torch.Generator) -> Iterator[Batch]:
+        """The batches of a phase: an order an epoch, gathered at once and cut into views."""
+        work = self.work
+        steps = work.steps if epochs is None else None
+
+        def epoch() -> Iterator[Batch]:
+            order = epoch_order(len(part), work.batch_size, work.last_batch, generator).to(part.y.device)
+            batches = zip(*(torch.split(tensor[order], work.batch_size) for tensor in (part.x, part.y)), strict=True)
+            return ((x, y) for x, y in batches if len(y) >= self._smallest_batch)
+
+        if len(part) < self._smallest_batch:
+            return iter(())
+        passes = repeat(None) if steps else repeat(None, work.epochs if epochs is None else epochs)
+        return islice(chain.from_iterable(epoch() for _ in passes), steps)
+
+    def _optimizer(self, phase: Phase, task: Task, parameters: list[nn.Parameter]) -> Optimizer:
+        """The phase's optimizer, new or as the client left it, at the round's learning rate."""
+        optimizer = self.module.local_optimizer(phase, parameters)
+        rates = [group["lr"] * task.lr_factor for group in optimizer.param_groups]
+        if phase.name in task.state.optimizers:
+            optimizer.load_state_dict(task.state.optimizers[phase.name])
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        return optimizer
+
+    def _scaler(self, state: dict[str, float]) -> torch.amp.GradScaler | None:
+        """The client's own loss scaler where the precision asks for one: a shared one would depend on the order."""
+        if getattr(self.precision, "scaler", None) is None:
+            return None
+        scaler = torch.amp.GradScaler(self.device.type)
+        if state:
+            scaler.load_state_dict(state)
+        return scaler
+
+    def _step(
+        self,
+        loss: Tensor,
+        optimizer: Optimizer,
+        scaler: torch.amp.GradScaler | None,
+        parameters: list[nn.Parameter],
+    ) -> None:
+        torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
+        if self.work.clip is not None:
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            if self.work.clip_algorithm == "norm":
+                nn.utils.clip_grad_norm_(parameters, self.work.clip)
+            else:
+                nn.utils.clip_grad_value_(parameters, self.work.clip)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+    def _seed(self, seed: int) -> None:
+        """Seeds what dropout draws from; `torch.manual_seed` would also queue seeds for devices that aren't there."""
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)

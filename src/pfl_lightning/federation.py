@@ -1,0 +1,375 @@
+"""The federation: the one module that Lightning's loop drives. Rounds, evaluation and what a checkpoint holds."""
+
+import time
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from pfl_lightning.aggregators import Aggregator, Server
+from pfl_lightning.client import FedAvg
+from pfl_lightning.data import FederatedDataModule, Stage
+from pfl_lightning.engines import ClientState, Engine, Outcome, Task
+from pfl_lightning.evaluation import summarise
+from pfl_lightning.exchange import StateDict, detached, num_bytes
+from pfl_lightning.rounds import Rounds
+from pfl_lightning.seeds import derive_seed, draw_cohort
+
+
+class TrainingDiverged(RuntimeError):
+    """Every client of a round ended with a NaN or an infinity."""
+
+
+class Federation(LightningModule):
+    """Clients and a server, for Lightning's fit loop: a round is an epoch with one batch, the ids of all clients.
+
+    ``FederatedTrainer`` makes it from a client module. Its ``state_dict`` is the global model's, under the client
+    module's own names, so that a checkpoint loads into the client module; the rest of the federation is in the
+    checkpoint under ``federation``.
+
+    Args:
+        client: the client module that every client is run through.
+        aggregator: the server side; None takes the client module's own.
+        rounds: how rounds are made.
+
+    Raises:
+        MisconfigurationException: if client and aggregator don't fit together.
+    """
+
+    def __init__(self, client: FedAvg, aggregator: Aggregator | None, rounds: Rounds) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.client = client
+        self.aggregator = aggregator if aggregator is not None else client.configure_aggregator()
+        self.rounds = rounds
+        self.round = 0
+        self.seed: int | None = None
+        self.initial: StateDict = {}
+        self.clients: dict[int, ClientState] = {}
+        self.record: dict[str, Any] = {}
+        self.results: dict[str, dict[int, dict[str, float]]] = {}
+        check_pair(client, self.aggregator)
+        self.save_hyperparameters(dict(client.hparams))
+
+    @property
+    def method(self) -> str:
+        """The client module's name, and the aggregator's where it isn't the client's own."""
+        names = [type(self.client).__name__, type(self.aggregator).__name__]
+        return names[0] if type(self.aggregator) is type(self.client.configure_aggregator()) else "+".join(names)
+
+    @cached_property
+    def engine(self) -> Engine:
+        """What runs the clients; made when the module stands on its device."""
+        precision = self.trainer.precision_plugin
+        return self.rounds.engine_class(self.client, self.rounds.work(self.data), precision)
+
+    @property
+    def data(self) -> FederatedDataModule:
+        """The data module of the run."""
+        return cast(FederatedDataModule, self.trainer.datamodule)  # type: ignore[attr-defined]
+
+    def setup(self, stage: str) -> None:
+        """Takes the common initial model and prepares the server, once."""
+        self.rounds.check(self.client, self.data)
+        if self.seed is not None:
+            return
+        self.seed = torch.initial_seed()
+        state = detached(self.client.state_dict())
+        self.initial = {name: tensor for name, tensor in state.items() if self.client.is_personal(name)}
+        initial = detached(self.client.upload(self.data.client(0)))
+        self.aggregator.setup(Server(self.data.num_clients, initial, self.client, self.data, self.seed))
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer that carries the round's learning rate, and its schedule; engines read the rate."""
+        configured = self.client.configure_optimizers()
+        if isinstance(configured, Mapping) and isinstance(configured["lr_scheduler"], ReduceLROnPlateau):
+            raise MisconfigurationException(
+                "model.lr_scheduler=ReduceLROnPlateau waits for a metric, and schedules here count rounds; "
+                "take one that counts, such as ExponentialLR or CosineAnnealingLR."
+            )
+        return configured
+
+    # Training
+
+    def training_step(self, clients: list[int], batch_idx: int) -> None:
+        """Runs one round."""
+        # Lightning wraps this in autocast; only forward passes belong there, and engines enter it for each
+        with isolate_rng(), torch.autocast(self.device.type, enabled=False):
+            self._run_round(clients)
+
+    def _run_round(self, clients: list[int]) -> None:
+        assert self.seed is not None
+        cohort = draw_cohort(clients, self.rounds.cohort_size(len(clients)), self.seed, self.round)
+        self.results = {}
+        self._call("on_round_start", cohort)
+        outcomes: dict[int, Outcome] = {}
+        start = time.perf_counter()
+        for outcome in self.engine.run(self._tasks(cohort)):
+            outcomes[outcome.client] = outcome
+            self._call("on_client_fit_end", outcome.client, outcome)
+        seconds = time.perf_counter() - start
+        taken = self._finite(outcomes)
+        down = sum(num_bytes(self.aggregator.download(client)) for client in cohort)
+        start = time.perf_counter()
+        logs = self._aggregate(taken)
+        self._start_record(cohort, taken)
+        self.record |= {f"server/{name}": value for name, value in logs.items()}
+        self.record |= {"bytes/up": sum(num_bytes(o.update) for o in taken.values()), "bytes/down": down}
+        self.record |= {"time/train": seconds, "time/aggregate": time.perf_counter() - start}
+        self.round += 1
+        if (scheduler := self.lr_schedulers()) is not None:
+            scheduler.step()  # type: ignore[union-attr]
+
+    def _tasks(self, cohort: list[int]) -> Iterator[Task]:
+        for client in cohort:
+            self._call("on_client_fit_start", client)
+            yield self.task(client, () if self.rounds.evaluate == "before" else self.rounds.validation_stages)
+
+    def task(self, client: int, evaluate: tuple[Stage, ...] = ()) -> Task:
+        """A client's work in the coming round.
+
+        Args:
+            client: its id.
+            evaluate: the parts to evaluate on.
+        """
+        state = self.clients.get(client, ClientState(self.initial))
+        seed = derive_seed(cast(int, self.seed), "train", self.round, client)
+        payload = self.aggregator.download(client)
+        return Task(client, state, payload, self.data.client(client), seed, self._lr_factor(), evaluate)
+
+    def _lr_factor(self) -> float:
+        optimizer = self.optimizers() if self._trainer is not None and self.trainer.optimizers else None
+        group = cast(Any, optimizer).param_groups[0] if optimizer else {}
+        return float(group["lr"] / group["initial_lr"]) if group.get("initial_lr") else 1.0
+
+    def _finite(self, outcomes: dict[int, Outcome]) -> dict[int, Outcome]:
+        """The outcomes by id, without those of clients that diverged."""
+        diverged = sorted(client for client, outcome in outcomes.items() if not outcome.finite)
+        if len(diverged) == len(outcomes):
+            raise TrainingDiverged(
+                f"round {self.round}: the loss or the weights of every client became NaN or infinite; the last "
+                "checkpoint is from the round before; try a smaller learning rate or gradient_clip_val."
+            )
+        if diverged:
+            rank_zero_warn(
+                f"round {self.round}: left out of the aggregation, because their loss or weights became NaN or "
+                f"infinite: clients {', '.join(map(str, diverged))}."
+            )
+        return {client: outcomes[client] for client in sorted(outcomes) if outcomes[client].finite}
+
+    def _aggregate(self, taken: dict[int, Outcome]) -> dict[str, float]:
+        updates = {client: outcome.update for client, outcome in taken.items()}
+        self._call("on_aggregate_start", updates)
+        logs = self.aggregator.aggregate(updates, self.round)
+        # states change here and not while clients train: an interrupted round leaves none behind
+        for client, outcome in taken.items():
+            self.clients[client] = outcome.state
+        self._call("on_aggregate_end", logs)
+        for client, outcome in taken.items():
+            for stage, values in outcome.after.items():
+                self.results.setdefault(self.rounds.after_name(stage), {})[client] = values
+        return logs
+
+    def _start_record(self, cohort: list[int], taken: dict[int, Outcome]) -> None:
+        sizes = {client: self.data.size(client, "train") for client in taken}
+        trained = {client: outcome.metrics for client, outcome in taken.items() if outcome.metrics}
+        self.record = {
+            "round": self.round,
+            "clients": len(taken),
+            "clients_failed": len(cohort) - len(taken),
+            "cohort": " ".join(map(str, cohort)),
+            "lr": self.trainer.optimizers[0].param_groups[0]["lr"],
+        }
+        self.record |= {f"train/{name}": value for name, value in summarise(trained, sizes).items()}
+        if "train/loss" in self.record:
+            self.log("train/loss", self.record["train/loss"], prog_bar=True, logger=False, batch_size=1)
+
+    # Evaluation
+
+    def validation_step(self, clients: list[int], batch_idx: int) -> None:
+        """Evaluates the clients of a batch on their validation parts; on their test parts too where rounds ask."""
+        for client in clients:
+            self._evaluate(client, self.rounds.validation_stages, fitting=self._fitting)
+
+    def test_step(self, clients: list[int], batch_idx: int) -> None:
+        """Evaluates the clients of a batch on their test parts."""
+        for client in clients:
+            self._evaluate(client, ("test",))
+
+    def _evaluate(self, client: int, stages: tuple[Stage, ...], fitting: bool = False) -> None:
+        """Puts a client's metrics into the results; while fitting, those after training are there already."""
+        rounds = self.rounds
+        if rounds.evaluate != "after":
+            with torch.inference_mode(False), torch.no_grad():
+                for stage, values in self.engine.evaluate(self.task(client, stages)).items():
+                    self.results.setdefault(stage, {})[client] = values
+        if rounds.evaluate != "before" and not fitting:
+            with torch.inference_mode(False), torch.enable_grad(), isolate_rng():
+                (outcome,) = self.engine.run([self.task(client, stages)])
+                for stage, values in outcome.after.items():
+                    self.results.setdefault(rounds.after_name(stage), {})[client] = values
+
+    def evaluate_all(self, stage: Stage) -> dict[int, dict[str, float]]:
+        """Metrics of every client on one part, of the models that the Trainer's ``evaluate`` names first."""
+        self.results = {}
+        for client in range(self.data.num_clients):
+            self._evaluate(client, (stage,))
+        return self.results.get(stage, {})
+
+    @property
+    def _fitting(self) -> bool:
+        return bool(self.trainer.state.fn == TrainerFn.FITTING)
+
+    def on_validation_epoch_start(self) -> None:
+        """Starts the clock."""
+        self._evaluation_start = time.perf_counter()
+        if not self._fitting:
+            self.results = {}
+
+    def on_test_epoch_start(self) -> None:
+        """Forgets other evaluations."""
+        self.results = {}
+
+    def on_validation_epoch_end(self) -> None:
+        """Summarises over clients into the round's record and for callbacks."""
+        summary = self._summary()
+        if self._fitting:
+            self.record |= summary | {"time/evaluate": time.perf_counter() - self._evaluation_start}
+        self._log_summary(summary)
+
+    def on_test_epoch_end(self) -> None:
+        """Summarises over clients."""
+        self._log_summary(self._summary())
+
+    def _summary(self) -> dict[str, float]:
+        summary: dict[str, float] = {}
+        for name, results in self.results.items():
+            summary |= self.summary_of(name, results)
+        return summary
+
+    def summary_of(self, name: str, results: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+        """Summary over clients of one evaluation, as ``NAME/METRIC``.
+
+        Args:
+            name: ``val``, ``test``, ``val_after`` or ``test_after``.
+            results: metrics by client.
+        """
+        part = cast(Stage, name.removesuffix("_after"))
+        sizes = {client: self.data.size(client, part) for client in results}
+        return {f"{name}/{metric}": value for metric, value in summarise(results, sizes).items()}
+
+    def test_at(self, checkpoint: Mapping[str, Any], round: int) -> float | None:
+        """Test accuracy of the models of a checkpoint, if it is of this round; the federation is left as it is."""
+        now = self.federation_state()
+        if checkpoint["federation"]["round"] != round + 1:
+            return None
+        self.load_federation_state(checkpoint["federation"])
+        accuracy = self.summary_of("test", self.evaluate_all("test")).get("test/acc")
+        self.load_federation_state(now)
+        return accuracy
+
+    def _log_summary(self, summary: dict[str, float]) -> None:
+        # while fitting, loggers get the whole record of the round at once, from a callback
+        for name, value in summary.items():
+            shown = name.endswith("/acc")
+            self.log(name, value, prog_bar=shown and self._fitting, logger=not self._fitting, batch_size=1)
+
+    # Checkpoints
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The global model, under the client module's names; personal entries are the common initial ones."""
+        state: StateDict = detached(self.client.state_dict())
+        return state | self.initial | self.aggregator.global_model()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Takes a global model.
+
+        Raises:
+            MisconfigurationException: if it is another net's.
+        """
+        try:
+            return self.client.load_state_dict(state_dict, *args, **kwargs)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise MisconfigurationException(f"ckpt_path: the checkpoint holds another net: {reason}") from error
+
+    def federation_state(self) -> dict[str, Any]:
+        """Everything that a later process needs to go on as if nothing had happened."""
+        clients = range(self.data.num_clients)
+        return {
+            "method": self.method,
+            "sizes": [self.data.size(client, "train") for client in clients],
+            "round": self.round,
+            "seed": self.seed,
+            "initial": self.initial,
+            "aggregator": self.aggregator.state,
+            "clients": {client: vars(state) for client, state in sorted(self.clients.items())},
+            # not for resuming: they let one client's model be loaded without the aggregator
+            "payloads": {client: self.aggregator.download(client) for client in clients},
+        }
+
+    def load_federation_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state, checked for being one of this federation.
+
+        Raises:
+            MisconfigurationException: if it is of another method, number of clients or partition.
+        """
+        sizes = [self.data.size(client, "train") for client in range(self.data.num_clients)]
+        if state["method"] != self.method:
+            raise MisconfigurationException(
+                f"ckpt_path: the checkpoint is of {state['method']} and this run of {self.method}; "
+                "resume with the configuration that it was made with."
+            )
+        if len(state["sizes"]) != len(sizes):
+            raise MisconfigurationException(
+                f"ckpt_path: the checkpoint has {len(state['sizes'])} clients and data.num_clients={len(sizes)}."
+            )
+        if state["sizes"] != sizes:
+            raise MisconfigurationException(
+                "ckpt_path: the checkpoint's clients hold other numbers of samples than those of data; "
+                "resume with the data, partitioner and data.seed that it was made with."
+            )
+        self.round, self.seed, self.initial = state["round"], state["seed"], state["initial"]
+        self.aggregator.state = state["aggregator"]
+        self.clients = {client: ClientState(**saved) for client, saved in state["clients"].items()}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the federation."""
+        checkpoint["federation"] = self.federation_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restores the federation."""
+        if "federation" not in checkpoint:
+            raise MisconfigurationException("ckpt_path: the checkpoint is not of a federation.")
+        self.load_federation_state(checkpoint["federation"])
+
+    def on_fit_end(self) -> None:
+        """Leaves the global model in the client module."""
+        self.client.load_state_dict(self.state_dict())
+
+    def _call(self, hook: str, *args: Any) -> None:
+        """Calls a hook of ours on the callbacks that have it, subclasses of `FederatedCallback` or not."""
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if method := getattr(callback, hook, None):
+                method(self.trainer, self, *args)
+
+
+def check_pair(client: FedAvg, aggregator: Aggregator) -> None:
+    """Refuses a client and an aggregator that don't exchange what the other needs."""
+    names = type(client).__name__, type(aggregator).__name__
+    for needed, sent, (one, other) in (
+        (aggregator.needs, client.sends, names[::-1]),
+        (client.needs, aggregator.sends, names),
+    ):
+        if missing := sorted(needed - sent):
+            raise MisconfigurationException(
+                f"{one} needs {' and '.join(missing)}, which {other} does not send; choose another aggregator for "
+                f"model {names[0]}, or leave it out to take {type(client.configure_aggregator()).__name__}."
+            )

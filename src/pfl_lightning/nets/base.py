@@ -1,0 +1,47 @@
+"""What every network of the library looks like: a feature extractor and a classifier."""
+
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+from torch import Tensor, nn
+
+Head: TypeAlias = Literal["last", "all_fc"]
+"""Which layers count as the classifier: the ``last`` linear layer, or ``all_fc`` fully connected ones."""
+
+
+class Net(nn.Module):
+    """A network cut in two, the cut that personalised methods share or keep: ``classifier(features(x))``.
+
+    Wraps any pair of modules; the papers' networks are subclasses that build theirs from the shape of the data.
+
+    Args:
+        features: maps inputs ``[n, *input_shape]`` to features ``[n, d]``.
+        classifier: maps features ``[n, d]`` to logits ``[n, num_classes]``.
+    """
+
+    def __init__(self, features: nn.Module, classifier: nn.Module) -> None:
+        super().__init__()
+        self.features = features
+        self.classifier = classifier
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``[n, num_classes]`` of inputs ``[n, *input_shape]``."""
+        logits: Tensor = self.classifier(self.features(x))
+        return logits
+
+
+NetFactory: TypeAlias = Callable[[tuple[int, ...], int], Net]
+"""Builds a net from the input shape (without the batch) and the number of classes; a `Net` subclass is one."""
+
+
+def cut(body: list[nn.Module], dense: list[nn.Module], head: Head) -> tuple[nn.Sequential, nn.Sequential]:
+    """Splits a network's layers into features and classifier.
+
+    Args:
+        body: the layers up to and with the flattening.
+        dense: the fully connected layers and their activations; the last one gives the logits.
+        head: ``last`` gives the classifier the last layer only, ``all_fc`` all of ``dense``.
+    """
+    if head == "all_fc":
+        return nn.Sequential(*body), nn.Sequential(*dense)
+    return nn.Sequential(*body, *dense[:-1]), nn.Sequential(dense[-1])

@@ -1,0 +1,44 @@
+"""The convolutional network of the FedAvg line of papers."""
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from pfl_lightning.nets.base import Head, Net, cut
+
+
+class CNN(Net):
+    """Two 5x5 convolutions (32 and 64 channels), each with ReLU and 2x2 max pooling, 512 hidden units.
+
+    The 4-layer CNN of McMahan et al., 2017 (https://arxiv.org/abs/1602.05629) as personalised federated learning
+    uses it: no padding, no normalisation, no dropout.
+
+    >>> sum(p.numel() for p in CNN((1, 28, 28), 10).parameters())
+    582026
+    >>> sum(p.numel() for p in CNN((3, 32, 32), 10).parameters())
+    878538
+
+    Args:
+        input_shape: ``(channels, height, width)`` of one image, at least 16 pixels a side.
+        num_classes: number of classes.
+        head: which layers are the classifier, the ``last`` linear layer or ``all_fc`` of them.
+
+    Raises:
+        MisconfigurationException: if the images are not ``(channels, height, width)`` or are too small.
+    """
+
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int, head: Head = "last") -> None:
+        if len(input_shape) != 3 or min(input_shape[1:]) < 16:
+            raise MisconfigurationException(
+                f"net CNN takes images of at least 16 x 16 pixels, not input_shape={tuple(input_shape)}; "
+                "net MLP takes any shape."
+            )
+        channels, height, width = input_shape
+        # each 5x5 convolution without padding takes 4 pixels off, each pooling halves
+        side_h, side_w = ((((side - 4) // 2) - 4) // 2 for side in (height, width))
+        body = [
+            *(nn.Conv2d(channels, 32, 5), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2)),
+            nn.Flatten(),
+        ]
+        dense = [nn.Linear(64 * side_h * side_w, 512), nn.ReLU(), nn.Linear(512, num_classes)]
+        super().__init__(*cut(body, dense, head))

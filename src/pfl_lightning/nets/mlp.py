@@ -1,0 +1,35 @@
+"""The multi-layer perceptron."""
+
+from math import prod
+
+from torch import nn
+
+from pfl_lightning.nets.base import Head, Net, cut
+
+
+class MLP(Net):
+    """Fully connected network with ReLU between its layers.
+
+    >>> sum(p.numel() for p in MLP((1, 8, 8), 10).parameters())
+    4810
+
+    Args:
+        input_shape: shape of one sample, without the batch; it is flattened.
+        num_classes: number of classes.
+        hidden: widths of the hidden layers.
+        head: which layers are the classifier, the ``last`` linear layer or ``all_fc`` of them.
+    """
+
+    def __init__(
+        self,
+        input_shape: tuple[int, ...],
+        num_classes: int,
+        hidden: tuple[int, ...] = (64,),
+        head: Head = "last",
+    ) -> None:
+        widths = (prod(input_shape), *hidden)
+        dense: list[nn.Module] = []
+        for width_in, width_out in zip(widths, hidden, strict=False):
+            dense += [nn.Linear(width_in, width_out), nn.ReLU()]
+        dense.append(nn.Linear(widths[-1], num_classes))
+        super().__init__(*cut([nn.Flatten()], dense, head))

@@ -1,0 +1,90 @@
+"""How rounds are made: participation, local work and evaluation."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pfl_lightning.client import FedAvg
+from pfl_lightning.data import FederatedDataModule, Stage
+from pfl_lightning.engines import ENGINES, Engine, LocalWork
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The Trainer's federated settings; `FederatedTrainer` describes them.
+
+    Raises:
+        MisconfigurationException: if a value is out of its range.
+    """
+
+    clients_per_round: int | float = 1.0
+    local_epochs: int | None = None
+    local_steps: int | None = None
+    engine: str | type[Engine] = "sequential"
+    evaluate: Literal["before", "after", "both"] = "before"
+    test_every_round: bool = False
+    clip: float | None = None
+    clip_algorithm: Literal["norm", "value"] = "norm"
+
+    def __post_init__(self) -> None:
+        per_round = self.clients_per_round
+        if per_round <= 0 or (isinstance(per_round, float) and per_round > 1):
+            raise MisconfigurationException(
+                f"trainer.clients_per_round={per_round} must be a number of clients from 1 up, "
+                "or a fraction above 0.0 and up to 1.0."
+            )
+        if self.local_epochs is not None and self.local_steps is not None:
+            raise MisconfigurationException(
+                f"trainer.local_epochs={self.local_epochs} and trainer.local_steps={self.local_steps} "
+                "exclude each other; give one of them."
+            )
+        for name in ("local_epochs", "local_steps"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise MisconfigurationException(f"trainer.{name}={value} must be at least 1.")
+        if isinstance(self.engine, str) and self.engine not in ENGINES:
+            raise MisconfigurationException(
+                f"trainer.engine={self.engine!r} is not an engine; there is {', '.join(map(repr, ENGINES))}."
+            )
+
+    @property
+    def engine_class(self) -> type[Engine]:
+        """The engine's class."""
+        return ENGINES[self.engine] if isinstance(self.engine, str) else self.engine
+
+    def cohort_size(self, num_clients: int) -> int:
+        """Clients that take part in a round, of all.
+
+        >>> Rounds(clients_per_round=0.1).cohort_size(25), Rounds(clients_per_round=3).cohort_size(25)
+        (2, 3)
+        """
+        if isinstance(self.clients_per_round, int):
+            return self.clients_per_round
+        return max(1, round(self.clients_per_round * num_clients))
+
+    def work(self, data: FederatedDataModule) -> LocalWork:
+        """What each client does in a round."""
+        epochs = 1 if self.local_epochs is None else self.local_epochs
+        return LocalWork(epochs, self.local_steps, data.batch_size, data.last_batch, self.clip, self.clip_algorithm)
+
+    def after_name(self, stage: Stage) -> str:
+        """Under which name the evaluation after local training is recorded."""
+        return stage if self.evaluate == "after" else f"{stage}_after"
+
+    @property
+    def validation_stages(self) -> tuple[Stage, ...]:
+        """The parts that each round's evaluation looks at."""
+        return ("val", "test") if self.test_every_round else ("val",)
+
+    def check(self, client: FedAvg, data: FederatedDataModule) -> None:
+        """Refuses what doesn't fit the data or the net, before the first round."""
+        if self.cohort_size(data.num_clients) > data.num_clients:
+            raise MisconfigurationException(
+                f"trainer.clients_per_round={self.clients_per_round} is more than data.num_clients="
+                f"{data.num_clients}; take at most that many, or a fraction such as 0.5."
+            )
+        if data.batch_size < 2 and any(isinstance(module, _BatchNorm) for module in client.modules()):
+            raise MisconfigurationException(
+                f"data.batch_size={data.batch_size} gives BatchNorm nothing to normalise over; take at least 2."
+            )

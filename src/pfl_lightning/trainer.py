@@ -1,0 +1,324 @@
+"""FederatedTrainer: Lightning's Trainer, with rounds."""
+
+import inspect
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Checkpoint,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.utilities import rank_zero_info
+
+from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.callbacks import RoundProgress, RoundRecord, WandbReport
+from pfl_lightning.checkpoint_io import AtomicCheckpointIO
+from pfl_lightning.client import FedAvg
+from pfl_lightning.data import FederatedDataModule
+from pfl_lightning.engines import Engine
+from pfl_lightning.federation import Federation
+from pfl_lightning.rounds import Rounds
+
+REFUSED_CALLBACKS = (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+MEANINGLESS = {
+    "max_epochs": "a round is an epoch; give max_rounds",
+    "min_epochs": "a round is an epoch; leave it out",
+    "max_steps": "the Trainer takes no optimizer steps of its own; give max_rounds",
+    "min_steps": "the Trainer takes no optimizer steps of its own; leave it out",
+    "limit_train_batches": "a round is one batch; give clients_per_round or data.max_samples",
+    "overfit_batches": "a round is one batch; give data.max_samples",
+    "accumulate_grad_batches": "clients step on every batch; give a larger data.batch_size",
+    "val_check_interval": "a round is one batch; give check_val_every_n_epoch",
+    "use_distributed_sampler": "clients are no samples; leave it out",
+    "sync_batchnorm": "clients have their own batch statistics; see model.buffers",
+}
+
+
+class FederatedTrainer(Trainer):
+    """A `lightning.Trainer` that fits a federation: a round is an epoch of Lightning's own fit loop.
+
+    Validation and test run over all clients. Callbacks, loggers, precision, checkpoints and resuming are Lightning's.
+
+    Args:
+        max_rounds: rounds to run.
+        clients_per_round: clients that take part in a round: a number (an integer), or a fraction of all (above 0.0
+            and up to 1.0, rounded, at least one client).
+        local_epochs: passes of a client over its training data in a round; 1 where neither this nor ``local_steps``
+            is given.
+        local_steps: batches of a client in a round, in the place of ``local_epochs``.
+        engine: how the clients of a round are run: ``sequential``, one after another, or an `Engine` class.
+        evaluate: which model of a client is evaluated: ``before`` local training, as received from the server, by
+            every client; ``after`` local training, while fitting by the clients of the round; or ``both``, then the
+            latter is recorded as ``val_after/…`` and ``test_after/…``.
+        test_every_round: whether the test parts are evaluated with the validation parts, every round, which the
+            papers' protocol asks for; they are evaluated at the end of ``fit`` in any case.
+        gradient_clip_val: largest norm or value of a client's gradients; None doesn't clip.
+        gradient_clip_algorithm: whether ``gradient_clip_val`` bounds their ``norm`` or each ``value``.
+        default_root_dir: where runs are kept, each in a folder ``METHOD-DATA/version_N``.
+        **kwargs: Lightning's Trainer's arguments. Without a logger a CSVLogger writes beside the record; without a
+            ModelCheckpoint, one keeps the round with the best ``val/acc`` and, as ``last.ckpt``, the last.
+
+    Raises:
+        MisconfigurationException: if a value is out of its range, or if an argument means nothing in a federation.
+    """
+
+    def __init__(
+        self,
+        max_rounds: int = 100,
+        clients_per_round: int | float = 1.0,
+        local_epochs: int | None = None,
+        local_steps: int | None = None,
+        engine: str | type[Engine] = "sequential",
+        evaluate: Literal["before", "after", "both"] = "before",
+        test_every_round: bool = False,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: Literal["norm", "value"] = "norm",
+        default_root_dir: str = "runs",
+        **kwargs: Any,
+    ) -> None:
+        refuse_meaningless(kwargs)
+        if max_rounds < 1:
+            raise MisconfigurationException(f"trainer.max_rounds={max_rounds} must be at least 1.")
+        self.rounds = Rounds(
+            clients_per_round=clients_per_round,
+            local_epochs=local_epochs,
+            local_steps=local_steps,
+            engine=engine,
+            evaluate=evaluate,
+            test_every_round=test_every_round,
+            clip=gradient_clip_val,
+            clip_algorithm=gradient_clip_algorithm,
+        )
+        self._own_logger = kwargs.get("logger") in (None, True)
+        fill_defaults(kwargs, default_root_dir)
+        super().__init__(max_epochs=max_rounds, default_root_dir=default_root_dir, **kwargs)
+        if self.world_size > 1:
+            raise MisconfigurationException(
+                f"trainer.devices: {self.world_size} devices can't be used by engine={engine!r}; give devices=1."
+            )
+
+    @property
+    def global_step(self) -> int:
+        """Rounds done: no optimizer of the Trainer's own steps."""
+        federation = self.lightning_module
+        return federation.round if isinstance(federation, Federation) else 0
+
+    @property
+    def log_dir(self) -> str | None:
+        """The run's folder: record, configuration and checkpoints are in it, whatever the logger."""
+        if self.logger is None or isinstance(self.logger, (CSVLogger, TensorBoardLogger)):
+            return super().log_dir
+        version = self.logger.version
+        version = version if isinstance(version, str) else f"version_{version}"
+        return str(Path(self.logger.save_dir or self.default_root_dir, str(self.logger.name), version))
+
+    def fit(  # type: ignore[override]
+        self,
+        model: FedAvg,
+        train_dataloaders: None = None,
+        val_dataloaders: None = None,
+        datamodule: FederatedDataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        aggregator: Aggregator | None = None,
+    ) -> None:
+        """Runs the rounds of a federation.
+
+        Args:
+            model: the client module; afterwards it holds the global model.
+            train_dataloaders: not used; it is where Lightning's signature has it.
+            val_dataloaders: not used; it is where Lightning's signature has it.
+            datamodule: the clients' data.
+            ckpt_path: a checkpoint to go on from, or ``last`` for the last one of this method's newest run, in whose
+                folder the run then goes on; where that run has none yet, a new one starts.
+            aggregator: the server side, in the place of the client module's own.
+        """
+        refuse_loaders(train_dataloaders, val_dataloaders)
+        federation = self._federation(model, datamodule, aggregator)
+        path = self._checkpoint(ckpt_path)
+        if path is None and ckpt_path is not None:
+            rank_zero_info(f"ckpt_path={str(ckpt_path)!r}: there is no checkpoint yet; a new run starts.")
+        self._go_on_in(path)
+        super().fit(federation, datamodule=datamodule, ckpt_path=path)
+
+    def validate(  # type: ignore[override]
+        self,
+        model: FedAvg | None = None,
+        dataloaders: None = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: FederatedDataModule | None = None,
+        aggregator: Aggregator | None = None,
+    ) -> Any:
+        """Evaluates every client on its validation part.
+
+        Args:
+            model: the client module; None takes the federation of this Trainer.
+            dataloaders: not used; it is where Lightning's signature has it.
+            ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run.
+            verbose: whether to print the result.
+            datamodule: the clients' data.
+            aggregator: the server side, in the place of the client module's own.
+        """
+        refuse_loaders(dataloaders)
+        federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
+        return super().validate(federation, datamodule=datamodule, ckpt_path=path, verbose=verbose)
+
+    def test(  # type: ignore[override]
+        self,
+        model: FedAvg | None = None,
+        dataloaders: None = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: FederatedDataModule | None = None,
+        aggregator: Aggregator | None = None,
+    ) -> Any:
+        """Evaluates every client on its test part.
+
+        Args:
+            model: the client module; None takes the federation of this Trainer.
+            dataloaders: not used; it is where Lightning's signature has it.
+            ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run.
+            verbose: whether to print the result.
+            datamodule: the clients' data.
+            aggregator: the server side, in the place of the client module's own.
+        """
+        refuse_loaders(dataloaders)
+        federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
+        return super().test(federation, datamodule=datamodule, ckpt_path=path, verbose=verbose)
+
+    def _evaluated(
+        self,
+        model: FedAvg | None,
+        datamodule: FederatedDataModule | None,
+        aggregator: Aggregator | None,
+        ckpt_path: str | Path | None,
+    ) -> tuple[Federation | None, str | None]:
+        federation = None if model is None else self._federation(model, datamodule, aggregator)
+        path = self._checkpoint(ckpt_path)
+        if path is None and ckpt_path is not None:
+            raise MisconfigurationException(
+                f"ckpt_path={str(ckpt_path)!r}: the newest run under {self._run_root} has no such checkpoint; "
+                "give the path of one."
+            )
+        return federation, path
+
+    def _federation(
+        self, model: FedAvg, datamodule: FederatedDataModule | None, aggregator: Aggregator | None
+    ) -> Federation:
+        """The federation of a client module, the one there is if it is of the same module."""
+        if not isinstance(model, FedAvg):
+            raise MisconfigurationException(
+                f"model={type(model).__name__} is not a client module; take one of pfl_lightning.methods, or a "
+                "subclass of FedAvg."
+            )
+        if not isinstance(datamodule, FederatedDataModule) and (datamodule is not None or self._data is None):
+            raise MisconfigurationException(
+                f"datamodule={type(datamodule).__name__} is not a FederatedDataModule; take one of pfl_lightning.data."
+            )
+        current = self.lightning_module
+        if isinstance(current, Federation) and current.client is model and aggregator is None:
+            return current
+        federation = Federation(model, aggregator, self.rounds)
+        if self._own_logger:
+            self._run_name = f"{federation.method}-{type(datamodule or self._data).__name__}"
+            self.logger = CSVLogger(self.default_root_dir, self._run_name, flush_logs_every_n_steps=1)
+        return federation
+
+    @property
+    def _data(self) -> Any:
+        """The data module of an earlier run of this Trainer; Lightning declares the attribute at run time."""
+        return getattr(self, "datamodule", None)
+
+    @property
+    def _run_root(self) -> Path:
+        """The folder of this method's runs."""
+        save_dir = None if self.logger is None else self.logger.save_dir
+        return Path(save_dir or self.default_root_dir, *([] if self.logger is None else [str(self.logger.name)]))
+
+    def _checkpoint(self, ckpt_path: str | Path | None) -> str | None:
+        """The file that is meant; None where ``best`` or ``last`` aren't there."""
+        if ckpt_path not in ("best", "last"):
+            return None if ckpt_path is None else str(ckpt_path)
+        callback = self.checkpoint_callback
+        if path := getattr(callback, f"{ckpt_path}_model_path", ""):
+            return str(path)
+        folder = getattr(callback, "dirpath", None)
+        if folder is None:
+            runs = [path for path in self._run_root.glob("*") if path.is_dir()]
+            # a run's folder is touched when files come into it, first of all when it starts
+            folder = max(runs, key=lambda run: run.stat().st_mtime) / "checkpoints" if runs else self._run_root
+        path = Path(folder, f"{ckpt_path}.ckpt")
+        return str(path) if path.exists() else None
+
+    def _go_on_in(self, ckpt_path: str | None) -> None:
+        """Lets a resumed run go on in the folder of its checkpoint, so that nothing of it lies in two places."""
+        run = None if ckpt_path is None else Path(ckpt_path).resolve().parent.parent
+        if self._own_logger and run is not None and run.parent == self._run_root.resolve():
+            self.logger = CSVLogger(self.default_root_dir, self._run_name, version=run.name, flush_logs_every_n_steps=1)
+
+
+def refuse_meaningless(arguments: dict[str, Any]) -> None:
+    """Refuses Trainer arguments that have no meaning in a federation, where they aren't the Trainer's defaults."""
+    parameters = inspect.signature(Trainer).parameters
+    for name, advice in MEANINGLESS.items():
+        value = arguments.get(name)
+        if value is not None and value != parameters[name].default:
+            raise MisconfigurationException(f"trainer.{name}={value} means nothing in a federation: {advice}.")
+    for callback in as_list(arguments.get("callbacks")):
+        if isinstance(callback, REFUSED_CALLBACKS):
+            raise MisconfigurationException(
+                f"trainer.callbacks: {type(callback).__name__} works on the Trainer's own optimizer steps or weights, "
+                "and a federation has none; leave it out."
+            )
+
+
+def refuse_loaders(*loaders: Any) -> None:
+    """Refuses data loaders: data come by client."""
+    if any(loader is not None for loader in loaders):
+        raise MisconfigurationException("data loaders hold no clients; give datamodule=, a FederatedDataModule.")
+
+
+def fill_defaults(arguments: dict[str, Any], root: str) -> None:
+    """Sets what the Trainer leaves open, in place."""
+    callbacks = list(as_list(arguments.get("callbacks")))
+    for kind in (RoundRecord, RoundProgress, WandbReport):
+        if not any(isinstance(callback, kind) for callback in callbacks):
+            callbacks.append(kind())
+    checkpoints = arguments.get("enable_checkpointing") is not False and not arguments.get("fast_dev_run")
+    if checkpoints and not any(isinstance(callback, Checkpoint) for callback in callbacks):
+        validates = arguments.get("limit_val_batches") != 0
+        best = {"monitor": "val/acc", "mode": "max", "filename": "best"} if validates else {"save_top_k": 0}
+        callbacks.append(ModelCheckpoint(save_last=True, **cast(Any, best)))
+    plugins = list(as_list(arguments.get("plugins")))
+    if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+        plugins.append(AtomicCheckpointIO())
+    arguments["callbacks"], arguments["plugins"] = callbacks, plugins
+    if arguments.get("logger") in (None, True):
+        arguments["logger"] = CSVLogger(root)
+    for name, value in {"num_sanity_val_steps": 0, "log_every_n_steps": 1}.items():
+        if arguments.get(name) is None:
+            arguments[name] = value
+    if arguments.get("devices") in (None, "auto"):
+        arguments["devices"] = 1
+
+
+def as_list(value: Any) -> list[Any]:
+    """A list of what may be None, one thing or a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]

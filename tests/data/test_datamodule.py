@@ -1,0 +1,312 @@
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+
+from pfl_lightning.data import IID, Digits, Dirichlet, FederatedDataModule, Part, Partitioner
+
+STAGES = ("train", "val", "test")
+
+
+class Numbered(FederatedDataModule):
+    """Each input is its own position in the pool, so that it can be followed."""
+
+    num_classes = 5
+    input_shape = (1,)
+    n = 1003
+    loads = 0
+
+    def load(self):
+        self.loads += 1
+        return torch.arange(self.n).unsqueeze(1), torch.arange(self.n) % 5
+
+
+class Sizes(Partitioner):
+    """Clients of given sizes."""
+
+    def __init__(self, *sizes):
+        self.sizes = sizes
+
+    def split(self, classes, num_clients, rng):
+        rows = np.concatenate(classes)
+        return np.split(rows, np.cumsum(self.sizes))[:num_clients]
+
+
+def ready(**kwargs):
+    kwargs = {"num_clients": 7, "partitioner": Dirichlet(alpha=0.5, min_size=10), **kwargs}
+    dm = Numbered(**kwargs)
+    dm.setup()
+    return dm
+
+
+def rows(dm, client, stage):
+    return dm.part(client, stage).x.flatten()
+
+
+def all_rows(dm):
+    return [rows(dm, client, stage) for client in range(dm.num_clients) for stage in STAGES]
+
+
+def test_parts_are_disjoint_and_cover_the_pool():
+    pool = torch.cat(all_rows(ready()))
+    assert torch.equal(pool.sort().values, torch.arange(1003))
+
+
+def test_labels_stay_with_their_inputs():
+    dm = ready()
+    for client in range(7):
+        part = dm.part(client, "train")
+        assert torch.equal(part.y, part.x.flatten() % 5)
+
+
+@pytest.mark.parametrize(
+    ("n", "test_fraction", "val_fraction", "sizes"),
+    [
+        (100, 0.25, 0.0, (75, 0, 25)),
+        (101, 0.25, 0.0, (75, 0, 26)),
+        (100, 0.25, 0.1, (67, 8, 25)),
+        (100, 0.0, 0.1, (90, 10, 0)),
+        (100, 0.0, 0.0, (100, 0, 0)),
+        (3, 0.25, 0.1, (1, 1, 1)),
+        (3, 0.99, 0.99, (1, 1, 1)),
+        (2, 0.99, 0.0, (1, 0, 1)),
+        (1, 0.0, 0.0, (1, 0, 0)),
+    ],
+)
+def test_part_sizes(n, test_fraction, val_fraction, sizes):
+    dm = ready(num_clients=1, partitioner=Sizes(n), test_fraction=test_fraction, val_fraction=val_fraction)
+    assert tuple(dm.size(0, stage) for stage in STAGES) == sizes
+    assert tuple(len(dm.part(0, stage)) for stage in STAGES) == sizes
+    assert tuple(int(dm.class_counts(stage).sum()) for stage in STAGES) == sizes
+
+
+@pytest.mark.parametrize(("n", "val_fraction", "least"), [(2, 0.1, 3), (1, 0.0, 2)])
+def test_refuses_clients_that_are_too_small(n, val_fraction, least):
+    sentence = rf"client 1 has {n} samples, too few for {least} non-empty parts; .*min_size={least} or more"
+    with pytest.raises(MisconfigurationException, match=sentence):
+        ready(num_clients=2, partitioner=Sizes(50, n), val_fraction=val_fraction)
+
+
+def test_counts_are_those_of_the_train_parts():
+    dm = ready()
+    expected = torch.stack([torch.bincount(rows(dm, c, "train") % 5, minlength=5) for c in range(7)])
+    assert torch.equal(dm.counts, expected)
+    assert torch.equal(torch.stack([dm.client(c).class_counts for c in range(7)]), expected)
+    assert not torch.equal(dm.counts, dm.class_counts("test"))
+
+
+def test_client_holds_its_three_parts():
+    dm = ready()
+    client = dm.client(3)
+    assert client.num_classes == 5
+    for stage in STAGES:
+        part = getattr(client, stage)
+        assert torch.equal(part.x.flatten(), rows(dm, 3, stage))
+        assert len(part) == dm.size(3, stage)
+
+
+def test_split_is_shuffled_and_differs_between_clients():
+    dm = ready(num_clients=2, partitioner=Sizes(100, 100))
+    first, second = (rows(dm, c, "test").argsort() for c in range(2))
+    assert not torch.equal(first, torch.arange(25))
+    assert not torch.equal(first, second)
+
+
+def test_depends_on_its_seed_alone_and_leaves_global_randomness():
+    def draw(training_seed, **kwargs):
+        torch.manual_seed(training_seed)
+        np.random.seed(training_seed)
+        before = torch.get_rng_state(), np.random.get_state()[1].copy()
+        drawn = all_rows(ready(max_samples=800, **kwargs))
+        assert torch.equal(before[0], torch.get_rng_state())
+        assert np.array_equal(before[1], np.random.get_state()[1])
+        return torch.cat(drawn)
+
+    assert torch.equal(draw(0), draw(1))
+    assert not torch.equal(draw(0, seed=1), draw(0, seed=2))
+
+
+def test_setup_loads_once():
+    dm = ready()
+    before = torch.cat(all_rows(dm))
+    dm.setup("test")
+    assert dm.loads == 1
+    assert torch.equal(before, torch.cat(all_rows(dm)))
+
+
+def test_max_samples_keeps_proportions():
+    class Skewed(Numbered):
+        def load(self):
+            x, _ = super().load()
+            return x, torch.bucketize(x.flatten(), torch.tensor([499, 749, 899, 979]))
+
+    dm = Skewed(num_clients=2, partitioner=IID(), max_samples=100)
+    dm.setup()
+    chosen = torch.cat(all_rows(dm))
+    assert len(chosen.unique()) == 100
+    # 500, 250, 150, 80 and 23 of 1,003: quotas 49.85, 24.93, 14.96, 7.98 and 2.29
+    assert sum(dm.class_counts(stage) for stage in STAGES).sum(0).tolist() == [50, 25, 15, 8, 2]
+    # a random choice, not the first of each class
+    assert chosen[chosen < 500].max() > 400
+
+
+@pytest.mark.parametrize("max_samples", [1003, 5000, None])
+def test_max_samples_beyond_the_data_uses_all(max_samples):
+    assert len(torch.cat(all_rows(ready(max_samples=max_samples)))) == 1003
+
+
+def test_max_samples_below_the_classes_is_refused():
+    with pytest.raises(MisconfigurationException, match=r"data.max_samples=4 must be at least the 5 classes"):
+        ready(num_clients=1, partitioner=IID(), max_samples=4)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "works"),
+    [
+        ("num_clients", 0, "at least 1"),
+        ("batch_size", 0, "at least 1"),
+        ("last_batch", "pad", "one of keep, drop, wrap"),
+        ("test_fraction", 1.0, "at least 0 and below 1"),
+        ("test_fraction", -0.1, "at least 0 and below 1"),
+        ("val_fraction", 1.0, "at least 0 and below 1"),
+        ("val_fraction", float("nan"), "at least 0 and below 1"),
+        ("max_samples", 19, "at least num_clients=20"),
+        ("seed", -1, "from 0 to"),
+        ("seed", 2**32, "from 0 to"),
+    ],
+)
+def test_refuses_bad_settings_at_construction(setting, value, works):
+    with pytest.raises(MisconfigurationException, match=rf"^data\.{setting}={value!r} must be {works}"):
+        Numbered(**{setting: value})
+
+
+def test_refuses_bad_pools():
+    class Bad(Numbered):
+        pool = (torch.zeros(3, 1), torch.tensor([0, 1, 5]))
+
+        def load(self):
+            return self.pool
+
+    dm = Bad(num_clients=1, partitioner=IID())
+    for y, sentence in [
+        (torch.tensor([0, 1, 5]), "labels from 0 to 5; num_classes=5 allows 0 to 4"),
+        (torch.tensor([0, -1, 2]), "labels from -1 to 2"),
+        (torch.tensor([0, 1]), r"3 inputs and torch.int64 labels of shape \[2\]"),
+        (torch.zeros(3), "torch.float32 labels"),
+    ]:
+        dm.pool = (torch.zeros(3, 1), y)
+        with pytest.raises(MisconfigurationException, match=sentence):
+            dm.setup()
+
+
+@pytest.mark.parametrize("use", [lambda dm: dm.counts, lambda dm: dm.client(0), lambda dm: dm.size(0, "val")])
+def test_refuses_use_before_setup(use):
+    with pytest.raises(MisconfigurationException, match=r"call prepare_data\(\) and setup\(\) first"):
+        use(Numbered())
+
+
+def test_load_is_required():
+    with pytest.raises(TypeError, match="abstract"):
+        FederatedDataModule()
+
+
+def test_loaders_give_client_ids():
+    dm = Numbered(num_clients=3)
+    assert list(dm.train_dataloader()) == [[0, 1, 2]]
+    for loader in (dm.val_dataloader(), dm.test_dataloader()):
+        assert list(loader) == [[0], [1], [2]]
+        assert list(loader) == [[0], [1], [2]]
+        assert len(loader) == 3
+    assert len(Numbered(val_fraction=0.0).val_dataloader()) == 0
+    assert len(Numbered(test_fraction=0.0).test_dataloader()) == 0
+
+
+class Recorder(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.seen = {stage: [] for stage in STAGES}
+
+    def configure_optimizers(self):
+        return None
+
+    def training_step(self, batch):
+        self.seen["train"].append(batch)
+
+    def validation_step(self, batch):
+        self.seen["val"].append(batch)
+
+    def test_step(self, batch):
+        self.seen["test"].append(batch)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("val_fraction", [0.1, 0.0])
+def test_trainer_runs_on_the_loaders(tmp_path, val_fraction):
+    trainer = Trainer(
+        default_root_dir=tmp_path,
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        num_sanity_val_steps=0,
+    )
+    model, dm = Recorder(), Digits(num_clients=3, val_fraction=val_fraction)
+    trainer.fit(model, datamodule=dm)
+    trainer.test(model, datamodule=dm, verbose=False)
+    assert model.seen["train"] == [[0, 1, 2]] * 2
+    assert model.seen["val"] == ([[0], [1], [2]] * 2 if val_fraction else [])
+    assert model.seen["test"] == [[0], [1], [2]]
+
+
+def test_hyperparameters_are_plain():
+    assert dict(Digits(batch_size=16).hparams) == {
+        "root": "data",
+        "num_clients": 10,
+        "batch_size": 16,
+        "last_batch": "keep",
+        "test_fraction": 0.25,
+        "val_fraction": 0.1,
+        "max_samples": None,
+        "seed": 1,
+        "download": True,
+    }
+
+
+def test_settings_can_be_printed_and_read_as_yaml():
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(FederatedDataModule, "data")
+    options = [
+        "--data=Digits",
+        "--data.num_clients=4",
+        "--data.partitioner.alpha=0.7",
+        "--data.last_batch=wrap",
+    ]
+    printed = parser.dump(parser.parse_args(options))
+    dm = parser.instantiate(parser.parse_string(printed)).data
+    assert isinstance(dm, Digits)
+    assert (dm.num_clients, dm.partitioner.alpha, dm.last_batch, dm.batch_size) == (4, 0.7, "wrap", 10)
+
+
+def test_server_has_no_data_by_default():
+    assert ready().server_data() is None
+
+
+def test_part_moves_and_compares():
+    part = Part(torch.zeros(2, 1), torch.tensor([0, 1]))
+    moved = part.to("meta")
+    assert moved.x.device.type == moved.y.device.type == "meta"
+    # would raise if the dataclass compared tensors
+    assert part == part
+    assert part != moved
+
+
+def test_survives_pickling():
+    dm = ready()
+    copy = pickle.loads(pickle.dumps(dm))
+    assert torch.equal(torch.cat(all_rows(dm)), torch.cat(all_rows(copy)))
