@@ -198,7 +198,7 @@ class FedAvg(LightningModule):
     @torch.no_grad()
     def assign(self, entries: Mapping[str, Tensor]) -> None:
         """Copies named tensors into the entries of the same names; a name that isn't there is a KeyError."""
-        own = self.state_dict()
+        own = self.state_dict() if entries else {}
         for name, tensor in entries.items():
             own[name].copy_(tensor)
 

@@ -1,5 +1,6 @@
 """What travels between clients and the server: records of tensors, and arithmetic on state dicts."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -41,7 +42,7 @@ def is_finite(record: Any) -> bool:
     """Whether no tensor of a record holds a NaN or an infinity."""
     # a sum is NaN or infinite if an addend is, and reads the tensor once without a mask of its size;
     # a float32 sum of finite weights that overflows belongs to a diverged client too
-    return all(not t.is_floating_point() or bool(t.sum().isfinite()) for t in tensors(record))
+    return all(not t.is_floating_point() or math.isfinite(t.sum().item()) for t in tensors(record))
 
 
 def tree_map(function: Callable[[Tensor], Tensor], record: Any) -> Any:
@@ -83,8 +84,9 @@ def weighted_mean(states: Sequence[Mapping[str, Tensor]], weights: Sequence[floa
         if not tensor.is_floating_point():
             mean[name] = torch.stack([state[name] for state in states]).amax(0)
             continue
-        total = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * weights[0]
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        total = tensor.to(wide) * weights[0]
         for state, weight in zip(others, weights[1:], strict=True):
-            total.add_(state[name].to(total.dtype), alpha=weight)
+            total.add_(state[name], alpha=weight)
         mean[name] = total.to(tensor.dtype)
     return mean

@@ -7,7 +7,8 @@ from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 
-from pfl_lightning.data import IID, Digits, Dirichlet, FederatedDataModule, Part, Partitioner
+from pfl_lightning.data import IID, ClientData, Digits, Dirichlet, FederatedDataModule, Part, Partitioner
+from pfl_lightning.data.splits import stratified_rows
 
 STAGES = ("train", "val", "test")
 
@@ -109,6 +110,21 @@ def test_client_holds_its_three_parts():
         assert len(part) == dm.size(3, stage)
 
 
+def test_client_moves_and_gathers_each_part_once():
+    gathered = []
+
+    def gather(stage):
+        gathered.append(stage)
+        return Part(torch.zeros(2, 1), torch.tensor([0, 1]))
+
+    client = ClientData(gather, num_classes=2).to("meta")
+    assert gathered == []
+    assert client.train.x.device.type == "meta"
+    assert client.train is client.train
+    assert gathered == ["train"]
+    assert client.to("meta") is client
+
+
 def test_split_is_shuffled_and_differs_between_clients():
     dm = ready(num_clients=2, partitioner=Sizes(100, 100))
     first, second = (rows(dm, c, "test").argsort() for c in range(2))
@@ -128,6 +144,20 @@ def test_depends_on_its_seed_alone_and_leaves_global_randomness():
 
     assert torch.equal(draw(0), draw(1))
     assert not torch.equal(draw(0, seed=1), draw(0, seed=2))
+
+
+def test_seed_moves_the_partition():
+    def owned(seed):
+        dm = ready(seed=seed)
+        return set(torch.cat([rows(dm, 0, stage) for stage in STAGES]).tolist())
+
+    assert owned(1) == owned(1) != owned(2)
+
+
+def test_stratified_rows_keep_the_pool_order():
+    # pathological partitions cut in pool order, which a subset must not change
+    kept = stratified_rows(torch.arange(1000) % 3, 100, 3, seed=1)
+    assert torch.equal(kept, kept.sort().values)
 
 
 def test_setup_loads_once():

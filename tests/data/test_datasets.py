@@ -74,7 +74,7 @@ def test_mnist_pools_train_and_test_of_idx_files(tmp_path, no_network):
     assert dm.part(0, "train").x.shape[1:] == dm.input_shape
 
 
-@pytest.mark.parametrize("content", [b"", b"\x00\x00\x08\x03\x00"])
+@pytest.mark.parametrize("content", [b"", b"\x00\x00\x08\x03\x00", b"\x00\x00\x08\x09"])
 def test_damaged_mnist_is_refused(tmp_path, no_network, content):
     write_mnist(tmp_path)
     (tmp_path / "MNIST" / "raw" / "t10k-images-idx3-ubyte").write_bytes(content)
@@ -135,6 +135,7 @@ def test_missing_files_are_one_sentence(tmp_path, no_network, data, folder, down
     assert "there, or set data.root" in sentence
     # no chain of network errors under it
     assert refusal.value.__suppress_context__
+    assert refusal.value.__cause__ is None
     assert socket.getdefaulttimeout() is None
 
 
@@ -189,8 +190,15 @@ def test_image_folder_takes_one_split_alone(tmp_path):
     assert ImageFolder(root=str(tmp_path)).classes == ["ant", "bee", "cat"]
 
 
-def test_image_folder_may_have_a_class_called_train(tmp_path):
-    write_images(tmp_path, classes=("car", "train"))
+@pytest.mark.parametrize("other", ["car", "test"])
+def test_image_folder_may_have_a_class_called_train(tmp_path, other):
+    write_images(tmp_path, classes=(other, "train"))
+    assert ImageFolder(root=str(tmp_path)).classes == sorted([other, "train"])
+
+
+def test_image_folder_takes_train_with_subfolders_among_classes_for_a_class(tmp_path):
+    write_images(tmp_path, classes=("car",))
+    write_images(tmp_path / "train", classes=("old", "new"))
     assert ImageFolder(root=str(tmp_path)).classes == ["car", "train"]
 
 

@@ -153,9 +153,10 @@ def test_underflowing_alpha_gives_each_class_to_one_client():
     assert owners == 10
 
 
-def test_absent_class_is_no_problem_for_dirichlet():
+@pytest.mark.parametrize("num_clients", [1, 5])
+def test_absent_class_is_no_problem_for_dirichlet(num_clients):
     labels = torch.arange(10).repeat_interleave(100)
-    clients = Dirichlet(alpha=1.0)(labels, 5, 12, seed=1)
+    clients = Dirichlet(alpha=1.0)(labels, num_clients, 12, seed=1)
     assert sum(map(len, clients)) == 1000
 
 

@@ -21,7 +21,7 @@ class RoundRecord(FederatedCallback):
 
     The rows are part of the checkpoint: a resumed run's record is whole, and without the round that was lost. At the
     end of ``fit`` all clients are tested, with the last round's models and with those of the round that validation
-    selects, and a table is printed.
+    selects, and a table is printed. With ``logger=False`` nothing is written or printed; `rows` holds the record.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class RoundRecord(FederatedCallback):
         self._start = time.perf_counter()
         if not self.rows:
             return
-        write_rows(self._folder(trainer) / "rounds.csv", self.rows)
+        self._write(trainer)
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger):
                 for row in self.rows:
@@ -68,9 +68,9 @@ class RoundRecord(FederatedCallback):
             return
         self.rows.append(dict(row))
         if len(self.rows) == 1 or set(row) - {name for earlier in self.rows[:-1] for name in earlier}:
-            write_rows(self._folder(trainer) / "rounds.csv", self.rows)
-        else:
-            append_row(self._folder(trainer) / "rounds.csv", row)
+            self._write(trainer)
+        elif folder := run_folder(trainer):
+            append_row(folder / "rounds.csv", row)
         for logger in trainer.loggers:
             logger.log_metrics(numbers(row), step=row["round"])
             logger.save()
@@ -104,10 +104,9 @@ class RoundRecord(FederatedCallback):
             "seconds": round(self._elapsed(), 3),
             **environment(federation.device),
         }
-        folder = self._folder(trainer)
-        write_rows(folder / "clients.csv", self.clients)
-        write_json(folder / "summary.json", self.summary)
-        if trainer.is_global_zero:
+        if folder := run_folder(trainer):
+            write_rows(folder / "clients.csv", self.clients)
+            write_json(folder / "summary.json", self.summary)
             print(table(self.summary, self.rows, self.clients, folder))
 
     def _selected(self, trainer: Trainer, federation: "Federation", final: float | None) -> Row:
@@ -123,11 +122,18 @@ class RoundRecord(FederatedCallback):
             test = federation.test_at(torch.load(path, map_location="cpu", weights_only=True), row["round"])
         return {"round": row["round"], "val/acc": row["val/acc"], "test/acc": test}
 
-    @staticmethod
-    def _folder(trainer: Trainer) -> Path:
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+    def _write(self, trainer: Trainer) -> None:
+        if folder := run_folder(trainer):
+            write_rows(folder / "rounds.csv", self.rows)
+
+
+def run_folder(trainer: Trainer) -> Path | None:
+    """The run's folder, made if need be; None where nothing shall be written, because there is no logger."""
+    if not trainer.loggers or trainer.log_dir is None:
+        return None
+    folder = Path(trainer.log_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def best_checkpoint(trainer: Trainer) -> str | None:

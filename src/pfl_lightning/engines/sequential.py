@@ -1,9 +1,11 @@
 """The sequential engine: one client after another. It is the reference for every other engine."""
 
 import math
+import operator
 import time
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice, repeat
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +17,20 @@ from pfl_lightning.data import Part, epoch_order
 from pfl_lightning.engines.base import ClientState, Engine, Outcome, Task
 from pfl_lightning.exchange import detached, is_finite
 
+Step: TypeAlias = tuple[int, dict[str, Tensor]]
+
 
 class Sequential(Engine):
     """Trains the clients of a round one after another in the one resident module."""
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
         """Yields outcomes in the order of the tasks."""
+        module = self.module
         # the mean and the variance of one sample are no statistics, and BatchNorm refuses them
-        self._smallest_batch = 2 if any(isinstance(m, _BatchNorm) for m in self.module.modules()) else 1
+        self._smallest_batch = 2 if any(isinstance(m, _BatchNorm) for m in module.modules()) else 1
+        # walking a module takes as long as a small net's step: once a block, not several times a client
+        self._parameters = dict(module.named_parameters())
+        self._personal = [name for name in module.state_dict() if module.is_personal(name)]
         for task in tasks:
             yield self._run(task)
 
@@ -31,21 +39,19 @@ class Sequential(Engine):
         module = self.module
         data = task.data.to(self.device)
         module.receive(task.state.personal, task.payload, data)
-        module.train()
+        if not module.training:
+            module.train()
         self._seed(task.seed)
         generator = torch.Generator().manual_seed(task.seed)
         state = ClientState()
-        totals: dict[str, Tensor] = {}
-        samples = 0
+        steps: list[Step] = []
         for phase in module.local_phases():
-            samples += self._train(phase, task, data.train, generator, state, totals)
-        for parameter in module.parameters():
-            parameter.requires_grad_(True)
-            parameter.grad = None
-        metrics = {name: float(total) / samples for name, total in totals.items()}
+            steps += self._train(phase, task, data.train, generator, state)
+        metrics = means(steps)
         update = detached(module.upload(data))
-        own = {name: tensor for name, tensor in module.state_dict().items() if module.is_personal(name)}
-        state.personal = detached(own)
+        if self._personal:
+            own = module.state_dict()
+            state.personal = detached({name: own[name] for name in self._personal})
         return Outcome(
             client=task.client,
             update=update,
@@ -63,32 +69,32 @@ class Sequential(Engine):
         part: Part,
         generator: torch.Generator,
         state: ClientState,
-        totals: dict[str, Tensor],
-    ) -> int:
-        """Runs a phase; adds to the totals and returns the samples seen."""
+    ) -> list[Step]:
+        """Runs a phase; returns what its steps returned, each with its number of samples."""
         module = self.module
         module.phase = phase
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(phase.trains(name))
-            parameter.grad = None
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        trained = [parameter for name, parameter in self._parameters.items() if phase.trains(name)]
+        frozen = [parameter for name, parameter in self._parameters.items() if not phase.trains(name)]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
         optimizer = self._optimizer(phase, task, trained)
         scaler = self._scaler(state.scaler or task.state.scaler)
-        samples = 0
+        steps = []
         for index, (x, y) in enumerate(self._batches(part, phase.epochs, generator)):
             with self.forward_context():
                 values = module.training_step((x, y), index)
             optimizer.zero_grad()
             self._step(values["loss"], optimizer, scaler, trained)
-            for name, value in values.items():
-                total = value.detach() * len(y)
-                totals[name] = totals[name] + total if name in totals else total
-            samples += len(y)
+            steps.append((len(y), {name: value.detach() for name, value in values.items()}))
+        # grad=None and not zeros: momentum would go on moving a parameter whose next phase freezes it
+        optimizer.zero_grad()
+        for parameter in frozen:
+            parameter.requires_grad_(True)
         if module.optimizer_lifetime == "run":
             state.optimizers[phase.name] = detached(optimizer.state_dict())
         if scaler is not None:
             state.scaler = scaler.state_dict()
-        return samples
+        return steps
 
     def _batches(self, part: Part, epochs: int | None, generator: torch.Generator) -> Iterator[Batch]:
         """The batches of a phase: an order an epoch, gathered at once and cut into views."""
@@ -150,3 +156,17 @@ class Sequential(Engine):
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
+
+
+def means(steps: list[Step]) -> dict[str, float]:
+    """Means over steps, weighted by their samples; one transfer from the device a name, not one a step."""
+    named: dict[str, list[tuple[int, Tensor]]] = {}
+    for samples, values in steps:
+        for name, value in values.items():
+            named.setdefault(name, []).append((samples, value))
+    result = {}
+    for name, pairs in named.items():
+        sizes = [samples for samples, _ in pairs]
+        scalars = torch.stack([value for _, value in pairs]).tolist()
+        result[name] = sum(map(operator.mul, sizes, scalars)) / sum(sizes)
+    return result
