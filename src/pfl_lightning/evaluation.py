@@ -36,16 +36,16 @@ def evaluate(
     training = module.training
     module.eval()
     metrics.reset()
-    loss = torch.zeros((), device=part.y.device)
+    losses = []
     for x, target in zip(torch.split(part.x, CHUNK), torch.split(part.y, CHUNK), strict=True):
         with forward_context():
             logits = module(x)
-        logits = logits.float()
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         metrics.update(logits, target)
-        loss += F.cross_entropy(logits, target, reduction="sum")
+        losses.append(F.cross_entropy(logits, target, reduction="sum"))
     module.train(training)
     values = {name: float(value) for name, value in metrics.compute().items()}
-    return values | {"loss": float(loss) / len(part)}
+    return values | {"loss": float(torch.stack(losses).sum()) / len(part)}
 
 
 def summarise(results: Mapping[int, Mapping[str, float]], sizes: Mapping[int, int]) -> dict[str, float]:

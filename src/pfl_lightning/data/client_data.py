@@ -30,13 +30,15 @@ class Part:
     def __len__(self) -> int:
         return len(self.y)
 
-    def to(self, device: torch.device | str) -> Part:
-        """Return the same samples on another device.
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Part:
+        """Return the same samples on another device; nothing is copied if they are there already.
 
         Args:
-            device: Where to put the tensors; nothing is copied if they are there already.
+            device: Where to put the tensors.
+            dtype: Floating type of the inputs; None, and inputs that are integers, keep theirs.
         """
-        return Part(self.x.to(device), self.y.to(device))
+        floating = self.x.is_floating_point()
+        return Part(self.x.to(device, dtype if floating else None), self.y.to(device))
 
 
 class ClientData:
@@ -46,12 +48,19 @@ class ClientData:
         gather: gives a part by its name.
         num_classes: Number of classes in the whole federation, not only at this client.
         device: Where the parts shall be.
+        dtype: Floating type of their inputs; None keeps it.
     """
 
-    def __init__(self, gather: Callable[[Stage], Part], num_classes: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        gather: Callable[[Stage], Part],
+        num_classes: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._gather = gather
         self.num_classes = num_classes
-        self.device = device
+        self._place = (device, dtype)
 
     @cached_property
     def train(self) -> Part:
@@ -74,15 +83,16 @@ class ClientData:
         Args:
             stage: Which part.
         """
-        return self._gather(stage).to(self.device)
+        return self._gather(stage).to(*self._place)
 
-    def to(self, device: torch.device | str) -> ClientData:
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> ClientData:
         """Return the same client on another device.
 
         Args:
             device: Where its parts shall be.
+            dtype: Floating type of their inputs; None keeps it.
         """
-        return self if device == self.device else ClientData(self._gather, self.num_classes, device)
+        return ClientData(self._gather, self.num_classes, device, dtype)
 
     @property
     def class_counts(self) -> Tensor:

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -122,7 +122,7 @@ class Engine(ABC):
 
     def evaluate(self, task: Task) -> dict[Stage, dict[str, float]]:
         """Metrics of a client's model as it receives it, by the parts that the task names; nothing is trained."""
-        data = task.data.to(self.device)
+        data = self.local(task)
         self.module.receive(task.state.personal, task.payload, data)
         return self.metrics_on(data, task.evaluate)
 
@@ -134,6 +134,10 @@ class Engine(ABC):
             for stage, part in parts.items()
             if len(part)
         }
+
+    def local(self, task: Task) -> ClientData:
+        """The client's data where it trains, in the net's floating type."""
+        return task.data.to(self.module.device, cast(torch.dtype, self.module.dtype))
 
     @property
     def device(self) -> torch.device:

@@ -37,7 +37,7 @@ class Sequential(Engine):
     def _run(self, task: Task) -> Outcome:
         start = time.perf_counter()
         module = self.module
-        data = task.data.to(self.device)
+        data = self.local(task)
         module.receive(task.state.personal, task.payload, data)
         if not module.training:
             module.train()
