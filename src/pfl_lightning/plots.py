@@ -44,6 +44,7 @@ def plot_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], metric: str = "
         points = [(int(row["round"]) + 1, float(row[metric])) for row in rows if row.get(metric) not in (None, "")]
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
     axes.set(xlabel="round", ylabel=metric)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     return figure
