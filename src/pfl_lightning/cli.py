@@ -1,10 +1,12 @@
 """The command line: ``pfl-lightning fit | validate | test``."""
 
+import logging
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+import yaml
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
@@ -13,29 +15,49 @@ import pfl_lightning.data
 import pfl_lightning.methods  # noqa: F401  # imported classes can be named without their module
 from pfl_lightning.client import FedAvg
 from pfl_lightning.data import FederatedDataModule
-from pfl_lightning.federation import TrainingDiverged
+from pfl_lightning.mistakes import mistake, sentence
 from pfl_lightning.trainer import FederatedTrainer
 
 
 class Parser(LightningArgumentParser):
     """Lightning's parser, with errors in one sentence instead of pages of usage."""
 
+    _file = ""
+
+    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Remembers which file is read, for errors in it."""
+        self._file = f"{path}: "
+        parsed = super().parse_path(path, *args, **kwargs)
+        self._file = ""
+        return parsed
+
     def error(self, message: str, *args: Any, **kwargs: Any) -> NoReturn:
         """Ends the program with exit code 2, unless the parser is only trying."""
         if not self.exit_on_error:
             super().error(message, *args, **kwargs)
-        print(f"pfl-lightning: error: {message}", file=sys.stderr)
-        sys.exit(2)
+        fail(self._file + sentence(message, self.option_names()))
+
+    def option_names(self) -> list[str]:
+        """The options of this parser and of its subcommands, without dashes."""
+        commands = [action.choices for action in self._actions if isinstance(action.choices, dict)]
+        parsers = [self, *(parser for choices in commands for parser in choices.values())]
+        strings = {string for parser in parsers for action in parser._actions for string in action.option_strings}
+        return [string.lstrip("-") for string in strings if not string.endswith("+")]
 
 
 class SaveConfig(SaveConfigCallback):
     """Keeps the whole configuration as ``config.yaml`` in the run's folder, and gives it to the loggers."""
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Called once, on rank zero, before the first round."""
+        """Called once, on rank zero, before the first round; an evaluation leaves the run's own configuration."""
+        if stage != "fit":
+            return
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self.parser.save(self.config, folder / "config.yaml", skip_none=False, overwrite=True, multifile=False)
+        path = folder / "config.yaml"
+        self.parser.save(self.config, path, skip_none=False, overwrite=True, multifile=False)
+        for logger in trainer.loggers:
+            logger.log_hyperparams(yaml.safe_load(path.read_text()))
 
 
 class PflCLI(LightningCLI):
@@ -52,6 +74,12 @@ class PflCLI(LightningCLI):
         skip = {"model", "datamodule", "train_dataloaders", "val_dataloaders", "dataloaders"}
         return {"fit": skip, "validate": skip, "test": skip}
 
+    def _parse_ckpt_path(self) -> None:
+        """Leaves the settings as they were given; Lightning would replace them by those in the checkpoint.
+
+        A federation refuses a checkpoint of other settings itself.
+        """
+
 
 def main(args: list[str] | None = None) -> None:
     """Runs the command line.
@@ -59,6 +87,10 @@ def main(args: list[str] | None = None) -> None:
     Args:
         args: the arguments; None takes the process's own.
     """
+    silence()
+    if args is None:
+        # like `python -m`: a method in a file of the working folder can be named by `--model FILE.CLASS`
+        sys.path.append("")
     try:
         PflCLI(
             FedAvg,
@@ -67,15 +99,36 @@ def main(args: list[str] | None = None) -> None:
             save_config_kwargs={"save_to_log_dir": False, "overwrite": True},
             trainer_class=FederatedTrainer,
             parser_class=Parser,
+            parser_kwargs={"allow_abbrev": False},
             seed_everything_default=0,
             subclass_mode_model=True,
             subclass_mode_data=True,
             auto_configure_optimizers=False,
             args=args,
         )
-    except (MisconfigurationException, TrainingDiverged) as error:
-        print(f"pfl-lightning: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    except Exception as error:
+        if reason := mistake(error):
+            fail(reason)
+        raise
+
+
+def fail(reason: str) -> NoReturn:
+    """Ends the program with a sentence and exit code 2."""
+    print(f"pfl-lightning: error: {reason}", file=sys.stderr)
+    sys.exit(2)
+
+
+def silence() -> None:
+    """Keeps back what users of the command line can't act upon."""
+    # Lightning's own use of a name that torch deprecates
+    warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
+    # Lightning's recommendation of another product, at every start
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_advertisement)
+
+
+def is_no_advertisement(record: logging.LogRecord) -> bool:
+    """Whether a log message isn't Lightning's tip to install a package for its platform."""
+    return "/litlogger/" not in record.getMessage() and "/litmodels/" not in record.getMessage()
 
 
 if __name__ == "__main__":

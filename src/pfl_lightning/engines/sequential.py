@@ -38,10 +38,10 @@ class Sequential(Engine):
         start = time.perf_counter()
         module = self.module
         data = self.local(task)
+        self._seed(task.seed)
         module.receive(task.state.personal, task.payload, data)
         if not module.training:
             module.train()
-        self._seed(task.seed)
         generator = torch.Generator().manual_seed(task.seed)
         state = ClientState()
         steps: list[Step] = []
@@ -74,7 +74,9 @@ class Sequential(Engine):
         module = self.module
         module.phase = phase
         trained = [parameter for name, parameter in self._parameters.items() if phase.trains(name)]
-        frozen = [parameter for name, parameter in self._parameters.items() if not phase.trains(name)]
+        # a parameter that the method itself has frozen stays so when the phase ends
+        learning = [(name, parameter) for name, parameter in self._parameters.items() if parameter.requires_grad]
+        frozen = [parameter for name, parameter in learning if not phase.trains(name)]
         for parameter in frozen:
             parameter.requires_grad_(False)
         optimizer = self._optimizer(phase, task, trained)
