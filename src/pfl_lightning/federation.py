@@ -50,6 +50,7 @@ class Federation(LightningModule):
         self.aggregator = aggregator if aggregator is not None else client.configure_aggregator()
         self.rounds = rounds
         self.round = 0
+        self.lr_factor = 1.0
         self.seed: int | None = None
         self.initial: StateDict = {}
         self.clients: dict[int, ClientState] = {}
@@ -108,6 +109,7 @@ class Federation(LightningModule):
         assert self.seed is not None
         cohort = draw_cohort(clients, self.rounds.cohort_size(len(clients)), self.seed, self.round)
         self.results = {}
+        self._read_rate()
         self._call("on_round_start", cohort)
         outcomes: dict[int, Outcome] = {}
         start = time.perf_counter()
@@ -126,6 +128,7 @@ class Federation(LightningModule):
         self.round += 1
         if (scheduler := self.lr_schedulers()) is not None:
             scheduler.step()  # type: ignore[union-attr]
+            self._read_rate()
 
     def _tasks(self, cohort: list[int]) -> Iterator[Task]:
         for client in cohort:
@@ -142,24 +145,24 @@ class Federation(LightningModule):
         state = self.clients.get(client, ClientState(self.initial))
         seed = derive_seed(cast(int, self.seed), "train", self.round, client)
         payload = self.aggregator.download(client)
-        return Task(client, state, payload, self.data.client(client), seed, self._lr_factor(), evaluate)
+        return Task(client, state, payload, self.data.client(client), seed, self.lr_factor, evaluate)
 
-    def _lr_factor(self) -> float:
-        optimizer = self.optimizers() if self._trainer is not None and self.trainer.optimizers else None
-        group = cast(Any, optimizer).param_groups[0] if optimizer else {}
-        return float(group["lr"] / group["initial_lr"]) if group.get("initial_lr") else 1.0
+    def _read_rate(self) -> None:
+        """Takes the round's learning rate from the optimizer that the schedule moves."""
+        group = self.trainer.optimizers[0].param_groups[0]
+        self.lr_factor = group["lr"] / group["initial_lr"] if group.get("initial_lr") else 1.0
 
     def _finite(self, outcomes: dict[int, Outcome]) -> dict[int, Outcome]:
         """The outcomes by id, without those of clients that diverged."""
         diverged = sorted(client for client, outcome in outcomes.items() if not outcome.finite)
         if len(diverged) == len(outcomes):
             raise TrainingDiverged(
-                f"round {self.round}: the loss or the weights of every client became NaN or infinite; the last "
+                f"round {self.round + 1}: the loss or the weights of every client became NaN or infinite; the last "
                 "checkpoint is from the round before; try a smaller learning rate or gradient_clip_val."
             )
         if diverged:
             rank_zero_warn(
-                f"round {self.round}: left out of the aggregation, because their loss or weights became NaN or "
+                f"round {self.round + 1}: left out of the aggregation, because their loss or weights became NaN or "
                 f"infinite: clients {', '.join(map(str, diverged))}."
             )
         return {client: outcomes[client] for client in sorted(outcomes) if outcomes[client].finite}
@@ -181,7 +184,7 @@ class Federation(LightningModule):
         sizes = {client: self.data.size(client, "train") for client in taken}
         trained = {client: outcome.metrics for client, outcome in taken.items() if outcome.metrics}
         self.record = {
-            "round": self.round,
+            "round": self.round + 1,
             "clients": len(taken),
             "clients_failed": len(cohort) - len(taken),
             "cohort": " ".join(map(str, cohort)),
@@ -266,9 +269,9 @@ class Federation(LightningModule):
         return {f"{name}/{metric}": value for metric, value in summarise(results, sizes).items()}
 
     def test_at(self, checkpoint: Mapping[str, Any], round: int) -> float | None:
-        """Test accuracy of the models of a checkpoint, if it is of this round; the federation is left as it is."""
+        """Test accuracy of the models of a checkpoint, if it is of this round (from 1); the federation is left as it is."""
         now = self.federation_state()
-        if checkpoint["federation"]["round"] != round + 1:
+        if checkpoint["federation"]["round"] != round:
             return None
         self.load_federation_state(checkpoint["federation"])
         accuracy = self.summary_of("test", self.evaluate_all("test")).get("test/acc")
@@ -307,6 +310,7 @@ class Federation(LightningModule):
             "method": self.method,
             "sizes": [self.data.size(client, "train") for client in clients],
             "round": self.round,
+            "lr_factor": self.lr_factor,
             "seed": self.seed,
             "initial": self.initial,
             "aggregator": self.aggregator.state,
@@ -336,7 +340,8 @@ class Federation(LightningModule):
                 "ckpt_path: the checkpoint's clients hold other numbers of samples than those of data; "
                 "resume with the data, partitioner and data.seed that it was made with."
             )
-        self.round, self.seed, self.initial = state["round"], state["seed"], state["initial"]
+        self.round, self.lr_factor = state["round"], state["lr_factor"]
+        self.seed, self.initial = state["seed"], state["initial"]
         self.aggregator.state = state["aggregator"]
         self.clients = {client: ClientState(**saved) for client, saved in state["clients"].items()}
 

@@ -37,14 +37,15 @@ def plot_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], metric: str = "
         metric: the column to draw.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.subplots()
     for name, rows in runs.items():
-        points = [(int(row["round"]) + 1, float(row[metric])) for row in rows if row.get(metric) not in (None, "")]
+        points = [(int(row["round"]), float(row[metric])) for row in rows if row.get(metric) not in (None, "")]
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
     axes.set(xlabel="round", ylabel=metric)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     return figure

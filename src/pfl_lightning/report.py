@@ -76,7 +76,7 @@ def table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequence[Row
     accuracies = sorted(row["test/acc"] for row in clients if "test/acc" in row)
     lines = [
         ("method / aggregator", f"{summary['method']} / {summary['aggregator']}"),
-        ("rounds, clients", f"{summary['final']['round'] + 1}, {len(clients)}"),
+        ("rounds, clients", f"{summary['final']['round']}, {len(clients)}"),
         ("test accuracy, last round", percent(summary["final"]["test/acc"])),
         (
             "  worst and median client",

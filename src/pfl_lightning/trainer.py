@@ -301,9 +301,10 @@ def fill_defaults(arguments: dict[str, Any], root: str) -> None:
             callbacks.append(kind())
     checkpoints = arguments.get("enable_checkpointing") is not False and not arguments.get("fast_dev_run")
     if checkpoints and not any(isinstance(callback, Checkpoint) for callback in callbacks):
-        validates = arguments.get("limit_val_batches") != 0
-        best = {"monitor": "val/acc", "mode": "max", "filename": "best"} if validates else {"save_top_k": 0}
-        callbacks.append(ModelCheckpoint(save_last=True, **cast(Any, best)))
+        if arguments.get("limit_val_batches") != 0:
+            callbacks.append(ModelCheckpoint(monitor="val/acc", mode="max", filename="best"))
+        # not by save_last, which only follows when the monitored value has improved
+        callbacks.append(ModelCheckpoint(filename="last", save_on_train_epoch_end=True, enable_version_counter=False))
     plugins = list(as_list(arguments.get("plugins")))
     if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
         plugins.append(AtomicCheckpointIO())
