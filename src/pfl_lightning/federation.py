@@ -269,7 +269,12 @@ class Federation(LightningModule):
         return {f"{name}/{metric}": value for metric, value in summarise(results, sizes).items()}
 
     def test_at(self, checkpoint: Mapping[str, Any], round: int) -> float | None:
-        """Test accuracy of the models of a checkpoint, if it is of this round (from 1); the federation is left as it is."""
+        """Test accuracy of the models of a checkpoint; the federation is left as it is.
+
+        Args:
+            checkpoint: as it was saved.
+            round: the round that it must be of, from 1; None is returned for a checkpoint of another.
+        """
         now = self.federation_state()
         if checkpoint["federation"]["round"] != round:
             return None

@@ -115,7 +115,8 @@ def unknown_option(message: str, match: re.Match[str], options: list[str]) -> st
 
 def unknown_command(message: str, match: re.Match[str], options: list[str]) -> str:
     """There is no such subcommand."""
-    return f"{match[1]!r} is not a command{suggestion(match[1], re.findall('[a-z]+', match[2]))}"
+    commands = re.findall(r"\w+", match[2])
+    return f"{match[1]!r} is not a command{suggestion(match[1], commands)}"
 
 
 def missing_setting(message: str, match: re.Match[str], options: list[str]) -> str:
@@ -124,7 +125,7 @@ def missing_setting(message: str, match: re.Match[str], options: list[str]) -> s
     place = locate(message, match)
     if place.key:
         return f"{place.key}: {place.owner.rpartition('.')[2]} needs {' and '.join(names)}."
-    return f"{' and '.join(names)} is not given; name one by --{names[0]}, or in a file by --config."
+    return f"nothing is given for {' and '.join(names)}; name it by --{' and --'.join(names)}, or in a --config."
 
 
 def no_file(message: str, match: re.Match[str], options: list[str]) -> str:
@@ -195,7 +196,7 @@ EXPLANATIONS: dict[str, Callable[[str, re.Match[str], list[str]], str]] = {
     r"Option '([^']+)' is not accepted": unknown_setting,
     r"does not accept option '([^']+)'": unknown_option,
     r"unrecognized arguments: (\S+)": unknown_option,
-    r"subcommand: invalid choice: '([^']*)' \((.*)\)": unknown_command,
+    r"subcommand: invalid choice: '([^']*)' \(choose from (.*)\)": unknown_command,
     r"arguments are required: (.+)": missing_setting,
     r"(?:File does not exist|Path is not a file): '(.+)'": no_file,
     r"(?s)Problems parsing config: (.+)": no_yaml,

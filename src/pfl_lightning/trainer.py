@@ -2,7 +2,7 @@
 
 import inspect
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
