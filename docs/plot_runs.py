@@ -1,6 +1,6 @@
 """Draws a metric of several runs against the rounds, a line a run.
 
-    python docs/plot_runs.py docs/mnist_dir0.1.png runs/*-MNIST/version_0 [--metric val/acc]
+python docs/plot_runs.py docs/mnist_dir0.1.png runs/*-MNIST/version_0 [--metric val/acc]
 """
 
 import argparse

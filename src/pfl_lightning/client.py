@@ -33,7 +33,8 @@ class Phase:
 
     Args:
         name: what the client module's hooks read in ``self.phase`` to tell phases apart.
-        trains: selects the trained parameters by name; the others stand still.
+        trains: selects the trained parameters by name; the others stand still, and so does what has
+            ``requires_grad=False`` from the start.
         epochs: passes over the training data; None takes the Trainer's ``local_epochs`` or ``local_steps``.
     """
 
@@ -51,7 +52,8 @@ class FedAvg(LightningModule):
     **A client is its** ``state_dict``. Engines run many clients through one module, so all that a client owns is an
     entry of it, *shared* (travels), *personal* (stays with its client between rounds), or both. What is rebuilt at
     each download and needs no keeping is a buffer registered with ``persistent=False``. Nothing in other attributes
-    survives a round.
+    survives a round. Engines tell the module where they are: ``phase``, ``round`` (from 0), ``steps_done`` (batches
+    trained in this round, right in `upload`) and ``learning_rate`` (of the phase).
 
     As a LightningModule it is complete: a plain ``lightning.Trainer`` can train it further or predict with it.
     Source: McMahan et al., 2017 (https://arxiv.org/abs/1602.05629).
@@ -98,6 +100,9 @@ class FedAvg(LightningModule):
         self.optimizer_lifetime = optimizer_lifetime
         self.buffers_policy = buffers
         self.phase = Phase()
+        self.round = 0
+        self.steps_done = 0
+        self.learning_rate = 0.0
         self._buffer_names = frozenset(name for name, _ in self.named_buffers())
         try:
             self.configure_optimizers()
@@ -184,7 +189,7 @@ class FedAvg(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """What Lightning sees: an optimizer that carries the learning rate, and its schedule if there is one."""
-        optimizer = self.optimizer(self.parameters())
+        optimizer = self.optimizer([p for p in self.parameters() if p.requires_grad])
         if self.lr_scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}

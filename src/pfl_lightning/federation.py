@@ -145,7 +145,7 @@ class Federation(LightningModule):
         state = self.clients.get(client, ClientState(self.initial))
         seed = derive_seed(cast(int, self.seed), "train", self.round, client)
         payload = self.aggregator.download(client)
-        return Task(client, state, payload, self.data.client(client), seed, self.lr_factor, evaluate)
+        return Task(client, self.round, state, payload, self.data.client(client), seed, self.lr_factor, evaluate)
 
     def _read_rate(self) -> None:
         """Takes the round's learning rate from the optimizer that the schedule moves."""

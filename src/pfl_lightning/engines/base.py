@@ -57,6 +57,7 @@ class Task:
 
     Args:
         client: id of the client.
+        round: the round's number, from 0.
         state: its state when the round begins; not changed by the engine.
         payload: what the server sends it.
         data: its data.
@@ -66,6 +67,7 @@ class Task:
     """
 
     client: int
+    round: int
     state: ClientState
     payload: Record
     data: ClientData
@@ -122,9 +124,15 @@ class Engine(ABC):
 
     def evaluate(self, task: Task) -> dict[Stage, dict[str, float]]:
         """Metrics of a client's model as it receives it, by the parts that the task names; nothing is trained."""
-        data = self.local(task)
-        self.module.receive(task.state.personal, task.payload, data)
-        return self.metrics_on(data, task.evaluate)
+        return self.metrics_on(self.become(task), task.evaluate)
+
+    def become(self, task: Task) -> ClientData:
+        """Makes the module the task's client, as it stands when the round begins; returns its data, where it trains."""
+        module = self.module
+        module.round, module.steps_done = task.round, 0
+        data = task.data.to(module.device, cast(torch.dtype, module.dtype))
+        module.receive(task.state.personal, task.payload, data)
+        return data
 
     def metrics_on(self, data: ClientData, stages: tuple[Stage, ...]) -> dict[Stage, dict[str, float]]:
         """Metrics of the module as it stands, by part; parts without samples are left out."""
@@ -134,10 +142,6 @@ class Engine(ABC):
             for stage, part in parts.items()
             if len(part)
         }
-
-    def local(self, task: Task) -> ClientData:
-        """The client's data where it trains, in the net's floating type."""
-        return task.data.to(self.module.device, cast(torch.dtype, self.module.dtype))
 
     @property
     def device(self) -> torch.device:

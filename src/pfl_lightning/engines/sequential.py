@@ -29,7 +29,7 @@ class Sequential(Engine):
         # the mean and the variance of one sample are no statistics, and BatchNorm refuses them
         self._smallest_batch = 2 if any(isinstance(m, _BatchNorm) for m in module.modules()) else 1
         # walking a module takes as long as a small net's step: once a block, not several times a client
-        self._parameters = dict(module.named_parameters())
+        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._personal = [name for name in module.state_dict() if module.is_personal(name)]
         for task in tasks:
             yield self._run(task)
@@ -37,9 +37,8 @@ class Sequential(Engine):
     def _run(self, task: Task) -> Outcome:
         start = time.perf_counter()
         module = self.module
-        data = self.local(task)
         self._seed(task.seed)
-        module.receive(task.state.personal, task.payload, data)
+        data = self.become(task)
         if not module.training:
             module.train()
         generator = torch.Generator().manual_seed(task.seed)
@@ -96,6 +95,7 @@ class Sequential(Engine):
             state.optimizers[phase.name] = detached(optimizer.state_dict())
         if scaler is not None:
             state.scaler = scaler.state_dict()
+        module.steps_done += len(steps)
         return steps
 
     def _batches(self, part: Part, epochs: int | None, generator: torch.Generator) -> Iterator[Batch]:
@@ -121,6 +121,7 @@ class Sequential(Engine):
             optimizer.load_state_dict(task.state.optimizers[phase.name])
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+        self.module.learning_rate = rates[0]
         return optimizer
 
     def _scaler(self, state: dict[str, float]) -> torch.amp.GradScaler | None:
