@@ -35,7 +35,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except FileNotFoundError as error:
             raise MisconfigurationException(f"ckpt_path={str(path)!r}: there is no such file.") from error
         except Exception as error:  # torch raises one of many kinds for a damaged file
-            reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+            # of advice on torch's own settings, which follows in some, only the first sentence is kept
+            reason = f"{type(error).__name__}: {str(error).split('. ')[0]}"[:120]
             raise MisconfigurationException(
                 f"ckpt_path={str(path)!r} can't be read as a checkpoint ({reason}); take another one."
             ) from error

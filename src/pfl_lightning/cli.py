@@ -3,16 +3,16 @@
 import logging
 import sys
 import warnings
-from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
+from jsonargparse import ActionConfigFile  # type: ignore[attr-defined]
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-import pfl_lightning.callbacks
 import pfl_lightning.data
 import pfl_lightning.methods  # noqa: F401  # imported classes can be named without their module
+from pfl_lightning.callbacks.record import run_folder
 from pfl_lightning.client import FedAvg
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.mistakes import mistake, sentence
@@ -48,12 +48,17 @@ class Parser(LightningArgumentParser):
 class SaveConfig(SaveConfigCallback):
     """Keeps the whole configuration as ``config.yaml`` in the run's folder, and gives it to the loggers."""
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Too early: a checkpoint that is refused afterwards must leave the run that it belongs to as it is."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves, with the checkpoint in place; an evaluation saves nothing."""
+        super().setup(trainer, pl_module, "fit")
+
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Called once, on rank zero, before the first round; an evaluation leaves the run's own configuration."""
-        if stage != "fit":
+        """Called once, on rank zero."""
+        if (folder := run_folder(trainer)) is None:
             return
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / "config.yaml"
         self.parser.save(self.config, path, skip_none=False, overwrite=True, multifile=False)
         for logger in trainer.loggers:
@@ -62,6 +67,12 @@ class SaveConfig(SaveConfigCallback):
 
 class PflCLI(LightningCLI):
     """Lightning's command line with our classes."""
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """A parser of our own; Lightning takes its class as an argument only since 2.5."""
+        parser = Parser(**kwargs)
+        parser.add_argument("-c", "--config", action=ActionConfigFile, help="A file of settings; may be given often.")
+        return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Lets the shape of the data flow to the net."""
@@ -73,6 +84,16 @@ class PflCLI(LightningCLI):
         """What the Trainer can do with a federation, and the arguments that the command line fills."""
         skip = {"model", "datamodule", "train_dataloaders", "val_dataloaders", "dataloaders"}
         return {"fit": skip, "validate": skip, "test": skip}
+
+    def before_fit(self) -> None:
+        """A run that goes on in its own folder finds files there, and rewrites them whole."""
+        warnings.filterwarnings("ignore", message=".* exists and is not empty")
+
+    def before_validate(self) -> None:
+        """An evaluation keeps no checkpoints, so the folder that it would keep them in is of no interest."""
+        warnings.filterwarnings("ignore", message="The dirpath has changed")
+
+    before_test = before_validate
 
     def _parse_ckpt_path(self) -> None:
         """Leaves the settings as they were given; Lightning would replace them by those in the checkpoint.
@@ -98,8 +119,7 @@ def main(args: list[str] | None = None) -> None:
             save_config_callback=SaveConfig,
             save_config_kwargs={"save_to_log_dir": False, "overwrite": True},
             trainer_class=FederatedTrainer,
-            parser_class=Parser,
-            parser_kwargs={"allow_abbrev": False},
+            parser_kwargs={"allow_abbrev": False, "description": "Personalized federated learning, on Lightning."},
             seed_everything_default=0,
             subclass_mode_model=True,
             subclass_mode_data=True,

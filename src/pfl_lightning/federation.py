@@ -275,12 +275,13 @@ class Federation(LightningModule):
             checkpoint: as it was saved.
             round: the round that it must be of, from 1; None is returned for a checkpoint of another.
         """
-        now = self.federation_state()
+        now, results = self.federation_state(), self.results
         if checkpoint["federation"]["round"] != round:
             return None
         self.load_federation_state(checkpoint["federation"])
         accuracy = self.summary_of("test", self.evaluate_all("test")).get("test/acc")
         self.load_federation_state(now)
+        self.results = results
         return accuracy
 
     def _log_summary(self, summary: dict[str, float]) -> None:

@@ -119,6 +119,11 @@ def unknown_command(message: str, match: re.Match[str], options: list[str]) -> s
     return f"{match[1]!r} is not a command{suggestion(match[1], commands)}"
 
 
+def missing_command(message: str, match: re.Match[str], options: list[str]) -> str:
+    """No subcommand is given."""
+    return f"a command is missing; there is {match[1].replace(',', ', ')}."
+
+
 def missing_setting(message: str, match: re.Match[str], options: list[str]) -> str:
     """Something that has no default isn't given."""
     names = [name.partition(".")[2] or name for name in match[1].split(", ")]
@@ -197,6 +202,7 @@ EXPLANATIONS: dict[str, Callable[[str, re.Match[str], list[str]], str]] = {
     r"does not accept option '([^']+)'": unknown_option,
     r"unrecognized arguments: (\S+)": unknown_option,
     r"subcommand: invalid choice: '([^']*)' \(choose from (.*)\)": unknown_command,
+    r'expected "subcommand" to be one of \{(.+)\}': missing_command,
     r"arguments are required: (.+)": missing_setting,
     r"(?:File does not exist|Path is not a file): '(.+)'": no_file,
     r"(?s)Problems parsing config: (.+)": no_yaml,

@@ -1,6 +1,7 @@
 """Pictures of partitions and runs, as functions that return figures."""
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,9 +42,10 @@ def plot_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], metric: str = "
 
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.subplots()
-    for name, rows in runs.items():
+    # methods that differ little lie on each other: dashes let the lower line show
+    for (name, rows), style in zip(runs.items(), cycle(("-", "--", "-.", ":"))):
         points = [(int(row["round"]), float(row[metric])) for row in rows if row.get(metric) not in (None, "")]
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linestyle=style, label=name)
     axes.set(xlabel="round", ylabel=metric)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)

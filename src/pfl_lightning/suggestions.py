@@ -87,13 +87,14 @@ def class_names(kind: str) -> set[str]:
         kind: the setting's own name, such as ``net``; of an unknown one all classes are given.
     """
     bases = [KINDS[kind]] if kind in KINDS else list(KINDS.values())
-    found = {cls for base in bases for cls in subclasses(base)}
+    found: set[type] = {cls for base in bases for cls in subclasses(base)}
     return {cls.__name__ for cls in found if not inspect.isabstract(cls) and not cls.__name__.startswith("_")}
 
 
 def subclasses(base: type) -> set[type]:
     """A class and all classes below it."""
-    return {base}.union(*(subclasses(cls) for cls in base.__subclasses__()))
+    direct: list[type] = base.__subclasses__()
+    return {base}.union(*map(subclasses, direct))
 
 
 def settings(class_path: str) -> list[str]:

@@ -104,7 +104,7 @@ class FederatedTrainer(Trainer):
             clip=gradient_clip_val,
             clip_algorithm=gradient_clip_algorithm,
         )
-        self._own_logger = kwargs.get("logger") in (None, True)
+        self._own_logger = kwargs.get("logger") in (None, True) and not kwargs.get("fast_dev_run")
         fill_defaults(kwargs, default_root_dir)
         super().__init__(max_epochs=max_rounds, default_root_dir=default_root_dir, **kwargs)
         if self.world_size > 1:
@@ -258,8 +258,10 @@ class FederatedTrainer(Trainer):
         if path := getattr(callback, f"{ckpt_path}_model_path", ""):
             return str(path)
         folder = getattr(callback, "dirpath", None)
-        if folder is None:
-            runs = [path for path in self._run_root.glob("*") if path.is_dir()]
+        # an evaluation gives the callback a folder as well, which it never makes
+        if folder is None or not Path(folder).is_dir():
+            # a run that began has one of these; an evaluation alone leaves a folder without them
+            runs = [path.parent for name in ("config.yaml", "rounds.csv") for path in self._run_root.glob(f"*/{name}")]
             # a run's folder is touched when files come into it, first of all when it starts
             folder = max(runs, key=lambda run: run.stat().st_mtime) / "checkpoints" if runs else self._run_root
         path = Path(folder, f"{ckpt_path}.ckpt")

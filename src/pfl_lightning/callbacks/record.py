@@ -43,12 +43,18 @@ class RoundRecord(FederatedCallback):
         return self._seconds + time.perf_counter() - self._start
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the rows of a resumed run; a CSVLogger, which starts its file anew, gets them again."""
+        """Writes the rows so far: a run has its file from the start, and a resumed one those that it goes on from.
+
+        A CSVLogger, which starts its own file anew, gets them again.
+        """
         self._start = time.perf_counter()
-        if not self.rows:
-            return
         self._write(trainer)
+        federation = cast("Federation", pl_module)
+        settings = {f"data.{name}": value for name, value in federation.data.hparams.items() if name[0] != "_"}
         for logger in trainer.loggers:
+            logger.log_hyperparams(
+                {"method": federation.method, "data.name": type(federation.data).__name__, **settings}
+            )
             if isinstance(logger, CSVLogger):
                 for row in self.rows:
                     logger.log_metrics(numbers(row), step=row["round"])
@@ -130,8 +136,8 @@ class RoundRecord(FederatedCallback):
 
 
 def run_folder(trainer: Trainer) -> Path | None:
-    """The run's folder, made if need be; None where nothing shall be written, because there is no logger."""
-    if not trainer.loggers or trainer.log_dir is None:
+    """The run's folder, made if need be; None where nothing shall be written: without a logger, and in a trial run."""
+    if not trainer.loggers or trainer.log_dir is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
     folder = Path(trainer.log_dir)
     folder.mkdir(parents=True, exist_ok=True)

@@ -61,8 +61,9 @@ class FederatedDataModule(LightningDataModule, ABC):
     ) -> None:
         super().__init__()
         check_settings(num_clients, batch_size, last_batch, test_fraction, val_fraction, max_samples, seed)
-        # checkpoints hold plain values only
-        self.save_hyperparameters(ignore=["partitioner"])
+        # checkpoints hold plain values only; loggers get them from the record, since Lightning 2.4 fails to
+        # merge a module's and a data module's that the command line made
+        self.save_hyperparameters(ignore=["partitioner"], logger=False)
         self.root = root
         self.num_clients = num_clients
         self.partitioner = partitioner

@@ -118,7 +118,8 @@ class Sequential(Engine):
         optimizer = self.module.local_optimizer(phase, parameters)
         rates = [group["lr"] * task.lr_factor for group in optimizer.param_groups]
         if phase.name in task.state.optimizers:
-            optimizer.load_state_dict(task.state.optimizers[phase.name])
+            # a copy: an optimizer takes the tensors as they are, and steps in place
+            optimizer.load_state_dict(detached(task.state.optimizers[phase.name]))
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self.module.learning_rate = rates[0]
