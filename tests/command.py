@@ -1,0 +1,38 @@
+"""The command line as a user calls it, for tests."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pfl_lightning.cli import main
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+QUICKSTART = f"--config {CONFIGS / 'quickstart.yaml'}"
+QUIET = "--trainer.enable_progress_bar false --trainer.enable_model_summary false --trainer.accelerator cpu"
+
+
+def pfl(line: str) -> None:
+    """Runs ``pfl-lightning LINE``."""
+    with pytest.MonkeyPatch.context() as patch:
+        # Lightning warns where a program's own arguments and explicit ones come together
+        patch.setattr("sys.argv", ["pfl-lightning"])
+        main(line.split())
+
+
+def refusal(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Runs a line that must be refused; gives the one sentence that says why."""
+    with pytest.raises(SystemExit) as ended:
+        pfl(line)
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert "usage" not in printed.out + printed.err
+    errors = [text for text in printed.err.splitlines() if text.startswith("pfl-lightning: error: ")]
+    assert printed.err.splitlines()[-1:] == errors
+    return errors[0].removeprefix("pfl-lightning: error: ")
+
+
+def summary(run: str) -> Any:
+    """What a run in the working folder says of itself at its end."""
+    return json.loads(Path("runs", run, "summary.json").read_text())

@@ -1,0 +1,202 @@
+import re
+from pathlib import Path
+from urllib.error import URLError
+
+import pytest
+import torch
+
+from command import CONFIGS, QUICKSTART, QUIET, pfl, refusal
+from pfl_lightning import FedAvg
+
+SMALL = f"{QUICKSTART} {QUIET} --data.max_samples 300"
+LAST = Path("runs/FedPer-Digits/version_0/checkpoints/last.ckpt")
+
+NAMES = {
+    "fti": "'fti' is not a command; did you mean fit?",
+    "": "a command is missing; there is fit, validate, test.",
+    "fit": "nothing is given for data and model; name it by --data and --model",
+    "fit --modle FedPer": "modle is not an option; did you mean model?",
+    "fit Q extra": "extra is given without an option",
+    "fit Q --max_rounds 3": "max_rounds is not an option; did you mean trainer.max_rounds?",
+    "fit Q --trainer.max_round 3": "trainer.max_round is not an option; did you mean trainer.max_rounds?",
+    "test Q --ckpt_pth x": "ckpt_pth is not an option; did you mean ckpt_path?",
+    "fit Q --model FedPorx": "model=FedPorx is no known class; did you mean FedProx",
+    "fit Q --model pfl_lightning.methods.FedPorx": "FedPorx is no known class; did you mean FedProx",
+    "fit Q --model torch.nn.Linear": "model=torch.nn.Linear: Import path does not correspond to a subclass of FedAvg.",
+    "fit Q --model nowhere.Method": "model=nowhere.Method: No module named 'nowhere'.",
+    "fit Q --data MINST": "data=MINST is no known class; did you mean MNIST?",
+    "fit Q --aggregator WeightAverage": "aggregator=WeightAverage is no known class; did you mean WeightedAverage?",
+    "fit Q --data.partitioner Dirichle": "data.partitioner=Dirichle is no known class; did you mean Dirichlet?",
+    "fit Q --model.net MPL": "model.net=MPL is no known class; did you mean MLP?",
+    "fit Q --model.optimizer Adma": "model.optimizer=Adma is no known class; did you mean Adamax or Adam?",
+    "fit Q --model.optimizer torch.optim.Adma": "is no known class; did you mean Adamax or Adam?",
+    "fit Q --model.lr_scheduler StepLr2": "model.lr_scheduler=StepLr2 is no known class; did you mean StepLR",
+    "fit Q --trainer.logger WandLogger": "trainer.logger=WandLogger is no known class; did you mean WandbLogger",
+    "fit Q --trainer.callbacks+=EarlyStoping": "trainer.callbacks=EarlyStoping is no known class; did you mean EarlySt",
+    "fit Q --model FedProx --model.mue 3": "model.mue is not a setting of FedProx; did you mean model.mu?",
+    "fit Q --model.lr 3": "model.lr is not a setting of FedPer; there is model.buffers, ",
+    "fit Q --data.partitoner IID": "data.partitoner is not a setting of Digits; did you mean data.partitioner?",
+    "fit Q --data.partitioner.alpa 3": "is not a setting of Dirichlet; did you mean data.partitioner.alpha?",
+    "fit Q --model.net.hiden [3]": "model.net.hiden is not a setting of MLP; did you mean model.net.hidden?",
+    "fit Q --model.optimizer.lrr 1": "model.optimizer.lrr is not a setting of SGD; did you mean model.optimizer.lr?",
+    "fit Q --trainer.logger WandbLogger --trainer.logger.ofline 1": "did you mean trainer.logger.offline?",
+    "fit Q --trainer.callbacks+=EarlyStopping": "trainer.callbacks: EarlyStopping needs monitor.",
+    "fit Q --model.lr_scheduler StepLR": "model.lr_scheduler: StepLR needs step_size.",
+}
+
+VALUES = {
+    "--trainer.max_rounds x": "trainer.max_rounds=x must be an integer.",
+    "--trainer.max_rounds 0": "trainer.max_rounds=0 must be at least 1.",
+    "--trainer.clients_per_round x": "trainer.clients_per_round=x must be an integer or a number.",
+    "--trainer.clients_per_round 0": "trainer.clients_per_round=0 must be a number of clients from 1 up",
+    "--trainer.clients_per_round 1.5": "trainer.clients_per_round=1.5 must be a number of clients from 1 up",
+    "--trainer.clients_per_round 11": "trainer.clients_per_round=11 is more than data.num_clients=10",
+    "--trainer.local_epochs 1 --trainer.local_steps 1": "exclude each other; give one of them.",
+    "--trainer.evaluate befor": "must be one of before, after, both; did you mean before?",
+    "--trainer.precision bf17": "did you mean bf16?",
+    "--trainer.accelerator foo": "invalid accelerator name",
+    "--trainer.engine fast": "trainer.engine='fast' is not an engine",
+    "--trainer.max_epochs 3": "trainer.max_epochs means nothing in a federation: a round is an epoch; give max_rounds.",
+    "--trainer.max_steps 3": "trainer.max_steps=3 means nothing in a federation",
+    "--trainer.limit_train_batches 0.5": "trainer.limit_train_batches=0.5 means nothing in a federation",
+    "--trainer.accumulate_grad_batches 2": "trainer.accumulate_grad_batches=2 means nothing in a federation",
+    "--trainer.overfit_batches 1": "trainer.overfit_batches=1 means nothing in a federation",
+    "--trainer.callbacks+=ModelCheckpoint --trainer.callbacks.mode x": "`mode` can be min, max but got x.",
+    "--trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor val/ac": "conditioned on metric `val/ac` which is",
+    "--model.optimizer.lr -1": "model.optimizer or model.lr_scheduler: Invalid learning rate: -1.0.",
+    "--model.optimizer Adam --model.optimizer.betas [2,3]": "Invalid beta parameter at index 0: 2.0.",
+    "--model.net.hidden x": "model.net.hidden=x must be a list.",
+    "--model.net CNN": "net CNN takes images of at least 16 x 16 pixels",
+    "--model.buffers x": "model.buffers=x must be one of average, local.",
+    "--model FedProx --model.mu -1": "model.mu=-1.0 must be 0 (which is FedAvg) or more",
+    "--model Local --aggregator WeightedAverage": "WeightedAverage needs num_samples and weights, which Local does not",
+    "--data.partitioner.alpha 0": "Dirichlet alpha=0.0 must be above 0",
+    "--data.partitioner.alpha -1": "Dirichlet alpha=-1.0 must be above 0",
+    "--data.partitioner.alpha x": "data.partitioner.alpha=x must be a number.",
+    "--data.partitioner [3]": "data.partitioner=[3] must be a class: class_path names it",
+    "--data.batch_size 1.5": "data.batch_size=1.5 must be an integer.",
+    "--data.last_batch dorp": "data.last_batch=dorp must be one of keep, drop, wrap; did you mean drop?",
+    "--data.num_clients 5000 --data.max_samples null": "num_clients=5000 is more than the 1797 samples there are",
+    "--data ImageFolder --data.root nowhere": "data.root='nowhere' is no folder",
+    "--data MNIST --data.root nowhere --data.download false": "data.root='nowhere': no usable MNIST files in",
+    "--ckpt_path gone.ckpt": "ckpt_path='gone.ckpt': there is no such file.",
+    "--ckpt_path .": "ckpt_path='.' can't be read as a checkpoint",
+}
+
+FILES = {
+    "model: {class_path: FedPer": "is not valid YAML: while parsing a flow mapping",
+    "just text": "the configuration holds no settings; it must be YAML",
+    "modl: {class_path: FedPer}": "modl.class_path is not an option; did you mean model?",
+    "trainer: {max_round: 3}": "trainer.max_round is not an option; did you mean trainer.max_rounds?",
+    "trainer: {max_epochs: 3}": "trainer.max_epochs means nothing in a federation: a round is an epoch; give max_r",
+    "trainer: {clients_per_round: [3]}": "trainer.clients_per_round=[3] must be an integer or a number.",
+    "data: {class_path: Digits, init_args: {partitoner: IID}}": "did you mean data.partitioner?",
+    "data: {class_path: MINST}": "data=MINST is no known class; did you mean MNIST?",
+    "data: {class_path: Digits, num_clients: 3}": "data must be a class: class_path names it, and its settings belong",
+    "model: {class_path: FedProx, mu: 3}": "model must be a class: class_path names it, and its settings belong",
+    "model: {init_args: {net: {class_path: MLP, init_args: {hiden: [3]}}}}": "did you mean model.net.hidden?",
+    "model: {init_args: {optimizer: {class_path: SGD, lr: 3}}}": "model.optimizer must be a class",
+}
+
+
+@pytest.mark.parametrize("line", NAMES)
+def test_misspelt_names(line, capsys):
+    assert NAMES[line] in refusal(line.replace("Q", QUICKSTART), capsys)
+
+
+@pytest.mark.parametrize("line", VALUES)
+def test_bad_values(line, capsys):
+    assert VALUES[line] in refusal(f"fit {SMALL} {line}", capsys)
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_bad_files(text, capsys, tmp_path):
+    (tmp_path / "bad.yaml").write_text(text)
+    assert FILES[text] in refusal(f"fit {QUICKSTART} --config bad.yaml", capsys)
+
+
+def test_an_error_in_a_file_names_the_file(capsys, tmp_path):
+    (tmp_path / "bad.yaml").write_text("data: {class_path: Digits, init_args: {partitoner: IID}}")
+    assert refusal("fit --model FedPer --config bad.yaml", capsys).startswith("bad.yaml: data.partitoner is")
+
+
+def test_a_config_that_is_not_there(capsys):
+    wrong = CONFIGS / "methods" / "fedpr.yaml"
+    message = refusal(f"fit --config {wrong}", capsys)
+    assert message.startswith(f"--config {wrong} is no file; did you mean {CONFIGS}/methods/fed")
+
+
+def test_data_that_need_a_download_without_a_network(capsys, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise URLError("Name or service not known")
+
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
+    message = refusal(f"fit {SMALL} --data MNIST --data.root empty", capsys)
+    assert message.startswith("data.root='empty': no usable MNIST files in empty")
+    assert "downloading failed" in message
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    root = tmp_path_factory.mktemp("run")
+    pfl(f"fit {SMALL} --trainer.max_rounds 1 --trainer.default_root_dir {root}")
+    return root / "FedPer-Digits/version_0/checkpoints/last.ckpt"
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test"])
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--model FedAvg", "the checkpoint is of FedPer and this run of FedAvg"),
+        ("--data.num_clients 9", "the checkpoint has 10 clients and data.num_clients=9"),
+        ("--data.partitioner.alpha 0.5", "the checkpoint's clients hold other numbers of samples"),
+        ("--model.net.hidden [32]", "the checkpoint holds another net"),
+    ],
+)
+def test_a_checkpoint_of_something_else(command, line, sentence, checkpoint, capsys):
+    assert sentence in refusal(f"{command} {SMALL} {line} --ckpt_path {checkpoint}", capsys)
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test"])
+@pytest.mark.parametrize("damage", [lambda whole: whole[:3000], lambda whole: b"hello", lambda whole: b""])
+def test_a_damaged_checkpoint(command, damage, checkpoint, capsys, tmp_path):
+    (tmp_path / "bad.ckpt").write_bytes(damage(checkpoint.read_bytes()))
+    assert "ckpt_path='bad.ckpt' can't be read as" in refusal(f"{command} {SMALL} --ckpt_path bad.ckpt", capsys)
+
+
+@pytest.mark.parametrize("which", ["best", "last"])
+def test_an_evaluation_without_a_run(which, capsys):
+    message = refusal(f"test {SMALL} --ckpt_path {which}", capsys)
+    assert message.startswith(f"ckpt_path={which!r}: the newest run under runs/FedPer-Digits has no such checkpoint")
+
+
+def test_divergence_ends_with_a_sentence_and_leaves_the_round_before(capsys):
+    pfl(f"fit {SMALL} --trainer.max_rounds 1")
+    message = refusal(f"fit {SMALL} --trainer.max_rounds 9 --ckpt_path last --model.optimizer.lr 1e10", capsys)
+    (diverged,) = re.findall(r"^round (\d): the loss or the weights of every client became NaN or infinite", message)
+    kept = torch.load(LAST, weights_only=True)["federation"]["round"]
+    # the record counts rounds from 1, so the round before it is as many rounds as are done
+    assert kept == int(diverged) - 1
+    assert kept >= 1
+
+
+class Buggy(FedAvg):
+    """Fails in its own loss."""
+
+    def loss(self, features, logits, target):
+        return {}["bug"]
+
+
+class Unbuildable(FedAvg):
+    """Fails while it is made, by an error that torch raises too."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        raise ValueError("of its own")
+
+
+@pytest.mark.parametrize(("method", "error"), [("Buggy", KeyError), ("Unbuildable", ValueError)])
+def test_a_bug_keeps_its_traceback(method, error, capsys):
+    with pytest.raises(error):
+        pfl(f"fit {SMALL} --model test_bad_input.{method}")
+    assert "pfl-lightning: error" not in capsys.readouterr().err

@@ -1,0 +1,97 @@
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from command import CONFIGS, QUICKSTART, QUIET, pfl, summary
+from tiny_datasets import write
+
+METHODS = sorted((CONFIGS / "methods").glob("*.yaml"))
+DATA = sorted((CONFIGS / "data").glob("*.yaml"))
+PAIRS = [pytest.param(method, data, id=f"{method.stem}-{data.stem}") for method, data in product(METHODS, DATA)]
+SAMPLES = 600
+
+
+def load(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def printed(files: list[Path], capsys: pytest.CaptureFixture[str]) -> Any:
+    with pytest.raises(SystemExit) as ended:
+        pfl("fit " + " ".join(f"--config {file}" for file in files) + " --print_config")
+    assert not ended.value.code
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def holds(config: Any, given: Any) -> bool:
+    """Whether all that was given is in the configuration; classes may be named with or without their module."""
+    if isinstance(given, dict):
+        return all(holds(config[key], value) for key, value in given.items() if key != "class_path") and (
+            "class_path" not in given or config["class_path"].split(".")[-1] == given["class_path"].split(".")[-1]
+        )
+    return bool(config == given)
+
+
+def test_there_are_pairs():
+    assert {path.stem for path in METHODS} >= {"local", "fedavg", "fedprox", "fedper"}
+    names = {path.stem for path in DATA}
+    sets, parts = ("digits", "mnist", "cifar10", "cifar10folder"), ("iid", "dir0.1", "pat2")
+    assert names >= {f"{name}_{part}" for name in sets for part in parts}
+
+
+@pytest.mark.parametrize("path", [*METHODS, *DATA], ids=lambda path: path.stem)
+def test_a_file_says_what_it_is(path):
+    comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert 1 <= len(comment) <= 3
+    assert path.read_text().startswith(comment[0])
+
+
+@pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
+def test_a_method_is_its_client_and_aggregator(path):
+    assert set(load(path)) <= {"model", "aggregator"}
+    assert not {"net", "optimizer"} & set(load(path)["model"].get("init_args", {}))
+
+
+@pytest.mark.parametrize("path", DATA, ids=lambda path: path.stem)
+def test_data_leave_the_method_open(path):
+    assert set(load(path)) == {"model", "data", "trainer"}
+    assert set(load(path)["model"]) == {"init_args"}
+
+
+@pytest.mark.parametrize(("method", "data"), PAIRS)
+def test_a_pair_keeps_what_both_say(method, data, capsys):
+    config = printed([method, data], capsys)
+    assert holds(config, load(method))
+    assert holds(config, load(data))
+
+
+def test_the_order_of_a_pair_does_not_matter(capsys):
+    files = [CONFIGS / "methods" / "fedprox.yaml", CONFIGS / "data" / "digits_pat2.yaml"]
+    assert printed(files, capsys) == printed(files[::-1], capsys)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    return lambda name: write(name, root / name, SAMPLES)
+
+
+@pytest.mark.parametrize(("method", "data"), PAIRS)
+def test_a_pair_runs(method, data, tiny, monkeypatch):
+    # torchvision knows the checksums of the real files
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5=None: Path(path).is_file())
+    root = tiny(load(data)["data"]["class_path"])
+    small = f"--data.root {root} --data.max_samples {SAMPLES - 100} --data.num_clients 5 --trainer.max_rounds 1"
+    pfl(f"fit --config {method} --config {data} {small} {QUIET}")
+    (run,) = Path("runs").glob("*/version_0")
+    assert 0 <= summary(str(run.relative_to("runs")))["final"]["test/acc"] <= 1
+    assert len((run / "rounds.csv").read_text().splitlines()) == 2
+
+
+def test_quickstart_learns():
+    pfl(f"fit {QUICKSTART} {QUIET}")
+    outcome = summary("FedPer-Digits/version_0")
+    assert outcome["final"]["test/acc"] > 0.85
+    assert outcome["seconds"] < 60
