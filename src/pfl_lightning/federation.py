@@ -84,8 +84,12 @@ class Federation(LightningModule):
         self.seed = torch.initial_seed()
         state = detached(self.client.state_dict())
         self.initial = {name: tensor for name, tensor in state.items() if self.client.is_personal(name)}
+        self._set_up_server(self.seed)
+
+    def _set_up_server(self, seed: int) -> None:
         initial = detached(self.client.upload(self.data.client(0)))
-        self.aggregator.setup(Server(self.data.num_clients, initial, self.client, self.data, self.seed))
+        self.client.train()
+        self.aggregator.setup(Server(self.data.num_clients, initial, self.client, self.data, seed))
 
     def configure_optimizers(self) -> Any:
         """The optimizer that carries the round's learning rate, and its schedule; engines read the rate."""
@@ -359,7 +363,11 @@ class Federation(LightningModule):
         """Restores the federation."""
         if "federation" not in checkpoint:
             raise MisconfigurationException("ckpt_path: the checkpoint is not of a federation.")
-        self.load_federation_state(checkpoint["federation"])
+        state = checkpoint["federation"]
+        if state["seed"] != self.seed:
+            # what the server draws is a function of the run's seed, not of the process's
+            self._set_up_server(state["seed"])
+        self.load_federation_state(state)
 
     def on_fit_end(self) -> None:
         """Leaves the global model in the client module."""

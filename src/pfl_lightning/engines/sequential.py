@@ -28,7 +28,8 @@ class Sequential(Engine):
         module = self.module
         # the mean and the variance of one sample are no statistics, and BatchNorm refuses them
         self._smallest_batch = 2 if any(isinstance(m, _BatchNorm) for m in module.modules()) else 1
-        # walking a module takes as long as a small net's step: once a block, not several times a client
+        # walking a module takes as long as a small net's step: once a block, not several times a client;
+        # without what the method itself has frozen, which stays so when a phase ends
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._personal = [name for name in module.state_dict() if module.is_personal(name)]
         for task in tasks:
@@ -38,9 +39,9 @@ class Sequential(Engine):
         start = time.perf_counter()
         module = self.module
         self._seed(task.seed)
+        self._train_mode()
         data = self.become(task)
-        if not module.training:
-            module.train()
+        self._train_mode()
         generator = torch.Generator().manual_seed(task.seed)
         state = ClientState()
         steps: list[Step] = []
@@ -73,9 +74,7 @@ class Sequential(Engine):
         module = self.module
         module.phase = phase
         trained = [parameter for name, parameter in self._parameters.items() if phase.trains(name)]
-        # a parameter that the method itself has frozen stays so when the phase ends
-        learning = [(name, parameter) for name, parameter in self._parameters.items() if parameter.requires_grad]
-        frozen = [parameter for name, parameter in learning if not phase.trains(name)]
+        frozen = [parameter for name, parameter in self._parameters.items() if not phase.trains(name)]
         for parameter in frozen:
             parameter.requires_grad_(False)
         optimizer = self._optimizer(phase, task, trained)
@@ -154,6 +153,11 @@ class Sequential(Engine):
         else:
             scaler.step(optimizer)
             scaler.update()
+
+    def _train_mode(self) -> None:
+        """Undoes an ``eval()`` of a hook, on the module or on its net, that would reach the next step or client."""
+        if not (self.module.training and self.module.net.training):
+            self.module.train()
 
     def _seed(self, seed: int) -> None:
         """Seeds what dropout draws from; `torch.manual_seed` would also queue seeds for devices that aren't there."""

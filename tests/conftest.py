@@ -1,0 +1,37 @@
+"""What holds for all tests."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+NOISE = (
+    ".*LeafSpec.* is deprecated",
+    ".* exists and is not empty",
+    "LightningCLI's args parameter is intended",
+    ".*was deprecated in v4",
+    ".*JsonargparseDeprecationWarning",
+    ".* module.s. in eval mode at the start of training",
+    ".*but have no logger configured",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps back warnings of Lightning and of its parser about what the tests mean to do."""
+    for text in NOISE:
+        config.addinivalue_line("filterwarnings", rf"ignore:\s*{text}")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def outside_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a test writes to the working directory by mistake stays out of the checkout."""
+    monkeypatch.chdir(tmp_path)

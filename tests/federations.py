@@ -1,0 +1,201 @@
+"""Small federations, and what tests ask of them."""
+
+import csv
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from pfl_lightning import Aggregator, FedAvg, FederatedTrainer, Federation
+from pfl_lightning.callbacks import FederatedCallback, RoundRecord
+from pfl_lightning.data import FederatedDataModule, Part, Partitioner
+from pfl_lightning.engines import Outcome, Sequential, Task
+from pfl_lightning.exchange import Updates, detached
+from pfl_lightning.nets import Net
+
+FEATURES, CLASSES, HIDDEN = 6, 3, 5
+SIZES = (24, 16, 30, 20)
+MOMENTUM = partial(SGD, lr=0.1, momentum=0.9)
+
+
+class Sizes(Partitioner):
+    """Clients of given sizes, of mixed classes or, ``by_class``, of one class after the other."""
+
+    def __init__(self, *sizes: int, by_class: bool = False) -> None:
+        self.sizes, self.by_class = sizes, by_class
+
+    def split(self, classes: list[Any], num_clients: int, rng: np.random.RandomState) -> list[Any]:
+        rows = np.concatenate(classes)
+        rows = rows if self.by_class else rng.permutation(rows)
+        return np.split(rows, np.cumsum(self.sizes))[:num_clients]
+
+
+class Blobs(FederatedDataModule):
+    """Three clouds of 40 points; the server has nine public points."""
+
+    num_classes = CLASSES
+    input_shape = (FEATURES,)
+
+    def load(self) -> tuple[Tensor, Tensor]:
+        return points(120, seed=0)
+
+    def server_data(self) -> Part:
+        return Part(*points(9, seed=1))
+
+
+def points(n: int, seed: int) -> tuple[Tensor, Tensor]:
+    y = torch.arange(n) % CLASSES
+    noise = torch.randn(n, FEATURES, generator=torch.Generator().manual_seed(seed))
+    return noise + 2 * torch.eye(CLASSES, FEATURES)[y], y
+
+
+def plain(input_shape: tuple[int, ...], num_classes: int) -> Net:
+    """Without randomness and buffers."""
+    return Net(nn.Sequential(nn.Linear(input_shape[0], HIDDEN), nn.Tanh()), nn.Linear(HIDDEN, num_classes))
+
+
+def noisy(input_shape: tuple[int, ...], num_classes: int) -> Net:
+    """With BatchNorm and dropout."""
+    body = nn.Sequential(nn.Linear(input_shape[0], HIDDEN), nn.BatchNorm1d(HIDDEN), nn.ReLU(), nn.Dropout(0.3))
+    return Net(body, nn.Linear(HIDDEN, num_classes))
+
+
+def blobs(*sizes: int, by_class: bool = False, data: type[Blobs] = Blobs, **settings: Any) -> Blobs:
+    sizes = sizes or SIZES
+    partitioner = Sizes(*sizes, by_class=by_class)
+    return data(num_clients=len(sizes), partitioner=partitioner, **{"batch_size": 5, **settings})
+
+
+def make_client(cls: Callable[..., FedAvg] = FedAvg, seed: int = 3, **settings: Any) -> Any:
+    lightning.seed_everything(seed, verbose=False)
+    settings = {"net": plain, "optimizer": MOMENTUM, **settings}
+    return cls(input_shape=(FEATURES,), num_classes=CLASSES, **settings)
+
+
+@dataclass
+class Run:
+    """A trainer after ``fit``, and what is asked of it."""
+
+    trainer: FederatedTrainer
+    model: FedAvg
+    data: FederatedDataModule
+
+    @property
+    def federation(self) -> Federation:
+        return self.trainer.lightning_module
+
+    @property
+    def record(self) -> RoundRecord:
+        return next(callback for callback in self.trainer.callbacks if isinstance(callback, RoundRecord))
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return self.record.rows
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return self.federation.state_dict()
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.trainer.log_dir)
+
+    @property
+    def last(self) -> Path:
+        return self.folder / "checkpoints" / "last.ckpt"
+
+
+def make_trainer(root: Path | str = "unused", **settings: Any) -> FederatedTrainer:
+    """A quiet trainer; one that writes nothing where no folder is given."""
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "max_rounds": 3}
+    if root == "unused":
+        quiet |= {"logger": False, "enable_checkpointing": False}
+    return FederatedTrainer(default_root_dir=str(root), **{**quiet, **settings})
+
+
+def fit(
+    model: FedAvg,
+    data: FederatedDataModule | None = None,
+    root: Path | str = "unused",
+    aggregator: Aggregator | None = None,
+    ckpt_path: Any = None,
+    **settings: Any,
+) -> Run:
+    data = blobs() if data is None else data
+    trainer = make_trainer(root, **settings)
+    trainer.fit(model, datamodule=data, aggregator=aggregator, ckpt_path=ckpt_path)
+    return Run(trainer, model, data)
+
+
+class Spy(FederatedCallback):
+    """Keeps the cohort and the updates of each round."""
+
+    def __init__(self) -> None:
+        self.cohorts: list[list[int]] = []
+        self.updates: list[Updates] = []
+
+    def on_round_start(self, trainer: Any, federation: Federation, cohort: list[int]) -> None:
+        self.cohorts.append(cohort)
+
+    def on_aggregate_start(self, trainer: Any, federation: Federation, updates: Updates) -> None:
+        self.updates.append(detached(updates))
+
+
+class Backwards(Sequential):
+    """Trains the clients in the reverse order."""
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
+        return super().run(list(tasks)[::-1])
+
+
+class Shuffled(Sequential):
+    """Trains in order and delivers in another."""
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
+        outcomes = list(super().run(tasks))
+        yield from outcomes[1::2] + outcomes[::2]
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two trees hold the same bits."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, Mapping):
+        return isinstance(b, Mapping) and list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def same_end(one: Run, other: Run) -> bool:
+    """Whether two runs end with the same model, federation and record."""
+    return (
+        equal(one.weights, other.weights)
+        and equal(one.federation.federation_state(), other.federation.federation_state())
+        and untimed(one.rows) == untimed(other.rows)
+    )
+
+
+def untimed(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def load(path: Path | str) -> dict[str, Any]:
+    return torch.load(path, weights_only=True)
+
+
+def load_client(cls: type[FedAvg], path: Path | str, client: int | None = None) -> Any:
+    """A model from a checkpoint of a run that was configured in Python."""
+    return cls.load_from_checkpoint(path, client=client, net=plain, optimizer=MOMENTUM, weights_only=True)

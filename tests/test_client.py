@@ -1,0 +1,113 @@
+from functools import partial
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
+
+from federations import CLASSES, blobs, equal, fit, make_client, noisy, plain
+from pfl_lightning import FedAvg, Phase, WeightedAverage
+from pfl_lightning.methods import FedPer
+
+
+def test_everything_of_the_net_is_shared_unless_buffers_stay_local():
+    average, local = make_client(net=noisy), make_client(net=noisy, buffers="local")
+    assert all(average.is_shared(name) and not average.is_personal(name) for name in average.state_dict())
+    buffers = {name for name, _ in local.named_buffers()}
+    assert buffers and {name for name in local.state_dict() if local.is_personal(name)} == buffers
+
+
+def test_a_download_replaces_the_shared_entries():
+    model, other = make_client(seed=1), make_client(seed=2)
+    model.on_download({"weights": other.state_dict()}, None)
+    assert equal(dict(model.state_dict()), dict(other.state_dict()))
+
+
+def test_personal_entries_are_in_place_before_a_download():
+    model = make_client(FedPer)
+    classifier = {"net.classifier.bias": torch.ones(CLASSES)}
+    seen = []
+    model.on_download = lambda payload, data: seen.append(model.net.classifier.bias.clone())
+    model.receive(classifier, {}, None)
+    assert seen[0].tolist() == [1.0] * CLASSES
+
+
+def test_an_entry_that_the_module_lacks_is_an_error():
+    with pytest.raises(KeyError, match="nowhere"):
+        make_client().assign({"nowhere": torch.zeros(1)})
+
+
+def test_an_upload_counts_training_samples():
+    data = blobs()
+    data.setup()
+    update = make_client().upload(data.client(2))
+    assert int(update["num_samples"]) == data.size(2, "train")
+    assert set(update) == FedAvg.sends
+
+
+def test_the_objective_is_cross_entropy_of_the_cut_net():
+    model = make_client()
+    x, y = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
+    loss = model.training_step((x, y), 0)["loss"]
+    assert torch.equal(loss, torch.nn.functional.cross_entropy(model(x), y))
+    assert loss.requires_grad
+
+
+def test_defaults_of_hooks():
+    model = make_client()
+    assert [phase.name for phase in model.local_phases()] == ["train"] and Phase().trains("anything")
+    assert isinstance(model.configure_aggregator(), WeightedAverage)
+    metrics = model.configure_metrics()
+    assert float(metrics(torch.eye(3), torch.tensor([0, 1, 0]))["acc"]) == pytest.approx(2 / 3)
+
+
+def test_a_bad_optimizer_setting_is_refused_at_once():
+    with pytest.raises(MisconfigurationException, match=r"model\.optimizer"):
+        make_client(optimizer=partial(SGD, lr=-1))
+
+
+def test_a_client_module_trains_and_predicts_under_a_plain_trainer(tmp_path):
+    model = make_client(optimizer=partial(SGD, lr=0.1))
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    x, y = torch.randn(20, 6), torch.arange(20) % 3
+    trainer = Trainer(
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    trainer.fit(model, DataLoader(TensorDataset(x, y), batch_size=5))
+    assert not equal(before, dict(model.state_dict()))
+    logits = torch.cat(trainer.predict(model, DataLoader(TensorDataset(x, y), batch_size=7)))
+    inputs_only = torch.cat(trainer.predict(model, DataLoader(x, batch_size=7)))
+    assert torch.equal(logits, inputs_only) and logits.shape == (20, 3)
+
+
+# Checkpoints of a federation, as models
+
+
+def test_a_checkpoint_of_a_python_run_gives_the_global_model(tmp_path):
+    run = fit(make_client(net=noisy), root=tmp_path)
+    model = FedAvg.load_from_checkpoint(run.last, net=noisy, weights_only=True)
+    assert equal(dict(model.state_dict()), dict(run.weights))
+    assert model.num_classes == CLASSES
+
+
+def test_a_checkpoint_gives_each_client_s_own_model(tmp_path):
+    run = fit(make_client(FedPer, net=noisy, buffers="local"), root=tmp_path, clients_per_round=2, max_rounds=1)
+    tested = {row["client"]: row["test/acc"] for row in run.record.clients}
+    for client in range(4):
+        model = FedPer.load_from_checkpoint(run.last, client=client, net=noisy, buffers="local").eval()
+        part = run.data.part(client, "test")
+        assert float((model(part.x).argmax(1) == part.y).float().mean()) == tested[client]
+    assert len(run.federation.clients) == 2
+
+
+def test_a_client_that_is_not_there_is_refused_by_number(tmp_path):
+    run = fit(make_client(), root=tmp_path, max_rounds=1)
+    with pytest.raises(MisconfigurationException, match=r"client=9 .* clients 0 to 3"):
+        FedAvg.load_from_checkpoint(run.last, client=9, net=plain)

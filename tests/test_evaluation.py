@@ -1,0 +1,145 @@
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.nn import functional as F
+
+from federations import Spy, blobs, equal, fit, make_client, make_trainer, noisy, points
+from pfl_lightning.data import Part
+from pfl_lightning.evaluation import CHUNK, evaluate, summarise
+from pfl_lightning.methods import FedPer
+
+
+def test_metrics_are_those_of_the_whole_part_whatever_the_chunks():
+    model = make_client(net=noisy)
+    part = Part(*points(CHUNK + 300, seed=2))
+    values = evaluate(model, part, model.configure_metrics(), nullcontext)
+    model.eval()
+    logits = model(part.x)
+    assert values["acc"] == pytest.approx(float((logits.argmax(1) == part.y).float().mean()))
+    assert values["loss"] == pytest.approx(float(F.cross_entropy(logits, part.y)), rel=1e-5)
+
+
+def test_evaluation_restores_the_mode_and_moves_no_statistics():
+    model = make_client(net=noisy).train()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    evaluate(model, Part(*points(10, seed=2)), model.configure_metrics(), nullcontext)
+    assert model.training and model.net.training
+    assert equal(before, dict(model.state_dict()))
+
+
+def test_metrics_do_not_add_up_over_clients():
+    model = make_client()
+    metrics = model.configure_metrics()
+    parts = [Part(*points(10, seed=seed)) for seed in (2, 3)]
+    once = [evaluate(model, part, model.configure_metrics(), nullcontext) for part in parts]
+    assert [evaluate(model, part, metrics, nullcontext) for part in parts] == once
+
+
+def test_summary_by_hand():
+    results = {4: {"acc": 0.2, "loss": 3.0}, 1: {"acc": 0.8, "loss": 1.0}}
+    summary = summarise(results, {1: 10, 4: 30})
+    assert summary["acc"] == pytest.approx(0.35) and summary["loss"] == pytest.approx(2.5)
+    assert summary["acc_mean"] == pytest.approx(0.5) and summary["acc_std"] == pytest.approx(0.3)
+    assert summary["acc_worst"] == 0.2 and summary["acc_p10"] == pytest.approx(0.26)
+    assert summarise({}, {}) == {}
+
+
+class After(Spy):
+    """Keeps what clients had after training."""
+
+    def on_fit_start(self, trainer, federation):
+        self.after = []
+
+    def on_round_start(self, trainer, federation, cohort):
+        super().on_round_start(trainer, federation, cohort)
+        self.after.append({})
+
+    def on_client_fit_end(self, trainer, federation, client, outcome):
+        self.after[-1][client] = outcome.after
+
+
+def test_after_training_the_clients_of_the_round_are_evaluated():
+    spy = After()
+    run = fit(make_client(FedPer), callbacks=[spy], evaluate="after", clients_per_round=2)
+    for row, after in zip(run.rows, spy.after, strict=True):
+        assert len(after) == 2
+        sizes = {client: run.data.size(client, "val") for client in after}
+        expected = summarise({client: values["val"] for client, values in after.items()}, sizes)
+        assert row["val/acc"] == expected["acc"] and row["val/loss"] == expected["loss"]
+        assert "val_after/acc" not in row
+
+
+def test_both_records_both():
+    before, after = (fit(make_client(FedPer), evaluate=when).rows for when in ("before", "after"))
+    for both, b, a in zip(fit(make_client(FedPer), evaluate="both").rows, before, after, strict=True):
+        assert both["val/loss"] == b["val/loss"] != a["val/loss"] == both["val_after/loss"]
+
+
+def test_without_asking_nothing_is_evaluated_after_training():
+    spy = After()
+    fit(make_client(FedPer), callbacks=[spy])
+    assert all(values == {} for after in spy.after for values in after.values())
+
+
+@pytest.mark.parametrize("when", ["before", "after", "both"])
+def test_test_parts_are_evaluated_every_round_where_asked(when):
+    asked = fit(make_client(FedPer), evaluate=when, test_every_round=True)
+    assert all({"val/acc", "test/acc", "test/acc_std", "test/acc_worst"} <= set(row) for row in asked.rows)
+    assert all(("test_after/acc" in row) == (when == "both") for row in asked.rows)
+    unasked = fit(make_client(FedPer), evaluate=when)
+    assert not any(name.startswith("test") for row in unasked.rows for name in row)
+    assert asked.rows[-1]["val/loss"] == unasked.rows[-1]["val/loss"]
+
+
+@pytest.mark.parametrize("when", ["before", "after", "both"])
+def test_validating_a_federation_trains_nobody_and_covers_all_clients(when):
+    model, data = make_client(FedPer, net=noisy, optimizer_lifetime="run"), blobs()
+    trainer = make_trainer(evaluate=when, clients_per_round=1)
+    trainer.fit(model, datamodule=data)
+    federation = trainer.lightning_module
+    before = copy.deepcopy(federation.federation_state())
+    (values,) = trainer.validate(model, datamodule=data, verbose=False)
+    assert equal(before, federation.federation_state())
+    assert set(federation.results["val"]) == {0, 1, 2, 3}
+    assert ("val_after/acc" in values) == (when == "both")
+    (again,) = trainer.validate(model, datamodule=data, verbose=False)
+    assert values == again
+
+
+def test_testing_tells_what_the_record_says():
+    model, data = make_client(FedPer), blobs()
+    trainer = make_trainer()
+    trainer.fit(model, datamodule=data)
+    (values,) = trainer.test(model, datamodule=data, verbose=False)
+    record = next(c for c in trainer.callbacks if hasattr(c, "rows"))
+    assert values["test/acc"] == pytest.approx(record.summary["final"]["test/acc"])
+
+
+def test_a_federation_without_validation_or_test_parts_runs():
+    run = fit(make_client(), blobs(val_fraction=0, test_fraction=0), limit_val_batches=0)
+    assert len(run.rows) == 3 and not any(name.startswith(("val/", "test/")) for name in run.rows[0])
+    assert run.record.summary["final"]["test/acc"] is None
+
+
+def test_only_so_many_clients_are_validated_where_limited():
+    validated = []
+
+    class Watch(Callback):
+        def on_validation_end(self, trainer, federation):
+            validated.append(set(federation.results["val"]))
+
+    fit(make_client(), limit_val_batches=2, callbacks=[Watch()])
+    assert validated == [{0, 1}] * 3
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_evaluation_leaves_the_global_generator_where_it_was(when):
+    run = fit(make_client(net=noisy), evaluate=when)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    run.federation.evaluate_all("test")
+    assert torch.equal(torch.rand(3), expected)

@@ -1,0 +1,122 @@
+import json
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+
+from federations import Spy, blobs, fit, make_client, read_csv
+from pfl_lightning.exchange import num_bytes
+from pfl_lightning.methods import FedPer
+from pfl_lightning.report import append_row, columns_of, write_rows
+
+ALWAYS = {"round", "clients", "clients_failed", "cohort", "lr", "bytes/up", "bytes/down"}
+TIMES = {"time/train", "time/aggregate", "time/evaluate"}
+SUMMARY = {"", "_mean", "_std", "_worst", "_p10"}
+
+
+def test_a_row_a_round_with_a_stable_schema(tmp_path):
+    run = fit(make_client(FedPer), root=tmp_path, clients_per_round=0.5)
+    rows = read_csv(run.folder / "rounds.csv")
+    assert [row["round"] for row in rows] == ["1", "2", "3"]
+    metrics = {"train/loss", "val/loss", *(f"val/acc{suffix}" for suffix in SUMMARY)}
+    assert all(set(row) == ALWAYS | TIMES | metrics for row in rows)
+    assert all(value != "" for row in rows for value in row.values())
+    assert [{name: str(value) for name, value in row.items()} for row in run.rows] == rows
+
+
+def test_rows_of_the_file_and_of_the_logger_are_the_same(tmp_path):
+    run = fit(make_client(), root=tmp_path)
+    logged = read_csv(run.folder / "metrics.csv")
+    assert [row["step"] for row in logged] == ["1", "2", "3"]
+    for row, other in zip(run.rows, logged, strict=True):
+        for name, value in row.items():
+            assert name == "cohort" or float(other[name]) == pytest.approx(float(value))
+
+
+def test_what_travels_is_counted_in_bytes():
+    spy = Spy()
+    run = fit(make_client(FedPer), callbacks=[spy], clients_per_round=3)
+    for row, updates in zip(run.rows, spy.updates, strict=True):
+        assert row["bytes/up"] == sum(map(num_bytes, updates.values()))
+        assert row["bytes/down"] == 3 * num_bytes(run.federation.aggregator.download(0))
+
+
+def test_training_metrics_are_means_over_samples():
+    losses = {}
+
+    class Watch(Spy):
+        def on_client_fit_end(self, trainer, federation, client, outcome):
+            losses[client] = outcome.metrics["loss"]
+
+    run = fit(make_client(), callbacks=[Watch()], max_rounds=1)
+    sizes = {client: run.data.size(client, "train") for client in losses}
+    expected = sum(losses[client] * sizes[client] for client in losses) / sum(sizes.values())
+    assert run.rows[0]["train/loss"] == pytest.approx(expected)
+
+
+def test_the_table_of_clients(tmp_path):
+    run = fit(make_client(), blobs(30, 20, by_class=True), tmp_path)
+    rows = read_csv(run.folder / "clients.csv")
+    assert [int(row["client"]) for row in rows] == [0, 1]
+    assert [int(row["samples"]) for row in rows] == [run.data.size(client, "train") for client in range(2)]
+    assert [int(row["classes"]) for row in rows] == [1, 2]
+    assert all(0 <= float(row["test/acc"]) <= 1 for row in rows)
+
+
+def test_the_summary_selects_on_validation_and_reports_on_test(tmp_path):
+    run = fit(make_client(FedPer), root=tmp_path, max_rounds=6, test_every_round=True)
+    summary = json.loads((run.folder / "summary.json").read_text())
+    best = max(run.rows, key=lambda row: (row["val/acc"], -row["round"]))
+    best_test = max(run.rows, key=lambda row: (row["test/acc"], -row["round"]))
+    assert summary["selected"] == {name: best[name] for name in ("round", "val/acc", "test/acc")}
+    assert summary["best_on_test"] == {name: best_test[name] for name in ("round", "test/acc")}
+    assert summary["final"] == {"round": 6, "test/acc": run.rows[-1]["test/acc"]}
+    assert (summary["method"], summary["aggregator"], summary["seed"]) == ("FedPer", "WeightedAverage", 3)
+    assert set(summary["versions"]) >= {"torch", "lightning", "pfl-lightning"}
+
+
+def test_the_selected_round_is_tested_from_its_checkpoint(tmp_path):
+    settings = {"max_rounds": 6, "root": tmp_path}
+    every = fit(make_client(FedPer), test_every_round=True, **settings).record.summary
+    once = fit(make_client(FedPer), **settings).record.summary
+    assert every["selected"]["round"] < 6
+    assert once["selected"] == every["selected"] and once["final"] == every["final"]
+    assert once["best_on_test"] == {"round": None, "test/acc": None}
+
+
+def test_looking_at_the_selected_round_leaves_the_federation_at_the_last(tmp_path):
+    run = fit(make_client(FedPer), root=tmp_path, max_rounds=6)
+    assert run.record.summary["selected"]["round"] < run.federation.round == 6
+    tested = {row["client"]: row["test/acc"] for row in run.record.clients}
+    assert {client: values["acc"] for client, values in run.federation.results["test"].items()} == tested
+
+
+def test_rounds_without_validation_are_recorded_too(tmp_path):
+    run = fit(make_client(), root=tmp_path, check_val_every_n_epoch=2, max_rounds=5)
+    rows = read_csv(run.folder / "rounds.csv")
+    assert [row["round"] for row in rows] == list("12345")
+    assert [row["val/acc"] != "" for row in rows] == [False, True, False, True, False]
+    assert all(row["train/loss"] != "" for row in rows)
+
+
+def test_the_final_table_is_printed_once(tmp_path, capsys):
+    run = fit(make_client(), root=tmp_path)
+    printed = capsys.readouterr().out
+    assert printed.count("test accuracy, last round") == 1 and str(run.folder) in printed
+    assert "FedAvg / WeightedAverage" in printed and "3, 4" in printed
+
+
+def test_several_loggers_share_one_record(tmp_path):
+    loggers = [CSVLogger(tmp_path, name) for name in ("a", "b")]
+    fit(make_client(), root=tmp_path, logger=loggers)
+    a, b = (read_csv(next(tmp_path.glob(f"{name}/*/metrics.csv"))) for name in "ab")
+    assert a == b and len(a) == 3
+    assert len(list(tmp_path.rglob("rounds.csv"))) == 1
+
+
+def test_rows_get_new_columns_and_keep_their_order(tmp_path):
+    path = tmp_path / "rows.csv"
+    write_rows(path, [{"a": 1}, {"a": 2, "b": 3}])
+    append_row(path, {"b": 5, "a": 4})
+    assert read_csv(path) == [{"a": "1", "b": ""}, {"a": "2", "b": "3"}, {"a": "4", "b": "5"}]
+    assert columns_of([{"x": 1}, {"y": 2, "x": 3}]) == ["x", "y"]
+    assert [p.name for p in tmp_path.iterdir()] == ["rows.csv"]

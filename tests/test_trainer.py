@@ -1,0 +1,244 @@
+import inspect
+from functools import partial
+
+import lightning
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.data import DataLoader
+
+from federations import blobs, equal, fit, load, make_client, make_trainer, noisy
+from pfl_lightning import FederatedTrainer
+from pfl_lightning.engines import Sequential
+from pfl_lightning.methods import FedPer
+from pfl_lightning.trainer import MEANINGLESS
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_epochs": 5},
+        {"min_epochs": 1},
+        {"max_steps": 5},
+        {"min_steps": 1},
+        {"limit_train_batches": 2},
+        {"overfit_batches": 1},
+        {"accumulate_grad_batches": 2},
+        {"val_check_interval": 3},
+        {"use_distributed_sampler": False},
+        {"sync_batchnorm": True},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_arguments_without_a_meaning_are_refused_with_advice(settings):
+    (name,) = settings
+    with pytest.raises(MisconfigurationException, match=f"trainer.{name}={settings[name]} means nothing"):
+        make_trainer(**settings)
+    assert name in MEANINGLESS
+
+
+@pytest.mark.parametrize("name", sorted(set(MEANINGLESS) - {"max_epochs"}))
+def test_lightning_s_own_defaults_of_them_are_accepted(name):
+    make_trainer(**{name: inspect.signature(lightning.Trainer).parameters[name].default})
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        BatchSizeFinder,
+        LearningRateFinder,
+        partial(GradientAccumulationScheduler, scheduling={0: 2}),
+        partial(ModelPruning, "l1_unstructured"),
+        partial(StochasticWeightAveraging, swa_lrs=0.1),
+    ],
+)
+def test_callbacks_that_need_the_trainer_s_own_steps_are_refused(callback):
+    callback = callback()
+    with pytest.raises(MisconfigurationException, match=f"{type(callback).__name__} works on"):
+        make_trainer(callbacks=[callback])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_rounds": 0}, "max_rounds=0"),
+        ({"clients_per_round": 0}, "clients_per_round=0"),
+        ({"clients_per_round": 0.0}, r"clients_per_round=0\.0"),
+        ({"clients_per_round": 1.5}, r"clients_per_round=1\.5"),
+        ({"clients_per_round": -1}, "clients_per_round=-1"),
+        ({"local_epochs": 0}, "local_epochs=0"),
+        ({"local_steps": -1}, "local_steps=-1"),
+        ({"local_steps": 1, "local_epochs": 1}, "exclude each other"),
+        ({"engine": "steam"}, "engine='steam'"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(settings, words):
+    with pytest.raises(MisconfigurationException, match=words):
+        make_trainer(**settings)
+
+
+def test_more_clients_a_round_than_there_are_is_refused():
+    with pytest.raises(MisconfigurationException, match="clients_per_round=9 is more than"):
+        fit(make_client(), clients_per_round=9)
+
+
+def test_batches_of_one_under_batchnorm_are_refused():
+    with pytest.raises(MisconfigurationException, match="batch_size=1 gives BatchNorm nothing"):
+        fit(make_client(net=noisy), blobs(batch_size=1))
+
+
+def test_other_modules_data_and_loaders_are_refused():
+    with pytest.raises(MisconfigurationException, match="BoringModel is not a client module"):
+        make_trainer().fit(BoringModel(), datamodule=blobs())
+    with pytest.raises(MisconfigurationException, match="LightningDataModule is not a FederatedDataModule"):
+        make_trainer().fit(make_client(), datamodule=lightning.LightningDataModule())
+    with pytest.raises(MisconfigurationException, match="is not a FederatedDataModule"):
+        make_trainer().fit(make_client())
+    with pytest.raises(MisconfigurationException, match="data loaders hold no clients"):
+        make_trainer().fit(make_client(), DataLoader([1]))
+
+
+def test_several_devices_are_refused():
+    with pytest.raises(MisconfigurationException, match="give devices=1"):
+        make_trainer(devices=2, strategy="ddp_spawn")
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_for_evaluation(tmp_path):
+    with pytest.raises(MisconfigurationException, match="no such checkpoint"):
+        make_trainer(tmp_path).test(make_client(), datamodule=blobs(), ckpt_path="best")
+
+
+# What it does
+
+
+def test_it_is_a_lightning_trainer_over_lightning_s_own_loop():
+    trainer = make_trainer(max_rounds=7)
+    assert isinstance(trainer, lightning.Trainer) and trainer.max_epochs == 7
+    assert type(trainer.fit_loop) is type(lightning.Trainer(logger=False, enable_checkpointing=False).fit_loop)
+    assert trainer.global_step == 0
+
+
+def test_rounds_are_epochs_and_steps():
+    run = fit(make_client(), max_rounds=4)
+    assert run.trainer.current_epoch == run.trainer.global_step == run.federation.round == 4
+
+
+@pytest.mark.parametrize(("per_round", "expected"), [(1.0, 4), (0.5, 2), (3, 3), (0.01, 1), (1, 1)])
+def test_fractions_and_numbers_of_clients(per_round, expected):
+    run = fit(make_client(), clients_per_round=per_round, max_rounds=1)
+    assert run.rows[0]["clients"] == expected == len(run.rows[0]["cohort"].split())
+
+
+def test_an_engine_can_be_given_by_name_or_class():
+    class Mine(Sequential):
+        pass
+
+    by_name, by_class = fit(make_client(), engine="sequential"), fit(make_client(), engine=Mine)
+    assert isinstance(by_class.federation.engine, Mine)
+    assert equal(by_name.weights, by_class.weights)
+
+
+def test_the_best_checkpoint_is_evaluated_where_asked(tmp_path):
+    run = fit(make_client(FedPer), root=tmp_path, max_rounds=6, evaluate="before")
+    best = max(run.rows, key=lambda row: row["val/acc"])
+    assert best["round"] < 6
+    trainer = make_trainer(tmp_path)
+    (values,) = trainer.validate(make_client(FedPer), datamodule=blobs(), ckpt_path="best", verbose=False)
+    assert values["val/acc"] == pytest.approx(best["val/acc"])
+    (values,) = trainer.test(make_client(FedPer), datamodule=blobs(), ckpt_path="last", verbose=False)
+    assert values["test/acc"] == pytest.approx(run.record.summary["final"]["test/acc"])
+
+
+def test_evaluating_a_checkpoint_after_training_goes_on_at_its_learning_rate(tmp_path):
+    def model():
+        return make_client(lr_scheduler=partial(ExponentialLR, gamma=0.5))
+
+    run = fit(model(), root=tmp_path, evaluate="after")
+    trainer = make_trainer(tmp_path, evaluate="after")
+    trainer.test(model(), datamodule=blobs(), ckpt_path="last", verbose=False)
+    assert equal(trainer.lightning_module.results["test"], run.federation.results["test"])
+
+
+def test_fast_dev_run_runs_one_round_and_leaves_nothing(tmp_path):
+    run = fit(make_client(), root=tmp_path, fast_dev_run=True)
+    assert run.federation.round == 1
+    assert not list(tmp_path.rglob("*.ckpt")) and not list(tmp_path.rglob("*.csv"))
+
+
+def test_without_a_logger_and_checkpoints_nothing_is_written(tmp_path, capsys):
+    run = fit(make_client(), root=tmp_path, logger=False, enable_checkpointing=False)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(run.rows) == 3 and run.record.summary["final"]["round"] == 3
+    assert capsys.readouterr().out == ""
+
+
+def test_a_fit_ends_with_the_files_of_a_run(tmp_path):
+    run = fit(make_client(), root=tmp_path)
+    names = {str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file()}
+    assert names >= {"rounds.csv", "clients.csv", "summary.json", "metrics.csv"}
+    assert {name for name in names if name.endswith("ckpt")} == {"checkpoints/best.ckpt", "checkpoints/last.ckpt"}
+
+
+# Precision
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        ("32-true", torch.float32),
+        ("bf16-mixed", torch.float32),
+        ("64-true", torch.float64),
+        ("bf16-true", torch.bfloat16),
+    ],
+)
+def test_precisions(precision, dtype, tmp_path):
+    run = fit(make_client(FedPer, net=noisy), root=tmp_path, precision=precision)
+    floating = {
+        tensor.dtype for tensor in run.federation.aggregator.global_model().values() if tensor.is_floating_point()
+    }
+    assert floating == {dtype}
+    assert {t.dtype for t in load(run.last)["federation"]["clients"][0]["personal"].values()} == {dtype}
+    assert all(0 <= row["val/acc"] <= 1 and row["val/loss"] < 10 for row in run.rows)
+
+
+def test_forward_passes_run_under_mixed_precision_and_nothing_else_does():
+    seen = set()
+
+    class Watch(FedPer):
+        def loss(self, features, logits, target):
+            seen.add(("loss", logits.dtype))
+            return super().loss(features, logits, target)
+
+        def upload(self, data):
+            seen.add(("upload", self.net(data.train.x).dtype))
+            return super().upload(data)
+
+    run = fit(make_client(Watch), precision="bf16-mixed")
+    assert seen == {("loss", torch.bfloat16), ("upload", torch.float32)}
+    assert not equal(run.weights, fit(make_client(FedPer)).weights)
+
+
+def test_16_mixed_on_a_cpu_falls_back_as_lightning_does():
+    with pytest.warns(UserWarning, match="bf16-mixed"):
+        run = fit(make_client(), precision="16-mixed")
+    assert run.trainer.precision == "bf16-mixed"
+
+
+def test_deterministic_runs_are_the_same_runs():
+    try:
+        deterministic = fit(make_client(net=noisy), deterministic=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert equal(deterministic.weights, fit(make_client(net=noisy)).weights)
+    assert isinstance(deterministic.trainer, FederatedTrainer)
