@@ -124,7 +124,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    print(f"torch {torch.__version__}, {args.threads} thread(s), batch {BATCH}, medians of {max(args.rounds, 5)} rounds")
+    print(
+        f"torch {torch.__version__}, {args.threads} thread(s), batch {BATCH}, medians of {max(args.rounds, 5)} rounds"
+    )
     print(f"{'workload':<45} {'federation':>11} {'plain':>9} {'ratio':>6}")
     for name, make in WORKLOADS.items():
         seconds = compare(*make(), rounds=max(args.rounds, 5))

@@ -13,14 +13,14 @@ def update(samples, **weights):
     }
 
 
-def server(initial):
-    return Server(num_clients=2, initial=initial, module=None, data=None, seed=0)
+def server(weights):
+    return Server(num_clients=2, weights=weights, module=None, data=None, seed=0)
 
 
 @pytest.fixture
 def average():
     aggregator = WeightedAverage()
-    aggregator.setup(server(update(1, w=[0.0, 0.0])))
+    aggregator.setup(server({"w": torch.zeros(2)}))
     return aggregator
 
 

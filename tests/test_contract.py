@@ -53,7 +53,7 @@ class PrototypeServer(Aggregator):
     needs = sends = frozenset({"prototypes", "counts"})
 
     def setup(self, server):
-        self.state = {name: torch.zeros_like(server.initial[name]) for name in ("prototypes", "counts")}
+        self.state = {name: getattr(server.module, name).cpu().clone() for name in ("prototypes", "counts")}
 
     def aggregate(self, updates, round):
         counts = sum(u["counts"] for u in updates.values())
@@ -87,9 +87,7 @@ class PrototypeClient(FedAvg):
         gaps = (features - self.prototypes[target]).square().mean(1) * (self.counts[target] > 0)
         return super().loss(features, logits, target) + self.weight * gaps.mean()
 
-    @torch.no_grad()
     def upload(self, data):
-        self.eval()
         counts = data.class_counts.float()
         sums = torch.zeros(CLASSES, HIDDEN).index_add_(0, data.train.y, self.net.features(data.train.x))
         return {"prototypes": sums / counts.clamp(min=1)[:, None], "counts": counts}
@@ -136,7 +134,7 @@ class Neighbours(Aggregator):
     sends = frozenset({"weights"})
 
     def setup(self, server):
-        self.state["models"] = [server.initial["weights"]] * server.num_clients
+        self.state["models"] = [server.weights] * server.num_clients
 
     def aggregate(self, updates, round):
         for client, update in updates.items():
@@ -255,14 +253,11 @@ class Clusters(Aggregator):
     sends = frozenset({"models"})
 
     def setup(self, server):
-        net = copy.deepcopy(server.module.net)
         self.state["models"] = []
         for number in range(2):
             with torch.random.fork_rng():
                 torch.manual_seed(derive_seed(server.seed, "cluster", number))
-                for module in net.modules():
-                    if hasattr(module, "reset_parameters"):
-                        module.reset_parameters()
+                net = server.module.new_net()
             self.state["models"].append({f"net.{name}": t.clone() for name, t in net.state_dict().items()})
 
     def aggregate(self, updates, round):
@@ -377,7 +372,7 @@ class HeadThenBody(FedAvg):
 
     def upload(self, data):
         end = {"end/" + name: p for name, p in self.net.named_parameters()}
-        return super().upload(data) | {"after_head": getattr(self, "after_head", {}) | end}
+        return super().upload(data) | {"after_head": self.after_head | end}
 
 
 @pytest.mark.parametrize("lifetime", ["round", "run"])
@@ -420,7 +415,7 @@ class VariateServer(WeightedAverage):
 
     def setup(self, server):
         super().setup(server)
-        control = {name: torch.zeros_like(tensor) for name, tensor in server.initial["control"].items()}
+        control = {name: tensor.cpu().clone() for name, tensor in server.module.own.named_buffers()}
         self.state |= {"control": control, "clients": server.num_clients}
 
     def aggregate(self, updates, round):
@@ -462,7 +457,7 @@ class Variates(FedAvg):
         change = {}
         tensors = zip(self.common.buffers(), self.received.buffers(), self.net.parameters(), strict=True)
         for (name, own), (c, x, y) in zip(self.own.named_buffers(), tensors, strict=True):
-            change[name] = (x - y) / (self.steps_done * self.learning_rate) - c if self.steps_done else 0 * c
+            change[name] = (x - y) / (self.steps_done * self.learning_rate) - c
             own += change[name]
         return super().upload(data) | {"control": change}
 
@@ -665,7 +660,7 @@ class Drawing(FedAvg):
         self.drawn = torch.stack([torch.rand(()), F.dropout(torch.ones(20), training=self.training).sum()])
 
     def upload(self, data):
-        return super().upload(data) | {"drawn": getattr(self, "drawn", torch.zeros(2))}
+        return super().upload(data) | {"drawn": self.drawn}
 
 
 def test_random_numbers_of_a_download_depend_on_seed_round_and_client_alone():

@@ -16,15 +16,16 @@ class Server:
 
     Args:
         num_clients: clients of the federation, with ids ``0 .. num_clients - 1``.
-        initial: the update of an untrained client; its ``weights`` are the common initial model.
+        weights: the common initial model, as far as clients share it.
         module: a client module to run nets through, best with `torch.func.functional_call` and weights of the
-            server's own. Engines train in it: what an aggregator leaves in it is overwritten.
+            server's own. It stands on the device of the clients, while `Aggregator.state` is on the CPU, and engines
+            train in it: what an aggregator leaves in it is overwritten. Its `FedAvg.new_net` gives further nets.
         data: the data module; its `server_data` is the server's own public or proxy set, if there is one.
         seed: seed of the federation; draw from ``derive_seed(seed, NAME, round)``.
     """
 
     num_clients: int
-    initial: Record
+    weights: StateDict
     module: "FedAvg"
     data: "FederatedDataModule"
     seed: int
@@ -66,7 +67,11 @@ class Aggregator:
         return {}
 
     def download(self, client: int) -> Record:
-        """What a client receives now. Tensors of `state` may be returned as they are: the client copies them."""
+        """What a client receives now.
+
+        It is asked for often (training, evaluation, counting, checkpoints), so let it be pure and cheap: tensors of
+        `state` are returned as they are, and the client copies them.
+        """
         return {}
 
     def global_model(self) -> StateDict:
@@ -86,7 +91,7 @@ class WeightedAverage(Aggregator):
 
     def setup(self, server: Server) -> None:
         """Starts from the common initial model."""
-        self.state["weights"] = server.initial["weights"]
+        self.state["weights"] = server.weights
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
         """Replaces the global model by the mean of the uploads."""

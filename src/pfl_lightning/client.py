@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -17,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from pfl_lightning.aggregators import Aggregator, WeightedAverage
 from pfl_lightning.data import ClientData
 from pfl_lightning.exchange import Record
-from pfl_lightning.nets import CNN, NetFactory
+from pfl_lightning.nets import CNN, Net, NetFactory
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 
@@ -32,9 +33,9 @@ class Phase:
     """A stretch of local training with one set of trained parameters and one optimizer.
 
     Args:
-        name: what the client module's hooks read in ``self.phase`` to tell phases apart.
+        name: what the client module's hooks read in ``self.phase`` to tell phases apart; each has one of its own.
         trains: selects the trained parameters by name; the others stand still, and so does what has
-            ``requires_grad=False`` from the start.
+            ``requires_grad=False`` from the start. Running statistics of frozen layers still move.
         epochs: passes over the training data; None takes the Trainer's ``local_epochs`` or ``local_steps``.
     """
 
@@ -52,8 +53,9 @@ class FedAvg(LightningModule):
     **A client is its** ``state_dict``. Engines run many clients through one module, so all that a client owns is an
     entry of it, *shared* (travels), *personal* (stays with its client between rounds), or both. What is rebuilt at
     each download and needs no keeping is a buffer registered with ``persistent=False``. Nothing in other attributes
-    survives a round. Engines tell the module where they are: ``phase``, ``round`` (from 0), ``steps_done`` (batches
-    trained in this round, right in `upload`) and ``learning_rate`` (of the phase).
+    survives a round. Engines tell the module where they are: ``client_id``, ``round`` (from 0), ``phase``,
+    ``steps_done`` (batches trained in this round, right in `upload`) and ``learning_rate`` (of the phase). They call
+    `on_download` and `upload` in evaluation mode, without gradients and in full precision.
 
     As a LightningModule it is complete: a plain ``lightning.Trainer`` can train it further or predict with it.
     Source: McMahan et al., 2017 (https://arxiv.org/abs/1602.05629).
@@ -93,13 +95,15 @@ class FedAvg(LightningModule):
         for name in [name for name, value in self.hparams.items() if callable(value)]:
             # under the command line these are their plain configuration; live objects don't belong in a checkpoint
             del self.hparams[name]
-        self.net = net(tuple(input_shape), num_classes)
+        self._build = partial(net, tuple(input_shape), num_classes)
+        self.net = self.new_net()
         self.num_classes = num_classes
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.optimizer_lifetime = optimizer_lifetime
         self.buffers_policy = buffers
         self.phase = Phase()
+        self.client_id = 0
         self.round = 0
         self.steps_done = 0
         self.learning_rate = 0.0
@@ -108,6 +112,10 @@ class FedAvg(LightningModule):
             self.configure_optimizers()
         except ValueError as error:
             raise MisconfigurationException(f"model.optimizer or model.lr_scheduler: {error}.") from error
+
+    def new_net(self) -> Net:
+        """A net of the same architecture with weights of its own, drawn from the global random state."""
+        return self._build()
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits ``[n, num_classes]`` that evaluation and prediction use, of inputs ``[n, *input_shape]``."""

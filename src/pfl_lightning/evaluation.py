@@ -34,7 +34,8 @@ def evaluate(
         Values by name.
     """
     training = module.training
-    module.eval()
+    if training:
+        module.eval()
     metrics.reset()
     losses = []
     for x, target in zip(torch.split(part.x, CHUNK), torch.split(part.y, CHUNK), strict=True):
@@ -43,7 +44,8 @@ def evaluate(
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         metrics.update(logits, target)
         losses.append(F.cross_entropy(logits, target, reduction="sum"))
-    module.train(training)
+    if training:
+        module.train()
     values = {name: float(value) for name, value in metrics.compute().items()}
     return values | {"loss": float(torch.stack(losses).sum()) / len(part)}
 

@@ -84,12 +84,11 @@ class Federation(LightningModule):
         self.seed = torch.initial_seed()
         state = detached(self.client.state_dict())
         self.initial = {name: tensor for name, tensor in state.items() if self.client.is_personal(name)}
+        self._shared = {name: tensor for name, tensor in state.items() if self.client.is_shared(name)}
         self._set_up_server(self.seed)
 
     def _set_up_server(self, seed: int) -> None:
-        initial = detached(self.client.upload(self.data.client(0)))
-        self.client.train()
-        self.aggregator.setup(Server(self.data.num_clients, initial, self.client, self.data, seed))
+        self.aggregator.setup(Server(self.data.num_clients, self._shared, self.client, self.data, seed))
 
     def configure_optimizers(self) -> Any:
         """The optimizer that carries the round's learning rate, and its schedule; engines read the rate."""
@@ -131,6 +130,8 @@ class Federation(LightningModule):
         self.record |= {"time/train": seconds, "time/aggregate": time.perf_counter() - start}
         self.round += 1
         if (scheduler := self.lr_schedulers()) is not None:
+            # moves nothing, as there are no gradients; torch warns of schedules that step before their optimizer
+            self.trainer.optimizers[0].step()
             scheduler.step()  # type: ignore[union-attr]
             self._read_rate()
 
@@ -214,7 +215,7 @@ class Federation(LightningModule):
         """Puts a client's metrics into the results; while fitting, those after training are there already."""
         rounds = self.rounds
         if rounds.evaluate != "after":
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), isolate_rng():
                 for stage, values in self.engine.evaluate(self.task(client, stages)).items():
                     self.results.setdefault(stage, {})[client] = values
         if rounds.evaluate != "before" and not fitting:

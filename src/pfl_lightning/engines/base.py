@@ -112,6 +112,7 @@ class Engine(ABC):
         self.module = module
         self.work = work
         self.precision = precision
+        self._modules = list(module.modules())
         self.metrics = module.configure_metrics().to(module.device)
 
     def forward_context(self) -> AbstractContextManager[None]:
@@ -129,10 +130,27 @@ class Engine(ABC):
     def become(self, task: Task) -> ClientData:
         """Makes the module the task's client, as it stands when the round begins; returns its data, where it trains."""
         module = self.module
-        module.round, module.steps_done = task.round, 0
+        module.client_id, module.round, module.steps_done = task.client, task.round, 0
         data = task.data.to(module.device, cast(torch.dtype, module.dtype))
-        module.receive(task.state.personal, task.payload, data)
+        self._seed(task.seed)
+        self._set_mode(training=False)
+        with torch.no_grad():
+            module.receive(task.state.personal, task.payload, data)
         return data
+
+    def _set_mode(self, training: bool) -> None:
+        """Sets training or evaluation mode on the module and all in it, whatever its hooks have done to parts.
+
+        `nn.Module.train` calls itself on each submodule, which takes as long as a step of a small net.
+        """
+        for module in self._modules:
+            module.training = training
+
+    def _seed(self, seed: int) -> None:
+        """Seeds what dropout draws from; `torch.manual_seed` would also queue seeds for devices that aren't there."""
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def metrics_on(self, data: ClientData, stages: tuple[Stage, ...]) -> dict[Stage, dict[str, float]]:
         """Metrics of the module as it stands, by part; parts without samples are left out."""

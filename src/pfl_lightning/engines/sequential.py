@@ -38,17 +38,17 @@ class Sequential(Engine):
     def _run(self, task: Task) -> Outcome:
         start = time.perf_counter()
         module = self.module
-        self._seed(task.seed)
-        self._train_mode()
         data = self.become(task)
-        self._train_mode()
+        self._set_mode(training=True)
         generator = torch.Generator().manual_seed(task.seed)
         state = ClientState()
         steps: list[Step] = []
         for phase in module.local_phases():
             steps += self._train(phase, task, data.train, generator, state)
         metrics = means(steps)
-        update = detached(module.upload(data))
+        self._set_mode(training=False)
+        with torch.no_grad():
+            update = detached(module.upload(data))
         if self._personal:
             own = module.state_dict()
             state.personal = detached({name: own[name] for name in self._personal})
@@ -153,17 +153,6 @@ class Sequential(Engine):
         else:
             scaler.step(optimizer)
             scaler.update()
-
-    def _train_mode(self) -> None:
-        """Undoes an ``eval()`` of a hook, on the module or on its net, that would reach the next step or client."""
-        if not (self.module.training and self.module.net.training):
-            self.module.train()
-
-    def _seed(self, seed: int) -> None:
-        """Seeds what dropout draws from; `torch.manual_seed` would also queue seeds for devices that aren't there."""
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
 
 
 def means(steps: list[Step]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
@@ -35,7 +34,6 @@ class FedProx(FedAvg):
         for name, parameter in self.net.named_parameters():
             self.received.register_buffer(name.replace(".", "/"), parameter.detach().clone(), persistent=False)
 
-    @torch.no_grad()
     def on_download(self, payload: Record, data: ClientData | None) -> None:
         """Remembers the received model."""
         super().on_download(payload, data)
