@@ -167,7 +167,7 @@ def test_a_damaged_checkpoint(command, damage, checkpoint, capsys, tmp_path):
 @pytest.mark.parametrize("which", ["best", "last"])
 def test_an_evaluation_without_a_run(which, capsys):
     message = refusal(f"test {SMALL} --ckpt_path {which}", capsys)
-    assert message.startswith(f"ckpt_path={which!r}: the newest run under runs/FedPer-Digits has no such checkpoint")
+    assert message.startswith(f"ckpt_path={which!r}: no run under runs/FedPer-Digits has such a checkpoint")
 
 
 def test_divergence_ends_with_a_sentence_and_leaves_the_round_before(capsys):

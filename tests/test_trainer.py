@@ -1,4 +1,5 @@
 import inspect
+import os
 from functools import partial
 
 import lightning
@@ -20,7 +21,8 @@ from federations import blobs, equal, fit, load, make_client, make_trainer, nois
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.engines import Sequential
 from pfl_lightning.methods import FedPer
-from pfl_lightning.trainer import MEANINGLESS
+from pfl_lightning.runs import checkpoint_of_run
+from pfl_lightning.settings import MEANINGLESS
 
 # Refusals
 
@@ -115,7 +117,7 @@ def test_several_devices_are_refused():
 
 
 def test_a_checkpoint_that_is_not_there_is_refused_for_evaluation(tmp_path):
-    with pytest.raises(MisconfigurationException, match="no such checkpoint"):
+    with pytest.raises(MisconfigurationException, match="has such a checkpoint"):
         make_trainer(tmp_path).test(make_client(), datamodule=blobs(), ckpt_path="best")
 
 
@@ -242,3 +244,16 @@ def test_deterministic_runs_are_the_same_runs():
         torch.use_deterministic_algorithms(False)
     assert equal(deterministic.weights, fit(make_client(net=noisy)).weights)
     assert isinstance(deterministic.trainer, FederatedTrainer)
+
+
+def test_an_evaluation_takes_the_newest_run_with_such_a_checkpoint_and_a_resumed_fit_the_newest_run(tmp_path):
+    for number, mark in enumerate(("checkpoints/best.ckpt", "rounds.csv", "hparams.yaml")):
+        file = tmp_path / f"version_{number}" / mark
+        file.parent.mkdir(parents=True)
+        file.touch()
+        os.utime(tmp_path / f"version_{number}", (number, number))
+    (tmp_path / "version_0" / "rounds.csv").touch()
+    os.utime(tmp_path / "version_0", (0, 0))
+    assert checkpoint_of_run(tmp_path, "best", begun=False) == tmp_path / "version_0" / "checkpoints" / "best.ckpt"
+    assert checkpoint_of_run(tmp_path, "best", begun=True) == tmp_path / "version_1" / "checkpoints" / "best.ckpt"
+    assert checkpoint_of_run(tmp_path / "none", "best", begun=True) is None

@@ -162,8 +162,8 @@ class Federation(LightningModule):
         diverged = sorted(client for client, outcome in outcomes.items() if not outcome.finite)
         if len(diverged) == len(outcomes):
             raise TrainingDiverged(
-                f"round {self.round + 1}: the loss or the weights of every client became NaN or infinite; the last "
-                "checkpoint is from the round before; try a smaller learning rate or gradient_clip_val."
+                f"round {self.round + 1}: the loss or the weights of every client became NaN or infinite; "
+                "earlier checkpoints stand; try a smaller learning rate or trainer.gradient_clip_val."
             )
         if diverged:
             rank_zero_warn(

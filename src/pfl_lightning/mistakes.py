@@ -10,8 +10,8 @@ from typing import NamedTuple
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.federation import TrainingDiverged
+from pfl_lightning.settings import MEANINGLESS
 from pfl_lightning.suggestions import class_names, nearest_file, nearest_option, settings, suggestion
-from pfl_lightning.trainer import MEANINGLESS
 
 OF_SETTINGS = (
     "lightning.fabric.",

@@ -1,52 +1,21 @@
 """FederatedTrainer: Lightning's Trainer, with rounds."""
 
-import inspect
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    Checkpoint,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelCheckpoint,
-    ModelPruning,
-    StochasticWeightAveraging,
-)
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_info
 
 from pfl_lightning.aggregators import Aggregator
-from pfl_lightning.callbacks import RoundProgress, RoundRecord, WandbReport
-from pfl_lightning.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.client import FedAvg
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine
 from pfl_lightning.federation import Federation
 from pfl_lightning.rounds import Rounds
-
-REFUSED_CALLBACKS = (
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelPruning,
-    StochasticWeightAveraging,
-)
-MEANINGLESS = {
-    "max_epochs": "a round is an epoch; give max_rounds",
-    "min_epochs": "a round is an epoch; leave it out",
-    "max_steps": "the Trainer takes no optimizer steps of its own; give max_rounds",
-    "min_steps": "the Trainer takes no optimizer steps of its own; leave it out",
-    "limit_train_batches": "a round is one batch; give clients_per_round or data.max_samples",
-    "overfit_batches": "a round is one batch; give data.max_samples",
-    "accumulate_grad_batches": "clients step on every batch; give a larger data.batch_size",
-    "val_check_interval": "a round is one batch; give check_val_every_n_epoch",
-    "use_distributed_sampler": "clients are no samples; leave it out",
-    "sync_batchnorm": "clients have their own batch statistics; see model.buffers",
-}
+from pfl_lightning.runs import checkpoint_of_run
+from pfl_lightning.settings import fill_defaults, refuse_loaders, refuse_meaningless
 
 
 class FederatedTrainer(Trainer):
@@ -149,7 +118,7 @@ class FederatedTrainer(Trainer):
         """
         refuse_loaders(train_dataloaders, val_dataloaders)
         federation = self._federation(model, datamodule, aggregator)
-        path = self._checkpoint(ckpt_path)
+        path = self._checkpoint(ckpt_path, begun=True)
         if path is None and ckpt_path is not None:
             rank_zero_info(f"ckpt_path={str(ckpt_path)!r}: there is no checkpoint yet; a new run starts.")
         self._go_on_in(path)
@@ -169,7 +138,8 @@ class FederatedTrainer(Trainer):
         Args:
             model: the client module; None takes the federation of this Trainer.
             dataloaders: not used; it is where Lightning's signature has it.
-            ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run.
+            ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run
+                that has them.
             verbose: whether to print the result.
             datamodule: the clients' data.
             aggregator: the server side, in the place of the client module's own.
@@ -192,7 +162,8 @@ class FederatedTrainer(Trainer):
         Args:
             model: the client module; None takes the federation of this Trainer.
             dataloaders: not used; it is where Lightning's signature has it.
-            ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run.
+            ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run
+                that has them.
             verbose: whether to print the result.
             datamodule: the clients' data.
             aggregator: the server side, in the place of the client module's own.
@@ -209,10 +180,10 @@ class FederatedTrainer(Trainer):
         ckpt_path: str | Path | None,
     ) -> tuple[Federation | None, str | None]:
         federation = None if model is None else self._federation(model, datamodule, aggregator)
-        path = self._checkpoint(ckpt_path)
+        path = self._checkpoint(ckpt_path, begun=False)
         if path is None and ckpt_path is not None:
             raise MisconfigurationException(
-                f"ckpt_path={str(ckpt_path)!r}: the newest run under {self._run_root} has no such checkpoint; "
+                f"ckpt_path={str(ckpt_path)!r}: no run under {self._run_root} has such a checkpoint; "
                 "give the path of one."
             )
         return federation, path
@@ -250,78 +221,23 @@ class FederatedTrainer(Trainer):
         save_dir = None if self.logger is None else self.logger.save_dir
         return Path(save_dir or self.default_root_dir, *([] if self.logger is None else [str(self.logger.name)]))
 
-    def _checkpoint(self, ckpt_path: str | Path | None) -> str | None:
+    def _checkpoint(self, ckpt_path: str | Path | None, begun: bool) -> str | None:
         """The file that is meant; None where ``best`` or ``last`` aren't there."""
         if ckpt_path not in ("best", "last"):
             return None if ckpt_path is None else str(ckpt_path)
         callback = self.checkpoint_callback
         if path := getattr(callback, f"{ckpt_path}_model_path", ""):
             return str(path)
-        folder = getattr(callback, "dirpath", None)
+        folder: str | None = getattr(callback, "dirpath", None)
         # an evaluation gives the callback a folder as well, which it never makes
-        if folder is None or not Path(folder).is_dir():
-            # a run that began has one of these; an evaluation alone leaves a folder without them
-            runs = [path.parent for name in ("config.yaml", "rounds.csv") for path in self._run_root.glob(f"*/{name}")]
-            # a run's folder is touched when files come into it, first of all when it starts
-            folder = max(runs, key=lambda run: run.stat().st_mtime) / "checkpoints" if runs else self._run_root
-        path = Path(folder, f"{ckpt_path}.ckpt")
-        return str(path) if path.exists() else None
+        if folder and Path(folder).is_dir():
+            found: Path | None = Path(folder, f"{ckpt_path}.ckpt")
+        else:
+            found = checkpoint_of_run(self._run_root, str(ckpt_path), begun=begun)
+        return str(found) if found is not None and found.exists() else None
 
     def _go_on_in(self, ckpt_path: str | None) -> None:
         """Lets a resumed run go on in the folder of its checkpoint, so that nothing of it lies in two places."""
         run = None if ckpt_path is None else Path(ckpt_path).resolve().parent.parent
         if self._own_logger and run is not None and run.parent == self._run_root.resolve():
             self.logger = CSVLogger(self.default_root_dir, self._run_name, version=run.name, flush_logs_every_n_steps=1)
-
-
-def refuse_meaningless(arguments: dict[str, Any]) -> None:
-    """Refuses Trainer arguments that have no meaning in a federation, where they aren't the Trainer's defaults."""
-    parameters = inspect.signature(Trainer).parameters
-    for name, advice in MEANINGLESS.items():
-        value = arguments.get(name)
-        if value is not None and value != parameters[name].default:
-            raise MisconfigurationException(f"trainer.{name}={value} means nothing in a federation: {advice}.")
-    for callback in as_list(arguments.get("callbacks")):
-        if isinstance(callback, REFUSED_CALLBACKS):
-            raise MisconfigurationException(
-                f"trainer.callbacks: {type(callback).__name__} works on the Trainer's own optimizer steps or weights, "
-                "and a federation has none; leave it out."
-            )
-
-
-def refuse_loaders(*loaders: Any) -> None:
-    """Refuses data loaders: data come by client."""
-    if any(loader is not None for loader in loaders):
-        raise MisconfigurationException("data loaders hold no clients; give datamodule=, a FederatedDataModule.")
-
-
-def fill_defaults(arguments: dict[str, Any], root: str) -> None:
-    """Sets what the Trainer leaves open, in place."""
-    callbacks = list(as_list(arguments.get("callbacks")))
-    for kind in (RoundRecord, RoundProgress, WandbReport):
-        if not any(isinstance(callback, kind) for callback in callbacks):
-            callbacks.append(kind())
-    checkpoints = arguments.get("enable_checkpointing") is not False and not arguments.get("fast_dev_run")
-    if checkpoints and not any(isinstance(callback, Checkpoint) for callback in callbacks):
-        if arguments.get("limit_val_batches") != 0:
-            callbacks.append(ModelCheckpoint(monitor="val/acc", mode="max", filename="best"))
-        # not by save_last, which only follows when the monitored value has improved
-        callbacks.append(ModelCheckpoint(filename="last", save_on_train_epoch_end=True, enable_version_counter=False))
-    plugins = list(as_list(arguments.get("plugins")))
-    if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
-        plugins.append(AtomicCheckpointIO())
-    arguments["callbacks"], arguments["plugins"] = callbacks, plugins
-    if arguments.get("logger") in (None, True):
-        arguments["logger"] = CSVLogger(root)
-    for name, value in {"num_sanity_val_steps": 0, "log_every_n_steps": 1}.items():
-        if arguments.get(name) is None:
-            arguments[name] = value
-    if arguments.get("devices") in (None, "auto"):
-        arguments["devices"] = 1
-
-
-def as_list(value: Any) -> list[Any]:
-    """A list of what may be None, one thing or a list."""
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,0 +1,94 @@
+"""The Trainer's arguments: what means nothing in a federation is refused, what is left open gets its default."""
+
+import inspect
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Checkpoint,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import CheckpointIO
+
+from pfl_lightning.callbacks import RoundProgress, RoundRecord, WandbReport
+from pfl_lightning.checkpoint_io import AtomicCheckpointIO
+
+REFUSED_CALLBACKS = (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+MEANINGLESS = {
+    "max_epochs": "a round is an epoch; give max_rounds",
+    "min_epochs": "a round is an epoch; leave it out",
+    "max_steps": "the Trainer takes no optimizer steps of its own; give max_rounds",
+    "min_steps": "the Trainer takes no optimizer steps of its own; leave it out",
+    "limit_train_batches": "a round is one batch; give clients_per_round or data.max_samples",
+    "overfit_batches": "a round is one batch; give data.max_samples",
+    "accumulate_grad_batches": "clients step on every batch; give a larger data.batch_size",
+    "val_check_interval": "a round is one batch; give check_val_every_n_epoch",
+    "use_distributed_sampler": "clients are no samples; leave it out",
+    "sync_batchnorm": "clients have their own batch statistics; see model.buffers",
+}
+
+
+def refuse_meaningless(arguments: dict[str, Any]) -> None:
+    """Refuses Trainer arguments that have no meaning in a federation, where they aren't the Trainer's defaults."""
+    parameters = inspect.signature(Trainer).parameters
+    for name, advice in MEANINGLESS.items():
+        value = arguments.get(name)
+        if value is not None and value != parameters[name].default:
+            raise MisconfigurationException(f"trainer.{name}={value} means nothing in a federation: {advice}.")
+    for callback in as_list(arguments.get("callbacks")):
+        if isinstance(callback, REFUSED_CALLBACKS):
+            raise MisconfigurationException(
+                f"trainer.callbacks: {type(callback).__name__} works on the Trainer's own optimizer steps or weights, "
+                "and a federation has none; leave it out."
+            )
+
+
+def refuse_loaders(*loaders: Any) -> None:
+    """Refuses data loaders: data come by client."""
+    if any(loader is not None for loader in loaders):
+        raise MisconfigurationException("data loaders hold no clients; give datamodule=, a FederatedDataModule.")
+
+
+def fill_defaults(arguments: dict[str, Any], root: str) -> None:
+    """Sets what the Trainer leaves open, in place."""
+    callbacks = list(as_list(arguments.get("callbacks")))
+    for kind in (RoundRecord, RoundProgress, WandbReport):
+        if not any(isinstance(callback, kind) for callback in callbacks):
+            callbacks.append(kind())
+    checkpoints = arguments.get("enable_checkpointing") is not False and not arguments.get("fast_dev_run")
+    if checkpoints and not any(isinstance(callback, Checkpoint) for callback in callbacks):
+        if arguments.get("limit_val_batches") != 0:
+            callbacks.append(ModelCheckpoint(monitor="val/acc", mode="max", filename="best"))
+        # not by save_last, which only follows when the monitored value has improved
+        callbacks.append(ModelCheckpoint(filename="last", save_on_train_epoch_end=True, enable_version_counter=False))
+    plugins = list(as_list(arguments.get("plugins")))
+    if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+        plugins.append(AtomicCheckpointIO())
+    arguments["callbacks"], arguments["plugins"] = callbacks, plugins
+    if arguments.get("logger") in (None, True):
+        arguments["logger"] = CSVLogger(root)
+    for name, value in {"num_sanity_val_steps": 0, "log_every_n_steps": 1}.items():
+        if arguments.get(name) is None:
+            arguments[name] = value
+    if arguments.get("devices") in (None, "auto"):
+        arguments["devices"] = 1
+
+
+def as_list(value: Any) -> list[Any]:
+    """A list of what may be None, one thing or a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
