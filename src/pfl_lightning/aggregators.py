@@ -1,7 +1,7 @@
 """The server side of a method: its base class, and averaging by sample counts."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from pfl_lightning.exchange import Record, StateDict, Updates, weighted_mean
 
@@ -40,8 +40,10 @@ class Aggregator:
     in a payload, so that a pair of client and aggregator that doesn't fit is refused before the first round.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
-    sends: ClassVar[frozenset[str]] = frozenset()
+    needs: frozenset[str] = frozenset()
+    """Entries that it reads from updates; an instance may set its own by its settings."""
+    sends: frozenset[str] = frozenset()
+    """Entries of its payloads."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}

@@ -53,9 +53,11 @@ class FedAvg(LightningModule):
     **A client is its** ``state_dict``. Engines run many clients through one module, so all that a client owns is an
     entry of it, *shared* (travels), *personal* (stays with its client between rounds), or both. What is rebuilt at
     each download and needs no keeping is a buffer registered with ``persistent=False``. Nothing in other attributes
-    survives a round. Engines tell the module where they are: ``client_id``, ``round`` (from 0), ``phase``,
-    ``steps_done`` (batches trained in this round, right in `upload`) and ``learning_rate`` (of the phase). They call
-    `on_download` and `upload` in evaluation mode, without gradients and in full precision.
+    survives a round.
+
+    Engines call `on_download` and `upload` in evaluation mode, without gradients and in full precision. They tell the
+    module where it is: ``client_id``, ``round`` (from 0), ``phase``, ``learning_rate`` (of the phase), ``steps_done``
+    (batches trained in this round, right in `upload`), and ``requested`` (what the aggregator needs of the `offers`).
 
     As a LightningModule it is complete: a plain ``lightning.Trainer`` can train it further or predict with it.
     Source: McMahan et al., 2017 (https://arxiv.org/abs/1602.05629).
@@ -77,6 +79,8 @@ class FedAvg(LightningModule):
 
     sends: ClassVar[frozenset[str]] = frozenset({"weights", "num_samples"})
     """Entries of this client's updates."""
+    offers: ClassVar[frozenset[str]] = frozenset({"class_counts"})
+    """Entries that an update has only where the aggregator needs them, because they reveal something."""
     needs: ClassVar[frozenset[str]] = frozenset({"weights"})
     """Entries that a payload must have."""
 
@@ -103,6 +107,7 @@ class FedAvg(LightningModule):
         self.optimizer_lifetime = optimizer_lifetime
         self.buffers_policy = buffers
         self.phase = Phase()
+        self.requested: frozenset[str] = frozenset()
         self.client_id = 0
         self.round = 0
         self.steps_done = 0
@@ -176,7 +181,8 @@ class FedAvg(LightningModule):
         References will do: the engine copies them.
         """
         shared = {name: tensor for name, tensor in self.state_dict().items() if self.is_shared(name)}
-        return {"weights": shared, "num_samples": torch.tensor(len(data.train))}
+        update = {"weights": shared, "num_samples": torch.tensor(len(data.train))}
+        return update | ({"class_counts": data.class_counts} if "class_counts" in self.requested else {})
 
     def configure_aggregator(self) -> Aggregator:
         """The server side that this client belongs to when no other is chosen."""

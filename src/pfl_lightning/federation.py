@@ -18,7 +18,7 @@ from pfl_lightning.client import FedAvg
 from pfl_lightning.data import FederatedDataModule, Stage
 from pfl_lightning.engines import ClientState, Engine, Outcome, Task
 from pfl_lightning.evaluation import summarise
-from pfl_lightning.exchange import StateDict, detached, num_bytes
+from pfl_lightning.exchange import StateDict, Updates, detached, num_bytes
 from pfl_lightning.rounds import Rounds
 from pfl_lightning.seeds import derive_seed, draw_cohort
 
@@ -57,6 +57,7 @@ class Federation(LightningModule):
         self.record: dict[str, Any] = {}
         self.results: dict[str, dict[int, dict[str, float]]] = {}
         check_pair(client, self.aggregator)
+        client.requested = client.offers & self.aggregator.needs
         self.save_hyperparameters(dict(client.hparams))
 
     @property
@@ -109,25 +110,19 @@ class Federation(LightningModule):
             self._run_round(clients)
 
     def _run_round(self, clients: list[int]) -> None:
-        assert self.seed is not None
-        cohort = draw_cohort(clients, self.rounds.cohort_size(len(clients)), self.seed, self.round)
-        self.results = {}
+        cohort = draw_cohort(clients, self.rounds.cohort_size(len(clients)), cast(int, self.seed), self.round)
         self._read_rate()
+        self._start_record(cohort)
         self._call("on_round_start", cohort)
         outcomes: dict[int, Outcome] = {}
         start = time.perf_counter()
         for outcome in self.engine.run(self._tasks(cohort)):
             outcomes[outcome.client] = outcome
             self._call("on_client_fit_end", outcome.client, outcome)
-        seconds = time.perf_counter() - start
+        self.record["time/train"] = time.perf_counter() - start
         taken = self._finite(outcomes)
-        down = sum(num_bytes(self.aggregator.download(client)) for client in cohort)
-        start = time.perf_counter()
-        logs = self._aggregate(taken)
-        self._start_record(cohort, taken)
-        self.record |= {f"server/{name}": value for name, value in logs.items()}
-        self.record |= {"bytes/up": sum(num_bytes(o.update) for o in taken.values()), "bytes/down": down}
-        self.record |= {"time/train": seconds, "time/aggregate": time.perf_counter() - start}
+        self._record_training(taken, len(cohort))
+        self._aggregate(taken)
         self.round += 1
         if (scheduler := self.lr_schedulers()) is not None:
             # moves nothing, as there are no gradients; torch warns of schedules that step before their optimizer
@@ -138,7 +133,9 @@ class Federation(LightningModule):
     def _tasks(self, cohort: list[int]) -> Iterator[Task]:
         for client in cohort:
             self._call("on_client_fit_start", client)
-            yield self.task(client, () if self.rounds.evaluate == "before" else self.rounds.validation_stages)
+            task = self.task(client, () if self.rounds.evaluate == "before" else self.rounds.validation_stages)
+            self.record["bytes/down"] += num_bytes(task.payload)
+            yield task
 
     def task(self, client: int, evaluate: tuple[Stage, ...] = ()) -> Task:
         """A client's work in the coming round.
@@ -172,29 +169,38 @@ class Federation(LightningModule):
             )
         return {client: outcomes[client] for client in sorted(outcomes) if outcomes[client].finite}
 
-    def _aggregate(self, taken: dict[int, Outcome]) -> dict[str, float]:
+    def _aggregate(self, taken: dict[int, Outcome]) -> None:
         updates = {client: outcome.update for client, outcome in taken.items()}
+        check_updates(updates, self.aggregator, type(self.client).__name__)
         self._call("on_aggregate_start", updates)
+        start = time.perf_counter()
         logs = self.aggregator.aggregate(updates, self.round)
         # states change here and not while clients train: an interrupted round leaves none behind
         for client, outcome in taken.items():
             self.clients[client] = outcome.state
-        self._call("on_aggregate_end", logs)
-        for client, outcome in taken.items():
             for stage, values in outcome.after.items():
                 self.results.setdefault(self.rounds.after_name(stage), {})[client] = values
-        return logs
+        self.record["time/aggregate"] = time.perf_counter() - start
+        self.record |= {f"server/{name}": value for name, value in logs.items()}
+        self._call("on_aggregate_end", logs)
 
-    def _start_record(self, cohort: list[int], taken: dict[int, Outcome]) -> None:
-        sizes = {client: self.data.size(client, "train") for client in taken}
-        trained = {client: outcome.metrics for client, outcome in taken.items() if outcome.metrics}
+    def _start_record(self, cohort: list[int]) -> None:
+        self.results = {}
         self.record = {
             "round": self.round + 1,
-            "clients": len(taken),
-            "clients_failed": len(cohort) - len(taken),
+            "clients": 0,
+            "clients_failed": 0,
             "cohort": " ".join(map(str, cohort)),
             "lr": self.trainer.optimizers[0].param_groups[0]["lr"],
+            "bytes/up": 0,
+            "bytes/down": 0,
         }
+
+    def _record_training(self, taken: dict[int, Outcome], cohort_size: int) -> None:
+        sizes = {client: self.data.size(client, "train") for client in taken}
+        trained = {client: outcome.metrics for client, outcome in taken.items() if outcome.metrics}
+        self.record |= {"clients": len(taken), "clients_failed": cohort_size - len(taken)}
+        self.record["bytes/up"] = sum(num_bytes(outcome.update) for outcome in taken.values())
         self.record |= {f"train/{name}": value for name, value in summarise(trained, sizes).items()}
         if "train/loss" in self.record:
             self.log("train/loss", self.record["train/loss"], prog_bar=True, logger=False, batch_size=1)
@@ -385,11 +391,21 @@ def check_pair(client: FedAvg, aggregator: Aggregator) -> None:
     """Refuses a client and an aggregator that don't exchange what the other needs."""
     names = type(client).__name__, type(aggregator).__name__
     for needed, sent, (one, other) in (
-        (aggregator.needs, client.sends, names[::-1]),
+        (aggregator.needs, client.sends | client.offers, names[::-1]),
         (client.needs, aggregator.sends, names),
     ):
         if missing := sorted(needed - sent):
             raise MisconfigurationException(
                 f"{one} needs {' and '.join(missing)}, which {other} does not send; choose another aggregator for "
                 f"model {names[0]}, or leave it out to take {type(client.configure_aggregator()).__name__}."
+            )
+
+
+def check_updates(updates: Updates, aggregator: Aggregator, client: str) -> None:
+    """Refuses updates without what the aggregator needs, which a client's `upload` promised and left out."""
+    for update in updates.values():
+        if missing := sorted(aggregator.needs - update.keys()):
+            raise MisconfigurationException(
+                f"{client}.upload gave no {' and '.join(missing)}, which {type(aggregator).__name__} needs; let it add "
+                "to super().upload(data), or say in `sends` and `offers` what it gives."
             )

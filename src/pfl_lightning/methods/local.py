@@ -14,6 +14,7 @@ class Local(FedAvg):
     """
 
     sends = frozenset()
+    offers = frozenset()
     needs = frozenset()
 
     def is_shared(self, name: str) -> bool:

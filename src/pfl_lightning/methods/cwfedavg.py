@@ -1,0 +1,246 @@
+"""cwFedAvg: class-wise federated averaging, and the weight-distribution regulariser that makes it work.
+
+Source: cwFedAvg, ICCV 2025 (https://arxiv.org/abs/2406.07800). Symbols: M clients, K classes, n_i samples of client i,
+p_i = n_i / sum n, p_ij the share of class j in client i, Theta_j row j of the output layer, p~_i its estimate of p_i.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage
+from pfl_lightning.client import Batch, FedAvg
+from pfl_lightning.data import ClientData
+from pfl_lightning.exchange import Record, StateDict, Updates
+from pfl_lightning.nets import find_output_layer
+
+
+def row_distribution(rows: Tensor) -> Tensor:
+    r"""Class distribution that an output layer shows by the norms of its rows.
+
+    .. math:: \tilde p_j = \lVert\Theta_j\rVert_2 / \sum_k \lVert\Theta_k\rVert_2
+
+    >>> row_distribution(torch.tensor([[3.0, 4.0], [0.0, 15.0]]))
+    tensor([0.2500, 0.7500])
+
+    Args:
+        rows: the weight ``[K, d]`` of the output layer, without its bias; all zero gives the uniform distribution.
+    """
+    norms = torch.linalg.vector_norm(rows, dim=1)
+    total = norms.sum()
+    uniform = (total == 0) / len(norms)
+    estimate: Tensor = norms / total.clamp_min(torch.finfo(norms.dtype).tiny) + uniform
+    return estimate
+
+
+class WDR(FedAvg):
+    r"""Holds the norms of the output layer's rows to the client's class distribution while it trains.
+
+    Minimises :math:`\mathrm{CE} + \kappa\lambda\,\lVert p_i - \tilde p(\Theta_i) \rVert_2`; the norm isn't squared, and
+    :math:`p_i` counts the client's training samples. Its server side is `CwFedAvg`.
+
+    Args:
+        wdr_lambda: weight of the regulariser, at least 0; 0 is `FedAvg` bit for bit. What is needed grows with the
+            number of classes: the paper takes 10 for 10 classes, 1000 for 100.
+        wdr_scale: kappa: the official code trains with half of the lambda that it is given (0.5), the paper prints 1.
+        output_layer: name of the linear layer with a row a class, where the net's classifier has more than one.
+        **kwargs: the arguments of `FedAvg`.
+
+    Raises:
+        MisconfigurationException: if ``wdr_lambda`` is negative, or there is no one output layer.
+    """
+
+    distribution: Tensor
+    received_distance: Tensor
+
+    def __init__(
+        self, wdr_lambda: float = 10.0, wdr_scale: float = 0.5, output_layer: str | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        if wdr_lambda < 0 or wdr_scale < 0:
+            raise MisconfigurationException(
+                f"model.wdr_lambda={wdr_lambda} and model.wdr_scale={wdr_scale} must be 0 (which is FedAvg) or more."
+            )
+        self.wdr_weight = wdr_scale * wdr_lambda
+        self.output_layer = find_output_layer(self, self.num_classes, output_layer)
+        self.register_buffer("distribution", torch.full((self.num_classes,), 1 / self.num_classes), persistent=False)
+        self.register_buffer("received_distance", torch.zeros(()), persistent=False)
+
+    def distance(self) -> Tensor:
+        """R, the distance between the client's class distribution and the one that its output layer shows."""
+        rows = cast(Tensor, self.get_submodule(self.output_layer).weight)
+        # torch gives the norm the gradient 0 at 0, and a zero row too
+        distance: Tensor = torch.linalg.vector_norm(self.distribution - row_distribution(rows))
+        return distance
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Cross-entropy and the regulariser, which no batch enters."""
+        values = super().training_step(batch, batch_idx)
+        if self.wdr_weight == 0:
+            return values
+        distance = self.distance()
+        return values | {"loss": values["loss"] + self.wdr_weight * distance, "wdr": distance}
+
+    def on_download(self, payload: Record, data: ClientData | None) -> None:
+        """Counts the client's classes."""
+        super().on_download(payload, data)
+        if data is not None:
+            self.distribution.copy_(data.class_counts / len(data.train))
+        self.received_distance.copy_(self.distance())
+
+    def upload(self, data: ClientData) -> Record:
+        """The model; warns where the regulariser missed its aim."""
+        before, after = float(self.received_distance), float(self.distance())
+        if self.wdr_weight > 0 and after > max(before, 0.1):
+            rank_zero_warn(
+                f"client {self.client_id}, round {self.round + 1}: the rows' distance to the class distribution grew "
+                f"from {before:.2f} to {after:.2f}: steps of model.wdr_lambda times the learning rate jump over it; "
+                "take a smaller one of the two."
+            )
+        return super().upload(data)
+
+    def configure_aggregator(self) -> Aggregator:
+        """Class-wise averaging of the output layer."""
+        return CwFedAvg()
+
+
+class CwFedAvg(WeightedAverage):
+    r"""Class-wise averaging: a global model a class, and a mix of them by its class distribution for each client.
+
+    .. math::
+
+        q_{ij} = \frac{p_i P_{ij}}{\sum_m p_m P_{mj}}, \qquad
+        w^G_j = \sum_i q_{ij} w_i, \qquad
+        \tilde w_i = \sum_j P_{ij} w^G_j
+
+    over the clients of the round; in one matrix, :math:`\tilde W = P Q^\top W`, so that class models needn't be made.
+    The server keeps each client's last distribution, and a class model that nobody fed. A client that never took part
+    is mixed by the initial model's distribution.
+
+    Args:
+        layers: what is averaged by class: the ``output`` layer alone, ``all`` of the model, or a list of names of
+            modules; the rest is averaged as by `WeightedAverage`.
+        distribution: where P comes from: ``norms`` reads it from the uploaded output layer, `row_distribution`;
+            ``counts`` has clients send how many samples of each class they hold (the paper's "Dist"), which tells the
+            server exactly what ``norms`` only lets it guess.
+        output_layer: name of the linear layer with a row a class, where the net's classifier has more than one.
+    """
+
+    def __init__(
+        self,
+        layers: Literal["output", "all"] | list[str] = "output",
+        distribution: Literal["norms", "counts"] = "norms",
+        output_layer: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.layers = layers
+        self.distribution = distribution
+        self.output_layer = output_layer
+        if distribution == "counts":
+            self.needs = self.needs | {"class_counts"}
+        self._starts: tuple[Tensor, StateDict] | None = None
+
+    def setup(self, server: Server) -> None:
+        """Starts with the common initial model for every class."""
+        super().setup(server)
+        classes = server.module.num_classes
+        layer = find_output_layer(server.module, classes, self.output_layer)
+        self.num_clients = server.num_clients
+        self.rows = f"{layer}.weight"
+        self.names = class_wise_entries(server.weights, [layer] if self.layers == "output" else self.layers)
+        prior = torch.full((classes,), 1 / classes, dtype=torch.float64)
+        if self.distribution == "norms":
+            if self.rows not in server.weights:
+                raise MisconfigurationException(
+                    f"aggregator.distribution=norms reads {self.rows}, which {type(server.module).__name__} keeps to "
+                    "itself; take distribution=counts."
+                )
+            prior = row_distribution(server.weights[self.rows].double())
+        self.state |= {
+            "prior": prior,
+            "distributions": {},
+            "sources": [{name: server.weights[name] for name in self.names}],
+            "mix": torch.ones(classes, 1, dtype=torch.float64),
+        }
+
+    def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
+        """Takes the uploads as the sources of the class models."""
+        if not updates:
+            return {}
+        super().aggregate(updates, round)
+        for client, update in updates.items():
+            self.state["distributions"][client] = self._distribution_of(update)
+        p = torch.tensor([float(update["num_samples"]) for update in updates.values()], dtype=torch.float64)
+        mass = (p / p.sum())[:, None] * torch.stack([self.state["distributions"][client] for client in updates])
+        fed = mass.sum(0) > 0
+        q = torch.where(fed, mass / mass.sum(0), 0.0)
+        kept = self._mixed(torch.eye(len(fed), dtype=torch.float64)[~fed])
+        self.state["sources"] = [{name: update["weights"][name] for name in self.names} for update in updates.values()]
+        self.state["sources"] += [{name: kept[name][i] for name in self.names} for i in range(int((~fed).sum()))]
+        self.state["mix"] = torch.cat([q.T, torch.eye(len(fed), dtype=torch.float64)[:, ~fed]], 1)
+        return {"classes_fed": float(fed.sum())}
+
+    def _distribution_of(self, update: Record) -> Tensor:
+        """P_i, in float64."""
+        if self.distribution == "norms":
+            return row_distribution(update["weights"][self.rows].double())
+        counts: Tensor = update["class_counts"].double()
+        return counts / counts.sum()
+
+    def distributions(self) -> Tensor:
+        """P ``[M, K]``: each client's last class distribution."""
+        known = self.state["distributions"]
+        return torch.stack([known.get(client, self.state["prior"]) for client in range(self.num_clients)])
+
+    def mixing_matrix(self) -> Tensor:
+        """A ``[M, S]``: the share of each of the S sources, the last round's uploads by id, in each client's start."""
+        mix: Tensor = self.state["mix"]
+        return self.distributions() @ mix
+
+    def class_models(self) -> StateDict:
+        """The class models' entries, ``[K, ...]`` each."""
+        return self._mixed(torch.eye(len(self.state["mix"]), dtype=torch.float64))
+
+    def _mixed(self, distributions: Tensor) -> StateDict:
+        """One model for each row of class distributions, from one matrix product an entry."""
+        shares = distributions @ self.state["mix"]
+        mixed = {}
+        for name in self.names:
+            entries = torch.stack([source[name] for source in self.state["sources"]])
+            wide = entries.flatten(1).to(torch.promote_types(entries.dtype, torch.float32))
+            mixed[name] = (shares.to(wide.dtype) @ wide).to(entries.dtype).view(len(shares), *entries.shape[1:])
+        return mixed
+
+    def download(self, client: int) -> Record:
+        """The client's mix of the class models, over the global model."""
+        return {"weights": self.state["weights"] | self._start(client)}
+
+    def _start(self, client: int) -> StateDict:
+        if self.num_clients > 2 * len(self.state["sources"]):
+            # few took part: everybody's start would be far larger than what it is made of
+            return {name: rows[0] for name, rows in self._mixed(self.distributions()[[client]]).items()}
+        if self._starts is None or self._starts[0] is not self.state["mix"]:
+            self._starts = self.state["mix"], self._mixed(self.distributions())
+        return {name: rows[client] for name, rows in self._starts[1].items()}
+
+
+def class_wise_entries(weights: StateDict, layers: Sequence[str] | Literal["all"]) -> list[str]:
+    """Names of the floating entries of some modules.
+
+    Raises:
+        MisconfigurationException: if a module has none among the shared weights.
+    """
+    floating = [name for name, tensor in weights.items() if tensor.is_floating_point()]
+    if layers == "all":
+        return floating
+    for layer in layers:
+        if not any(name.startswith(f"{layer}.") for name in floating):
+            raise MisconfigurationException(
+                f"aggregator.layers: {layer!r} has no shared weights; there is "
+                f"{', '.join(dict.fromkeys(name.rpartition('.')[0] for name in floating)) or 'nothing'}."
+            )
+    return [name for name in floating if any(name.startswith(f"{layer}.") for layer in layers)]

@@ -1,0 +1,36 @@
+"""Finding the layer whose rows stand for classes."""
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+
+def find_output_layer(client: nn.Module, num_classes: int, name: str | None = None) -> str:
+    """Dotted name of the linear layer that gives the logits, so that its weight has a row a class.
+
+    Args:
+        client: a client module; the layer is looked for in its ``net.classifier``.
+        num_classes: rows that the layer must have.
+        name: the layer's name where it can't be found, such as ``net.classifier.0``.
+
+    Raises:
+        MisconfigurationException: if there is no such layer, or more than one.
+    """
+    linear: dict[str, nn.Linear] = {
+        path: module
+        for path, module in client.named_modules()
+        if isinstance(module, nn.Linear) and module.out_features == num_classes
+    }
+    if name is not None:
+        if name in linear:
+            return name
+        raise MisconfigurationException(
+            f"output_layer={name!r} is no linear layer with {num_classes} outputs; "
+            f"there is {', '.join(map(repr, linear)) or 'none in this net'}."
+        )
+    found = [path for path in linear if path == "net.classifier" or path.startswith("net.classifier.")]
+    if len(found) != 1:
+        raise MisconfigurationException(
+            f"the net's classifier has {len(found)} linear layers with {num_classes} outputs, and not one that gives "
+            "the logits; name it by output_layer, such as 'net.classifier.0'."
+        )
+    return found[0]
