@@ -1,0 +1,65 @@
+"""How much a server could learn of its clients' classes from what they send."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from pfl_lightning.callbacks.base import FederatedCallback
+from pfl_lightning.exchange import Updates
+from pfl_lightning.methods.cwfedavg import row_distribution
+from pfl_lightning.nets import find_output_layer
+
+if TYPE_CHECKING:
+    from pfl_lightning.federation import Federation
+
+
+def estimation_error(estimate: Tensor, counts: Tensor) -> tuple[float, float]:
+    r"""Distance of an estimated class distribution to the true one, and the mass that it puts on absent classes.
+
+    >>> estimation_error(torch.tensor([0.5, 0.5, 0.0]), torch.tensor([30, 0, 0]))
+    (0.7071067811865476, 0.5)
+
+    Args:
+        estimate: the estimate :math:`\tilde p` ``[K]``.
+        counts: samples of each class ``[K]``.
+
+    Returns:
+        The distance :math:`\lVert p - \tilde p\rVert_2`, up to the root of 2, and :math:`\sum_{j: n_j = 0} \tilde p_j`.
+    """
+    true = counts.double() / counts.sum()
+    estimate = estimate.double()
+    return float(torch.linalg.vector_norm(true - estimate)), float(estimate[counts == 0].sum())
+
+
+class DistributionEstimate(FederatedCallback):
+    """Records what the rows of uploaded output layers tell of clients' class distributions, for any method.
+
+    Adds to the round's record, as means over the clients that took part, ``estimate/distance`` and
+    ``estimate/absent_mass``, see `estimation_error`. Clients that keep their output layer to themselves show nothing:
+    then nothing is added.
+
+    Args:
+        output_layer: name of the linear layer with a row a class, where the net's classifier has more than one.
+    """
+
+    def __init__(self, output_layer: str | None = None) -> None:
+        self.output_layer = output_layer
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Finds the layer; a net without one is refused before the first round."""
+        federation: Federation = pl_module  # type: ignore[assignment]
+        self._rows = find_output_layer(federation.client, federation.client.num_classes, self.output_layer) + ".weight"
+
+    def on_aggregate_start(self, trainer: Trainer, federation: "Federation", updates: Updates) -> None:
+        """Compares estimates with the clients' training samples."""
+        counts = federation.data.counts
+        errors = [
+            estimation_error(row_distribution(update["weights"][self._rows]), counts[client])
+            for client, update in updates.items()
+            if self._rows in update.get("weights", {})
+        ]
+        if errors:
+            distance, absent = torch.tensor(errors, dtype=torch.float64).mean(0).tolist()
+            federation.record |= {"estimate/distance": distance, "estimate/absent_mass": absent}
