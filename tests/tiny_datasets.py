@@ -1,5 +1,6 @@
-"""Small files in the layout of real data sets, of random pixels."""
+"""Small files in the layout of real data sets, of random pixels and words."""
 
+import csv
 import pickle
 import struct
 from pathlib import Path
@@ -10,8 +11,8 @@ from PIL import Image
 RNG = np.random.default_rng(0)
 
 
-def labels(n: int) -> np.ndarray:
-    return (np.arange(n) % 10).astype(np.uint8)
+def labels(n: int, classes: int = 10) -> np.ndarray:
+    return (np.arange(n) % classes).astype(np.uint8)
 
 
 def pixels(*shape: int) -> np.ndarray:
@@ -36,6 +37,15 @@ def write_cifar10(root: Path, n: int) -> None:
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(k) for k in range(10)]}))
 
 
+def write_cifar100(root: Path, n: int) -> None:
+    folder = root / "cifar-100-python"
+    folder.mkdir(parents=True)
+    for name, size in (("train", n - n // 6), ("test", n // 6)):
+        batch = {"data": pixels(size, 3072), "fine_labels": labels(size, 100).tolist()}
+        (folder / name).write_bytes(pickle.dumps(batch | {"coarse_labels": labels(size, 20).tolist()}))
+    (folder / "meta").write_bytes(pickle.dumps({"fine_label_names": [str(k) for k in range(100)]}))
+
+
 def write_images(root: Path, n: int) -> None:
     for k in range(10):
         folder = root / "train" / f"class{k}"
@@ -44,7 +54,38 @@ def write_images(root: Path, n: int) -> None:
             Image.fromarray(pixels(32, 32, 3)).save(folder / f"{i}.png")
 
 
-WRITERS = {"MNIST": write_mnist, "CIFAR10": write_cifar10, "ImageFolder": write_images}
+def write_tiny_imagenet(root: Path, n: int) -> None:
+    top = root / "tiny-imagenet-200"
+    for k in range(200):
+        folder = top / "train" / f"n{k:08}"
+        (folder / "images").mkdir(parents=True)
+        (folder / f"n{k:08}_boxes.txt").write_text("")
+        for i in range(n // 200):
+            Image.fromarray(pixels(64, 64, 3)).save(folder / "images" / f"n{k:08}_{i}.JPEG")
+    # val has the same images in another layout, which nobody is to read
+    (top / "val" / "images").mkdir(parents=True)
+    Image.fromarray(pixels(64, 64, 3)).save(top / "val" / "images" / "val_0.JPEG")
+
+
+def write_ag_news(root: Path, n: int) -> None:
+    folder = root / "ag_news"
+    folder.mkdir(parents=True)
+    for name, size in (("train", n - n // 4), ("test", n // 4)):
+        rows = [
+            (label + 1, "A title", " ".join(f"w{i}" for i in RNG.integers(0, 500, 30))) for label in labels(size, 4)
+        ]
+        with (folder / f"{name}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows(rows)
+
+
+WRITERS = {
+    "AGNews": write_ag_news,
+    "CIFAR10": write_cifar10,
+    "CIFAR100": write_cifar100,
+    "ImageFolder": write_images,
+    "MNIST": write_mnist,
+    "TinyImageNet": write_tiny_imagenet,
+}
 
 
 def write(name: str, root: Path, n: int) -> Path:

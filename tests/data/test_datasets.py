@@ -10,7 +10,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from PIL import Image
 
-from pfl_lightning.data import CIFAR10, IID, MNIST, Digits, ImageFolder
+from pfl_lightning.data import CIFAR10, CIFAR100, IID, MNIST, Digits, ImageFolder, TinyImageNet
+from tiny_datasets import write
 
 TWO = {"num_clients": 2, "partitioner": IID()}
 
@@ -123,7 +124,9 @@ def test_damaged_cifar10_is_refused(tmp_path, no_network):
         CIFAR10(root=str(tmp_path), **TWO).setup()
 
 
-@pytest.mark.parametrize(("data", "folder"), [(MNIST, "MNIST/raw"), (CIFAR10, "cifar-10-batches-py")])
+@pytest.mark.parametrize(
+    ("data", "folder"), [(MNIST, "MNIST/raw"), (CIFAR10, "cifar-10-batches-py"), (CIFAR100, "cifar-100-python")]
+)
 @pytest.mark.parametrize("download", [True, False])
 def test_missing_files_are_one_sentence(tmp_path, no_network, data, folder, download):
     with pytest.raises(MisconfigurationException) as refusal:
@@ -276,3 +279,38 @@ def test_image_folder_shows_progress_only_for_many_files(tmp_path, monkeypatch, 
     monkeypatch.setattr("pfl_lightning.data.image_folder.SLOW_FILES", 11)
     dm.load()
     assert "decoding images" in capsys.readouterr().err
+
+
+def test_cifar100_pools_the_fine_labels_of_train_and_test(tmp_path, no_network, monkeypatch):
+    # as for CIFAR-10
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5=None: Path(path).is_file())
+    write("CIFAR100", tmp_path / "here", 240)
+    halves = [pickle.loads((tmp_path / "here" / "cifar-100-python" / name).read_bytes()) for name in ("train", "test")]
+    dm = CIFAR100(root=str(tmp_path / "here"), **TWO)
+    dm.prepare_data()
+    x, y = dm.load()
+    assert np.array_equal(x.numpy().reshape(240, 3072), np.concatenate([half["data"] for half in halves]))
+    assert y.tolist() == halves[0]["fine_labels"] + halves[1]["fine_labels"]
+    assert y.max() == 99
+    dm.setup()
+    assert dm.counts.shape == (2, 100)
+    assert dm.part(0, "train").x.shape[1:] == dm.input_shape == (3, 32, 32)
+
+
+def test_tiny_imagenet_reads_the_train_folder_only(tmp_path):
+    root = write("TinyImageNet", tmp_path / "here", 400)
+    dm = TinyImageNet(root=str(root), **TWO)
+    assert (dm.root, dm.num_classes, dm.input_shape) == (str(root), 200, (3, 64, 64))
+    assert dm.classes[:2] == ["n00000000", "n00000001"]
+    x, y = dm.load()
+    assert x.shape == (400, 3, 64, 64)
+    assert torch.bincount(y).tolist() == [2] * 200
+
+
+def test_missing_tiny_imagenet_is_one_sentence(tmp_path):
+    with pytest.raises(MisconfigurationException) as refusal:
+        TinyImageNet(root=str(tmp_path))
+    assert str(refusal.value) == (
+        f"data.root='{tmp_path}': there is no folder {tmp_path / 'tiny-imagenet-200' / 'train'}; unpack "
+        f"tiny-imagenet-200.zip in {tmp_path}, or set data.root to the folder that tiny-imagenet-200 is in"
+    )

@@ -1,7 +1,9 @@
 """Data of the clients: partitions, splits, batches and data sets."""
 
+from pfl_lightning.data.ag_news import AGNews
 from pfl_lightning.data.batches import LastBatch, epoch_order
 from pfl_lightning.data.cifar10 import CIFAR10
+from pfl_lightning.data.cifar100 import CIFAR100
 from pfl_lightning.data.client_data import ClientData, Part, Stage
 from pfl_lightning.data.datamodule import FederatedDataModule
 from pfl_lightning.data.digits import Digits
@@ -9,11 +11,14 @@ from pfl_lightning.data.image_folder import ImageFolder
 from pfl_lightning.data.loaders import ClientLoader
 from pfl_lightning.data.mnist import MNIST
 from pfl_lightning.data.partitioners import IID, Dirichlet, Partitioner, Pathological
+from pfl_lightning.data.tiny_imagenet import TinyImageNet
 
 __all__ = [
     "CIFAR10",
+    "CIFAR100",
     "IID",
     "MNIST",
+    "AGNews",
     "ClientData",
     "ClientLoader",
     "Digits",
@@ -25,5 +30,6 @@ __all__ = [
     "Partitioner",
     "Pathological",
     "Stage",
+    "TinyImageNet",
     "epoch_order",
 ]

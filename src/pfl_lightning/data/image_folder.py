@@ -35,6 +35,9 @@ class ImageFolder(FederatedDataModule):
         MisconfigurationException: There are no images, or ``size`` is not positive.
     """
 
+    folder = ""
+    """Where the class folders are, relative to ``root``; for data sets with a layout of their own."""
+
     def __init__(
         self,
         root: str = "data",
@@ -48,7 +51,7 @@ class ImageFolder(FederatedDataModule):
             raise MisconfigurationException(f"data.size={size} must be at least 1 pixel")
         if channels not in (1, 3):
             raise MisconfigurationException(f"data.channels={channels} must be 1 (grey) or 3 (RGB)")
-        self.classes, self._files = find_images(Path(root))
+        self.classes, self._files = find_images(Path(root, self.folder))
         self.num_classes = len(self.classes)
         self._resize = pixels
         self._shape = (*(pixels or image_size(self._files[0][0])), channels)

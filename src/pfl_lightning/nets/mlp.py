@@ -2,7 +2,8 @@
 
 from math import prod
 
-from torch import nn
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
 
 from pfl_lightning.nets.base import Head, Net, cut
 
@@ -18,6 +19,9 @@ class MLP(Net):
         num_classes: number of classes.
         hidden: widths of the hidden layers.
         head: which layers are the classifier, the ``last`` linear layer or ``all_fc`` of them.
+
+    Raises:
+        MisconfigurationException: if the inputs are integers, in use.
     """
 
     def __init__(
@@ -32,4 +36,14 @@ class MLP(Net):
         for width_in, width_out in zip(widths, hidden, strict=False):
             dense += [nn.Linear(width_in, width_out), nn.ReLU()]
         dense.append(nn.Linear(widths[-1], num_classes))
-        super().__init__(*cut([nn.Flatten()], dense, head))
+        super().__init__(*cut([FlattenQuantities()], dense, head))
+
+
+class FlattenQuantities(nn.Flatten):
+    """Flattening that refuses word numbers, which say nothing by their size; their shape doesn't tell them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Vectors ``[n, d]`` of inputs ``[n, *input_shape]``."""
+        if not x.is_floating_point():
+            raise MisconfigurationException(f"net MLP takes no {x.dtype} inputs; net FastText takes texts.")
+        return super().forward(x)

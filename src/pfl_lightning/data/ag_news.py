@@ -1,0 +1,113 @@
+"""AG News."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from pfl_lightning.data.datamodule import FederatedDataModule
+from pfl_lightning.data.words import encode, number_words, tokenize
+
+HEADERS = ("label", "class index")
+"""How the first column is called in files that have a header."""
+
+
+class AGNews(FederatedDataModule):
+    """127,600 news articles, 200 words each, 4 classes, in ``root/ag_news/train.csv`` and ``test.csv``.
+
+    Rows are label (1 to 4), title, description; a header line is skipped. One file alone will do: test.csv is 7,600
+    articles. Inputs are word numbers; 0 stands for padding and for words without number. Words are numbered over
+    the whole pool, also over what is tested on, as PFLlib does.
+
+    Args:
+        root: Folder that ag_news is in.
+        max_length: Words of an article to use, at least 1; shorter articles are padded.
+        vocab_size: Numbers to use at most, at least 2: rarer words get 0. The default is that of net FastText and
+            numbers every word of the whole data set; whoever sets it sets ``model.net.vocab_size`` too.
+        min_count: Words that occur less often in the pool get 0, at least 1.
+        **kwargs: Settings of :class:`FederatedDataModule`; ``download`` has no effect.
+
+    Raises:
+        MisconfigurationException: A value is out of range.
+
+    Source: X. Zhang, J. Zhao and Y. LeCun, "Character-level Convolutional Networks for Text Classification",
+    NeurIPS 2015.
+    """
+
+    num_classes = 4
+
+    def __init__(
+        self,
+        root: str = "data",
+        max_length: int = 200,
+        vocab_size: int = 98_635,
+        min_count: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(root=root, **kwargs)
+        limits = {"max_length": (max_length, 1), "vocab_size": (vocab_size, 2), "min_count": (min_count, 1)}
+        for name, (value, least) in limits.items():
+            if value < least:
+                raise MisconfigurationException(f"data.{name}={value} must be at least {least}")
+        self.vocab_size = vocab_size
+        self.min_count = min_count
+        self.input_shape = (max_length,)
+
+    def load(self) -> tuple[Tensor, Tensor]:
+        """Read the articles, those of train.csv first, and number their words.
+
+        Returns:
+            Word numbers [N, max_length], int64 in [0, vocab_size), and labels [N].
+
+        Raises:
+            MisconfigurationException: There is no file, or a row that is not label, title, description.
+        """
+        articles = [article for path in self._paths() for article in read_articles(path)]
+        texts = [tokenize(text) for _, text in articles]
+        numbers = number_words(texts, self.vocab_size, self.min_count)
+        return encode(texts, numbers, self.input_shape[0]), torch.tensor([label for label, _ in articles])
+
+    def _paths(self) -> list[Path]:
+        folder = Path(self.root, "ag_news")
+        if paths := [path for path in (folder / "train.csv", folder / "test.csv") if path.is_file()]:
+            return paths
+        raise MisconfigurationException(
+            f"data.root={self.root!r}: there is no train.csv or test.csv in {folder}; put them there, or set "
+            "data.root to the folder that ag_news is in"
+        )
+
+
+def read_articles(path: Path) -> list[tuple[int, str]]:
+    """Read one file.
+
+    Args:
+        path: A file of rows label (1 to 4), title, description, with or without header.
+
+    Returns:
+        Label, 0 to 3, and title and description as one text, for each row.
+
+    Raises:
+        MisconfigurationException: The file is no such file.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.reader(file))
+    except (OSError, ValueError, csv.Error) as error:
+        raise MisconfigurationException(f"{path} cannot be read as a CSV file ({error}); replace it") from None
+    first = 1 if rows and rows[0] and rows[0][0].lower() in HEADERS else 0
+    if len(rows) == first:
+        raise MisconfigurationException(f"{path} has no articles; replace it, or remove it to use the other file")
+    return [_article(path, number, row) for number, row in enumerate(rows[first:], start=first + 1)]
+
+
+def _article(path: Path, number: int, row: list[str]) -> tuple[int, str]:
+    if len(row) != 3 or row[0] not in ("1", "2", "3", "4"):
+        raise MisconfigurationException(
+            f"{path}: row {number} is not a label from 1 to 4, a title and a description; correct or remove it"
+        )
+    return int(row[0]) - 1, f"{row[1]} {row[2]}"
