@@ -9,7 +9,7 @@ from command import CONFIGS, QUICKSTART, QUIET, pfl, refusal
 from pfl_lightning import FedAvg
 
 SMALL = f"{QUICKSTART} {QUIET} --data.max_samples 300"
-LAST = Path("runs/FedPer-Digits/version_0/checkpoints/last.ckpt")
+LAST = Path("runs/WDR-Digits/version_0/checkpoints/last.ckpt")
 
 NAMES = {
     "fti": "'fti' is not a command; did you mean fit?",
@@ -34,7 +34,7 @@ NAMES = {
     "fit Q --trainer.logger WandLogger": "trainer.logger=WandLogger is no known class; did you mean WandbLogger",
     "fit Q --trainer.callbacks+=EarlyStoping": "trainer.callbacks=EarlyStoping is no known class; did you mean EarlySt",
     "fit Q --model FedProx --model.mue 3": "model.mue is not a setting of FedProx; did you mean model.mu?",
-    "fit Q --model.lr 3": "model.lr is not a setting of FedPer; there is model.buffers, ",
+    "fit Q --model.lr 3": "model.lr is not a setting of WDR; there is model.buffers, ",
     "fit Q --data.partitoner IID": "data.partitoner is not a setting of Digits; did you mean data.partitioner?",
     "fit Q --data.partitioner.alpa 3": "is not a setting of Dirichlet; did you mean data.partitioner.alpha?",
     "fit Q --model.net.hiden [3]": "model.net.hiden is not a setting of MLP; did you mean model.net.hidden?",
@@ -140,14 +140,14 @@ def test_data_that_need_a_download_without_a_network(capsys, monkeypatch):
 def checkpoint(tmp_path_factory):
     root = tmp_path_factory.mktemp("run")
     pfl(f"fit {SMALL} --trainer.max_rounds 1 --trainer.default_root_dir {root}")
-    return root / "FedPer-Digits/version_0/checkpoints/last.ckpt"
+    return root / "WDR-Digits/version_0/checkpoints/last.ckpt"
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test"])
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("--model FedAvg", "the checkpoint is of FedPer and this run of FedAvg"),
+        ("--model FedAvg", "the checkpoint is of WDR and this run of FedAvg"),
         ("--data.num_clients 9", "the checkpoint has 10 clients and data.num_clients=9"),
         ("--data.partitioner.alpha 0.5", "the checkpoint's clients hold other numbers of samples"),
         ("--model.net.hidden [32]", "the checkpoint holds another net"),
@@ -167,7 +167,7 @@ def test_a_damaged_checkpoint(command, damage, checkpoint, capsys, tmp_path):
 @pytest.mark.parametrize("which", ["best", "last"])
 def test_an_evaluation_without_a_run(which, capsys):
     message = refusal(f"test {SMALL} --ckpt_path {which}", capsys)
-    assert message.startswith(f"ckpt_path={which!r}: no run under runs/FedPer-Digits has such a checkpoint")
+    assert message.startswith(f"ckpt_path={which!r}: no run under runs/WDR-Digits has such a checkpoint")
 
 
 def test_divergence_ends_with_a_sentence_and_leaves_the_round_before(capsys):

@@ -106,6 +106,6 @@ def test_a_pair_runs(method, data, tiny, monkeypatch):
 
 def test_quickstart_learns():
     pfl(f"fit {QUICKSTART} {QUIET}")
-    outcome = summary("FedPer-Digits/version_0")
+    outcome = summary("WDR-Digits/version_0")
     assert outcome["final"]["test/acc"] > 0.85
     assert outcome["seconds"] < 60

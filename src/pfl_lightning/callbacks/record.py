@@ -122,7 +122,8 @@ class RoundRecord(FederatedCallback):
         validated = [row for row in self.rows if "val/acc" in row]
         if not validated:
             return {"round": None, "val/acc": None, "test/acc": None}
-        row = max(validated, key=lambda row: (row["val/acc"], -row["round"]))
+        # in float32, as ModelCheckpoint compares: of rounds that differ by less it keeps the first
+        row = max(validated, key=lambda row: (torch.tensor(row["val/acc"]).item(), -row["round"]))
         test = row.get("test/acc")
         if test is None and row is self.rows[-1]:
             test = final
