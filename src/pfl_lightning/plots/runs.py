@@ -1,4 +1,4 @@
-"""Pictures of partitions and runs, as functions that return figures."""
+"""Pictures of partitions and of whole runs."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle

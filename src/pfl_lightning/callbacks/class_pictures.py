@@ -1,0 +1,191 @@
+"""Pictures of what a run does class by class: who holds what, what output layers show of it, what the server mixes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from pfl_lightning.callbacks.base import FederatedCallback
+from pfl_lightning.callbacks.record import run_folder
+from pfl_lightning.callbacks.wandb_report import wandb_loggers
+from pfl_lightning.exchange import Record, Updates
+from pfl_lightning.methods.cwfedavg import WDR, CwFedAvg
+from pfl_lightning.nets import find_output_layer
+from pfl_lightning.plots import (
+    plot_class_heatmaps,
+    plot_distribution_scatter,
+    plot_distribution_trace,
+    plot_mixing_matrix,
+    plot_partition,
+    trace_task,
+)
+from pfl_lightning.plots.trace import copy_client
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from pfl_lightning.federation import Federation
+
+
+class ClassPictures(FederatedCallback):
+    """Draws the pictures of cwFedAvg's papers into ``RUN_FOLDER/pictures/``, and for Weights & Biases where it logs.
+
+    For every method: who holds what; where output layers travel, the norms of their rows as received, after local
+    training, and the difference, each client's at its last round; the class distributions that they show, against the
+    true ones. With `CwFedAvg` also the class models and the mixing matrix; with `WDR` one client's first round step by
+    step, beside the same round without the regulariser, which costs two rounds of one client.
+
+    Nothing is drawn without a logger. A picture that fails is a warning; the run goes on.
+
+    Args:
+        every: rounds between pictures, in ``pictures/round_N/``; None draws at the end of ``fit`` alone.
+        trace_client: id of the client whose first round is followed.
+
+    Raises:
+        MisconfigurationException: if ``every`` isn't a number of rounds.
+    """
+
+    def __init__(self, every: int | None = None, trace_client: int = 0) -> None:
+        if every is not None and every < 1:
+            raise MisconfigurationException(f"ClassPictures.every={every} must be at least 1, or null.")
+        self.every = every
+        self.trace_client = trace_client
+        self._folder: Path | None = None
+        self._layer: str | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Finds the folder, the output layer, and draws who holds what."""
+        federation = cast("Federation", pl_module)
+        folder = run_folder(trainer)
+        self._folder = folder / "pictures" if folder else None
+        self._layer = output_layer_of(federation)
+        shape = federation.data.num_clients, federation.client.num_classes
+        self._starts: dict[int, Tensor] = {}
+        self._received, self._trained = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+        self._show(trainer, "partition", lambda: plot_partition(federation.data.counts))
+
+    def on_round_start(self, trainer: Trainer, federation: "Federation", cohort: list[int]) -> None:
+        """Notes the rows that clients start from; follows a client in the first round."""
+        if self._folder is None or self._layer is None:
+            return
+        payloads = ((client, federation.aggregator.download(client)) for client in cohort)
+        self._starts = {client: norms for client, payload in payloads if (norms := self._norms(payload)) is not None}
+        if federation.round == 0 and isinstance(federation.client, WDR):
+            self._show_trace(trainer, federation)
+
+    def on_aggregate_start(self, trainer: Trainer, federation: "Federation", updates: Updates) -> None:
+        """Notes the rows that clients send."""
+        for client, update in updates.items():
+            if client in self._starts and (norms := self._norms(update)) is not None:
+                self._received[client], self._trained[client] = self._starts[client], norms
+
+    def on_aggregate_end(self, trainer: Trainer, federation: "Federation", logs: dict[str, float]) -> None:
+        """Draws every so many rounds."""
+        done = federation.round + 1
+        if self.every and done % self.every == 0:
+            self._show_all(trainer, federation, f"round_{done:04d}")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draws the end."""
+        self._show_all(trainer, cast("Federation", pl_module), "")
+
+    def _norms(self, record: Record) -> Tensor | None:
+        """Norms ``[K]`` of the output layer's rows in what travels; None where it doesn't."""
+        rows = record.get("weights", {}).get(f"{self._layer}.weight")
+        return None if rows is None else torch.linalg.vector_norm(rows.detach().float(), dim=1).cpu()
+
+    def _show_all(self, trainer: Trainer, federation: "Federation", where: str) -> None:
+        p = shares(federation.data.counts)
+        if not self._trained.isnan().all():
+            received, trained = self._received, self._trained
+            norms = {"As received": received, "After local training": trained, "Difference": trained - received}
+            estimates = shares(trained)
+            pair = {"True": p, "Estimated from row norms": estimates}
+            self._show(trainer, "row_norms", lambda: plot_class_heatmaps(norms, "norm of the class's row"), where)
+            self._show(trainer, "distributions", lambda: plot_class_heatmaps(pair, "share of the class"), where)
+            self._show(trainer, "scatter", lambda: plot_distribution_scatter({"all clients": (p, estimates)}), where)
+        if isinstance(aggregator := federation.aggregator, CwFedAvg):
+            self._show(trainer, "mixing_matrix", lambda: plot_mixing_matrix(aggregator.mixing_matrix()), where)
+            if aggregator.rows in aggregator.names:
+                self._show(trainer, "class_models", lambda: draw_class_models(aggregator), where)
+
+    def _show_trace(self, trainer: Trainer, federation: "Federation") -> None:
+        if self.trace_client not in range(federation.data.num_clients):
+            rank_zero_warn(f"ClassPictures.trace_client={self.trace_client} is not a client; no round is followed.")
+            return
+        p = shares(federation.data.counts)[self.trace_client]
+        traces: dict[str, Tensor] = {}
+
+        def draw() -> "Figure":
+            traces.update(self._trace(trainer, federation))
+            return plot_distribution_trace(traces, p)
+
+        self._show(trainer, "trace", draw)
+        if traces:
+            ends = {title: (p, trace[-1]) for title, trace in traces.items()}
+            self._show(trainer, "trace_scatter", lambda: plot_distribution_scatter(ends))
+
+    def _trace(self, trainer: Trainer, federation: "Federation") -> dict[str, Tensor]:
+        """The coming round of one client, without and with the regulariser, ``[steps + 1, K]`` each."""
+        plain = copy_client(federation.client)
+        plain.wdr_weight = 0.0
+        task, work = federation.task(self.trace_client), federation.rounds.work(federation.data)
+        return {
+            title: trace_task(client, task, work, trainer.precision_plugin, self._layer)
+            for title, client in (("Without WDR", plain), ("With WDR", federation.client))
+        }
+
+    def _show(self, trainer: Trainer, name: str, draw: Callable[[], "Figure"], where: str = "") -> None:
+        """Draws and keeps a picture."""
+        if self._folder is None:
+            return
+        try:
+            figure = draw()
+            (self._folder / where).mkdir(parents=True, exist_ok=True)
+            figure.savefig(self._folder / where / f"{name}.png", dpi=150)
+            for logger in wandb_loggers(trainer):
+                logger.log_image(f"pictures/{name}", [figure])
+        # whatever it is: hours of training are worth more than a picture
+        except Exception as error:
+            rank_zero_warn(f"ClassPictures: {name} was not drawn: {error}")
+
+
+def output_layer_of(federation: "Federation") -> str | None:
+    """The layer whose rows stand for classes; None where the net has no one such layer."""
+    client = federation.client
+    named = getattr(client, "output_layer", None) or getattr(federation.aggregator, "output_layer", None)
+    try:
+        return find_output_layer(client, client.num_classes, named)
+    except MisconfigurationException:
+        return None
+
+
+def shares(amounts: Tensor) -> Tensor:
+    """Rows scaled to sum 1.
+
+    >>> shares(torch.tensor([[1, 3], [2, 2]]))
+    tensor([[0.2500, 0.7500],
+            [0.5000, 0.5000]])
+
+    Args:
+        amounts: amounts ``[M, K]``, such as counts or norms.
+    """
+    return amounts / amounts.sum(1, keepdim=True)
+
+
+def draw_class_models(aggregator: CwFedAvg) -> "Figure":
+    """Heatmap of the norms of the class models' output rows.
+
+    Args:
+        aggregator: the server side.
+    """
+    # from the sources, as `class_models` would make K copies of all layers
+    rows = torch.stack([source[aggregator.rows] for source in aggregator.state["sources"]]).double()
+    models = torch.tensordot(aggregator.state["mix"].double(), rows, dims=1)
+    norms = torch.linalg.vector_norm(models, dim=2)
+    return plot_class_heatmaps({"Class models": norms}, "norm of the class's row", rows="class model")

@@ -1,0 +1,106 @@
+"""Pictures of how close the rows of an output layer come to a client's class distribution."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+NAMED_CLASSES = 4
+
+
+def plot_distribution_trace(traces: Mapping[str, Tensor], p: Tensor) -> "Figure":
+    """The distribution that the rows show, step by step, a line a class; dotted lines where the aim is.
+
+    The client's largest classes have a colour and an aim, the others are grey.
+
+    Args:
+        traces: by title, the estimates ``[steps, K]`` as `trace_distribution` gives them.
+        p: the client's class distribution ``[K]``.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1 + 4.2 * len(traces), 4), layout="constrained")
+    grid = figure.subplots(1, len(traces), sharey=True, squeeze=False)
+    for axes, (title, trace) in zip(grid.flat, traces.items(), strict=True):
+        _draw_trace(axes, trace, p)
+        axes.set(title=title, xlabel="iteration")
+    grid.flat[0].set(ylabel="class distribution", ylim=(0, None))
+    handles, labels = grid.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=NAMED_CLASSES, title="estimate (dotted: true)")
+    return figure
+
+
+def _draw_trace(axes: "Axes", trace: Tensor, p: Tensor) -> None:
+    largest = [j for j in p.argsort(descending=True).tolist()[:NAMED_CLASSES] if p[j] > 0]
+    colours = {j: f"C{place}" for place, j in enumerate(largest)}
+    for j, line in enumerate(trace.T.tolist()):
+        named = j in colours
+        axes.plot(
+            line,
+            color=colours.get(j, "grey"),
+            linewidth=1.5 if named else 0.6,
+            alpha=1 if named else 0.5,
+            zorder=3 if named else 2,
+            label=f"class {j}" if named else None,
+        )
+    for j, colour in colours.items():
+        axes.axhline(float(p[j]), color=colour, linestyle=":", linewidth=1.2)
+    axes.grid(alpha=0.3)
+
+
+def plot_distribution_scatter(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> "Figure":
+    """True shares of classes against the estimates; on the diagonal they agree.
+
+    Args:
+        pairs: by name, shares and estimates of one shape, ``[K]`` of a client or ``[M, K]`` of many; NaN is left out.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6, 4.4), layout="constrained")
+    axes = figure.subplots()
+    axes.axline((0, 0), slope=1, color="grey", linestyle="--", linewidth=1, zorder=1)
+    markers = ("o", "^", "s", "D")
+    for place, (name, (p, estimate)) in enumerate(pairs.items()):
+        marker = markers[place % len(markers)]
+        axes.scatter(p.flatten().tolist(), estimate.flatten().tolist(), s=16, alpha=0.7, marker=marker, label=name)
+    axes.set(xlabel="true share of the class", ylabel="share estimated from row norms")
+    top = 1.05 * max(float(side.nan_to_num().max()) for pair in pairs.values() for side in pair)
+    axes.set(xlim=(-0.03 * top, top), ylim=(-0.03 * top, top), aspect="equal")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    return figure
+
+
+def plot_lambda_sweep(lambdas: Sequence[float], accuracy: Sequence[float], distance: Sequence[float]) -> "Figure":
+    """Accuracy and distance to the class distribution against the regulariser's weight.
+
+    Args:
+        lambdas: the weights, at least 0, ascending.
+        accuracy: accuracy at each of them.
+        distance: mean distance over clients at each of them.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
+    figure = Figure(figsize=(5.6, 3.8), layout="constrained")
+    left = figure.subplots()
+    right = left.twinx()
+    # logarithmic, but for a linear stretch down to 0, which is no regulariser
+    left.set_xscale("symlog", linthresh=min((x for x in lambdas if x > 0), default=1.0), linscale=0.5)
+    left.set_xticks(list(lambdas), [f"{x:g}" for x in lambdas])
+    left.xaxis.set_minor_locator(NullLocator())
+    for axes, values, label, colour, marker in (
+        (left, accuracy, "accuracy", "C0", "o"),
+        (right, distance, "mean distance to the class distribution", "C1", "s"),
+    ):
+        axes.plot(lambdas, values, color=colour, marker=marker)
+        axes.set_ylabel(label, color=colour)
+        axes.tick_params(axis="y", colors=colour)
+    left.set_xlabel("lambda")
+    right.set_ylim(bottom=0)
+    left.grid(alpha=0.3)
+    return figure
