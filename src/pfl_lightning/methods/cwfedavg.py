@@ -95,7 +95,7 @@ class WDR(FedAvg):
     def upload(self, data: ClientData) -> Record:
         """The model; warns where the regulariser clearly took the rows away from its aim."""
         before, after = float(self.received_distance), float(self.distance())
-        if self.wdr_weight > 0 and after > max(1.5 * before, 0.2):
+        if self.wdr_weight > 0 and after > max(before + 0.05, 0.2):
             rank_zero_warn(
                 f"client {self.client_id}, round {self.round + 1}: the rows' distance to the class distribution grew "
                 f"from {before:.2f} to {after:.2f}: steps of model.wdr_lambda times the learning rate jump over it; "
