@@ -178,9 +178,11 @@ class CwFedAvg(WeightedAverage):
         mass = (p / p.sum())[:, None] * torch.stack([self.state["distributions"][client] for client in updates])
         fed = mass.sum(0) > 0
         q = torch.where(fed, mass / mass.sum(0), 0.0)
-        kept = self._mixed(torch.eye(len(fed), dtype=torch.float64)[~fed])
+        unfed = int((~fed).sum())
+        # mixing nothing would still stack all of the last round's sources
+        kept = self._mixed(torch.eye(len(fed), dtype=torch.float64)[~fed]) if unfed else {}
         self.state["sources"] = [{name: update["weights"][name] for name in self.names} for update in updates.values()]
-        self.state["sources"] += [{name: kept[name][i] for name in self.names} for i in range(int((~fed).sum()))]
+        self.state["sources"] += [{name: kept[name][i] for name in self.names} for i in range(unfed)]
         self.state["mix"] = torch.cat([q.T, torch.eye(len(fed), dtype=torch.float64)[:, ~fed]], 1)
         return {"classes_fed": float(fed.sum())}
 
