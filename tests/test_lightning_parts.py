@@ -113,7 +113,8 @@ def test_csv_logger(tmp_path):
 
 
 def test_tensorboard_logger(tmp_path):
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.backend.event_processing import event_accumulator
+
     run = fit(make_client(FedPer), root=tmp_path, logger=TensorBoardLogger(tmp_path, "board"))
     events = event_accumulator.EventAccumulator(str(run.folder))
     events.Reload()

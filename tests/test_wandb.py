@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from lightning.pytorch.loggers import WandbLogger
 
 from federations import fit, make_client
 from pfl_lightning.methods import FedPer
-
-wandb = pytest.importorskip("wandb")
 
 BLOCK, HEADER = 32_768, 7
 
