@@ -10,6 +10,7 @@ from tiny_datasets import write
 
 METHODS = sorted((CONFIGS / "methods").glob("*.yaml"))
 DATA = sorted((CONFIGS / "data").glob("*.yaml"))
+PAPER = sorted((CONFIGS / "paper").glob("*.yaml"))
 LARGE = ("agnews", "cifar100", "tinyimagenet")
 
 
@@ -55,7 +56,7 @@ def test_there_are_pairs():
     assert names >= {f"{name}_{part}" for name in LARGE for part in ("iid", "dir0.1", pathological[name])}
 
 
-@pytest.mark.parametrize("path", [*METHODS, *DATA], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*METHODS, *DATA, *PAPER], ids=lambda path: path.stem)
 def test_a_file_says_what_it_is(path):
     comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert 1 <= len(comment) <= 3
@@ -79,6 +80,13 @@ def test_a_pair_keeps_what_both_say(method, data, capsys):
     config = printed([method, data], capsys)
     assert holds(config, load(method))
     assert holds(config, load(data))
+
+
+@pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
+def test_a_papers_own_value_follows_the_file_of_its_method(path, capsys):
+    files = [CONFIGS / "methods" / f"{path.stem.rpartition('_')[0]}.yaml", CONFIGS / "data" / "digits_dir0.1.yaml"]
+    assert holds(printed([*files, path], capsys), load(path))
+    assert not holds(printed(files, capsys), load(path))
 
 
 def test_the_order_of_a_pair_does_not_matter(capsys):

@@ -1,0 +1,60 @@
+r"""Seconds a round of methods, as ratios to the first one's.
+
+    python benchmarks/methods.py --methods fedavg fedrema fedpac --config configs/data/mnist_dominant_s0.2.yaml \
+        --data.root DATA [--turns 3] [--rounds 3]
+
+Other options are those of `pfl-lightning fit`. All runs are in one process, one intra-op thread, and methods take turns
+of a few rounds: what else the machine does hits all of them. The first round of a turn isn't counted. A round is
+training and aggregation; evaluation stands beside it, because how often to evaluate is not the method's matter.
+"""
+
+import argparse
+import contextlib
+import csv
+import io
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+
+from pfl_lightning.cli import main as command
+
+METHODS = Path(__file__).parent.parent / "configs" / "methods"
+
+
+def turn(method: str, rounds: int, options: list[str]) -> list[tuple[float, float]]:
+    """Seconds of training with aggregation, and of evaluation, of each round but the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        own = ["--config", str(METHODS / f"{method}.yaml"), *options, "--trainer.default_root_dir", folder]
+        quiet = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
+        with contextlib.redirect_stdout(io.StringIO()):
+            command(["fit", *own, "--trainer.max_rounds", str(rounds), *quiet])
+        (record,) = Path(folder).rglob("rounds.csv")
+        rows = list(csv.DictReader(record.open()))[1:]
+    return [(float(row["time/train"]) + float(row["time/aggregate"]), float(row["time/evaluate"])) for row in rows]
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", required=True, help="names of files in configs/methods")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="rounds a turn, at least 2")
+    args, options = parser.parse_known_args()
+    torch.set_num_threads(1)
+    seconds: dict[str, list[tuple[float, float]]] = {method: [] for method in args.methods}
+    for _ in range(args.turns):
+        for method, times in seconds.items():
+            times += turn(method, max(args.rounds, 2), options)
+    medians = {method: [statistics.median(column) for column in zip(*times, strict=True)] for method, times in seconds.items()}
+    first = medians[args.methods[0]]
+    print(f"torch {torch.__version__}, one thread, medians of {len(seconds[args.methods[0]])} rounds")
+    print(f"{'method':<20} {'round':>10} {'ratio':>6} {'evaluation':>12} {'ratio with evaluation':>22}")
+    for method, (round_, evaluation) in medians.items():
+        ratios = round_ / first[0], (round_ + evaluation) / sum(first)
+        print(f"{method:<20} {round_:>8.3f} s {ratios[0]:>6.2f} {evaluation:>10.3f} s {ratios[1]:>22.2f}")
+
+
+if __name__ == "__main__":
+    main()
