@@ -9,12 +9,12 @@ from lightning.pytorch.callbacks import Callback
 from matplotlib.figure import Figure
 
 from federations import blobs, equal, fit, load, make_client, noisy, read_csv, same_end
-from pfl_lightning import Aggregator, WeightedAverage
+from pfl_lightning import Aggregator, WeightedAverage, pool
 from pfl_lightning.aggregators import Together
 from pfl_lightning.callbacks import AggregationPictures
 from pfl_lightning.callbacks import aggregation_pictures as module
 from pfl_lightning.exchange import detached, tree_map
-from pfl_lightning.methods import FedPer, Local
+from pfl_lightning.methods import APPLE, FedPer, Local
 
 ALL = {"weights", "weights_heatmap", "weights_vs_norms", "objective", "distances"}
 
@@ -188,7 +188,7 @@ def test_vectors_longer_than_a_block_are_whole(monkeypatch):
             for update in updates.values()
         ]
     )
-    monkeypatch.setattr(module, "BLOCK", 4)
+    monkeypatch.setattr(pool, "BLOCK", 4)
     torch.testing.assert_close(module.gram_matrix(updates, theta_g), tau @ tau.T)
 
 
@@ -267,14 +267,14 @@ def test_the_weights_of_one_server_side_of_several_are_found(shown, tmp_path):
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
-    ("aggregator", "name"),
-    [(None, "Aggregator"), (Together([Nothing(), Nothing()]), "Together")],
-    ids=["Local", "Together"],
+    ("method", "aggregator", "name"),
+    [(Local, None, "Aggregator"), (Local, Together([Nothing(), Nothing()]), "Together"), (APPLE, None, "CorePool")],
+    ids=["Local", "Together", "APPLE"],
 )
-def test_a_server_without_weights_gets_a_warning_and_no_pictures(aggregator, name, tmp_path):
+def test_a_server_without_weights_gets_a_warning_and_no_pictures(method, aggregator, name, tmp_path):
     callbacks = [AggregationPictures(every=1)]
     with pytest.warns(UserWarning, match=f"{name} keeps no weights") as caught:
-        run = fit(make_client(Local), root=tmp_path, aggregator=aggregator, callbacks=callbacks)
+        run = fit(make_client(method), root=tmp_path, aggregator=aggregator, callbacks=callbacks)
     assert sum("AggregationPictures" in str(warning.message) for warning in caught) == 1
     assert len(run.rows) == 3
     assert not (run.folder / "pictures").exists() and not (run.folder / "aggregation.csv").exists()

@@ -1,9 +1,12 @@
 import pytest
 import torch
+from torch import nn
 
-from federations import Spy, blobs, equal, fit, make_client, noisy
-from pfl_lightning import Aggregator, Server, WeightedAverage
+from federations import FEATURES, Spy, blobs, equal, fit, make_client, noisy
+from pfl_lightning import Aggregator, Server, Together, WeightedAverage
 from pfl_lightning.exchange import detached
+from pfl_lightning.methods import CwFedAvg, FedPer
+from pfl_lightning.nets import Net
 
 
 def update(samples, **weights):
@@ -75,3 +78,26 @@ def test_local_running_statistics_stay_with_their_clients():
     means = [state.personal[name] for state in run.federation.clients.values()]
     assert not equal(means[0], means[1])
     assert equal(run.weights[name], torch.zeros(5))
+
+
+def test_the_first_of_a_kind_is_found_alone_and_among_others():
+    average, other = WeightedAverage(), Aggregator()
+    assert average.find(WeightedAverage) is average.find(Aggregator) is average
+    assert average.find(CwFedAvg) is other.find(WeightedAverage) is None
+    together = Together([other, Together([Aggregator(), average])])
+    assert together.find(WeightedAverage) is average and together.find(CwFedAvg) is None
+    assert together.find(Together) is together
+
+
+def test_a_server_names_the_parameters_that_clients_share():
+    def tied(shape, classes):
+        first, second = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES, bias=False)
+        second.weight = first.weight
+        return Net(nn.Sequential(first, nn.BatchNorm1d(FEATURES), second), nn.Linear(FEATURES, classes))
+
+    module = make_client(FedPer, net=tied)
+    weights = {name: tensor for name, tensor in module.state_dict().items() if module.is_shared(name)}
+    shared = Server(2, weights, module, None, seed=0)
+    names = [f"net.features.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias", "2.weight")]
+    assert shared.parameter_names(remove_duplicate=False) == names
+    assert shared.parameter_names() == names[:-1]

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import WandbLogger
 
 from federations import blobs, fit, make_client, noisy, same_end, untimed
-from pfl_lightning import FedAvg
+from pfl_lightning import Aggregator, FedAvg, Together
 from pfl_lightning.callbacks import ClassPictures
 from pfl_lightning.callbacks import class_pictures as module
 from pfl_lightning.methods import WDR, CwFedAvg, FedPer, Local
@@ -41,6 +41,7 @@ def wdr(**settings):
     [
         (wdr, CwFedAvg, PARTITION | UPLOADS | SERVER | TRACE),
         (make_client, CwFedAvg, PARTITION | UPLOADS | SERVER),
+        (make_client, lambda: Together([Aggregator(), CwFedAvg()]), PARTITION | UPLOADS | SERVER),
         (make_client, lambda: None, PARTITION | UPLOADS),
         (lambda: make_client(Local), lambda: None, PARTITION),
         (lambda: make_client(FedPer), lambda: None, PARTITION),
@@ -50,7 +51,7 @@ def wdr(**settings):
             PARTITION | {"mixing_matrix"},
         ),
     ],
-    ids=["WDR", "cwFedAvg", "FedAvg", "Local", "FedPer", "FedPer by class"],
+    ids=["WDR", "cwFedAvg", "cwFedAvg beside another", "FedAvg", "Local", "FedPer", "FedPer by class"],
 )
 def test_each_method_gets_the_pictures_of_what_its_server_sees(method, aggregator, expected, tmp_path):
     run = fit(method(), root=tmp_path, aggregator=aggregator(), callbacks=[ClassPictures()])

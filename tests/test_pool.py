@@ -19,6 +19,18 @@ def test_inner_products_are_those_of_the_long_vectors():
     torch.testing.assert_close(inner_products(models, "abc"), rows @ rows.T, rtol=1e-12, atol=0)
 
 
+def test_products_with_an_origin_are_of_differences_and_of_itself_last():
+    sizes = {"a": (3, BLOCK), "b": (7,), "c": ()}
+    generator = torch.Generator().manual_seed(0)
+    origin, *steps = [{name: torch.randn(size, generator=generator) for name, size in sizes.items()} for _ in range(4)]
+    models = [{name: origin[name] + 1e-4 * step[name] for name in sizes} for step in steps]
+    theta_g, *theta = (torch.cat([model[name].flatten() for name in "abc"]).double() for model in (origin, *models))
+    rows = torch.stack([*(vector - theta_g for vector in theta), theta_g])
+    products = inner_products(models, "abc", origin)
+    torch.testing.assert_close(products.diagonal(), rows.square().sum(1), rtol=1e-12, atol=0)
+    torch.testing.assert_close(products, rows @ rows.T, rtol=1e-12, atol=1e-12)
+
+
 def test_the_loss_is_a_mean_over_samples_however_many_go_through_at_once():
     x, y = points(CHUNK + 5, seed=0)
     model = make_client()

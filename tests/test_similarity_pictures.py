@@ -127,7 +127,7 @@ def test_what_it_sees_is_what_fedrema_does():
 def test_it_looks_on_under_fedavg_as_fedrema_would():
     spy = Spy()
     done = run(callback=SimilarityPictures(temperature=0.3, rounds=()), callbacks=[spy])
-    judge = module.onlooker(done.federation, 0.5, 0.3)
+    judge = module.onlooker(done.federation, 0.3)
     similarity, peers, gaps = judge.compare(spy.updates[3], 3)
     assert list(done.callback.similarities) == [4] and equal(done.callback.similarities[4], similarity)
     assert done.rows[3]["similarity/gap"] == sum(gaps.values()) / 6

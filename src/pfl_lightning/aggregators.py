@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -15,6 +15,8 @@ from pfl_lightning.exchange import Record, StateDict, Updates, weighted_mean
 if TYPE_CHECKING:
     from pfl_lightning.client import FedAvg
     from pfl_lightning.data import FederatedDataModule
+
+AnyAggregator = TypeVar("AnyAggregator", bound="Aggregator")
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,16 @@ class Server:
     module: "FedAvg"
     data: "FederatedDataModule"
     seed: int
+
+    def parameter_names(self, remove_duplicate: bool = True) -> list[str]:
+        """Names of the parameters that clients share: entries of `weights` without buffers.
+
+        Args:
+            remove_duplicate: whether a tied parameter has its first name alone, as where models are compared, or all
+                its names, as where each entry of `weights` is changed.
+        """
+        parameters = self.module.named_parameters(remove_duplicate=remove_duplicate)
+        return [name for name, _ in parameters if name in self.weights]
 
 
 class Aggregator:
@@ -91,6 +103,10 @@ class Aggregator:
     def global_model(self) -> StateDict:
         """The server's one model, as far as it has one; empty where every model is somebody's own."""
         return {}
+
+    def find(self, kind: type[AnyAggregator]) -> AnyAggregator | None:
+        """Itself if it is of a kind, else None; `Together` looks into its server sides, and the first counts."""
+        return self if isinstance(self, kind) else None
 
 
 class WeightedAverage(Aggregator):
@@ -195,6 +211,10 @@ class Together(Aggregator):
     def global_model(self) -> StateDict:
         """The first one's that has one."""
         return next((model for a in self.aggregators if (model := a.global_model())), {})
+
+    def find(self, kind: type[AnyAggregator]) -> AnyAggregator | None:
+        """The first of a kind."""
+        return super().find(kind) or next((found for a in self.aggregators if (found := a.find(kind))), None)
 
 
 def sample_shares(updates: Updates) -> dict[int, float]:

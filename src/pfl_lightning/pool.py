@@ -1,7 +1,7 @@
 """Models of many clients side by side: a server that hands them out, and what compares and averages them."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -17,7 +17,9 @@ Weighting: TypeAlias = Literal["samples", "uniform"]
 """How clients count in a mean: by their training ``samples``, or all alike."""
 
 BLOCK = 20_000
-"""Columns of the matrices that inner products are summed from: they bound memory."""
+"""Columns of the matrices that inner products are summed from: they bound memory and stay in the processor's cache."""
+DOZEN = 12
+"""Products of rows by the dozen are up to twice as fast as of one more or less."""
 
 
 class ModelPool(Aggregator):
@@ -57,8 +59,8 @@ def shares(updates: Updates, weighting: Weighting) -> dict[int, float]:
     return sample_shares(updates) if weighting == "samples" else dict.fromkeys(updates, 1 / len(updates))
 
 
-def inner_products(models: Sequence[StateDict], names: Iterable[str]) -> Tensor:
-    """Inner products of models as long vectors, in float64.
+def inner_products(models: Sequence[StateDict], names: Sequence[str], origin: StateDict | None = None) -> Tensor:
+    r"""Inner products of models as long vectors, in float64.
 
     >>> inner_products([{"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.0, 3.0])}], ["w"])
     tensor([[5., 6.],
@@ -67,16 +69,36 @@ def inner_products(models: Sequence[StateDict], names: Iterable[str]) -> Tensor:
     Args:
         models: n of them.
         names: the entries that count.
+        origin: a model :math:`\theta_g`; given, products are of the differences :math:`\tau_k = \theta_k - \theta_g`,
+            and of :math:`\theta_g` itself as the last.
 
     Returns:
-        ``[n, n]``, in the order of the models.
+        ``[n, n]``, in the order of the models; ``[n + 1, n + 1]`` with an origin.
     """
-    products = torch.zeros(len(models), len(models), dtype=torch.float64)
+    vectors = [*models, *([] if origin is None else [origin])]
+    size = len(vectors)
+    width = min(BLOCK, max((vectors[0][name].numel() for name in names), default=0))
+    # one buffer for all: where memory is new each time, getting it takes longer than the product
+    buffer = torch.zeros(DOZEN * math.ceil(size / DOZEN), width, dtype=torch.float64)
+    products = torch.zeros(len(buffer), len(buffer), dtype=torch.float64)
     for name in names:
-        for parts in zip(*(torch.split(model[name].flatten(), BLOCK) for model in models), strict=True):
-            rows = torch.stack(parts).double()
+        for block in blocks([vector[name] for vector in vectors]):
+            rows = buffer[:, : block.shape[1]]
+            rows[:size] = block
+            if origin is not None:
+                # in float64: differences are small beside models
+                rows[: size - 1] -= rows[size - 1]
             products.addmm_(rows, rows.T)
-    return products
+    return products[:size, :size]
+
+
+def blocks(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """Tensors of one shape as the rows of a matrix, so many columns at a time."""
+    if tensors[0].numel() <= BLOCK:
+        yield torch.stack(tensors).reshape(len(tensors), tensors[0].numel())
+        return
+    for parts in zip(*(torch.split(tensor.flatten(), BLOCK) for tensor in tensors), strict=True):
+        yield torch.stack(parts)
 
 
 @torch.no_grad()

@@ -28,7 +28,8 @@ from pfl_lightning import Server, Together, WeightedAverage
 from pfl_lightning.aggregators import Aggregator, sample_shares
 from pfl_lightning.exchange import weighted_mean
 from pfl_lightning.methods import FedAvg, FedPer, FedProx, Local
-from pfl_lightning.methods.fedrema import FedReMa, is_over, probe_similarity, segment
+from pfl_lightning.methods.fedrema import FedReMa, is_over
+from pfl_lightning.methods.relevance import probe_similarity, segment
 from pfl_lightning.nets import CNN, Net
 
 C, D = 4, 6
@@ -106,7 +107,7 @@ def block(k):
 @pytest.mark.parametrize("shared", [True, False])
 def test_similarities_are_cosines_of_probabilities(shared):
     updates = distinct()
-    similarity, _, _ = server(shared_probe=shared).compare(updates, 0)
+    similarity, _, _ = server(shared_probe=shared).relevance.compare(updates, 0)
     assert torch.equal(similarity.diagonal(), torch.ones(9, dtype=torch.float64))
     assert ((similarity > 0) & (similarity <= 1)).all()
     assert torch.equal(similarity, similarity.T) is shared
@@ -115,33 +116,33 @@ def test_similarities_are_cosines_of_probabilities(shared):
 
 def test_the_noise_is_uniform_and_the_judges_are_the_classifiers():
     aggregator, updates = server(temperature=0.7, probe_max=0.5), distinct(3)
-    noise = aggregator._probe(4)
+    noise = aggregator.relevance.probe(4)
     assert noise.shape == (D,) and 0 <= noise.min() and 0.25 < noise.max() < 0.5
     p = [torch.softmax((u["weights"][HEAD] @ noise + u["weights"][BIAS]) / 0.7, 0) for u in updates.values()]
     by_hand = torch.stack([torch.stack([(a @ b) / (a.norm() * b.norm()) for a in p]) for b in p])
-    torch.testing.assert_close(aggregator.compare(updates, 4)[0], by_hand, rtol=0, atol=1e-14)
+    torch.testing.assert_close(aggregator.relevance.compare(updates, 4)[0], by_hand, rtol=0, atol=1e-14)
 
 
 def test_noise_is_a_function_of_seed_and_round():
     updates = distinct()
     one, same, other, later = (
-        server(seed=seed).compare(updates, round)[0] for seed, round in ((1, 3), (1, 3), (2, 3), (1, 4))
+        server(seed=seed).relevance.compare(updates, round)[0] for seed, round in ((1, 3), (1, 3), (2, 3), (1, 4))
     )
     assert torch.equal(one, same) and not torch.equal(one, other) and not torch.equal(one, later)
 
 
 def test_a_row_s_own_noise_goes_with_its_client():
     updates = distinct()
-    aggregator = server(shared_probe=False)
-    every, few = aggregator.compare(updates, 0)[0], aggregator.compare({k: updates[k] for k in (2, 5)}, 0)[0]
+    relevance = server(shared_probe=False).relevance
+    every, few = relevance.compare(updates, 0)[0], relevance.compare({k: updates[k] for k in (2, 5)}, 0)[0]
     assert torch.equal(few, every[[2, 5]][:, [2, 5]])
-    assert not torch.equal(every, server().compare(updates, 0)[0])
+    assert not torch.equal(every, server().relevance.compare(updates, 0)[0])
 
 
 def test_a_high_temperature_makes_all_alike():
-    similarity, _, _ = server(temperature=1e9).compare(distinct(), 0)
+    similarity, _, _ = server(temperature=1e9).relevance.compare(distinct(), 0)
     assert (1 - similarity).abs().max() < 1e-12
-    assert (1 - server(temperature=0.1).compare(distinct(), 0)[0]).max() > 0.1
+    assert (1 - server(temperature=0.1).relevance.compare(distinct(), 0)[0]).max() > 0.1
 
 
 def test_equal_probabilities_are_never_above_the_client_s_own():
@@ -193,16 +194,16 @@ def test_of_equal_gaps_the_lowest_counts():
 @pytest.mark.parametrize("shared", [True, False])
 def test_equal_classifiers_find_exactly_their_block(shared):
     for rule, noise in itertools.product(("above_excl_top", "above_all"), (0.0, 0.01)):
-        _, peers, _ = server(segmentation=rule, shared_probe=shared).compare(grouped(noise=noise), 0)
+        _, peers, _ = server(segmentation=rule, shared_probe=shared).relevance.compare(grouped(noise=noise), 0)
         assert peers == {k: block(k) for k in CLIENTS}
-    _, peers, _ = server(segmentation="algorithm1", shared_probe=shared).compare(grouped(), 0)
+    _, peers, _ = server(segmentation="algorithm1", shared_probe=shared).relevance.compare(grouped(), 0)
     assert all(set(block(k)) < set(peers[k]) and len(peers[k]) == len(block(k)) + 1 for k in CLIENTS)
 
 
 def test_equal_classifiers_are_never_parted():
     for seed in range(20):
         updates = {k: upload(50 * seed + group) for k, group in enumerate(GROUPS)}
-        _, peers, _ = server().compare(updates, 0)
+        _, peers, _ = server().relevance.compare(updates, 0)
         assert all(set(block(i)) <= set(members) for k, members in peers.items() for i in (*members, k))
 
 
@@ -284,12 +285,12 @@ def test_comparing_changes_nothing():
     weights = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     aggregator.setup(Server(7, weights, module, None, 0))
     before, stream = copy.deepcopy(aggregator.state), torch.get_rng_state()
-    similarity, _, _ = aggregator.compare(distinct(), 0)
+    similarity, _, _ = aggregator.relevance.compare(distinct(), 0)
     assert equal(aggregator.state, before) and torch.equal(torch.get_rng_state(), stream)
     assert equal(dict(module.state_dict()), weights) and module.net.classifier.training
     with torch.no_grad():
         module.net.classifier.weight.zero_()
-    assert torch.equal(aggregator.compare(distinct(), 0)[0], similarity)
+    assert torch.equal(aggregator.relevance.compare(distinct(), 0)[0], similarity)
 
 
 # The end of the period
@@ -487,8 +488,8 @@ def test_a_classifier_of_many_layers_is_judged_in_evaluation_mode(settings):
     spy = Spy()
     done = run(model=make_client(net=net, **settings), rounds=2, callbacks=[spy])
     aggregator = done.federation.aggregator
-    assert equal(aggregator.state["similarity"], aggregator.compare(spy.updates[1], 1)[0])
-    assert any(name.endswith("num_batches_tracked") for name in aggregator.names) is (not settings)
+    assert equal(aggregator.state["similarity"], aggregator.relevance.compare(spy.updates[1], 1)[0])
+    assert any(name.endswith("num_batches_tracked") for name in aggregator.relevance.names) is (not settings)
 
 
 class Pictures(Blobs):
@@ -505,7 +506,7 @@ def test_the_net_says_what_the_classifier_is(head, size):
     model = FedAvg(net=partial(CNN, head=head), input_shape=(1, 16, 16), num_classes=3)
     done = fit(model, skewed(data=Pictures), aggregator=FedReMa(), max_rounds=1, local_steps=1)
     aggregator = done.federation.aggregator
-    assert aggregator.probe_size == size
+    assert aggregator.relevance.probe_size == size
     own = set(aggregator.state["classifiers"][0])
     assert own == {name for name in done.weights if name.startswith("net.classifier.")}
     assert len(own) == (4 if head == "all_fc" else 2)

@@ -15,7 +15,8 @@ from pfl_lightning import Aggregator, FedAvg, Phase, Server
 from pfl_lightning.data import FederatedDataModule, Part
 from pfl_lightning.exchange import num_bytes, weighted_mean
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
-from pfl_lightning.methods.kt_pfl import KnowledgeCoefficients, KnowledgeTransfer, KTpFL, official_rates, project
+from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients, official_rates, project
+from pfl_lightning.methods.kt_pfl import KnowledgeTransfer, KTpFL
 from pfl_lightning.methods.kt_pfl_weight import KTpFLWeight
 from pfl_lightning.methods.local import Local
 from pfl_lightning.nets import Net

@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator, Together
+from pfl_lightning.aggregators import WeightedAverage
 from pfl_lightning.callbacks.pictures import Pictures
 from pfl_lightning.callbacks.record import RoundRecord
 from pfl_lightning.exchange import StateDict, Updates
@@ -18,13 +18,13 @@ from pfl_lightning.plots import (
     plot_weights,
     plot_weights_against,
 )
+from pfl_lightning.pool import inner_products
 from pfl_lightning.report import Row, write_rows
 
 if TYPE_CHECKING:
     from pfl_lightning.federation import Federation
 
 COLUMNS = ("round", "client", "share", "sample_share", "norm")
-BLOCK = 1 << 16
 
 
 class AggregationPictures(Pictures):
@@ -84,14 +84,15 @@ class AggregationPictures(Pictures):
         """Adds the round's rows; draws every so many rounds."""
         if not self._keeps:
             return
-        shares = find_shares(federation.aggregator)
-        if shares is None:
+        average = federation.aggregator.find(WeightedAverage)
+        if average is None or "shares" not in average.state:
             rank_zero_warn(
                 f"AggregationPictures: {type(federation.aggregator).__name__} keeps no weights of a model average; "
                 "nothing is drawn."
             )
             self._keeps = False
             return
+        shares = average.state["shares"]
         sizes = [federation.data.size(client, "train") for client in self._clients]
         norms = self._gram.diagonal().sqrt().tolist()
         rows = [
@@ -124,18 +125,6 @@ class AggregationPictures(Pictures):
             self.show(trainer, "distances", lambda: plot_distances(labels, vectors, title), where)
 
 
-def find_shares(aggregator: Aggregator) -> dict[int, float] | None:
-    """The weights of a server's last model average, by client id; None where it keeps none.
-
-    Args:
-        aggregator: the server side; of several `Together`, the first that keeps weights counts.
-    """
-    if isinstance(aggregator, Together):
-        return next((found for side in aggregator.aggregators if (found := find_shares(side)) is not None), None)
-    shares: dict[int, float] | None = aggregator.state.get("shares")
-    return shares
-
-
 def global_parameters(federation: "Federation") -> StateDict:
     """The floating parameters of the global model, without buffers."""
     names = {name for name, parameter in federation.client.named_parameters() if parameter.is_floating_point()}
@@ -145,7 +134,7 @@ def global_parameters(federation: "Federation") -> StateDict:
 def gram_matrix(updates: Updates, theta_g: StateDict) -> Tensor:
     r"""Inner products :math:`\langle\tau_j, \tau_k\rangle` of client vectors :math:`\tau_k = \theta_k - \theta_g`.
 
-    Over the entries that all have, block by block in float64: no client vector is ever whole in memory.
+    Over the entries that all have, in float64.
 
     >>> updates = {3: {"weights": {"w": torch.tensor([3.0, 4.0])}}, 5: {"weights": {"w": torch.tensor([1.0, 0.0])}}}
     >>> gram_matrix(updates, {"w": torch.zeros(2)})
@@ -161,13 +150,9 @@ def gram_matrix(updates: Updates, theta_g: StateDict) -> Tensor:
     """
     uploads = [update.get("weights", {}) for update in updates.values()]
     names = [name for name in theta_g if all(name in upload for upload in uploads)]
-    gram = torch.full((len(uploads), len(uploads)), 0.0 if names else torch.nan, dtype=torch.float64)
-    for name in names:
-        entries = [theta_g[name], *(upload[name] for upload in uploads)]
-        for before, *after in zip(*(entry.flatten().split(BLOCK) for entry in entries), strict=True):
-            tau = torch.stack(after).double() - before.double()
-            gram += tau @ tau.T
-    return gram
+    if not names:
+        return torch.full((len(uploads), len(uploads)), torch.nan, dtype=torch.float64)
+    return inner_products(uploads, names, origin=theta_g)[:-1, :-1]
 
 
 def vector_distances(gram: Tensor) -> dict[str, Tensor]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pfl_lightning.callbacks.pictures import Pictures
 from pfl_lightning.exchange import Record, Updates
-from pfl_lightning.methods.cwfedavg import WDR, CwFedAvg
+from pfl_lightning.methods.cwfedavg import CwFedAvg
+from pfl_lightning.methods.wdr import WDR
 from pfl_lightning.nets import find_output_layer
 from pfl_lightning.plots import (
     plot_class_heatmaps,
@@ -92,7 +93,7 @@ class ClassPictures(Pictures):
             self.show(trainer, "row_norms", lambda: plot_class_heatmaps(norms, "norm of the class's row"), where)
             self.show(trainer, "distributions", lambda: plot_class_heatmaps(pair, "share of the class"), where)
             self.show(trainer, "scatter", lambda: plot_distribution_scatter({"all clients": (p, estimates)}), where)
-        if isinstance(aggregator := federation.aggregator, CwFedAvg):
+        if (aggregator := federation.aggregator.find(CwFedAvg)) is not None:
             self.show(trainer, "mixing_matrix", lambda: plot_mixing_matrix(aggregator.mixing_matrix()), where)
             if aggregator.rows in aggregator.names:
                 self.show(trainer, "class_models", lambda: draw_class_models(aggregator), where)
@@ -126,8 +127,8 @@ class ClassPictures(Pictures):
 
 def output_layer_of(federation: "Federation") -> str | None:
     """The layer whose rows stand for classes; None where the net has no one such layer."""
-    client = federation.client
-    named = getattr(client, "output_layer", None) or getattr(federation.aggregator, "output_layer", None)
+    client, aggregator = federation.client, federation.aggregator.find(CwFedAvg)
+    named = getattr(client, "output_layer", None) or (aggregator.output_layer if aggregator else None)
     try:
         return find_output_layer(client, client.num_classes, named)
     except MisconfigurationException:

@@ -13,6 +13,7 @@ from pfl_lightning.aggregators import Server
 from pfl_lightning.callbacks.pictures import Pictures
 from pfl_lightning.exchange import Updates
 from pfl_lightning.methods.fedrema import FedReMa
+from pfl_lightning.methods.relevance import Relevance
 from pfl_lightning.plots.similarity import plot_gaps, plot_peer_counts, plot_peers, plot_similarity
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class SimilarityPictures(Pictures):
         self.delta, self.temperature = delta, temperature
         self.rows: list[dict[str, Any]] = []
         self.similarities: dict[int, Tensor] = {}
-        self._judge: FedReMa | None = None
+        self._judge: Relevance | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """What was seen so far."""
@@ -89,8 +90,8 @@ class SimilarityPictures(Pictures):
         data = federation.data
         group_of = getattr(data.partitioner, "group_of", None)
         self._groups = [group_of(k, data.num_clients) for k in range(data.num_clients)] if group_of else None
-        self._own = own_fedrema(federation)
-        self._judge = self._own or onlooker(federation, self.delta, self.temperature)
+        self._own = federation.aggregator.find(FedReMa)
+        self._judge = self._own.relevance if self._own else onlooker(federation, self.temperature)
 
     def on_aggregate_start(self, trainer: Trainer, federation: "Federation", updates: Updates) -> None:
         """Compares the classifiers of the round."""
@@ -133,25 +134,16 @@ class SimilarityPictures(Pictures):
         return plot_peers(rounds, peers, [row["precision"] for row in self.rows], chance)
 
 
-def own_fedrema(federation: "Federation") -> FedReMa | None:
-    """The run's own FedReMa, alone or together with other server sides."""
-    aggregators = getattr(federation.aggregator, "aggregators", [federation.aggregator])
-    return next((aggregator for aggregator in aggregators if isinstance(aggregator, FedReMa)), None)
-
-
-def onlooker(federation: "Federation", delta: float, temperature: float) -> FedReMa | None:
-    """A FedReMa that aggregates nothing; None where clients send no classifier.
+def onlooker(federation: "Federation", temperature: float) -> Relevance | None:
+    """FedReMa's judgement under another method; None where clients send no classifier.
 
     Args:
         federation: the federation.
-        delta: see `FedReMa`.
         temperature: see `FedReMa`.
     """
     client, data = federation.client, federation.data
     shared = {name: tensor for name, tensor in client.state_dict().items() if client.is_shared(name)}
-    judge = FedReMa(delta, temperature)
     try:
-        judge.setup(Server(data.num_clients, shared, client, data, cast(int, federation.seed)))
+        return Relevance(Server(data.num_clients, shared, client, data, cast(int, federation.seed)), temperature)
     except MisconfigurationException:
         return None
-    return judge

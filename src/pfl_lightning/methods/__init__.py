@@ -4,7 +4,7 @@ from pfl_lightning.client import FedAvg
 from pfl_lightning.methods.alternate_training import AlternateAlignment, AlternateTraining
 from pfl_lightning.methods.apple import APPLE, CorePool
 from pfl_lightning.methods.cfl import CFL
-from pfl_lightning.methods.cwfedavg import WDR, CwFedAvg
+from pfl_lightning.methods.cwfedavg import CwFedAvg
 from pfl_lightning.methods.ditto import Ditto
 from pfl_lightning.methods.feature_alignment import FeatureAlignment
 from pfl_lightning.methods.fedala import FedALA
@@ -28,7 +28,8 @@ from pfl_lightning.methods.fedrod import FedRoD
 from pfl_lightning.methods.feduv import FedUV
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
 from pfl_lightning.methods.ifca import IFCA, ClusterModels
-from pfl_lightning.methods.kt_pfl import KnowledgeCoefficients, KnowledgeTransfer, KTpFL
+from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
+from pfl_lightning.methods.kt_pfl import KnowledgeTransfer, KTpFL
 from pfl_lightning.methods.kt_pfl_weight import KTpFLWeight
 from pfl_lightning.methods.ldawa import LDAWA
 from pfl_lightning.methods.lg_fedavg import LGFedAvg
@@ -37,6 +38,7 @@ from pfl_lightning.methods.moon import MOON
 from pfl_lightning.methods.per_fedavg import PerFedAvg
 from pfl_lightning.methods.pfedme import PFedMe, RelaxedAverage
 from pfl_lightning.methods.scaffold import SCAFFOLD, ControlVariates
+from pfl_lightning.methods.wdr import WDR
 
 __all__ = [
     "APPLE",

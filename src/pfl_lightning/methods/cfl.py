@@ -64,7 +64,7 @@ class CFL(Aggregator):
 
     def setup(self, server: Server) -> None:
         """Starts with all clients in one cluster, which has the common initial model."""
-        self.names = [name for name, _ in server.module.named_parameters() if name in server.weights]
+        self.names = server.parameter_names()
         if not self.names:
             raise MisconfigurationException(
                 f"aggregator CFL compares clients by the parameters that they share, and model "

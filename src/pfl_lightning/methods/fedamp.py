@@ -97,7 +97,7 @@ class FedAMP(ModelPool):
     def setup(self, server: Server) -> None:
         """Starts with the common initial model for every client."""
         super().setup(server)
-        self.names = [name for name, _ in server.module.named_parameters() if name in server.weights]
+        self.names = server.parameter_names()
         self.state |= {"initial": server.weights, "clouds": {}}
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:

@@ -5,7 +5,6 @@ client k, tau_k = theta_k - theta_g its client vector, T the logits, lambda = so
 """
 
 import math
-from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 import torch
@@ -17,16 +16,13 @@ from torch import Tensor
 from pfl_lightning.aggregators import Server, WeightedAverage, sample_shares, server_optimizer
 from pfl_lightning.exchange import StateDict, Updates
 from pfl_lightning.methods.feddisco import disco_shares
+from pfl_lightning.pool import inner_products
 
 Init: TypeAlias = Literal["log_size", "raw_size", "uniform", "disco"]
 """What a client's logit is when it first takes part."""
 RegTerm: TypeAlias = Literal["aggregate", "per_client"]
 """What is held near the global model: the mean of the uploads, or on the mean each of them."""
 
-BLOCK = 20_000
-"""Columns of the products that Gram matrices are summed from: they bound memory and stay in the processor's cache."""
-DOZEN = 12
-"""Products of rows by the dozen are up to twice as fast as of one more or less."""
 ROUNDING = 1e-13
 """Squared norms that are smaller than this part of what they are the difference of count as 0."""
 SMALLEST_SHARE = 1e-6
@@ -103,7 +99,7 @@ class FedAWA(WeightedAverage):
         """Starts from the common initial model, without logits."""
         super().setup(server)
         shared = server.weights
-        self.parameters = {name for name, _ in server.module.named_parameters() if name in shared}
+        self.parameters = set(server.parameter_names())
         if not self.parameters:
             raise MisconfigurationException(
                 f"aggregator {type(self).__name__} weighs clients by the parameters that they share, and model "
@@ -168,20 +164,9 @@ class FedAWA(WeightedAverage):
         Returns:
             One matrix a group, ``[G, K + 1, K + 1]``.
         """
-        size = len(updates) + 1
-        models = [*(update["weights"] for update in updates.values()), self.state["weights"]]
-        # one buffer for all: where memory is new each time, getting it takes longer than the product
-        buffer = torch.zeros(DOZEN * math.ceil(size / DOZEN), BLOCK, dtype=torch.float64)
-        grams = torch.zeros(len(self.groups), len(buffer), len(buffer), dtype=torch.float64)
-        for gram, entries in zip(grams, self.groups.values(), strict=True):
-            for name in (name for name in entries if name in self.parameters):
-                for block in blocks([model[name] for model in models]):
-                    rows = buffer[:, : block.shape[1]]
-                    # float64 before the difference: client vectors are small beside models
-                    rows[:size] = block
-                    rows[: size - 1] -= rows[size - 1]
-                    gram.addmm_(rows, rows.T)
-        return grams[:, :size, :size]
+        models = [update["weights"] for update in updates.values()]
+        groups = [[name for name in entries if name in self.parameters] for entries in self.groups.values()]
+        return torch.stack([inner_products(models, names, self.state["weights"]) for names in groups])
 
     def objective(self, weights: Tensor, grams: Tensor) -> tuple[Tensor, Tensor]:
         r"""Both terms, a value a group.
@@ -231,15 +216,6 @@ class FedAWA(WeightedAverage):
             weights: gamma times lambda, ``[G, K]``, in the order of the updates.
         """
         self.average(updates, dict(zip(updates, weights[0].tolist(), strict=True)))
-
-
-def blocks(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Tensors of one shape as the rows of a matrix, so many columns at a time."""
-    if tensors[0].numel() <= BLOCK:
-        yield torch.stack(tensors).reshape(len(tensors), tensors[0].numel())
-        return
-    for parts in zip(*(torch.split(tensor.flatten(), BLOCK) for tensor in tensors), strict=True):
-        yield torch.stack(parts)
 
 
 def root(squares: Tensor, scale: Tensor) -> Tensor:

@@ -4,23 +4,22 @@ Source: Li et al., 2023 (https://arxiv.org/abs/2302.10911). Symbols: K clients o
 the weight of client k, gamma the shrinking factor, z the K + 1 numbers that both are functions of.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import StepLR
 
 from pfl_lightning.aggregators import Server, WeightedAverage, sample_shares, server_optimizer
-from pfl_lightning.data import FederatedDataModule, Part, epoch_order
+from pfl_lightning.data import Part, epoch_order
+from pfl_lightning.data.lent_samples import lent_samples
 from pfl_lightning.exchange import Updates, detached
+from pfl_lightning.nets.batch_norm import on_batch_statistics, smallest_batch
 from pfl_lightning.seeds import derive_seed
 
 
@@ -84,7 +83,8 @@ class FedLAW(WeightedAverage):
         """Starts from the common initial model, and takes the proxy samples."""
         super().setup(server)
         self.server = server
-        self.smallest_batch = 2 if any(isinstance(m, _BatchNorm) for m in server.module.modules()) else 1
+        self.names = server.parameter_names(remove_duplicate=False)
+        self.smallest_batch = smallest_batch(server.module)
         if self.batch_size < self.smallest_batch:
             raise MisconfigurationException("aggregator.batch_size=1 gives BatchNorm no statistics; take 2 or more.")
         # as of now: later on the module holds those of whoever trained last
@@ -117,13 +117,8 @@ class FedLAW(WeightedAverage):
             return logs
         self.average(updates, dict(zip(updates, shares.tolist(), strict=True)))
         weights = self.state["weights"]
-        weights |= {name: gamma * weights[name] for name in self._parameters()}
+        weights |= {name: gamma * weights[name] for name in self.names}
         return logs
-
-    def _parameters(self) -> list[str]:
-        """Names of the entries that gamma scales."""
-        learnable = {name for name, _ in self.server.module.named_parameters(remove_duplicate=False)}
-        return [name for name in self.state["weights"] if name in learnable]
 
     def _learn(self, updates: Updates, proxy: Part, round: int) -> tuple[Tensor, float]:
         """z, and the last epoch's mean loss; the module is left as it is."""
@@ -133,7 +128,7 @@ class FedLAW(WeightedAverage):
         proxy = proxy.to(device, dtype)
         stacks = {
             name: torch.stack([update["weights"][name] for update in updates.values()]).to(device, dtype)
-            for name in self._parameters()
+            for name in self.names
         }
         # copies, since BatchNorm moves its running statistics
         rest = {
@@ -162,44 +157,3 @@ class FedLAW(WeightedAverage):
                 total += loss.detach() * len(rows)
             scheduler.step()
         return z.detach(), float(total) / sum(map(len, batches))
-
-
-@contextmanager
-def on_batch_statistics(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode, but for BatchNorm layers; the modes of all layers are as before afterwards."""
-    modes = {layer: layer.training for layer in module.modules()}
-    for layer in modes:
-        layer.training = isinstance(layer, _BatchNorm)
-    try:
-        yield
-    finally:
-        for layer, mode in modes.items():
-            layer.training = mode
-
-
-def lent_samples(data: FederatedDataModule, fraction: float, generator: torch.Generator) -> Part:
-    """Training samples of all clients, as many of each class, drawn without replacement.
-
-    A class that has fewer gives all that it has. One client's samples are gathered at a time.
-
-    Args:
-        data: the data module, set up.
-        fraction: share of all training samples, in (0, 1]; the number a class is rounded, and at least 1.
-        generator: source of the draws.
-    """
-    counts = data.counts
-    per_class = max(1, round(fraction * int(counts.sum()) / data.num_classes))
-    # how many of its samples of each class a client lends; so no labels need be gathered to draw
-    lent = torch.zeros_like(counts)
-    for j in range(data.num_classes):
-        holders = torch.arange(len(counts)).repeat_interleave(counts[:, j])
-        lot = torch.randperm(len(holders), generator=generator)[:per_class]
-        lent[:, j] = torch.bincount(holders[lot], minlength=len(counts))
-    x, y = [], []
-    for client in lent.any(1).nonzero().flatten().tolist():
-        part = data.part(client, "train")
-        order = torch.randperm(len(part), generator=generator)
-        rows = torch.cat([order[part.y[order] == j][: lent[client, j]] for j in range(data.num_classes)])
-        x.append(part.x[rows])
-        y.append(part.y[rows])
-    return Part(torch.cat(x), torch.cat(y))

@@ -5,80 +5,15 @@ phi^_k as uploaded, h~ a vector of noise in the place of features, M a temperatu
 among them), G_ki how often k had i among its peers, CCP the critical co-learning period.
 """
 
-import copy
-from itertools import pairwise
 from statistics import fmean
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor
-from torch.func import functional_call
-from torch.nn import functional as F
 
 from pfl_lightning.aggregators import Server, WeightedAverage, sample_shares
-from pfl_lightning.client import CLASSIFIER, in_classifier
-from pfl_lightning.exchange import Record, StateDict, Updates, weighted_mean
-from pfl_lightning.nets import feature_size
-from pfl_lightning.seeds import derive_seed
-
-NO_GAP = 1e-12
-
-Segmentation: TypeAlias = Literal["above_excl_top", "algorithm1", "above_all"]
-
-
-def probe_similarity(probabilities: Tensor, own: int) -> Tensor:
-    r"""How much like one client's classifier the others judge an input.
-
-    .. math:: s_{ij} = \cos(p_i, p_j), \qquad s_{ii} = 1
-
-    >>> probe_similarity(torch.tensor([[0.6, 0.8], [0.8, 0.6], [1.0, 0.0]], dtype=torch.float64), own=1)
-    tensor([0.9600, 1.0000, 0.8000], dtype=torch.float64)
-
-    Args:
-        probabilities: class probabilities p ``[K, C]`` of one input, a row a client.
-        own: position i of the client.
-
-    Returns:
-        Row ``[K]`` of S, in (0, 1].
-    """
-    similarities = F.cosine_similarity(probabilities[own], probabilities, dim=1).clamp(max=1)
-    # exactly, so that nobody stands above the client itself
-    similarities[own] = 1
-    return similarities
-
-
-def segment(similarities: Tensor, segmentation: Segmentation = "above_excl_top") -> tuple[list[int], float]:
-    r"""Maximum difference segmentation (MDS): cuts a client's similarities, in order, at the largest gap.
-
-    .. math:: m = \arg\max_i \Delta_i, \qquad \Delta_i = s_{(i+1)} - s_{(i)}
-
-    The lowest of equal gaps counts. Where none is above 1e-12, or fewer than three clients are there, all are peers.
-
-    >>> s = torch.tensor([0.5, 0.52, 0.51, 0.9, 0.91, 0.92, 1.0, 0.53], dtype=torch.float64)
-    >>> members, gap = segment(s)
-    >>> members, round(gap, 12)
-    ([3, 4, 5, 6], 0.37)
-    >>> segment(s, "algorithm1")[0]
-    [3, 4, 5, 6, 7]
-
-    Args:
-        similarities: similarities ``[K]`` of one client to all, to itself the highest.
-        segmentation: as for `FedReMa`.
-
-    Returns:
-        Positions of its peers, its own among them, and the gap; 0 where there is none.
-    """
-    values = similarities.tolist()
-    order = sorted(range(len(values)), key=values.__getitem__)
-    gaps = [values[above] - values[below] for below, above in pairwise(order)]
-    if segmentation == "above_excl_top":
-        gaps = gaps[:-1]
-    gap = max(gaps) if len(values) > 2 else 0.0
-    if gap < NO_GAP:
-        return sorted(order), 0.0
-    start = gaps.index(gap) + (segmentation != "algorithm1")
-    return sorted(order[start:]), gap
+from pfl_lightning.exchange import Record, Updates, weighted_mean
+from pfl_lightning.methods.relevance import Relevance, Segmentation
 
 
 def is_over(mean_gaps: list[float], delta: float) -> bool:
@@ -165,20 +100,9 @@ class FedReMa(WeightedAverage):
     def setup(self, server: Server) -> None:
         """Starts with the common initial classifier for every client, and no peers."""
         super().setup(server)
-        net = server.module.net
-        self.names = [name for name in server.weights if in_classifier(name)]
-        kept = [name for name, _ in net.classifier.named_parameters(CLASSIFIER[:-1]) if name not in server.weights]
-        if kept:
-            raise MisconfigurationException(
-                f"FedReMa compares the classifiers that clients send, and {type(server.module).__name__} keeps "
-                f"{kept[0]} to itself; take model FedAvg, or another aggregator."
-            )
-        # a copy, as engines train in the module; heads are small enough for the CPU
-        self.classifier = copy.deepcopy(net.classifier).double().cpu().eval()
-        self.probe_size = feature_size(net)
-        self.seed = server.seed
+        self.relevance = Relevance(server, self.temperature, self.probe_max, self.shared_probe, self.segmentation)
         self.state |= {
-            "initial": {name: server.weights[name] for name in self.names},
+            "initial": {name: server.weights[name] for name in self.relevance.names},
             "classifiers": {},
             "in_period": True,
             "mean_gaps": [],
@@ -199,7 +123,7 @@ class FedReMa(WeightedAverage):
         shares = self._co_learn(updates, round) if in_period else self._recall(updates)
         # from phi^ throughout: nobody's average may contain another's
         self.state["classifiers"] = self.state["classifiers"] | {
-            k: weighted_mean([self._classifier(updates[i]) for i in row], list(row.values()))
+            k: weighted_mean([self.relevance.classifier(updates[i]) for i in row], list(row.values()))
             for k, row in shares.items()
         }
         gap = {"gap": self.state["mean_gaps"][-1]} if in_period and len(updates) > 2 else {}
@@ -207,7 +131,7 @@ class FedReMa(WeightedAverage):
 
     def _co_learn(self, updates: Updates, round: int) -> dict[int, dict[int, float]]:
         """A round of the period: finds peers, counts them, and ends the period; shares of i in k's classifier."""
-        similarity, peers, gaps = self.compare(updates, round)
+        similarity, peers, gaps = self.relevance.compare(updates, round)
         counts = self.state["peer_counts"].clone()
         for k, members in peers.items():
             counts[k, members] += 1
@@ -228,45 +152,6 @@ class FedReMa(WeightedAverage):
             total = sum(counts.values())
             shares[k] = {i: count / total for i, count in counts.items() if count} or {k: 1.0}
         return shares
-
-    @torch.no_grad()
-    def compare(self, updates: Updates, round: int) -> tuple[Tensor, dict[int, list[int]], dict[int, float]]:
-        """Similarities of classifiers, and what MDS makes of them; changes nothing.
-
-        Args:
-            updates: by client id, sorted by it, at least one.
-            round: the round's number, from 0, of which the noise is a function.
-
-        Returns:
-            S ``[n, n]`` in float64, in the order of the updates; the peers of each client, by id; their gaps.
-        """
-        clients = list(updates)
-        streams = [(round,)] if self.shared_probe else [(round, k) for k in clients]
-        probes = torch.stack([self._probe(*stream) for stream in streams])
-        # [n, n, C]: client i's at the noise of row k
-        p = torch.stack([self._probabilities(update, probes) for update in updates.values()])
-        p = p.expand(-1, len(clients), -1)
-        similarity = torch.stack([probe_similarity(p[:, row], row) for row in range(len(clients))])
-        segments = {k: segment(row, self.segmentation) for k, row in zip(clients, similarity, strict=True)}
-        peers = {k: [clients[position] for position in members] for k, (members, _) in segments.items()}
-        return similarity, peers, {k: gap for k, (_, gap) in segments.items()}
-
-    def _probe(self, *key: int) -> Tensor:
-        """h~ ``[d]``."""
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "fedrema", *key))
-        return self.probe_max * torch.rand(self.probe_size, generator=generator, dtype=torch.float64)
-
-    def _probabilities(self, update: Record, probes: Tensor) -> Tensor:
-        """Class probabilities p ``[n, C]`` of probes ``[n, d]``, by the classifier of an update."""
-        entries = {
-            name.removeprefix(CLASSIFIER): tensor.double() if tensor.is_floating_point() else tensor
-            for name, tensor in self._classifier(update).items()
-        }
-        return F.softmax(functional_call(self.classifier, entries, (probes,)) / self.temperature, dim=1)
-
-    def _classifier(self, update: Record) -> StateDict:
-        """phi^."""
-        return {name: update["weights"][name] for name in self.names}
 
     def download(self, client: int) -> Record:
         """The body, and the client's own classifier."""

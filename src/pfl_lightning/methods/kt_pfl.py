@@ -4,9 +4,7 @@ Source: Zhang et al., 2021 (https://arxiv.org/abs/2111.02862). Symbols: K client
 samples, p_l = softmax(z_l / T) its predictions, c [K, K] the knowledge coefficients, q_k what client k is taught.
 """
 
-import math
-from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -20,9 +18,8 @@ from pfl_lightning.data.datamodule import net_inputs
 from pfl_lightning.evaluation import CHUNK
 from pfl_lightning.exchange import Record, Updates, weighted_mean
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
+from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
 from pfl_lightning.methods.local import Local
-
-Update: TypeAlias = Literal["project", "softmax5", "raw"]
 
 
 class KnowledgeTransfer(GrowingEpochs, Local):
@@ -118,113 +115,6 @@ class KnowledgeTransfer(GrowingEpochs, Local):
     def configure_aggregator(self) -> Aggregator:
         """The knowledge coefficients."""
         return KTpFL()
-
-
-def project(rows: Tensor) -> Tensor:
-    r"""The nearest points on the simplex, :math:`\arg\min_{c \ge 0,\, \sum_l c_l = 1} \lVert c - r \rVert_2`.
-
-    >>> project(torch.tensor([[0.5, 0.9], [-3.0, 2.0]]))
-    tensor([[0.3000, 0.7000],
-            [0.0000, 1.0000]])
-
-    Args:
-        rows: ``[n, K]``.
-    """
-    ordered = rows.sort(1, descending=True).values
-    excess = (ordered.cumsum(1) - 1) / torch.arange(1, rows.shape[1] + 1, device=rows.device)
-    kept = (ordered > excess).sum(1, keepdim=True)
-    return (rows - excess.gather(1, kept - 1)).clamp_min(0)
-
-
-def official_rates(slopes: Tensor) -> Tensor:
-    """Powers of 5, from 1/3125 to 3125, that bring the mean size of a row's entries to between 0.01 and 0.05.
-
-    >>> official_rates(torch.tensor([[0.003, -0.001], [0.2, 0.2]]))
-    tensor([[5.0000],
-            [0.2000]])
-
-    Args:
-        slopes: ``[n, K]``.
-    """
-    sizes = slopes.abs().mean(1, keepdim=True)
-    exponents: Tensor = ((0.01 / sizes).log() / math.log(5)).ceil().clamp(-5, 5)
-    return 5**exponents
-
-
-UPDATES: dict[Update, Callable[[Tensor], Tensor]] = {
-    "project": project,
-    "softmax5": lambda rows: (5 * rows).softmax(1),
-    "raw": lambda rows: rows,
-}
-
-
-class KnowledgeCoefficients(Aggregator):
-    r"""How much each client learns from each, learned by one gradient step a round on each client's row of c.
-
-    .. math:: J_k = \mathrm{MSE}\Big(p_k, \sum_l c_{kl}\, p_l\Big) + \rho\,\mathrm{MSE}(c_k, 1/K)
-
-    where p is what the method compares. All coefficients begin as 1/K. A round changes the rows of its clients, and in
-    these the columns of its clients: scaled to whole rows for the step, and then back to the share that they had.
-
-    Args:
-        rho: weight of the second term, at least 0. The paper of FedClassAvg takes 0.7 for CIFAR-10 and 0.6 for
-            Fashion-MNIST and EMNIST.
-        server_lr: step size, at least 0; 0 keeps c uniform. The 0.02 of FedClassAvg's code moves coefficients by some
-            thousandths in a hundred rounds; None takes the official code's `official_rates`, with which steps are large
-            and never shrink.
-        c_update: what follows the step: ``project``, onto the simplex; ``softmax5``, the softmax of 5 times the row as
-            in the official code, which draws it to uniform for more than 5 clients and away from it for fewer;
-            ``raw``, nothing, as in FedClassAvg's code, so that a row need not stay a mix.
-
-    Raises:
-        MisconfigurationException: if a number is negative.
-    """
-
-    def __init__(self, rho: float = 0.7, server_lr: float | None = 0.02, c_update: Update = "project") -> None:
-        super().__init__()
-        if not rho >= 0:
-            raise MisconfigurationException(f"aggregator.rho={rho} must be 0 or more, such as 0.7.")
-        if server_lr is not None and not server_lr >= 0:
-            raise MisconfigurationException(
-                f"aggregator.server_lr={server_lr} must be 0 (equal coefficients) or more, such as 0.02, or null."
-            )
-        self.rho = rho
-        self.server_lr = server_lr
-        self.c_update = c_update
-
-    def setup(self, server: Server) -> None:
-        """Starts with equal coefficients."""
-        super().setup(server)
-        self.state["c"] = torch.full((server.num_clients,) * 2, 1 / server.num_clients, dtype=torch.float64)
-
-    def shares(self, client: int, among: list[int]) -> Tensor:
-        """A client's coefficients of some clients, scaled to what the whole row sums to, in float64."""
-        row: Tensor = self.state["c"][client]
-        kept = row[among]
-        if kept.sum() == 0:
-            return torch.full_like(kept, float(row.sum()) / len(among))
-        return kept * (row.sum() / kept.sum())
-
-    def learn(self, clients: list[int], products: Tensor) -> dict[str, float]:
-        r"""Makes a step on the rows of a round's clients.
-
-        Args:
-            clients: their ids.
-            products: :math:`\langle p_k, p_l \rangle` over the length of p ``[n, n]`` in float64: all that the gradient
-                depends on.
-
-        Returns:
-            The mean of what they learn from themselves, and the largest coefficient, to log.
-        """
-        n = len(clients)
-        c = torch.stack([self.shares(client, clients) for client in clients])
-        slopes = 2 * (c @ products - products) + 2 * self.rho / n * (c - 1 / n)
-        c = UPDATES[self.c_update](c - (official_rates(slopes) if self.server_lr is None else self.server_lr) * slopes)
-        table = self.state["c"].clone()
-        for client, row in zip(clients, c, strict=True):
-            table[client, clients] = row * (table[client, clients].sum() / table[client].sum())
-        self.state["c"] = table
-        return {"own_share": float(c.diagonal().mean()), "largest_share": float(c.max())}
 
 
 class KTpFL(KnowledgeCoefficients):

@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.aggregators import Server, WeightedAverage
 from pfl_lightning.exchange import Record, Updates, weighted_mean
-from pfl_lightning.methods.kt_pfl import KnowledgeCoefficients
+from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
 from pfl_lightning.pool import inner_products
 
 
@@ -30,7 +30,7 @@ class KTpFLWeight(KnowledgeCoefficients, WeightedAverage):
     def setup(self, server: Server) -> None:
         """Starts with the common initial model for every client."""
         super().setup(server)
-        self.parameters = [name for name, _ in server.module.named_parameters() if name in server.weights]
+        self.parameters = server.parameter_names()
         if not self.parameters:
             raise MisconfigurationException(
                 f"aggregator KTpFLWeight compares the parameters that clients share, and model "

@@ -47,9 +47,8 @@ class LDAWA(WeightedAverage):
     def setup(self, server: Server) -> None:
         """Starts from the common initial model, and finds what is weighted in it."""
         super().setup(server)
-        parameters = {name for name, _ in server.module.named_parameters(remove_duplicate=False)}
-        floating = [name for name, tensor in server.weights.items() if tensor.is_floating_point()]
-        self.names = [name for name in floating if self.tensors == "all" or name in parameters]
+        names = server.weights if self.tensors == "all" else server.parameter_names(remove_duplicate=False)
+        self.names = [name for name in names if server.weights[name].is_floating_point()]
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
         """Averages, and tells the mean cosine of all clients and tensors."""

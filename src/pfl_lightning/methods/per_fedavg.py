@@ -11,11 +11,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.func import functional_call, grad
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Optimizer
 
 from pfl_lightning.client import Batch, FedAvg, Phase
 from pfl_lightning.exchange import StateDict
+from pfl_lightning.nets.batch_norm import smallest_batch
 
 
 class PerFedAvg(FedAvg):
@@ -57,7 +57,7 @@ class PerFedAvg(FedAvg):
             raise MisconfigurationException(f"model.delta={delta} must be above 0, such as 0.001.")
         self.alpha, self.variant, self.delta = alpha, variant, delta
         # BatchNorm refuses the statistics of one sample
-        self.smallest_part = 2 if any(isinstance(module, _BatchNorm) for module in self.net.modules()) else 1
+        self.smallest_part = smallest_batch(self.net)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """The loss of the adapted model, whose gradient is the direction of the outer step."""

@@ -160,8 +160,7 @@ class RelaxedAverage(WeightedAverage):
     def setup(self, server: Server) -> None:
         """Starts from the common initial model."""
         super().setup(server)
-        parameters = server.module.named_parameters(remove_duplicate=False)
-        self.names = [name for name, _ in parameters if name in server.weights]
+        self.names = server.parameter_names(remove_duplicate=False)
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
         """Moves the global model."""

@@ -133,7 +133,7 @@ class SCAFFOLD(WeightedAverage):
         """Starts from the common initial model and c = 0."""
         super().setup(server)
         self.num_clients = server.num_clients
-        self.names = [name for name, _ in server.module.named_parameters(remove_duplicate=False)]
+        self.names = server.parameter_names(remove_duplicate=False)
         parameters = parameters_to_vector(server.module.net.parameters())
         self.state["control"] = torch.zeros_like(parameters, device="cpu", requires_grad=False)
 

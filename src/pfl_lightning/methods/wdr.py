@@ -1,0 +1,90 @@
+"""WDR: the weight-distribution regulariser that makes cwFedAvg work, and its client side.
+
+Source: cwFedAvg, ICCV 2025 (https://arxiv.org/abs/2406.07800). Symbols: p_i the class distribution of client i's
+samples, Theta_i its output layer, p~_i the estimate of p_i by the norms of Theta_i's rows.
+"""
+
+from typing import Any, cast
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.client import Batch, FedAvg
+from pfl_lightning.data import ClientData
+from pfl_lightning.exchange import Record
+from pfl_lightning.methods.cwfedavg import CwFedAvg, row_distribution
+from pfl_lightning.nets import find_output_layer
+
+
+class WDR(FedAvg):
+    r"""Holds the norms of the output layer's rows to the client's class distribution while it trains.
+
+    Minimises :math:`\mathrm{CE} + \kappa\lambda\,\lVert p_i - \tilde p(\Theta_i) \rVert_2`; the norm isn't squared, and
+    :math:`p_i` counts the client's training samples. Its server side is `CwFedAvg`.
+
+    Args:
+        wdr_lambda: weight of the regulariser, at least 0; 0 is `FedAvg` bit for bit. What is needed grows with the
+            number of classes: the paper takes 10 for 10 classes, 1000 for 100.
+        wdr_scale: kappa: the official code trains with half of the lambda that it is given (0.5), the paper prints 1.
+        output_layer: name of the linear layer with a row a class, where the net's classifier has more than one.
+        **kwargs: the arguments of `FedAvg`.
+
+    Raises:
+        MisconfigurationException: if ``wdr_lambda`` is negative, or there is no one output layer.
+    """
+
+    distribution: Tensor
+    received_distance: Tensor
+
+    def __init__(
+        self, wdr_lambda: float = 10.0, wdr_scale: float = 0.5, output_layer: str | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        if wdr_lambda < 0 or wdr_scale < 0:
+            raise MisconfigurationException(
+                f"model.wdr_lambda={wdr_lambda} and model.wdr_scale={wdr_scale} must be 0 (which is FedAvg) or more."
+            )
+        self.wdr_weight = wdr_scale * wdr_lambda
+        self.output_layer = find_output_layer(self, self.num_classes, output_layer)
+        self.register_buffer("distribution", torch.full((self.num_classes,), 1 / self.num_classes), persistent=False)
+        self.register_buffer("received_distance", torch.zeros(()), persistent=False)
+
+    def distance(self) -> Tensor:
+        """R, the distance between the client's class distribution and the one that its output layer shows."""
+        rows = cast(Tensor, self.get_submodule(self.output_layer).weight)
+        # torch gives the norm the gradient 0 at 0, and a zero row too
+        distance: Tensor = torch.linalg.vector_norm(self.distribution - row_distribution(rows))
+        return distance
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Cross-entropy and the regulariser, which no batch enters."""
+        values = super().training_step(batch, batch_idx)
+        if self.wdr_weight == 0:
+            return values
+        distance = self.distance()
+        return values | {"loss": values["loss"] + self.wdr_weight * distance, "wdr": distance}
+
+    def on_download(self, payload: Record, data: ClientData | None) -> None:
+        """Counts the client's classes."""
+        super().on_download(payload, data)
+        if data is not None:
+            self.distribution.copy_(data.class_counts / len(data.train))
+        self.received_distance.copy_(self.distance())
+
+    def upload(self, data: ClientData) -> Record:
+        """The model; warns where the regulariser clearly took the rows away from its aim."""
+        before, after = float(self.received_distance), float(self.distance())
+        if self.wdr_weight > 0 and after > max(before + 0.05, 0.2):
+            rank_zero_warn(
+                f"client {self.client_id}, round {self.round + 1}: the rows' distance to the class distribution grew "
+                f"from {before:.2f} to {after:.2f}: steps of model.wdr_lambda times the learning rate jump over it; "
+                "take a smaller one of the two."
+            )
+        return super().upload(data)
+
+    def configure_aggregator(self) -> Aggregator:
+        """Class-wise averaging of the output layer."""
+        return CwFedAvg()
