@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from pfl_lightning.exchange import detached, is_finite, num_bytes, tensors, tree_map, weighted_mean
+from pfl_lightning.exchange import detached, digest, is_finite, num_bytes, tensors, tree_map, weighted_mean
 
 RECORD = {
     "a": torch.ones(2),
@@ -17,6 +17,13 @@ def test_tensors_are_found_at_any_depth_in_order():
 def test_bytes_are_those_of_all_tensors():
     assert num_bytes(RECORD) == 2 * 4 + 3 * 8 + 1 * 2
     assert num_bytes({}) == 0
+
+
+def test_a_fingerprint_is_of_values_and_not_of_strides():
+    wide = torch.arange(12.0).view(3, 4)
+    for view in (wide[:1, 1], wide.T, wide[::2], wide[0, 0]):
+        assert digest([view]) == digest([view.clone(memory_format=torch.contiguous_format)])
+    assert digest([wide]) != digest([wide + 1]) != digest([wide.view(4, 3) + 1])
 
 
 def test_copies_are_on_the_cpu_and_share_nothing():

@@ -48,8 +48,9 @@ def digest(record: Any) -> str:
     hashed = hashlib.blake2b(digest_size=8)
     for tensor in tensors(record):
         hashed.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        # as bytes, since NumPy has no bfloat16
-        hashed.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        # as bytes, since NumPy has no bfloat16; a view of one element may have a stride that can't be seen so
+        flat = tensor.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
+        hashed.update(flat.view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()
 
 
