@@ -47,7 +47,9 @@ def main() -> None:
     for _ in range(args.turns):
         for method, times in seconds.items():
             times += turn(method, max(args.rounds, 2), options)
-    medians = {method: [statistics.median(column) for column in zip(*times, strict=True)] for method, times in seconds.items()}
+    medians = {
+        method: [statistics.median(column) for column in zip(*times, strict=True)] for method, times in seconds.items()
+    }
     first = medians[args.methods[0]]
     print(f"torch {torch.__version__}, one thread, medians of {len(seconds[args.methods[0]])} rounds")
     print(f"{'method':<20} {'round':>10} {'ratio':>6} {'evaluation':>12} {'ratio with evaluation':>22}")

@@ -1,11 +1,13 @@
-"""Seconds a round of the sequential engine, as ratios to a plain PyTorch loop that does the same work.
+"""Seconds a round of each engine, as ratios to a plain PyTorch loop that does the same work.
 
-    python benchmarks/rounds.py [--rounds 9] [--threads 1]
+    python benchmarks/rounds.py [--engines sequential processes vectorised auto] [--workloads W1 W5] [--rounds 9]
+    python benchmarks/rounds.py --scale          # rounds a second against the number of clients
+    python benchmarks/rounds.py --accelerator gpu --precision bf16-mixed
 
 Both run in one process and take turns, round by round: what else the machine does hits both. A round of ours is all
 that `FederatedTrainer` does between two epochs of Lightning's loop (tasks, training, hand-over, aggregation, record),
-without evaluation. The plain loop trains the same net on as many batches of the same size from resident tensors, and
-averages the weights.
+without evaluation. The plain loop trains the same net on as many batches of the same size from resident tensors, one
+client after another in one intra-op thread, and averages the weights. On a GPU it is on the same GPU, in float32.
 """
 
 import argparse
@@ -15,7 +17,9 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -24,7 +28,9 @@ from torch.optim import SGD
 
 from pfl_lightning import FedAvg, FederatedTrainer
 from pfl_lightning.data import IID, FederatedDataModule
-from pfl_lightning.nets import CNN, MLP, NetFactory
+from pfl_lightning.engines import ENGINES
+from pfl_lightning.engines.processes import cores
+from pfl_lightning.nets import CNN, MLP, LeNet5, NetFactory, ResNet18
 
 LR = 0.01
 BATCH = 10
@@ -46,9 +52,10 @@ class Noise(FederatedDataModule):
         return torch.randint(0, 256, (n, *self.input_shape), dtype=torch.uint8), torch.arange(n) % 10
 
 
-def plain_round(net: nn.Module, weights: dict[str, Tensor], data: Noise) -> Callable[[], None]:
+def plain_round(net: nn.Module, data: Noise, cohort: int, device: torch.device) -> Callable[[], None]:
     """A round as one would write it by hand."""
-    parts = [data.part(client, "train") for client in range(data.num_clients)]
+    parts = [data.part(client, "train").to(device, torch.float32) for client in range(cohort)]
+    weights = {name: tensor.clone() for name, tensor in net.state_dict().items()}
 
     def run() -> None:
         uploads = []
@@ -63,8 +70,11 @@ def plain_round(net: nn.Module, weights: dict[str, Tensor], data: Noise) -> Call
                 loss.backward()
                 optimizer.step()
             uploads.append({name: tensor.detach().clone() for name, tensor in net.state_dict().items()})
-        for name in weights:
-            weights[name] = torch.stack([upload[name] for upload in uploads]).mean(0)
+        for name, entry in weights.items():
+            stack = torch.stack([upload[name] for upload in uploads])
+            weights[name] = stack.mean(0) if entry.is_floating_point() else stack.amax(0)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
 
     return run
 
@@ -88,17 +98,55 @@ class Turns(Callback):
         self.seconds["plain"].append(time.perf_counter() - start)
 
 
-def compare(net: NetFactory, data: Noise, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round, without the first two of each side."""
+@dataclass(frozen=True)
+class Workload:
+    """A federation of equal clients.
+
+    Args:
+        what: a line about it.
+        net: the net.
+        shape: of a sample.
+        clients: how many there are.
+        samples: of a client.
+        cohort: clients of a round; None takes all.
+    """
+
+    what: str
+    net: NetFactory
+    shape: tuple[int, ...]
+    clients: int
+    samples: int
+    cohort: int | None = None
+
+
+WORKLOADS = {
+    "W1": Workload("20 clients x 150 CIFAR-shaped samples, CNN", CNN, (3, 32, 32), 20, 150),
+    "W3": Workload("20 clients x 150 MNIST-shaped samples, LeNet5", LeNet5, (1, 28, 28), 20, 150),
+    "W4": Workload("4 clients x 64 CIFAR-shaped samples, ResNet-18", ResNet18, (3, 32, 32), 4, 64),
+    "W5": Workload("100 clients x 30, MLP 64-64-10", partial(MLP, hidden=(64,)), (1, 8, 8), 100, 30),
+    "W6": Workload("100 clients x 50 CIFAR-shaped samples, CNN", CNN, (3, 32, 32), 100, 50),
+    "W7": Workload("1,000 users x 50 CIFAR-shaped samples, cohort 50, CNN", CNN, (3, 32, 32), 1000, 50, 50),
+}
+
+
+def compare(
+    workload: Workload, rounds: int, engine: str = "sequential", accelerator: str = "cpu", precision: Any = "32-true"
+) -> dict[str, float]:
+    """Median seconds of a round of each side, without the first two rounds."""
     seed_everything(0, verbose=False)
+    data = Noise(workload.clients, workload.samples, workload.shape)
     data.setup()
-    client = FedAvg(net, data.input_shape, data.num_classes, optimizer=partial(SGD, lr=LR))
-    twin = net(data.input_shape, data.num_classes)
-    turns = Turns(plain_round(twin, {name: t.clone() for name, t in twin.state_dict().items()}, data))
+    cohort = workload.cohort or workload.clients
+    client = FedAvg(workload.net, data.input_shape, data.num_classes, optimizer=partial(SGD, lr=LR))
+    device = torch.device("cuda" if accelerator == "gpu" else accelerator)
+    turns = Turns(plain_round(workload.net(data.input_shape, data.num_classes).to(device), data, cohort, device))
     trainer = FederatedTrainer(
         max_rounds=rounds + 2,
+        clients_per_round=cohort,
+        engine=engine,
         callbacks=[turns],
-        accelerator="cpu",
+        accelerator=accelerator,
+        precision=precision,
         limit_val_batches=0,
         logger=False,
         enable_checkpointing=False,
@@ -106,34 +154,57 @@ def compare(net: NetFactory, data: Noise, rounds: int) -> dict[str, list[float]]
         enable_model_summary=False,
     )
     trainer.fit(client, datamodule=data)
-    return {side: seconds[2:] for side, seconds in turns.seconds.items()}
+    return {side: statistics.median(seconds[2:]) for side, seconds in turns.seconds.items()}
 
 
-WORKLOADS: dict[str, Callable[[], tuple[NetFactory, Noise]]] = {
-    "20 clients x 150, CNN of 878,538 parameters": lambda: (CNN, Noise(20, 150, (3, 32, 32))),
-    "100 clients x 30, MLP 64-64-10": lambda: (partial(MLP, hidden=(64,)), Noise(100, 30, (1, 8, 8))),
-}
+def table(args: argparse.Namespace) -> None:
+    """Prints the ratio of each engine on each workload."""
+    print(f"{'workload':<58} {'engine':<11} {'round':>9} {'plain loop':>11} {'ratio':>6}")
+    for name in args.workloads:
+        workload = WORKLOADS[name]
+        for engine in args.engines:
+            seconds = compare(workload, args.rounds, engine, args.accelerator, args.precision)
+            ratio = seconds["federation"] / seconds["plain"]
+            print(
+                f"{name + ' ' + workload.what:<58} {engine:<11} {seconds['federation']:>7.3f} s "
+                f"{seconds['plain']:>9.3f} s {ratio:>6.2f}",
+                flush=True,
+            )
+
+
+def scale(args: argparse.Namespace) -> None:
+    """Prints rounds a second against the number of clients."""
+    print(f"{'clients x 30, MLP 64-64-10':<28} " + " ".join(f"{engine:>11}" for engine in args.engines))
+    for clients in (10, 30, 100, 300, 1000):
+        workload = replace(WORKLOADS["W5"], clients=clients)
+        speeds = [
+            1 / compare(workload, args.rounds, engine, args.accelerator, args.precision)["federation"]
+            for engine in args.engines
+        ]
+        print(f"{clients:<28} " + " ".join(f"{speed:>9.2f}/s" for speed in speeds), flush=True)
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="timed rounds of each side, at least 5")
+    parser.add_argument("--rounds", type=int, default=9, help="timed rounds of each side")
     parser.add_argument("--threads", type=int, default=1, help="intra-op threads")
+    parser.add_argument("--engines", nargs="+", default=["sequential"], choices=list(ENGINES))
+    parser.add_argument("--workloads", nargs="+", default=["W1", "W5"], choices=list(WORKLOADS))
+    parser.add_argument("--accelerator", default="cpu", choices=["cpu", "gpu"])
+    parser.add_argument("--precision", default="32-true", help="of the federation; the plain loop stays in float32")
+    parser.add_argument("--scale", action="store_true", help="rounds a second against the number of clients")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    print(
-        f"torch {torch.__version__}, {args.threads} thread(s), batch {BATCH}, medians of {max(args.rounds, 5)} rounds"
-    )
-    print(f"{'workload':<45} {'federation':>11} {'plain':>9} {'ratio':>6}")
-    for name, make in WORKLOADS.items():
-        seconds = compare(*make(), rounds=max(args.rounds, 5))
-        federation, plain = (statistics.median(seconds[side]) for side in ("federation", "plain"))
-        print(f"{name:<45} {federation:>9.3f} s {plain:>7.3f} s {federation / plain:>6.2f}")
+    place = torch.cuda.get_device_name() if args.accelerator == "gpu" else f"{cores()} cores, {args.threads} thread(s)"
+    print(f"torch {torch.__version__}, {place}, batch {BATCH}, medians of {args.rounds} rounds")
+    (scale if args.scale else table)(args)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"peak memory of the process: {peak:,.0f} MiB")
+    if args.accelerator == "gpu":
+        print(f"peak memory of tensors on the GPU: {torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB")
 
 
 if __name__ == "__main__":
