@@ -13,7 +13,8 @@ LAST = Path("runs/WDR-Digits/version_0/checkpoints/last.ckpt")
 
 NAMES = {
     "fti": "'fti' is not a command; did you mean fit?",
-    "": "a command is missing; there is fit, validate, test.",
+    "": "a command is missing; there is fit, validate, test, compare, methods.",
+    "compar": "'compar' is not a command; did you mean compare?",
     "fit": "nothing is given for data and model; name it by --data and --model",
     "fit --modle FedPer": "modle is not an option; did you mean model?",
     "fit Q extra": "extra is given without an option",

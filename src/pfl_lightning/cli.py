@@ -15,6 +15,7 @@ import pfl_lightning.data
 import pfl_lightning.methods  # noqa: F401  # imported classes can be named without their module
 from pfl_lightning.callbacks.record import run_folder
 from pfl_lightning.client import FedAvg
+from pfl_lightning.commands import OTHERS
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.mistakes import mistake, sentence
 from pfl_lightning.trainer import FederatedTrainer
@@ -22,9 +23,6 @@ from pfl_lightning.trainer import FederatedTrainer
 DESCRIPTION = """\
 Personalized federated learning, on Lightning. There are two more commands than below: 'compare' makes one table of many
 methods and seeds, and 'methods' prints which methods there are; 'pfl-lightning compare --help' says more."""
-
-OTHERS = {"compare": "pfl_lightning.comparison", "methods": "pfl_lightning.survey"}
-"""Commands that are none of the Trainer's, by the module whose ``main`` runs them; read when they are asked for."""
 
 
 class Parser(LightningArgumentParser):

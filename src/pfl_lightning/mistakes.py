@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from pfl_lightning.commands import OTHERS
 from pfl_lightning.federation import TrainingDiverged
 from pfl_lightning.settings import MEANINGLESS
 from pfl_lightning.suggestions import class_names, nearest_file, nearest_option, settings, suggestion
@@ -115,13 +116,13 @@ def unknown_option(message: str, match: re.Match[str], options: list[str]) -> st
 
 def unknown_command(message: str, match: re.Match[str], options: list[str]) -> str:
     """There is no such subcommand."""
-    commands = re.findall(r"\w+", match[2])
+    commands = [*re.findall(r"\w+", match[2]), *OTHERS]
     return f"{match[1]!r} is not a command{suggestion(match[1], commands)}"
 
 
 def missing_command(message: str, match: re.Match[str], options: list[str]) -> str:
     """No subcommand is given."""
-    return f"a command is missing; there is {match[1].replace(',', ', ')}."
+    return f"a command is missing; there is {', '.join([*match[1].split(','), *OTHERS])}."
 
 
 def missing_setting(message: str, match: re.Match[str], options: list[str]) -> str:

@@ -74,31 +74,25 @@ def table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequence[Row
         folder: the run's folder, named in the last line.
     """
     accuracies = sorted(row["test/acc"] for row in clients if "test/acc" in row)
+    selected, central = summary["selected"], summary.get("best_global")
+    extremes = [accuracies[0], accuracies[len(accuracies) // 2]] if accuracies else []
     lines = [
         ("method / aggregator", f"{summary['method']} / {summary['aggregator']}"),
         ("rounds, clients", f"{summary['final']['round']}, {len(clients)}"),
-        ("test accuracy, last round", percent(summary["final"]["test/acc"])),
-        (
-            "  worst and median client",
-            f"{percent(accuracies[0])}, {percent(accuracies[len(accuracies) // 2])}",
-        )
-        if accuracies
-        else ("  worst and median client", "not evaluated"),
-        (
-            f"test accuracy, round {summary['selected']['round']} (best on validation)",
-            percent(summary["selected"]["test/acc"]),
-        ),
-        *(
-            [
-                ("server's model on the central test set", percent(summary["final"]["test/global_acc"])),
-                (
-                    f"  best, round {summary['best_global']['round']}",
-                    percent(summary["best_global"]["test/global_acc"]),
-                ),
-            ]
-            if "best_global" in summary
-            else []
-        ),
+    ]
+    # with a central test set clients may have no test samples of their own
+    if accuracies or not central:
+        lines += [
+            ("test accuracy, last round", percent(summary["final"]["test/acc"])),
+            ("  worst and median client", ", ".join(map(percent, extremes)) or percent(None)),
+            (f"test accuracy, round {selected['round']} (best on validation)", percent(selected["test/acc"])),
+        ]
+    if central:
+        lines += [
+            ("server's model on the central test set", percent(summary["final"]["test/global_acc"])),
+            (f"  best, round {central['round']}", percent(central["test/global_acc"])),
+        ]
+    lines += [
         ("sent up and down a round", " and ".join(size(rows[-1][f"bytes/{way}"]) for way in ("up", "down"))),
         ("seconds", f"{summary['seconds']:.1f}"),
         ("files", str(folder)),

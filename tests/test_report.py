@@ -1,0 +1,54 @@
+"""The final table."""
+
+from pathlib import Path
+
+from pfl_lightning.report import table
+
+SUMMARY = {
+    "method": "FedAvg",
+    "aggregator": "FedAWA",
+    "final": {"round": 2, "test/acc": 0.5},
+    "selected": {"round": 1, "val/acc": 0.7, "test/acc": 0.25},
+    "seconds": 1.26,
+}
+ROWS = [{"round": 2, "bytes/up": 2048, "bytes/down": 10}]
+CENTRAL = {"best_global": {"round": 1, "test/global_acc": 0.75}}
+
+
+def lines(summary, clients):
+    text = table(summary, ROWS, clients, Path("folder"))
+    return [line.split("  ")[0] for line in text.splitlines() if line and not line.startswith("  ")], text
+
+
+def test_clients_have_their_lines():
+    names, text = lines(SUMMARY, [{"test/acc": 0.9}, {"test/acc": 0.1}, {"test/acc": 0.4}])
+    assert names == [
+        "method / aggregator",
+        "rounds, clients",
+        "test accuracy, last round",
+        "test accuracy, round 1 (best on validation)",
+        "sent up and down a round",
+        "seconds",
+        "files",
+    ]
+    assert "10.00 %, 40.00 %" in text
+    assert "2.0 KiB and 10 B" in text
+
+
+def test_a_central_test_set_adds_its_lines():
+    summary = SUMMARY | CENTRAL | {"final": SUMMARY["final"] | {"test/global_acc": 0.6}}
+    names, text = lines(summary, [{"test/acc": 0.9}])
+    assert names[4] == "server's model on the central test set"
+    assert "60.00 %" in text and "75.00 %" in text and "90.00 %, 90.00 %" in text
+
+
+def test_alone_it_has_no_lines_of_clients_beside_it():
+    nothing = {"final": {"round": 2, "test/acc": None, "test/global_acc": 0.6}}
+    names, text = lines(SUMMARY | CENTRAL | nothing, [{}, {}])
+    assert not any(name.startswith("test accuracy") for name in names)
+    assert "not evaluated" not in text
+
+
+def test_what_was_not_evaluated_is_told():
+    nothing = {"final": {"round": 2, "test/acc": None}, "selected": {"round": None, "test/acc": None}}
+    assert lines(SUMMARY | nothing, [{}])[1].count("not evaluated") == 3
