@@ -1,15 +1,18 @@
-"""Seconds a round of the vectorised engine, as ratios to the sequential one.
+"""Seconds of training and of evaluation by the vectorised engine, as ratios to the sequential one.
 
     python benchmarks/vectorised.py [--rounds 9] [--threads 1] [--device cpu]
 
-All engines run the same tasks in one process and take turns, round by round. A round is all that an engine does between
-tasks and outcomes: reception, training and hand-over of every client, without evaluation and without the server.
+All engines run the same tasks in one process and take turns, round by round. Training is all that an engine does
+between tasks and outcomes: reception, training and hand-over of every client, without evaluation and without the
+server. Evaluation is reception, forward pass and metrics of every client, on as many samples as it trains on. Seconds
+are the process's on a CPU, so that what else the machine does counts less, and the clock's elsewhere.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -37,8 +40,8 @@ WORKLOADS: dict[str, Callable[[], tuple[NetFactory, Noise, int]]] = {
 
 def compare(
     net: NetFactory, data: Noise, epochs: int, rounds: int, engines: list[str], device: str
-) -> dict[str, list[float]]:
-    """Seconds of each round, without the first two of each engine."""
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each round, without the first two, by what was done and by engine."""
     seed_everything(0, verbose=False)
     data.setup()
     client = FedAvg(net, data.input_shape, data.num_classes, optimizer=partial(SGD, lr=LR)).to(device)
@@ -46,15 +49,23 @@ def compare(
     made = {name: ENGINES[name](client, work, Precision()) for name in engines}
     payload = {"weights": detached(client.state_dict())}
     clients = [data.client(k) for k in range(data.num_clients)]
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    seconds: dict[str, dict[str, list[float]]] = {
+        what: {name: [] for name in engines} for what in ("training", "evaluation")
+    }
     for round in range(rounds + 2):
         tasks = [Task(k, round, ClientState(), payload, samples, seed=k) for k, samples in enumerate(clients)]
+        asked = [replace(task, evaluate=("train",)) for task in tasks]
         for name, engine in made.items():
-            start = time.perf_counter()
-            outcomes = list(engine.run(tasks))
-            seconds[name].append(time.perf_counter() - start)
-            assert len(outcomes) == len(tasks)
-    return {name: times[2:] for name, times in seconds.items()}
+            for what, run in (
+                ("training", partial(engine.run, tasks)),
+                ("evaluation", partial(engine.evaluate_all, asked)),
+            ):
+                start = clock()
+                results = list(run())
+                seconds[what][name].append(clock() - start)
+                assert len(results) == len(tasks)
+    return {what: {name: times[2:] for name, times in by_engine.items()} for what, by_engine in seconds.items()}
 
 
 def main() -> None:
@@ -69,13 +80,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(f"torch {torch.__version__}, {args.threads} thread(s), batch {BATCH}, {args.device}, medians")
-    print(f"{'workload':<45} {'engine':<12} {'seconds':>9} {'ratio':>6}")
+    print(f"{'workload':<45} {'what':<11} {'engine':<12} {'seconds':>9} {'ratio':>6}")
     for workload, make in WORKLOADS.items():
         seconds = compare(*make(), max(args.rounds, 5), args.engines, args.device)
-        first = statistics.median(seconds[args.engines[0]])
-        for name, times in seconds.items():
-            median = statistics.median(times)
-            print(f"{workload:<45} {name:<12} {median:>9.4f} {median / first:>6.3f}")
+        for what, by_engine in seconds.items():
+            first = statistics.median(by_engine[args.engines[0]])
+            for name, times in by_engine.items():
+                median = statistics.median(times)
+                print(f"{workload:<45} {what:<11} {name:<12} {median:>9.4f} {median / first:>6.3f}")
 
 
 if __name__ == "__main__":

@@ -111,11 +111,6 @@ def test_other_modules_data_and_loaders_are_refused():
         make_trainer().fit(make_client(), DataLoader([1]))
 
 
-def test_several_devices_are_refused():
-    with pytest.raises(MisconfigurationException, match="give devices=1"):
-        make_trainer(devices=2, strategy="ddp_spawn")
-
-
 def test_a_checkpoint_that_is_not_there_is_refused_for_evaluation(tmp_path):
     with pytest.raises(MisconfigurationException, match="has such a checkpoint"):
         make_trainer(tmp_path).test(make_client(), datamodule=blobs(), ckpt_path="best")

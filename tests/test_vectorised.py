@@ -1,3 +1,4 @@
+import copy
 import importlib
 import pkgutil
 from functools import partial
@@ -10,6 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, Adadelta, Adagrad, Adam, AdamW, NAdam, RMSprop
 from torch.optim.lr_scheduler import ExponentialLR
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from federations import (
     CLASSES,
@@ -27,9 +30,10 @@ from federations import (
 )
 from pfl_lightning import FedAvg, methods
 from pfl_lightning.client import Phase
-from pfl_lightning.engines import ClientState, LocalWork, Sequential, Task, vectorised
+from pfl_lightning.data import ClientData, Part
+from pfl_lightning.engines import ClientState, LocalWork, Sequential, Task, scoring, vectorised
 from pfl_lightning.engines.streams import Streams
-from pfl_lightning.engines.vectorised import Auto, Unvectorisable, Vectorised
+from pfl_lightning.engines.vectorised import Unvectorisable, Vectorised
 from pfl_lightning.exchange import detached, tensors
 from pfl_lightning.methods import WDR, FedPer, FedProx, Local, PerFedAvg
 from pfl_lightning.nets import Net
@@ -455,29 +459,135 @@ def test_a_buffer_that_a_hook_replaces_is_not_written_back_into_the_payload():
     assert all(map(torch.equal, tensors(before), tensors(payload)))
 
 
-# Choosing by itself
+# Evaluation
 
 
-def test_auto_falls_back_with_one_line_and_the_same_result(caplog):
-    runs = [fit(make_client(Values), engine=e) for e in (Sequential, Auto)]
-    assert same_end(*runs)
-    lines = [line for line in caplog.messages if "engine='auto'" in line]
-    assert len(lines) == 1 and "Values one by one: vmap" in lines[0]
+class ByValue(FedAvg):
+    def forward(self, x):
+        logits = super().forward(x)
+        return logits * 2 if logits.sum() > 0 else logits
 
 
-def test_auto_vectorises_small_nets_on_a_cpu_and_no_convolutions(monkeypatch):
-    blocks_run = []
-    train = Vectorised._train_block
-    monkeypatch.setattr(Vectorised, "_train_block", lambda self, tasks: blocks_run.append(tasks) or train(self, tasks))
+class ByClient(FedAvg):
+    def forward(self, x):
+        return super().forward(x) + self.client_id * torch.arange(CLASSES)
 
-    def convolving(input_shape, num_classes):
-        body = nn.Sequential(nn.Unflatten(1, (1, FEATURES)), nn.Conv1d(1, 2, 3), nn.Flatten())
-        return Net(body, nn.Linear(2 * (FEATURES - 2), num_classes))
 
-    fit(make_client(net=convolving), engine=Auto)
-    assert not blocks_run
-    fit(make_client(), engine=Auto)
-    assert len(blocks_run) == 3
+class Confusing(FedAvg):
+    """With a metric that isn't a number of right ones over all."""
+
+    def configure_metrics(self):
+        f1 = MulticlassF1Score(CLASSES, average="macro")
+        return MetricCollection({"acc": MulticlassAccuracy(CLASSES, average="micro"), "f1": f1})
+
+
+def unnormalised(input_shape, num_classes):
+    norm = nn.BatchNorm1d(HIDDEN, track_running_stats=False)
+    return Net(nn.Sequential(nn.Linear(FEATURES, HIDDEN), norm, nn.Tanh()), nn.Linear(HIDDEN, num_classes))
+
+
+def evaluated(model, cls, clients=range(5), **settings):
+    """What an engine says of clients with models of their own and parts of different sizes, one without one of them."""
+    # engines leave a client behind in theirs
+    model = copy.deepcopy(model)
+    data = blobs(*RAGGED, test_fraction=0.4, val_fraction=0.5)
+    data.setup()
+    parts = [data.client(k) for k in range(len(RAGGED))]
+    parts[1] = ClientData(lambda stage: Part(*(t[: 3 * (stage == "test")] for t in points(9, seed=1))), CLASSES)
+    torch.manual_seed(7)
+    tasks = []
+    for k in range(len(RAGGED)):
+        # near 1, as variances must be positive
+        own = {name: t * (1 + 0.5 * torch.rand(t.shape)) for name, t in detached(model.state_dict()).items()}
+        personal = {name: t for name, t in own.items() if model.is_personal(name)}
+        payload = {"weights": {name: t for name, t in own.items() if model.is_shared(name)}}
+        tasks.append(Task(k, 0, ClientState(personal), payload, parts[k], seed=k, evaluate=("val", "test")))
+    engine = cls(model, LocalWork(batch_size=5), Precision(), **settings)
+    with torch.no_grad():
+        return list(engine.evaluate_all(tasks[k] for k in clients))
+
+
+def same_values(one, other):
+    """Equal accuracies, and the rest up to rounding."""
+    assert [client for client, _ in one] == [client for client, _ in other]
+    for (_, first), (_, second) in zip(one, other, strict=True):
+        assert first.keys() == second.keys()
+        for part, values in first.items():
+            assert list(values) == list(second[part])
+            assert values["acc"] == second[part]["acc"]
+            assert values == pytest.approx(second[part], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("method", "net"),
+    [(FedAvg, plain), (FedAvg, noisy), (FedPer, noisy), (partial(FedProx, mu=1.0), noisy), (Confusing, plain)],
+)
+@pytest.mark.parametrize("size", [None, 2])
+def test_clients_are_scored_at_once_as_one_by_one(monkeypatch, method, net, size):
+    # none is left for a block of its own
+    model, clients = make_client(method, net=net), [4, 1, 0, 2]
+    expected = evaluated(model, Sequential, clients)
+    assert len({values["test"]["loss"] for _, values in expected}) == 4
+    assert [list(values) for _, values in expected] == [["val", "test"], ["test"], ["val", "test"], ["val", "test"]]
+    alone = []
+    monkeypatch.setattr(Sequential, "evaluate", lambda self, task: alone.append(task.client))
+    same_values(evaluated(model, Vectorised, clients, block_size=size), expected)
+    assert not alone
+
+
+@pytest.mark.parametrize(
+    ("method", "net"), [(ByValue, plain), (ByClient, plain), (Cached, plain), (FedAvg, unnormalised)]
+)
+def test_what_cannot_be_scored_at_once_is_scored_one_by_one(method, net):
+    model = make_client(method, net=net)
+    assert evaluated(model, Vectorised) == evaluated(model, Sequential)
+
+
+def test_an_adapted_model_is_scored_after_its_phases():
+    model = make_client(partial(PerFedAvg, alpha=0.1))
+    expected = evaluated(model, Sequential)
+    assert evaluated(model, Vectorised) == expected
+    assert all("test_received" in values for _, values in expected)
+
+
+def test_large_parts_go_through_the_net_in_pieces(monkeypatch):
+    model = make_client()
+    expected = evaluated(model, Sequential)
+    monkeypatch.setattr(scoring, "CHUNK", 4)
+    monkeypatch.setattr(scoring, "AT_ONCE", 16)
+    seen = []
+    forward = FedAvg.forward
+    monkeypatch.setattr(FedAvg, "forward", lambda self, x: seen.append(len(x)) or forward(self, x))
+    same_values(evaluated(model, Vectorised), expected)
+    assert max(seen) == 4
+
+
+@pytest.mark.parametrize("most", [1, 20, 1000])
+def test_each_row_is_scored_once_and_with_rows_like_it(monkeypatch, most):
+    monkeypatch.setattr(scoring, "AT_ONCE", most)
+    sizes = [7, 0, 1, 30, 29, 2, 7, 15, 0, 14]
+    groups = list(scoring.alike(sizes))
+    assert sorted(row for group in groups for row in group) == [0, 2, 3, 4, 5, 6, 7, 9]
+    for group in groups:
+        longest = max(sizes[row] for row in group)
+        assert longest <= 2 * min(sizes[row] for row in group)
+        assert len(group) == 1 or len(group) * longest <= most
+
+
+# Hand-over
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedPer])
+def test_who_keeps_a_tensor_of_a_client_keeps_no_others(method):
+    model = make_client(method, net=noisy)
+    state = detached(model.state_dict())
+    data = blobs(*RAGGED)
+    data.setup()
+    tasks = [Task(k, 0, ClientState(state), {"weights": state}, data.client(k), seed=k) for k in range(5)]
+    outcomes = list(Vectorised(model, LocalWork(batch_size=5), Precision()).run(tasks))
+    given = list(tensors([[outcome.update, outcome.state.personal] for outcome in outcomes]))
+    assert all(t.untyped_storage().nbytes() == t.nbytes and not t.requires_grad for t in given)
+    assert len({t.data_ptr() for t in given}) == len(given)
 
 
 # Memory

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
@@ -12,16 +13,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's checkpoint files, put in place in one step: a run killed while it saves keeps the last one.
 
     Lightning writes through a temporary file too, but in the system's folder for them, and a move from another
-    file system is a copy that can be cut short.
+    file system is a copy that can be cut short. It also makes the whole file in memory first, which for large clients
+    is as much as all of their states again.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Saves beside the path and renames."""
-        if "://" in str(path):
+        if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         partial = Path(f"{path}.partial")
-        super().save_checkpoint(checkpoint, partial, storage_options)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(checkpoint, partial)
         os.replace(partial, path)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The federation: the one module that Lightning's loop drives. Rounds, evaluation and what a checkpoint holds."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from copy import deepcopy
 from functools import cached_property
 from typing import Any, cast
 
@@ -15,14 +16,16 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pfl_lightning.aggregators import Aggregator, Server
+from pfl_lightning.callbacks.record import run_folder
 from pfl_lightning.client import FedAvg
 from pfl_lightning.data import FederatedDataModule, Stage
-from pfl_lightning.engines import ClientState, Engine, Evaluated, Outcome, Task
+from pfl_lightning.engines import ClientState, Engine, Evaluated, Outcome, Sharded, Task
 from pfl_lightning.evaluation import summarise
 from pfl_lightning.exchange import StateDict, detached, num_bytes
 from pfl_lightning.pairing import check_common, check_pair, check_updates
 from pfl_lightning.rounds import Rounds
 from pfl_lightning.seeds import derive_seed, draw_cohort
+from pfl_lightning.states import DiskStates
 
 
 class TrainingDiverged(RuntimeError):
@@ -58,7 +61,7 @@ class Federation(LightningModule):
         self.seed: int | None = None
         self.initial: list[StateDict] = []
         self.start: StateDict = {}
-        self.clients: dict[int, ClientState] = {}
+        self.clients: MutableMapping[int, ClientState] = {}
         self.record: dict[str, Any] = {}
         self.results: dict[str, dict[int, dict[str, float]]] = {}
         self._coming = range(0)
@@ -82,8 +85,12 @@ class Federation(LightningModule):
     @cached_property
     def engines(self) -> list[Engine]:
         """What runs the clients of each kind; made when the modules stand on their device."""
-        work, precision = self.rounds.work(self.data), self.trainer.precision_plugin
-        return [self.rounds.engine_class(kind, work, precision, self.rounds.workers) for kind in self._kinds]
+        work, trainer = self.rounds.work(self.data), self.trainer
+        engines: list[Engine] = [
+            self.rounds.engine_class(kind, work, trainer.precision_plugin, self.rounds.workers) for kind in self._kinds
+        ]
+        ranks = trainer.world_size
+        return [Sharded(engine, trainer.global_rank, ranks) for engine in engines] if ranks > 1 else engines
 
     def kind_of(self, client: int) -> int:
         """Which of the `kinds` a client is."""
@@ -100,8 +107,10 @@ class Federation(LightningModule):
             self.rounds.check(kind, self.data)
         if self.seed is not None:
             return
-        self.seed = torch.initial_seed()
-        states = [detached(kind.state_dict()) for kind in self._kinds]
+        # every rank goes on with what the first one has drawn
+        self.seed, states = self.trainer.strategy.broadcast(
+            (torch.initial_seed(), [detached(kind.state_dict()) for kind in self._kinds])
+        )
         pairs = list(zip(self._kinds, states, strict=True))
         self.initial = [{name: t for name, t in state.items() if kind.is_personal(name)} for kind, state in pairs]
         shared = [{name: t for name, t in state.items() if kind.is_shared(name)} for kind, state in pairs]
@@ -111,6 +120,15 @@ class Federation(LightningModule):
         # where every model is somebody's own, a global model has still to be shown: the one that all began with
         whole = self.aggregator.global_model()
         self.start = {name: tensor for name, tensor in self._shared.items() if name not in whole}
+        self.clients = self._kept({})
+
+    def _kept(self, states: MutableMapping[int, ClientState]) -> MutableMapping[int, ClientState]:
+        """Clients' states, where the Trainer keeps them."""
+        if self.rounds.client_states == "memory":
+            return states
+        run = run_folder(self.trainer)
+        # in a folder that stays: files that come and go directly in the run's would make it look newer than it is
+        return DiskStates(run and run / "states", states)
 
     def _set_up_server(self, seed: int) -> None:
         self.aggregator.setup(Server(self.data.num_clients, self._shared, self.client, self.data, seed))
@@ -344,13 +362,13 @@ class Federation(LightningModule):
             checkpoint: as it was saved.
             round: the round that it must be of, from 1; None is returned for a checkpoint of another.
         """
-        now, results = self.federation_state(), self.results
+        now, results, clients = self.federation_state(), self.results, self.clients
         if checkpoint["federation"]["round"] != round:
             return None
         self.load_federation_state(checkpoint["federation"])
         accuracy = self.summary_of("test", self.evaluate_all("test")).get("test/acc")
         self.load_federation_state(now)
-        self.results = results
+        self.results, self.clients = results, clients
         return accuracy
 
     def _log_summary(self, summary: dict[str, float]) -> None:
@@ -433,7 +451,11 @@ class Federation(LightningModule):
         if state["seed"] != self.seed:
             # what the server draws is a function of the run's seed, not of the process's
             self._set_up_server(state["seed"])
+        if self.rounds.client_states == "disk":
+            # the file of a mapped checkpoint stays on the disk, replaced or not, for as long as a tensor is in it
+            state = state | deepcopy({name: state[name] for name in ("initial", "start", "aggregator")})
         self.load_federation_state(state)
+        self.clients = self._kept(self.clients)
 
     def on_fit_end(self) -> None:
         """Leaves the global model in the client module."""

@@ -28,6 +28,7 @@ class Rounds:
     test_every_round: bool = False
     clip: float | None = None
     clip_algorithm: Literal["norm", "value"] = "norm"
+    client_states: Literal["memory", "disk"] = "memory"
 
     def __post_init__(self) -> None:
         per_round = self.clients_per_round
@@ -48,6 +49,8 @@ class Rounds:
             raise MisconfigurationException(
                 f"trainer.engine={self.engine!r} is not an engine; there is {', '.join(map(repr, ENGINES))}."
             )
+        if self.client_states not in ("memory", "disk"):
+            raise MisconfigurationException(f"trainer.client_states={self.client_states!r} must be 'memory' or 'disk'.")
 
     @property
     def engine_class(self) -> type[Engine]:

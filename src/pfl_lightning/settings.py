@@ -16,9 +16,12 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.strategies import Strategy
 
 from pfl_lightning.callbacks import RoundProgress, RoundRecord, WandbReport
 from pfl_lightning.checkpoint_io import AtomicCheckpointIO
+from pfl_lightning.engines import Engine, Processes
+from pfl_lightning.strategy import ClientParallel
 
 REFUSED_CALLBACKS = (
     BatchSizeFinder,
@@ -85,6 +88,25 @@ def fill_defaults(arguments: dict[str, Any], root: str) -> None:
             arguments[name] = value
     if arguments.get("devices") in (None, "auto"):
         arguments["devices"] = 1
+    # every rank sees all clients, and takes its own
+    arguments["use_distributed_sampler"] = False
+    several = str(arguments["devices"]) != "1" or arguments.get("num_nodes", 1) != 1
+    if several and arguments.get("strategy") in (None, "auto"):
+        arguments["strategy"] = ClientParallel()
+
+
+def check_ranks(strategy: Strategy, engine: type[Engine], ranks: int) -> None:
+    """Refuses several devices for what can't use them."""
+    if not isinstance(strategy, ClientParallel):
+        raise MisconfigurationException(
+            f"trainer.strategy={type(strategy).__name__} would cut models or batches over {ranks} devices, and a "
+            "federation shares out whole clients; leave it out, or take ClientParallel."
+        )
+    if issubclass(engine, Processes):
+        raise MisconfigurationException(
+            f"trainer.engine=processes has processes of its own on one machine, and trainer.devices asks for {ranks}; "
+            "take another engine, or devices=1."
+        )
 
 
 def as_list(value: Any) -> list[Any]:

@@ -9,13 +9,15 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.client import FedAvg
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine
 from pfl_lightning.federation import Federation
 from pfl_lightning.rounds import Rounds
 from pfl_lightning.runs import checkpoint_of_run
-from pfl_lightning.settings import fill_defaults, refuse_loaders, refuse_meaningless
+from pfl_lightning.settings import check_ranks, fill_defaults, refuse_loaders, refuse_meaningless
+from pfl_lightning.states import MappedCheckpointIO
 
 
 class FederatedTrainer(Trainer):
@@ -32,8 +34,9 @@ class FederatedTrainer(Trainer):
         local_steps: batches of a client in a round, in the place of ``local_epochs``.
         engine: how the clients of a round are run: ``sequential``, one after another; ``vectorised``, many in one
             computation, with the same result but for rounding; ``processes``, several at once on the cores of a CPU,
-            with the same result; ``auto``, vectorised where it is faster and possible, else one after another; or an
-            `Engine` class.
+            with the same result; ``auto``, the one that should be fastest for the device, the net and the cores, and
+            a line says which; or an `Engine` class. With several ``devices`` clients are shared out to them, and each
+            runs its share so; ``processes`` is for one device.
         workers: processes of the engine ``processes``; None takes one a core.
         evaluate: which model of a client is evaluated: ``before`` local training, as received from the server, by
             every client; ``after`` local training, while fitting by the clients of the round; or ``both``, then the
@@ -43,6 +46,10 @@ class FederatedTrainer(Trainer):
             evaluated at the end of ``fit`` in any case.
         gradient_clip_val: largest norm or value of a client's gradients; None doesn't clip.
         gradient_clip_algorithm: whether ``gradient_clip_val`` bounds their ``norm`` or each ``value``.
+        client_states: where clients' personal entries and optimizers are between rounds: in ``memory``; or on the
+            ``disk``, in files that go when the run does and are read as far as a client is at work, with the same
+            result. They lie in the run's folder, in ``states``; without one, in the system's folder for temporary
+            files. The clients that take part in a round are in memory until its end in either case.
         default_root_dir: where runs are kept, each in a folder ``METHOD-DATA/version_N``.
         **kwargs: Lightning's Trainer's arguments. Without a logger a CSVLogger writes beside the record; without a
             ModelCheckpoint, one keeps the round with the best ``val/acc`` and, as ``last.ckpt``, the last.
@@ -63,6 +70,7 @@ class FederatedTrainer(Trainer):
         test_every_round: bool = False,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
+        client_states: Literal["memory", "disk"] = "memory",
         default_root_dir: str = "runs",
         **kwargs: Any,
     ) -> None:
@@ -79,14 +87,15 @@ class FederatedTrainer(Trainer):
             test_every_round=test_every_round,
             clip=gradient_clip_val,
             clip_algorithm=gradient_clip_algorithm,
+            client_states=client_states,
         )
         self._own_logger = kwargs.get("logger") in (None, True) and not kwargs.get("fast_dev_run")
         fill_defaults(kwargs, default_root_dir)
         super().__init__(max_epochs=max_rounds, default_root_dir=default_root_dir, **kwargs)
+        if client_states == "disk" and type(self.strategy.checkpoint_io) is AtomicCheckpointIO:
+            self.strategy.checkpoint_io = MappedCheckpointIO()
         if self.world_size > 1:
-            raise MisconfigurationException(
-                f"trainer.devices: {self.world_size} devices can't be used by engine={engine!r}; give devices=1."
-            )
+            check_ranks(self.strategy, self.rounds.engine_class, self.world_size)
 
     @property
     def global_step(self) -> int:
@@ -96,9 +105,14 @@ class FederatedTrainer(Trainer):
 
     @property
     def log_dir(self) -> str | None:
-        """The run's folder: record, configuration and checkpoints are in it, whatever the logger."""
-        if self.logger is None or isinstance(self.logger, (CSVLogger, TensorBoardLogger)):
-            return super().log_dir
+        """The run's folder: record, configuration and checkpoints are in it, whatever the logger.
+
+        Lightning's asks the first rank, and so can't be looked at by one rank alone.
+        """
+        if self.logger is None:
+            return self.default_root_dir
+        if isinstance(self.logger, (CSVLogger, TensorBoardLogger)):
+            return str(self.logger.log_dir)
         version = self.logger.version
         version = version if isinstance(version, str) else f"version_{version}"
         return str(Path(self.logger.save_dir or self.default_root_dir, str(self.logger.name), version))

@@ -159,7 +159,9 @@ class RoundRecord(FederatedCallback):
         if test is None and row is self.rows[-1]:
             test = final
         elif test is None and (path := best_checkpoint(trainer)):
-            test = federation.test_at(torch.load(path, map_location="cpu", weights_only=True), row["round"])
+            # mapped: else all clients' states would be in memory twice
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            test = federation.test_at(checkpoint, row["round"])
         central = {name: row[name] for name in ("test/global_acc",) if name in row}
         return {"round": row["round"], "val/acc": row["val/acc"], "test/acc": test, **central}
 
@@ -169,8 +171,11 @@ class RoundRecord(FederatedCallback):
 
 
 def run_folder(trainer: Trainer) -> Path | None:
-    """The run's folder, made if need be; None where nothing shall be written: without a logger, and in a trial run."""
-    if not trainer.loggers or trainer.log_dir is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+    """The run's folder, made if need be.
+
+    None where nothing shall be written: without a logger, in a trial run, and by every rank but the first.
+    """
+    if not trainer.loggers or trainer.log_dir is None or trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
         return None
     folder = Path(trainer.log_dir)
     folder.mkdir(parents=True, exist_ok=True)

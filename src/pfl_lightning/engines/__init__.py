@@ -1,9 +1,11 @@
 """Engines: how the clients of a round are executed."""
 
+from pfl_lightning.engines.auto import Auto
 from pfl_lightning.engines.base import ClientState, Engine, Evaluated, LocalWork, Outcome, Task
 from pfl_lightning.engines.processes import Processes
 from pfl_lightning.engines.sequential import Sequential
-from pfl_lightning.engines.vectorised import Auto, Unvectorisable, Vectorised
+from pfl_lightning.engines.sharded import Sharded
+from pfl_lightning.engines.vectorised import Unvectorisable, Vectorised
 
 ENGINES: dict[str, type[Engine]] = {
     "sequential": Sequential,
@@ -23,6 +25,7 @@ __all__ = [
     "Outcome",
     "Processes",
     "Sequential",
+    "Sharded",
     "Task",
     "Unvectorisable",
     "Vectorised",

@@ -120,6 +120,9 @@ class Engine(ABC):
         self.workers = workers
         self._modules = list(module.modules())
         self.metrics = module.configure_metrics().to(module.device)
+        for metric in self.metrics.values(copy_state=False):
+            # bool() is False: else a rank's clients would be measured together with those of other ranks
+            metric.distributed_available_fn = bool
 
     def forward_context(self) -> AbstractContextManager[None]:
         """The context of forward passes under the Trainer's precision."""
@@ -190,7 +193,8 @@ class Engine(ABC):
         `nn.Module.train` calls itself on each submodule, which takes as long as a step of a small net.
         """
         for module in self._modules:
-            module.training = training
+            # past `nn.Module.__setattr__`, which looks for parameters first
+            vars(module)["training"] = training
 
     def _seed(self, seed: int) -> None:
         """Seeds what dropout draws from; `torch.manual_seed` would also queue seeds for devices that aren't there."""

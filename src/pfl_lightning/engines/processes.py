@@ -46,7 +46,7 @@ class Processes(Sequential):
         yield from self._share_out(lambda task: (task.client, self.evaluate(task)), list(tasks))
 
     def _share_out(self, function: Callable[[Task], Result], tasks: list[Task]) -> Iterator[Result]:
-        count = min(self.workers or len(os.sched_getaffinity(0)), len(tasks))
+        count = min(self.workers or cores(), len(tasks))
         if count < 2:
             yield from map(function, tasks)
             return
@@ -101,6 +101,11 @@ class Processes(Sequential):
                 if isinstance(result, Exception):
                     raise result
                 yield result
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def packed(function: Callable[[Task], Any], task: Task) -> bytes:

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from pfl_lightning.client import Batch, Phase
-from pfl_lightning.data import ClientData, Part, epoch_order
+from pfl_lightning.data import ClientData, LastBatch, Part, epoch_order
 from pfl_lightning.engines.base import ClientState, Engine, Outcome, Task
 from pfl_lightning.exchange import detached, is_finite
 
@@ -126,11 +126,7 @@ class Sequential(Engine):
 
     def _batches(self, part: Part, phase: Phase, generator: torch.Generator) -> Iterator[Batch]:
         """The batches of a phase: an order an epoch, gathered at once and cut into views."""
-        work = self.work
-        size, last = phase.batch_size or work.batch_size, work.last_batch if phase.data is None else "keep"
-        epochs, steps = phase.epochs, phase.steps
-        if epochs is None and steps is None:
-            epochs, steps = work.epochs, work.steps
+        size, last, epochs, steps = self._extent(phase)
 
         def epoch() -> Iterator[Batch]:
             order = epoch_order(len(part), size, last, generator).to(part.y.device)
@@ -141,6 +137,14 @@ class Sequential(Engine):
             return iter(())
         passes = repeat(None) if steps else repeat(None, cast(int, epochs))
         return islice(chain.from_iterable(epoch() for _ in passes), steps)
+
+    def _extent(self, phase: Phase) -> tuple[int, LastBatch, int | None, int | None]:
+        """A phase's samples a batch, what becomes of an epoch's last one, its epochs, and its steps in their place."""
+        work = self.work
+        size, last = phase.batch_size or work.batch_size, work.last_batch if phase.data is None else "keep"
+        if phase.epochs is None and phase.steps is None:
+            return size, last, work.epochs, work.steps
+        return size, last, phase.epochs, phase.steps
 
     def _optimizer(self, phase: Phase, task: Task, parameters: list[nn.Parameter]) -> Optimizer:
         """The phase's optimizer, new or as the client left it, at the round's learning rate."""

@@ -1,15 +1,13 @@
 """Random streams of many clients in one computation: dropout that draws from each client's own."""
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-
-Stream: TypeAlias = tuple[Tensor, ...]
-"""States of the default generators, the CPU's first."""
 
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
 REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
@@ -21,6 +19,58 @@ def default_generators(device: torch.device) -> list[torch.Generator]:
         return [torch.default_generator]
     index = torch.cuda.current_device() if device.index is None else device.index
     return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
+class Stream:
+    """A client's states of the default generators, the CPU's first; made when first asked for.
+
+    Args:
+        device: where the client trains.
+        seed: what the generators are seeded with.
+    """
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device = device
+        self.seed = seed
+
+    @cached_property
+    def states(self) -> list[Tensor]:
+        """The states, to be replaced when they move."""
+        generators = default_generators(self.device)
+        return [torch.Generator(generator.device).manual_seed(self.seed).get_state() for generator in generators]
+
+    def keep(self) -> "Stream":
+        """Takes the states that the generators are in."""
+        self.states = [generator.get_state() for generator in default_generators(self.device)]
+        return self
+
+    def restore(self) -> None:
+        """Puts the generators into the states."""
+        for generator, state in zip(default_generators(self.device), self.states, strict=True):
+            generator.set_state(state)
+
+
+class Drawn(Sequence[Tensor]):
+    """The states of clients' streams that what is drawn on the device comes from.
+
+    Args:
+        streams: the clients' streams.
+    """
+
+    def __init__(self, streams: list[Stream]) -> None:
+        self.streams = streams
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.streams[place].states[-1]
+
+    def __len__(self) -> int:
+        return len(self.streams)
+
+    def move(self, states: Sequence[Tensor]) -> None:
+        """Takes the states after a step, if somebody has drawn."""
+        if states is not self:
+            for stream, state in zip(self.streams, states, strict=True):
+                stream.states[-1] = state
 
 
 class Streams(TorchFunctionMode):
@@ -36,7 +86,7 @@ class Streams(TorchFunctionMode):
         states: its state for each client when the step begins; afterwards they are those at its end.
     """
 
-    def __init__(self, generator: torch.Generator, states: list[Tensor]) -> None:
+    def __init__(self, generator: torch.Generator, states: Sequence[Tensor]) -> None:
         super().__init__()
         self.generator = generator
         self.states = states

@@ -1,0 +1,99 @@
+"""Clients shared out to the ranks of several devices: each trains its share, and all know all results."""
+
+import io
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+
+from pfl_lightning.client import Phase
+from pfl_lightning.data import ClientData
+from pfl_lightning.engines.base import Engine, Evaluated, Outcome, Task
+
+Result = TypeVar("Result")
+
+
+class Sharded(Engine):
+    """Runs a rank's share of the clients through an engine, and gathers what all ranks have.
+
+    A client's result depends on its task alone, and results come in the order of the tasks: the same bits from any
+    number of ranks. Every rank goes on with the whole federation, so that each could save or resume it.
+
+    Args:
+        engine: what runs the clients of this rank.
+        rank: number of this rank.
+        ranks: how many there are.
+    """
+
+    def __init__(self, engine: Engine, rank: int, ranks: int) -> None:
+        super().__init__(engine.module, engine.work, engine.precision, engine.workers)
+        self.engine = engine
+        self.rank = rank
+        self.ranks = ranks
+        # tensors of outcomes are on the CPU, where a GPU's own backend can't send them from
+        self._group: Any = distributed.new_group(backend="gloo")
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
+        """Trains each task's client on one of the ranks, and yields all outcomes in the order of the tasks."""
+        tasks = list(tasks)
+        places = deal([len(task.data.train) for task in tasks], self.ranks)
+        own = [task for task, rank in zip(tasks, places, strict=True) if rank == self.rank]
+        outcomes = {outcome.client: outcome for outcome in self._gathered(lambda: list(self.engine.run(own)))}
+        return (outcomes[task.client] for task in tasks)
+
+    def evaluate_all(self, tasks: Iterable[Task]) -> Iterator[Evaluated]:
+        """Evaluates each task's client on one of the ranks."""
+        own = islice(tasks, self.rank, None, self.ranks)
+        yield from self._gathered(lambda: list(self.engine.evaluate_all(own)))
+
+    def adapt(self, phases: list[Phase], task: Task, data: ClientData) -> None:
+        """Trains on every rank that asks for it."""
+        self.engine.adapt(phases, task, data)
+
+    def _gathered(self, function: Callable[[], list[Result]]) -> list[Result]:
+        """What the function gives on all ranks; raises on all of them what it raises on one."""
+        try:
+            own: list[Result] | Exception = function()
+        except Exception as error:
+            own = error
+        buffer = io.BytesIO()
+        # unlike pickle it saves storages that tensors share once
+        torch.save(own, buffer)
+        everybody: list[bytes] = [b""] * self.ranks
+        try:
+            distributed.all_gather_object(everybody, buffer.getvalue(), group=self._group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.rank} lost another one of this run's {self.ranks} ranks; checkpoints stand: go on with "
+                "--ckpt_path last, on any number of devices."
+            ) from error
+        parts = [own if rank == self.rank else unpacked(data) for rank, data in enumerate(everybody)]
+        for part in parts:
+            if isinstance(part, Exception):
+                raise part
+        return [result for part in parts if not isinstance(part, Exception) for result in part]
+
+
+def unpacked(data: bytes) -> Any:
+    """What another rank has packed."""
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def deal(sizes: list[int], ranks: int) -> list[int]:
+    """Which rank takes which task: the longest ones first, each to the rank that has least.
+
+    >>> deal([10, 40, 20, 30], 2)
+    [0, 0, 1, 1]
+
+    Args:
+        sizes: of the tasks.
+        ranks: how many there are.
+    """
+    load, places = [0] * ranks, [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        places[place] = min(range(ranks), key=load.__getitem__)
+        # a client without samples takes its time too
+        load[places[place]] += sizes[place] + 1
+    return places

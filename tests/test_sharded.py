@@ -1,0 +1,150 @@
+"""Clients shared out to ranks: the same bits from any number of them, and what happens when one is lost."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from command import QUIET, pfl
+from federations import equal, fit, load, make_client, make_trainer, noisy, read_csv, untimed
+from pfl_lightning.callbacks import FederatedCallback
+from pfl_lightning.engines.sharded import deal
+from pfl_lightning.methods import FedAvg, FedBABU, FedPer, FedReMa, Local
+from pfl_lightning.strategy import ClientParallel
+from test_kinds import NETS
+
+MAKE = partial(make_client, FedPer, net=noisy, optimizer_lifetime="run")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def on(ranks, make, root, **settings):
+    """A run on some ranks; with several, they are forks, and what they did is in the run's folder."""
+    if ranks > 1:
+        settings |= {"devices": ranks, "strategy": ClientParallel(start_method="fork")}
+    server = settings.pop("aggregator", None)
+    run = fit(make(), root=root, aggregator=server and server(), **settings)
+    (folder,) = root.glob("*/*")
+    return load(folder / "checkpoints" / "last.ckpt"), untimed(read_csv(folder / "rounds.csv")), run
+
+
+def alike(one, other):
+    return equal(one[0]["federation"], other[0]["federation"]) and one[1] == other[1] and len(one[1]) > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (MAKE, {"clients_per_round": 0.75, "evaluate": "both", "test_every_round": True}),
+        (partial(make_client, FedBABU), {}),
+        (make_client, {"aggregator": FedReMa}),
+        (partial(make_client, Local, net=NETS), {}),
+    ],
+    ids=["partial", "evaluation_phases", "server", "nets"],
+)
+def test_two_and_three_ranks_give_the_bits_of_one(make, settings, tmp_path):
+    one, two, three = (on(ranks, make, tmp_path / str(ranks), **settings) for ranks in (1, 2, 3))
+    assert alike(one, two)
+    assert alike(one, three)
+
+
+def test_more_ranks_than_clients_is_no_mistake(tmp_path):
+    one, three = (on(ranks, MAKE, tmp_path / str(ranks), clients_per_round=1) for ranks in (1, 3))
+    assert alike(one, three)
+
+
+def test_a_run_may_change_its_ranks_when_it_resumes(tmp_path):
+    whole = on(1, MAKE, tmp_path / "whole")
+    on(2, MAKE, tmp_path / "part", max_rounds=1)
+    assert alike(whole, on(3, MAKE, tmp_path / "part", ckpt_path="last"))
+
+
+class Here(FederatedCallback):
+    """Writes which rank has which client."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_fit_start(self, trainer, federation):
+        inner = federation.engines[0].engine
+        run, rank = inner.run, trainer.global_rank
+
+        def spied(tasks):
+            tasks = list(tasks)
+            (self.folder / str(rank)).write_text(" ".join(str(task.client) for task in tasks))
+            return run(tasks)
+
+        inner.run = spied
+
+
+def test_ranks_share_the_clients(tmp_path):
+    on(2, MAKE, tmp_path / "runs", callbacks=[Here(tmp_path)], max_rounds=1)
+    shares = [set((tmp_path / str(rank)).read_text().split()) for rank in (0, 1)]
+    assert shares[0] | shares[1] == {"0", "1", "2", "3"}
+    assert len(shares[0]) == len(shares[1]) == 2
+
+
+def test_the_longest_come_first_and_nobody_waits_for_two_long_ones():
+    assert deal([5, 100, 5, 90, 5], 2) == [1, 0, 1, 1, 0]
+    assert deal([0, 0, 0, 0], 2) == [0, 1, 0, 1]
+    assert deal([], 3) == []
+
+
+class Refusing(FedAvg):
+    def training_step(self, batch, batch_idx):
+        if self.client_id == 3:
+            raise MisconfigurationException("model.x=1 must be 2.")
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_one_rank_refuses_all_refuse(tmp_path):
+    with pytest.raises(Exception, match=r"model\.x=1 must be 2\."):
+        on(2, partial(make_client, Refusing), tmp_path)
+
+
+class Lost(FederatedCallback):
+    """The second rank dies in the second round."""
+
+    def on_round_start(self, trainer, federation, cohort):
+        if federation.round == 1 and trainer.global_rank == 1:
+            os._exit(7)
+
+
+def test_a_lost_rank_ends_the_run_which_goes_on_from_its_checkpoint(tmp_path):
+    with pytest.raises(Exception, match=r"exit code 7|lost another one of this run's 2 ranks"):
+        on(2, MAKE, tmp_path / "lost", callbacks=[Lost()])
+    assert alike(on(1, MAKE, tmp_path / "whole"), on(1, MAKE, tmp_path / "lost", ckpt_path="last"))
+
+
+def test_other_strategies_are_refused():
+    with pytest.raises(MisconfigurationException, match=r"trainer\.strategy=DDPStrategy would cut .* leave it out"):
+        make_trainer(devices=2, strategy="ddp_spawn")
+
+
+def test_processes_of_its_own_are_refused():
+    with pytest.raises(MisconfigurationException, match=r"trainer\.engine=processes has processes of its own"):
+        make_trainer(devices=2, engine="processes")
+
+
+def test_the_command_starts_ranks(tmp_path):
+    line = "--model FedAvg --model.net MLP --data Digits --data.num_clients 3 --data.max_samples 150"
+    line = f"fit {line} --trainer.max_rounds 1 {QUIET} --trainer.default_root_dir"
+    pfl(f"{line} {tmp_path / '1'}")
+    command = [sys.executable, "-m", "pfl_lightning.cli", *line.split(), str(tmp_path / "2"), "--trainer.devices", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("test accuracy, last round") == 1
+    (one,), (two,) = ((tmp_path / ranks).glob("*/*") for ranks in ("1", "2"))
+    assert equal(*(load(folder / "checkpoints" / "last.ckpt")["federation"] for folder in (one, two)))
+    assert (one / "clients.csv").read_text() == (two / "clients.csv").read_text()
+    assert {path.name for path in one.iterdir()} == {path.name for path in two.iterdir()}

@@ -1,0 +1,156 @@
+import gc
+from functools import partial
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.optim import Adam
+
+from federations import (
+    Run,
+    blobs,
+    equal,
+    fit,
+    load,
+    make_client,
+    make_trainer,
+    noisy,
+    plain,
+    read_csv,
+    same_end,
+)
+from pfl_lightning.checkpoint_io import AtomicCheckpointIO
+from pfl_lightning.engines import ClientState
+from pfl_lightning.methods import FedPer, Local
+from pfl_lightning.states import DiskStates, MappedCheckpointIO
+
+RUN = {"optimizer_lifetime": "run"}
+
+
+def run(root: Path | str, states: str, rounds: int = 3, model: Any = RUN, method: Any = FedPer, **trainer: Any) -> Run:
+    trainer = {"clients_per_round": 0.4, "max_rounds": rounds, "client_states": states, **trainer}
+    return fit(make_client(method, **model), blobs(24, 16, 30, 20, 12), root, **trainer)
+
+
+def files(run: Run) -> list[Path]:
+    return [path for path in (run.folder / "states").rglob("*") if path.is_file()]
+
+
+def tensor_bytes(checkpoint: Path) -> int:
+    return sum(entry.file_size for entry in ZipFile(checkpoint).infolist() if "/data/" in entry.filename)
+
+
+def state(value: float) -> ClientState:
+    return ClientState(
+        {"w": torch.full((3,), value)}, {"": {"state": {0: {"step": torch.tensor(2.0)}}}}, {"scale": 8.0}
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "trainer"),
+    [
+        (Local, {"net": noisy, **RUN}, {}),
+        (FedPer, {"net": plain, "optimizer": partial(Adam, lr=0.01), **RUN}, {"engine": "vectorised"}),
+        (FedPer, {"net": noisy, **RUN}, {"engine": "processes", "workers": 2}),
+    ],
+    ids=["momentum", "vectorised-adam", "processes"],
+)
+def test_a_run_with_states_on_the_disk_has_the_bits_of_one_in_memory(method, model, trainer, tmp_path):
+    trainer = {"evaluate": "both", **trainer}
+    memory, disk = (run(tmp_path / states, states, 3, model, method, **trainer) for states in ("memory", "disk"))
+    assert same_end(memory, disk)
+    assert read_csv(memory.folder / "clients.csv") == read_csv(disk.folder / "clients.csv")
+    checkpoints = [load(run.last) for run in (memory, disk)]
+    assert equal(*(checkpoint["federation"] for checkpoint in checkpoints))
+    assert equal(*(checkpoint["state_dict"] for checkpoint in checkpoints))
+    # nothing is in it that its tensors are only parts of
+    assert tensor_bytes(memory.last) == tensor_bytes(disk.last)
+
+
+def test_there_is_a_file_for_each_client_that_has_trained(tmp_path):
+    disk = run(tmp_path, "disk")
+    assert 2 <= len(disk.federation.clients) < 5
+    names = [path.name.split("-")[0] for path in files(disk)]
+    assert sorted(map(int, names)) == sorted(disk.federation.clients)
+    assert isinstance(disk.trainer.strategy.checkpoint_io, MappedCheckpointIO)
+
+
+@pytest.mark.parametrize(("first", "second"), [("memory", "disk"), ("disk", "memory"), ("disk", "disk")])
+def test_a_run_goes_on_from_a_checkpoint_of_either_kind(first, second, tmp_path):
+    whole = run(tmp_path / "whole", "memory", 6)
+    run(tmp_path / "halves", first, 3)
+    assert same_end(whole, run(tmp_path / "halves", second, 6, ckpt_path="last"))
+
+
+def test_a_resumed_run_lets_go_of_its_checkpoint(tmp_path):
+    last = run(tmp_path, "disk").last.resolve()
+    trainer = make_trainer(tmp_path, client_states="disk", max_rounds=3)
+    trainer.validate(make_client(FedPer, **RUN), datamodule=blobs(24, 16, 30, 20, 12), ckpt_path=str(last))
+    assert len(trainer.lightning_module.clients)
+    assert str(last) not in Path("/proc/self/maps").read_text()
+
+
+def test_testing_the_selected_round_leaves_the_states_as_they_are(tmp_path):
+    # with a rate that grows the best round isn't the last
+    growing = {**RUN, "lr_scheduler": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=30.0)}
+    memory, disk = (run(tmp_path / states, states, 4, growing) for states in ("memory", "disk"))
+    assert memory.record.summary["selected"]["round"] < 4
+    assert memory.record.summary["selected"] == disk.record.summary["selected"]
+    assert isinstance(disk.federation.clients, DiskStates)
+    assert same_end(memory, disk)
+
+
+def test_states_that_were_looked_up_stay_what_they_were(tmp_path):
+    states = DiskStates(tmp_path, {4: state(1.0), 2: state(5.0)})
+    before = states[4]
+    states[4] = state(2.0)
+    assert equal(vars(before), vars(state(1.0))) and equal(vars(states[4]), vars(state(2.0)))
+    states[4].personal["w"].zero_()
+    assert equal(vars(states[4]), vars(state(2.0)))
+    assert list(states) == [4, 2] and len(list(tmp_path.rglob("*.pt"))) == 2
+    del states[4]
+    assert 4 not in states and equal(vars(before), vars(state(1.0)))
+    with pytest.raises(KeyError):
+        states[4]
+
+
+def test_a_state_that_cannot_be_written_leaves_the_earlier_one(tmp_path):
+    states = DiskStates(tmp_path, {0: state(1.0)})
+    with pytest.raises(Exception, match="pickle"):
+        states[0] = ClientState({"w": lambda: None})
+    assert equal(vars(states[0]), vars(state(1.0)))
+
+
+def test_their_files_go_with_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    disk, unlogged = run(tmp_path, "disk"), run("unused", "disk")
+    folder = disk.folder
+    assert files(disk) and list((tmp_path / "temporary").rglob("*.pt"))
+    changed = folder.stat().st_mtime_ns
+    del disk, unlogged
+    gc.collect()
+    assert not list((folder / "states").iterdir()) and not list((tmp_path / "temporary").iterdir())
+    # by which the newest run is found
+    assert folder.stat().st_mtime_ns == changed
+
+
+def test_runs_in_memory_keep_no_files(tmp_path):
+    memory = run(tmp_path, "memory")
+    assert not (memory.folder / "states").exists()
+    assert type(memory.trainer.strategy.checkpoint_io) is AtomicCheckpointIO
+
+
+def test_a_damaged_checkpoint_is_refused_as_in_memory(tmp_path):
+    path = tmp_path / "cut.ckpt"
+    path.write_bytes(run(tmp_path, "disk").last.read_bytes()[:3000])
+    with pytest.raises(MisconfigurationException, match="can't be read as a checkpoint"):
+        run(tmp_path, "disk", ckpt_path=path)
+
+
+def test_a_place_that_is_neither_is_refused():
+    with pytest.raises(MisconfigurationException, match=r"trainer\.client_states='tape' must be 'memory' or 'disk'"):
+        make_trainer(client_states="tape")
