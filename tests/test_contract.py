@@ -169,7 +169,7 @@ def test_each_client_receives_its_own_mixture():
 
 def test_evaluation_looks_at_each_client_s_own_mixture():
     run = fit(make_client(Echo), aggregator=Neighbours(), max_rounds=2)
-    losses = {client: values["loss"] for client, values in run.federation.results["test"].items()}
+    losses = {client: values["loss"] for client, values in run.federation.evaluations.results["test"].items()}
     for client, loss in losses.items():
         weights = run.federation.aggregator.download(client)["weights"]
         part = run.data.part(client, "test")
@@ -646,7 +646,7 @@ def test_toy_methods_resume_bit_for_bit(name, tmp_path):
 def test_evaluation_changes_no_state_of_a_federation():
     run = fit(make_client(Chooser), blobs(data=TwoGroups))
     before = copy.deepcopy(run.federation.federation_state())
-    run.federation.evaluate_all("test")
+    run.federation.evaluations.evaluate_all("test")
     assert equal(before, run.federation.federation_state())
 
 

@@ -103,7 +103,7 @@ def test_validating_a_federation_trains_nobody_and_covers_all_clients(when):
     before = copy.deepcopy(federation.federation_state())
     (values,) = trainer.validate(model, datamodule=data, verbose=False)
     assert equal(before, federation.federation_state())
-    assert set(federation.results["val"]) == {0, 1, 2, 3}
+    assert set(federation.evaluations.results["val"]) == {0, 1, 2, 3}
     assert ("val_after/acc" in values) == (when == "both")
     (again,) = trainer.validate(model, datamodule=data, verbose=False)
     assert values == again
@@ -129,7 +129,7 @@ def test_only_so_many_clients_are_validated_where_limited():
 
     class Watch(Callback):
         def on_validation_end(self, trainer, federation):
-            validated.append(set(federation.results["val"]))
+            validated.append(set(federation.evaluations.results["val"]))
 
     fit(make_client(), limit_val_batches=2, callbacks=[Watch()])
     assert validated == [{0, 1}] * 3
@@ -141,5 +141,5 @@ def test_an_evaluation_leaves_the_global_generator_where_it_was(when):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    run.federation.evaluate_all("test")
+    run.federation.evaluations.evaluate_all("test")
     assert torch.equal(torch.rand(3), expected)

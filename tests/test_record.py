@@ -87,7 +87,7 @@ def test_looking_at_the_selected_round_leaves_the_federation_at_the_last(tmp_pat
     run = fit(make_client(FedPer), root=tmp_path, max_rounds=6)
     assert run.record.summary["selected"]["round"] < run.federation.round == 6
     tested = {row["client"]: row["test/acc"] for row in run.record.clients}
-    assert {client: values["acc"] for client, values in run.federation.results["test"].items()} == tested
+    assert {client: values["acc"] for client, values in run.federation.evaluations.results["test"].items()} == tested
 
 
 def test_rounds_without_validation_are_recorded_too(tmp_path):

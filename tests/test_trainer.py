@@ -164,7 +164,7 @@ def test_evaluating_a_checkpoint_after_training_goes_on_at_its_learning_rate(tmp
     run = fit(model(), root=tmp_path, evaluate="after")
     trainer = make_trainer(tmp_path, evaluate="after")
     trainer.test(model(), datamodule=blobs(), ckpt_path="last", verbose=False)
-    assert equal(trainer.lightning_module.results["test"], run.federation.results["test"])
+    assert equal(trainer.lightning_module.evaluations.results["test"], run.federation.evaluations.results["test"])
 
 
 def test_fast_dev_run_runs_one_round_and_leaves_nothing(tmp_path):

@@ -66,7 +66,12 @@ class SaveConfig(SaveConfigCallback):
         if (folder := run_folder(trainer)) is None:
             return
         path = folder / "config.yaml"
-        self.parser.save(self.config, path, skip_none=False, overwrite=True, multifile=False)
+        kept: dict[str, Any] = {"overwrite": True, "multifile": False}
+        try:
+            self.parser.save(self.config, path, skip_unset=False, **kept)
+        except TypeError:
+            # its name before jsonargparse 4.49
+            self.parser.save(self.config, path, skip_none=False, **kept)
         for logger in trainer.loggers:
             logger.log_hyperparams(yaml.safe_load(path.read_text()))
 

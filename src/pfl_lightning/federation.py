@@ -19,8 +19,9 @@ from pfl_lightning.aggregators import Aggregator, Server
 from pfl_lightning.callbacks.record import run_folder
 from pfl_lightning.client import FedAvg
 from pfl_lightning.data import FederatedDataModule, Stage
-from pfl_lightning.engines import ClientState, Engine, Evaluated, Outcome, Sharded, Task
+from pfl_lightning.engines import ClientState, Engine, Outcome, Sharded, Task
 from pfl_lightning.evaluation import summarise
+from pfl_lightning.evaluations import Evaluations
 from pfl_lightning.exchange import StateDict, detached, num_bytes
 from pfl_lightning.pairing import check_common, check_pair, check_updates
 from pfl_lightning.rounds import Rounds
@@ -63,10 +64,7 @@ class Federation(LightningModule):
         self.start: StateDict = {}
         self.clients: MutableMapping[int, ClientState] = {}
         self.record: dict[str, Any] = {}
-        self.results: dict[str, dict[int, dict[str, float]]] = {}
-        self._coming = range(0)
-        self._evaluations: Iterator[Evaluated] | None = None
-        self._evaluated: dict[int, dict[str, dict[str, float]]] = {}
+        self.evaluations = Evaluations(self)
         check_pair(client, self.aggregator)
         for kind in self._kinds:
             kind.requested = kind.offers & self.aggregator.needs
@@ -221,14 +219,13 @@ class Federation(LightningModule):
         # states change here and not while clients train: an interrupted round leaves none behind
         for client, outcome in taken.items():
             self.clients[client] = outcome.state
-            for stage, values in outcome.after.items():
-                self.results.setdefault(self.rounds.after_name(stage), {})[client] = values
+            self.evaluations.add_after(client, outcome.after)
         self.record["time/aggregate"] = time.perf_counter() - start
         self.record |= {f"server/{name}": value for name, value in logs.items()}
         self._call("on_aggregate_end", logs)
 
     def _start_record(self, cohort: list[int]) -> None:
-        self.results = {}
+        self.evaluations.results = {}
         self.record = {
             "round": self.round + 1,
             "clients": 0,
@@ -253,48 +250,12 @@ class Federation(LightningModule):
     def validation_step(self, clients: list[int], batch_idx: int) -> None:
         """Evaluates the clients of a batch on their validation parts; on their test parts too where rounds ask."""
         for client in clients:
-            self._evaluate(client, self.rounds.validation_stages, fitting=self._fitting)
+            self.evaluations.evaluate(client, self.rounds.validation_stages, fitting=self._fitting)
 
     def test_step(self, clients: list[int], batch_idx: int) -> None:
         """Evaluates the clients of a batch on their test parts."""
         for client in clients:
-            self._evaluate(client, ("test",))
-
-    def _evaluate(self, client: int, stages: tuple[Stage, ...], fitting: bool = False) -> None:
-        """Puts a client's metrics into the results; while fitting, those after training are there already."""
-        rounds = self.rounds
-        if rounds.evaluate != "after":
-            self._evaluations = self._evaluations or self._evaluate_ahead(stages)
-            with torch.inference_mode(False), torch.no_grad(), isolate_rng():
-                # an engine may evaluate many at once, and be done with them in any order
-                while client not in self._evaluated:
-                    self._evaluated.update([next(self._evaluations)])
-            for part, values in self._evaluated.pop(client).items():
-                self.results.setdefault(part, {})[client] = values
-        if rounds.evaluate != "before" and not fitting:
-            with torch.inference_mode(False), torch.enable_grad(), isolate_rng():
-                (outcome,) = self.engines[self.kind_of(client)].run([self.task(client, stages)])
-                for part, values in outcome.after.items():
-                    self.results.setdefault(rounds.after_name(part), {})[client] = values
-
-    def _evaluate_ahead(self, stages: tuple[Stage, ...]) -> Iterator[Evaluated]:
-        """Evaluates the coming clients, as their engines like it best; nothing happens before somebody asks."""
-        for kind, engine in enumerate(self.engines):
-            yield from engine.evaluate_all(self.task(c, stages) for c in self._coming if self.kind_of(c) == kind)
-
-    def _begin_evaluation(self, clients: int) -> None:
-        """Forgets earlier evaluations that weren't used up."""
-        self._coming = range(clients)
-        self._evaluations = None
-        self._evaluated = {}
-
-    def evaluate_all(self, stage: Stage) -> dict[int, dict[str, float]]:
-        """Metrics of every client on one part, of the models that the Trainer's ``evaluate`` names first."""
-        self.results = {}
-        self._begin_evaluation(self.data.num_clients)
-        for client in range(self.data.num_clients):
-            self._evaluate(client, (stage,))
-        return self.results.get(stage, {})
+            self.evaluations.evaluate(client, ("test",))
 
     @property
     def _fitting(self) -> bool:
@@ -305,55 +266,27 @@ class Federation(LightningModule):
         self._evaluation_start = time.perf_counter()
         trainer = self.trainer
         batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        self._begin_evaluation(int(sum(batches)))
+        self.evaluations.begin(int(sum(batches)))
         if not self._fitting:
-            self.results = {}
+            self.evaluations.results = {}
 
     def on_test_epoch_start(self) -> None:
         """Forgets other evaluations."""
-        self._begin_evaluation(int(sum(self.trainer.num_test_batches)))
-        self.results = {}
+        self.evaluations.begin(int(sum(self.trainer.num_test_batches)))
+        self.evaluations.results = {}
 
     def on_validation_epoch_end(self) -> None:
         """Summarises over clients into the round's record and for callbacks."""
-        summary = self._summary()
+        summary = self.evaluations.summary()
         if self._fitting:
             if self.rounds.test_every_round:
-                summary |= self.evaluate_global()
+                summary |= self.evaluations.evaluate_global()
             self.record |= summary | {"time/evaluate": time.perf_counter() - self._evaluation_start}
         self._log_summary(summary)
 
     def on_test_epoch_end(self) -> None:
         """Summarises over clients, and tests the server's model."""
-        self._log_summary(self._summary() | self.evaluate_global())
-
-    def evaluate_global(self) -> dict[str, float]:
-        """Metrics of the server's model on the central test set, as ``test/global_METRIC``; empty without the two."""
-        model = self.aggregator.global_model()
-        whole = all(f"net.{name}" in model for name, _ in self.client.net.named_parameters())
-        part = self.data.central_data() if whole else None
-        if part is None:
-            return {}
-        with torch.inference_mode(False), torch.no_grad(), isolate_rng():
-            values = self.engines[0].evaluate_model(self.initial[0] | model, part)
-        return {f"test/global_{name}": value for name, value in values.items()}
-
-    def _summary(self) -> dict[str, float]:
-        summary: dict[str, float] = {}
-        for name, results in self.results.items():
-            summary |= self.summary_of(name, results)
-        return summary
-
-    def summary_of(self, name: str, results: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-        """Summary over clients of one evaluation, as ``NAME/METRIC``.
-
-        Args:
-            name: ``val`` or ``test``, with ``_received`` or ``_after`` behind it where the evaluation has more parts.
-            results: metrics by client.
-        """
-        part = cast(Stage, name.split("_")[0])
-        sizes = {client: self.data.size(client, part) for client in results}
-        return {f"{name}/{metric}": value for metric, value in summarise(results, sizes).items()}
+        self._log_summary(self.evaluations.summary() | self.evaluations.evaluate_global())
 
     def test_at(self, checkpoint: Mapping[str, Any], round: int) -> float | None:
         """Test accuracy of the models of a checkpoint; the federation is left as it is.
@@ -362,13 +295,15 @@ class Federation(LightningModule):
             checkpoint: as it was saved.
             round: the round that it must be of, from 1; None is returned for a checkpoint of another.
         """
-        now, results, clients = self.federation_state(), self.results, self.clients
         if checkpoint["federation"]["round"] != round:
             return None
+        now, evaluations, clients = self.federation_state(), self.evaluations, self.clients
         self.load_federation_state(checkpoint["federation"])
-        accuracy = self.summary_of("test", self.evaluate_all("test")).get("test/acc")
+        self.evaluations = Evaluations(self)
+        tested = self.evaluations.evaluate_all("test")
+        accuracy = self.evaluations.summary_of("test", tested).get("test/acc")
         self.load_federation_state(now)
-        self.results, self.clients = results, clients
+        self.evaluations, self.clients = evaluations, clients
         return accuracy
 
     def _log_summary(self, summary: dict[str, float]) -> None:

@@ -239,7 +239,7 @@ def test_evaluation_is_of_the_personalised_model_before_and_after_training(tmp_p
     with torch.no_grad():
         loss = F.cross_entropy(model(part.x), part.y)
         assert not torch.allclose(model(part.x), model.net(part.x))
-    assert run.federation.results["test"][2]["loss"] == pytest.approx(float(loss), abs=1e-6)
+    assert run.federation.evaluations.results["test"][2]["loss"] == pytest.approx(float(loss), abs=1e-6)
 
 
 def test_after_a_run_the_module_is_a_core_and_can_be_tested_on_checkpoints(tmp_path):
@@ -247,9 +247,9 @@ def test_after_a_run_the_module_is_a_core_and_can_be_tested_on_checkpoints(tmp_p
     x, _ = points(5, seed=0)
     with torch.no_grad():
         assert torch.equal(run.model(x), run.model.net(x))
-    last = run.federation.evaluate_all("test")
+    last = run.federation.evaluations.evaluate_all("test")
     (metrics,) = run.trainer.test(ckpt_path=str(run.last), datamodule=run.data, verbose=False)
-    assert metrics["test/acc"] == pytest.approx(run.federation.summary_of("test", last)["test/acc"])
+    assert metrics["test/acc"] == pytest.approx(run.federation.evaluations.summary_of("test", last)["test/acc"])
     assert load_client(APPLE, run.last).rho.shape == (0,)
 
 

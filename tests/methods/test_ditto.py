@@ -141,7 +141,7 @@ def test_clients_are_evaluated_by_their_personal_models_and_those_without_by_the
     trained = models(run)
     assert set(trained) == set(spy.cohorts[0]) | set(spy.cohorts[1]) and len(trained) < 4
     net = make_client().net
-    for client, values in run.federation.results["test"].items():
+    for client, values in run.federation.evaluations.results["test"].items():
         received = {name.removeprefix("net."): tensor for name, tensor in global_model(run).items()}
         net.load_state_dict(trained.get(client, received))
         part = run.data.part(client, "test")

@@ -186,7 +186,7 @@ def test_a_client_that_never_took_part_has_what_it_receives():
     for client in range(4):
         part = run.data.part(client, "test")
         loss = float(F.cross_entropy(net(part.x), part.y).detach())
-        assert (run.federation.results["test"][client]["loss"] == pytest.approx(loss)) == (client in absent)
+        assert (run.federation.evaluations.results["test"][client]["loss"] == pytest.approx(loss)) == (client in absent)
 
 
 def test_a_client_mixes_into_the_model_of_its_own_last_round():

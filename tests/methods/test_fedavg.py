@@ -8,7 +8,7 @@ def test_all_clients_are_evaluated_with_the_one_model():
     run = fit(make_client())
     payloads = [run.federation.aggregator.download(client)["weights"] for client in range(4)]
     assert all(equal(payloads[0], payload) for payload in payloads)
-    assert set(run.federation.results["test"]) == {0, 1, 2, 3}
+    assert set(run.federation.evaluations.results["test"]) == {0, 1, 2, 3}
 
 
 def test_everything_of_the_net_travels():

@@ -261,7 +261,7 @@ def test_clients_are_evaluated_with_classifiers_of_their_own():
     received = [run.federation.aggregator.download(client)["weights"] for client in range(2)]
     assert equal(received[0]["net.features.0.weight"], received[1]["net.features.0.weight"])
     assert not equal(received[0]["net.classifier.weight"], received[1]["net.classifier.weight"])
-    losses = [run.federation.results["test"][client]["loss"] for client in range(2)]
+    losses = [run.federation.evaluations.results["test"][client]["loss"] for client in range(2)]
     for client, loss in enumerate(losses):
         run.model.load_state_dict(received[client])
         part = run.data.part(client, "test")

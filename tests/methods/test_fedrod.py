@@ -152,7 +152,7 @@ def test_clients_are_evaluated_by_both_heads_and_those_without_by_the_generic_on
         part = runs["personal"].data.part(client, "test")
         z = net.features(part.x)
         logits = net.classifier(z)
-        losses = {name: run.federation.results["test"][client]["loss"] for name, run in runs.items()}
+        losses = {name: run.federation.evaluations.results["test"][client]["loss"] for name, run in runs.items()}
         assert losses["generic"] == pytest.approx(float(F.cross_entropy(logits, part.y).detach()))
         if client in states:
             head.load_state_dict({name: states[client].personal[f"personal.{name}"] for name in ("weight", "bias")})

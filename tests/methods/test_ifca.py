@@ -149,7 +149,7 @@ def test_groups_find_each_other_and_are_better_off_apart(tmp_path):
 def test_evaluation_chooses_by_training_samples_among_the_newest_models():
     run = fit(make_client(IFCA, seed=2), clients_per_round=2, max_rounds=5)
     models = run.federation.aggregator.state["models"]
-    for client, values in run.federation.results["test"].items():
+    for client, values in run.federation.evaluations.results["test"].items():
         train, test = run.data.part(client, "train"), run.data.part(client, "test")
         with torch.no_grad():
             pairs = [

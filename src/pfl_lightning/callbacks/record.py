@@ -99,13 +99,14 @@ class RoundRecord(FederatedCallback):
         federation = cast("Federation", pl_module)
         if not self.rows or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        tested = federation.results.get("test", {})
+        evaluations = federation.evaluations
+        tested = evaluations.results.get("test", {})
         if len(tested) < federation.data.num_clients:
-            tested = federation.evaluate_all("test")
-        final = federation.summary_of("test", tested).get("test/acc")
+            tested = evaluations.evaluate_all("test")
+        final = evaluations.summary_of("test", tested).get("test/acc")
         # the last round's record has them already where rounds are tested
         central = {name: value for name, value in self.rows[-1].items() if name.startswith("test/global_")}
-        central = central or federation.evaluate_global()
+        central = central or evaluations.evaluate_global()
         counts = federation.data.counts
         self.clients = [
             {
@@ -115,7 +116,7 @@ class RoundRecord(FederatedCallback):
                 **{
                     f"{part}/{name}": value
                     for part in ("test", "test_received")
-                    for name, value in federation.results.get(part, {}).get(client, {}).items()
+                    for name, value in evaluations.results.get(part, {}).get(client, {}).items()
                 },
             }
             for client in range(federation.data.num_clients)
