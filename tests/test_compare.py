@@ -428,3 +428,18 @@ def test_curves_are_means_in_a_band_of_the_rounds_that_all_runs_have():
     # 0.1 and 0.3, 0.2 and 0.4
     assert (low, high) == pytest.approx((0.2 - 0.02**0.5, 0.3 + 0.02**0.5))
     assert len(plot_curves({"a": rows}).axes[0].collections) == 0
+
+
+def test_many_names_stand_beside_the_curves():
+    rows = [{"round": str(round), "val/acc": str(round / 10)} for round in (1, 2)]
+    few, many = (plot_mean_curves({f"method {n}": [rows] for n in range(count)}) for count in (8, 44))
+    assert few.axes[0].get_legend() and not few.legends
+    assert not many.axes[0].get_legend()
+    (legend,) = many.legends
+    assert len(legend.get_texts()) == 44
+    many.draw_without_rendering()
+    inside = many.bbox.get_points()
+    box = legend.get_window_extent().get_points()
+    assert (inside[0] <= box[0]).all() and (box[1] <= inside[1]).all()
+    assert box[0, 0] >= many.axes[0].get_window_extent().x1
+    assert len({(line.get_color(), line.get_linestyle()) for line in many.axes[0].lines}) == 44

@@ -1,5 +1,6 @@
 """Pictures of partitions and of whole runs."""
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,10 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+FEW = 8
+"""Names that find room among the curves; more stand beside them."""
+NAMES_A_COLUMN = 22
 
 
 def plot_partition(counts: Tensor) -> "Figure":
@@ -48,25 +53,32 @@ def plot_mean_curves(groups: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]
             all of them have are left out.
         metric: the column to draw.
     """
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    many = len(groups) > FEW
+    columns = math.ceil(len(groups) / NAMES_A_COLUMN) if many else 0
+    figure = Figure(figsize=(6.4 + 1.6 * columns, 4), layout="constrained")
     axes = figure.subplots()
+    colours = colormaps["tab20" if len(groups) > 10 else "tab10"].colors  # type: ignore[attr-defined]
     # methods that differ little lie on each other: dashes let the lower line show
-    for (name, runs), style in zip(groups.items(), cycle(("-", "--", "-.", ":"))):
+    for (name, runs), colour, style in zip(groups.items(), cycle(colours), cycle(("-", "--", "-."))):
         known = [
             {int(row["round"]): float(row[metric]) for row in rows if row.get(metric) not in (None, "")}
             for rows in runs
         ]
         rounds = sorted(set(known[0]).intersection(*known))
         values = np.array([[run[round] for round in rounds] for run in known])
-        (line,) = axes.plot(rounds, values.mean(0), marker="o", markersize=3, linestyle=style, label=name)
+        axes.plot(rounds, values.mean(0), marker="o", markersize=3, color=colour, linestyle=style, label=name)
         if len(known) > 1:
             low, high = (values.mean(0) + sign * values.std(0, ddof=1) for sign in (-1, 1))
-            axes.fill_between(rounds, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+            axes.fill_between(rounds, low, high, color=colour, alpha=0.2, linewidth=0)
     axes.set(xlabel="round", ylabel=metric)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    if many:
+        figure.legend(loc="outside right upper", ncols=columns, frameon=False, fontsize="x-small")
+    else:
+        axes.legend(frameon=False)
     return figure
