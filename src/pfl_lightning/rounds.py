@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from pfl_lightning.client import FedAvg
 from pfl_lightning.data import FederatedDataModule, Stage
 from pfl_lightning.engines import ENGINES, Engine, LocalWork
+from pfl_lightning.nets.batch_norm import smallest_batch
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Rounds:
                 f"trainer.clients_per_round={self.clients_per_round} is more than data.num_clients="
                 f"{data.num_clients}; take at most that many, or a fraction such as 0.5."
             )
-        if data.batch_size < 2 and any(isinstance(module, _BatchNorm) for module in client.modules()):
+        if data.batch_size < smallest_batch(client):
             raise MisconfigurationException(
                 f"data.batch_size={data.batch_size} gives BatchNorm nothing to normalise over; take at least 2."
             )

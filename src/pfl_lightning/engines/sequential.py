@@ -9,13 +9,13 @@ from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from pfl_lightning.client import Batch, Phase
 from pfl_lightning.data import ClientData, LastBatch, Part, epoch_order
 from pfl_lightning.engines.base import ClientState, Engine, Outcome, Task
 from pfl_lightning.exchange import detached, is_finite
+from pfl_lightning.nets.batch_norm import smallest_batch
 
 Step: TypeAlias = tuple[int, dict[str, Tensor]]
 
@@ -32,7 +32,7 @@ class Sequential(Engine):
     def _look(self) -> None:
         """Walks the module, which takes as long as a small net's step: once a block, not several times a client."""
         # the mean and the variance of one sample are no statistics, and BatchNorm refuses them
-        self._smallest_batch = 2 if any(isinstance(m, _BatchNorm) for m in self._modules) else 1
+        self._smallest_batch = smallest_batch(self.module)
         # without what the method itself has frozen, which stays so when a phase ends
         self._parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         self._personal = [name for name in self.module.state_dict() if self.module.is_personal(name)]
