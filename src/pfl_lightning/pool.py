@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from pfl_lightning.aggregators import Aggregator, Server, sample_shares
 from pfl_lightning.data import Part
 from pfl_lightning.evaluation import CHUNK
-from pfl_lightning.exchange import Record, StateDict, Updates
+from pfl_lightning.exchange import Record, StateDict, Updates, weighted_mean
 
 Weighting: TypeAlias = Literal["samples", "uniform"]
 """How clients count in a mean: by their training ``samples``, or all alike."""
@@ -57,6 +57,16 @@ def shares(updates: Updates, weighting: Weighting) -> dict[int, float]:
         weighting: how clients count.
     """
     return sample_shares(updates) if weighting == "samples" else dict.fromkeys(updates, 1 / len(updates))
+
+
+def mean_weights(updates: Updates, weighting: Weighting) -> StateDict:
+    """The mean of what clients uploaded.
+
+    Args:
+        updates: by client id, at least one, with ``weights`` and ``num_samples``.
+        weighting: how clients count.
+    """
+    return weighted_mean([update["weights"] for update in updates.values()], list(shares(updates, weighting).values()))
 
 
 def inner_products(models: Sequence[StateDict], names: Sequence[str], origin: StateDict | None = None) -> Tensor:

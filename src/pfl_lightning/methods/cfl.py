@@ -11,8 +11,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.aggregators import Aggregator, Server
-from pfl_lightning.exchange import Record, StateDict, Updates, weighted_mean
-from pfl_lightning.pool import Weighting, inner_products, shares
+from pfl_lightning.exchange import Record, StateDict, Updates
+from pfl_lightning.pool import Weighting, inner_products, mean_weights, shares
 
 
 class CFL(Aggregator):
@@ -94,7 +94,7 @@ class CFL(Aggregator):
             for half in halves:
                 present = {client: update for client, update in updates.items() if client in half}
                 clusters.append(half)
-                models.append(self._mean(present) if present else model)
+                models.append(mean_weights(present, self.weights) if present else model)
         self.state |= {"clusters": clusters, "models": models}
         means, largest = zip(*norms, strict=True)
         return {"clusters": float(len(clusters)), "mean_norm": min(means), "max_norm": max(largest)}
@@ -103,9 +103,6 @@ class CFL(Aggregator):
         """Delta_i, and the number of samples that it is from."""
         start, end = self.download(client)["weights"], update["weights"]
         return {"delta": {name: end[name] - start[name] for name in self.names}, "num_samples": update["num_samples"]}
-
-    def _mean(self, updates: Updates) -> StateDict:
-        return weighted_mean([u["weights"] for u in updates.values()], list(shares(updates, self.weights).values()))
 
     def download(self, client: int) -> Record:
         """The model of the client's cluster."""

@@ -16,6 +16,7 @@ from pfl_lightning.client import FedAvg
 from pfl_lightning.data import ClientData
 from pfl_lightning.exchange import Record, Updates
 from pfl_lightning.nets import feature_size
+from pfl_lightning.pool import shares
 from pfl_lightning.prototypes import class_means
 
 PROTOTYPES = "net.classifier.prototypes"
@@ -121,7 +122,7 @@ class FedNH(WeightedAverage):
         if not updates:
             return {}
         old = self.state["weights"][PROTOTYPES]
-        self.average(updates, dict.fromkeys(updates, 1 / len(updates)))
+        self.average(updates, shares(updates, "uniform"))
         sums = torch.zeros_like(old, dtype=torch.float64)
         for update in updates.values():
             for c, direction in update["directions"].items():

@@ -6,14 +6,14 @@ among them), G_ki how often k had i among its peers, CCP the critical co-learnin
 """
 
 from statistics import fmean
-from typing import Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.aggregators import Server, WeightedAverage, sample_shares
+from pfl_lightning.aggregators import Server, WeightedAverage
 from pfl_lightning.exchange import Record, Updates, weighted_mean
 from pfl_lightning.methods.relevance import Relevance, Segmentation
+from pfl_lightning.pool import Weighting, shares
 
 
 def is_over(mean_gaps: list[float], delta: float) -> bool:
@@ -78,7 +78,7 @@ class FedReMa(WeightedAverage):
         probe_max: float = 1.0,
         shared_probe: bool = True,
         segmentation: Segmentation = "above_excl_top",
-        weights: Literal["samples", "uniform"] = "samples",
+        weights: Weighting = "samples",
     ) -> None:
         super().__init__()
         if not 0 <= delta <= 1:
@@ -139,9 +139,7 @@ class FedReMa(WeightedAverage):
         if len(updates) > 2:
             mean_gaps = [*self.state["mean_gaps"], fmean(gaps.values())]
             self.state |= {"mean_gaps": mean_gaps, "in_period": not is_over(mean_gaps, self.delta)}
-        if self.weights == "uniform":
-            return {k: dict.fromkeys(members, 1 / len(members)) for k, members in peers.items()}
-        return {k: sample_shares({i: updates[i] for i in members}) for k, members in peers.items()}
+        return {k: shares({i: updates[i] for i in members}, self.weights) for k, members in peers.items()}
 
     def _recall(self, updates: Updates) -> dict[int, dict[int, float]]:
         """A round after the period: shares by how often i was a peer of k, of those that are there."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from pfl_lightning.aggregators import Aggregator, Server
 from pfl_lightning.client import FedAvg
 from pfl_lightning.data import ClientData
-from pfl_lightning.exchange import Record, StateDict, Updates, weighted_mean
-from pfl_lightning.pool import Weighting, mean_loss, shares
+from pfl_lightning.exchange import Record, StateDict, Updates
+from pfl_lightning.pool import Weighting, mean_loss, mean_weights
 from pfl_lightning.seeds import derive_seed
 
 
@@ -103,10 +103,7 @@ class ClusterModels(Aggregator):
         groups: dict[int, Updates] = {}
         for client, update in updates.items():
             groups.setdefault(int(update["cluster"]), {})[client] = update
-        means = {
-            j: weighted_mean([u["weights"] for u in group.values()], list(shares(group, self.weights).values()))
-            for j, group in groups.items()
-        }
+        means = {j: mean_weights(group, self.weights) for j, group in groups.items()}
         self.state["models"] = [means.get(j, model) for j, model in enumerate(self.state["models"])]
         return {"clusters": float(len(groups))} if updates else {}
 

@@ -9,7 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from pfl_lightning.aggregators import Server, WeightedAverage
 from pfl_lightning.exchange import Record, Updates, weighted_mean
 from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
-from pfl_lightning.pool import inner_products
+from pfl_lightning.pool import inner_products, shares
 
 
 class KTpFLWeight(KnowledgeCoefficients, WeightedAverage):
@@ -43,7 +43,7 @@ class KTpFLWeight(KnowledgeCoefficients, WeightedAverage):
         if not updates:
             return {}
         clients, models = list(updates), [update["weights"] for update in updates.values()]
-        self.average(updates, dict.fromkeys(clients, 1 / len(clients)))
+        self.average(updates, shares(updates, "uniform"))
         size = sum(models[0][name].numel() for name in self.parameters)
         logs = self.learn(clients, inner_products(models, self.parameters) / size)
         mixes = {client: weighted_mean(models, self.shares(client, clients).tolist()) for client in clients}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pfl_lightning.aggregators import Server, WeightedAverage
 from pfl_lightning.exchange import Updates, weighted_mean
+from pfl_lightning.pool import shares
 
 
 class LDAWA(WeightedAverage):
@@ -61,7 +62,7 @@ class LDAWA(WeightedAverage):
         if round < self.warmup:
             super().aggregate(updates, round)
         else:
-            self.average(updates, dict.fromkeys(updates, 1 / len(updates)))
+            self.average(updates, shares(updates, "uniform"))
             for name, cosines in c.items():
                 tensors = [{name: upload[name]} for upload in uploads]
                 self.state["weights"] |= weighted_mean(tensors, [value / len(updates) for value in cosines])

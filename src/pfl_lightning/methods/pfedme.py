@@ -13,11 +13,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.func import functional_call, grad_and_value
 
-from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, sample_shares
+from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage
 from pfl_lightning.client import Batch, FedAvg
 from pfl_lightning.data import ClientData
 from pfl_lightning.exchange import Record, StateDict, Updates
 from pfl_lightning.losses import proximal
+from pfl_lightning.pool import shares
 
 
 class PFedMe(FedAvg):
@@ -166,7 +167,7 @@ class RelaxedAverage(WeightedAverage):
         """Moves the global model."""
         if updates:
             w = self.state["weights"]
-            self.average(updates, sample_shares(updates) if self.weighted else dict.fromkeys(updates, 1 / len(updates)))
+            self.average(updates, shares(updates, "samples" if self.weighted else "uniform"))
             mean = self.state["weights"]
             for name in self.names:
                 # the initial model is of another type than the uploads under precision=64-true

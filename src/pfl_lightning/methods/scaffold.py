@@ -19,6 +19,7 @@ from pfl_lightning.client import FedAvg
 from pfl_lightning.data import ClientData, Part
 from pfl_lightning.evaluation import CHUNK
 from pfl_lightning.exchange import Record, StateDict, Updates, weighted_mean
+from pfl_lightning.pool import shares
 
 
 class ControlVariates(FedAvg):
@@ -142,7 +143,7 @@ class SCAFFOLD(WeightedAverage):
         if not updates:
             return {}
         x, c = self.state["weights"], self.state["control"]
-        self.average(updates, dict.fromkeys(updates, 1 / len(updates)))
+        self.average(updates, shares(updates, "uniform"))
         mean = self.state["weights"]
         for name in self.names:
             mean[name] = torch.lerp(x[name].to(mean[name]), mean[name], self.server_lr)
