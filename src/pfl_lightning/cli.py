@@ -13,11 +13,11 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 
 import pfl_lightning.data
 import pfl_lightning.methods  # noqa: F401  # imported classes can be named without their module
-from pfl_lightning.callbacks.record import run_folder
 from pfl_lightning.client import FedAvg
 from pfl_lightning.commands import OTHERS
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.mistakes import mistake, sentence
+from pfl_lightning.runs import run_folder
 from pfl_lightning.trainer import FederatedTrainer
 
 DESCRIPTION = """\

@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pfl_lightning.aggregators import Aggregator, Server
-from pfl_lightning.callbacks.record import run_folder
 from pfl_lightning.client import FedAvg
 from pfl_lightning.data import FederatedDataModule, Stage
 from pfl_lightning.engines import ClientState, Engine, Outcome, Sharded, Task
@@ -25,6 +24,7 @@ from pfl_lightning.evaluations import Evaluations
 from pfl_lightning.exchange import StateDict, detached, num_bytes
 from pfl_lightning.pairing import check_common, check_pair, check_updates
 from pfl_lightning.rounds import Rounds
+from pfl_lightning.runs import run_folder
 from pfl_lightning.seeds import derive_seed, draw_cohort
 from pfl_lightning.states import DiskStates
 

@@ -1,6 +1,20 @@
-"""Finding earlier runs in the folder of a method's runs."""
+"""The folders of runs: a run's own, and those of earlier runs of its method."""
 
 from pathlib import Path
+
+from lightning.pytorch import Trainer
+
+
+def run_folder(trainer: Trainer) -> Path | None:
+    """The run's folder, made if need be.
+
+    None where nothing shall be written: without a logger, in a trial run, and by every rank but the first.
+    """
+    if not trainer.loggers or trainer.log_dir is None or trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
+        return None
+    folder = Path(trainer.log_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def checkpoint_of_run(root: Path, name: str, begun: bool) -> Path | None:

@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import Strategy
 from pfl_lightning.callbacks import RoundProgress, RoundRecord, WandbReport
 from pfl_lightning.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.engines import Engine, Processes
+from pfl_lightning.states import MappedCheckpointIO
 from pfl_lightning.strategy import ClientParallel
 
 REFUSED_CALLBACKS = (
@@ -65,8 +66,14 @@ def refuse_loaders(*loaders: Any) -> None:
         raise MisconfigurationException("data loaders hold no clients; give datamodule=, a FederatedDataModule.")
 
 
-def fill_defaults(arguments: dict[str, Any], root: str) -> None:
-    """Sets what the Trainer leaves open, in place."""
+def fill_defaults(arguments: dict[str, Any], root: str, client_states: str) -> None:
+    """Sets what the Trainer leaves open, in place.
+
+    Args:
+        arguments: the Trainer's.
+        root: the folder of runs.
+        client_states: as for `FederatedTrainer`.
+    """
     callbacks = list(as_list(arguments.get("callbacks")))
     for kind in (RoundRecord, RoundProgress, WandbReport):
         if not any(isinstance(callback, kind) for callback in callbacks):
@@ -79,7 +86,7 @@ def fill_defaults(arguments: dict[str, Any], root: str) -> None:
         callbacks.append(ModelCheckpoint(filename="last", save_on_train_epoch_end=True, enable_version_counter=False))
     plugins = list(as_list(arguments.get("plugins")))
     if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
-        plugins.append(AtomicCheckpointIO())
+        plugins.append(MappedCheckpointIO() if client_states == "disk" else AtomicCheckpointIO())
     arguments["callbacks"], arguments["plugins"] = callbacks, plugins
     if arguments.get("logger") in (None, True):
         arguments["logger"] = CSVLogger(root)

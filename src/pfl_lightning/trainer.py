@@ -9,7 +9,6 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from pfl_lightning.aggregators import Aggregator
-from pfl_lightning.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.client import FedAvg
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine
@@ -17,7 +16,6 @@ from pfl_lightning.federation import Federation
 from pfl_lightning.rounds import Rounds
 from pfl_lightning.runs import checkpoint_of_run
 from pfl_lightning.settings import check_ranks, fill_defaults, refuse_loaders, refuse_meaningless
-from pfl_lightning.states import MappedCheckpointIO
 
 
 class FederatedTrainer(Trainer):
@@ -90,10 +88,8 @@ class FederatedTrainer(Trainer):
             client_states=client_states,
         )
         self._own_logger = kwargs.get("logger") in (None, True) and not kwargs.get("fast_dev_run")
-        fill_defaults(kwargs, default_root_dir)
+        fill_defaults(kwargs, default_root_dir, client_states)
         super().__init__(max_epochs=max_rounds, default_root_dir=default_root_dir, **kwargs)
-        if client_states == "disk" and type(self.strategy.checkpoint_io) is AtomicCheckpointIO:
-            self.strategy.checkpoint_io = MappedCheckpointIO()
         if self.world_size > 1:
             check_ranks(self.strategy, self.rounds.engine_class, self.world_size)
 

@@ -9,8 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.callbacks.base import FederatedCallback
-from pfl_lightning.callbacks.record import run_folder
 from pfl_lightning.callbacks.wandb_report import wandb_loggers
+from pfl_lightning.runs import run_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

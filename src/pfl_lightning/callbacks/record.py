@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.exchange import digest
 from pfl_lightning.report import Row, append_row, environment, numbers, table, write_json, write_rows
+from pfl_lightning.runs import run_folder
 
 if TYPE_CHECKING:
     from pfl_lightning.client import FedAvg
@@ -169,18 +170,6 @@ class RoundRecord(FederatedCallback):
     def _write(self, trainer: Trainer) -> None:
         if folder := run_folder(trainer):
             write_rows(folder / "rounds.csv", self.rows)
-
-
-def run_folder(trainer: Trainer) -> Path | None:
-    """The run's folder, made if need be.
-
-    None where nothing shall be written: without a logger, in a trial run, and by every rank but the first.
-    """
-    if not trainer.loggers or trainer.log_dir is None or trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
-        return None
-    folder = Path(trainer.log_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def best_checkpoint(trainer: Trainer) -> str | None:
