@@ -1,17 +1,10 @@
 """The engine that is taken where the choice is left open."""
 
 import pytest
-from torch import nn
 
-from federations import FEATURES, fit, make_client, same_end
+from federations import fit, make_client, same_end
 from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised, auto
-from pfl_lightning.nets import Net
 from test_vectorised import Values
-
-
-def convolving(input_shape, num_classes):
-    body = nn.Sequential(nn.Unflatten(1, (1, FEATURES)), nn.Conv1d(1, 2, 3), nn.Flatten())
-    return Net(body, nn.Linear(2 * (FEATURES - 2), num_classes))
 
 
 @pytest.fixture
@@ -33,15 +26,16 @@ def lines(caplog):
     return [line for line in caplog.messages if "engine='auto'" in line]
 
 
-def test_small_nets_without_convolutions_are_vectorised(taken, caplog):
+def test_small_nets_are_vectorised(taken, caplog):
     fit(make_client(), engine="auto")
     assert taken == ["Vectorised"]
-    assert lines(caplog) == ["trainer.engine='auto' takes vectorised: Net is small and without convolutions."]
+    assert lines(caplog) == ["trainer.engine='auto' takes vectorised: Net is small."]
 
 
 @pytest.mark.parametrize(("workers", "engine"), [(1, "sequential"), (2, "processes")])
-def test_larger_steps_are_for_all_cores(taken, caplog, workers, engine):
-    runs = [fit(make_client(net=convolving), engine=e, workers=workers) for e in ("sequential", "auto")]
+def test_larger_steps_are_for_all_cores(taken, caplog, monkeypatch, workers, engine):
+    monkeypatch.setattr(auto, "PARAMETERS", 10)
+    runs = [fit(make_client(), engine=e, workers=workers) for e in ("sequential", "auto")]
     assert taken[-1] == engine.title()
     assert lines(caplog) == [
         f"trainer.engine='auto' takes {engine}: a step of Net is enough work for a core, {workers} at a time."
@@ -49,15 +43,17 @@ def test_larger_steps_are_for_all_cores(taken, caplog, workers, engine):
     assert same_end(*runs)
 
 
-def test_so_are_large_nets(taken, monkeypatch):
-    monkeypatch.setattr(auto, "LARGE_ON_CPU", 10)
+@pytest.mark.parametrize("limit", ["PARAMETERS", "OUTPUTS"])
+def test_they_are_those_of_nets_with_many_weights_and_of_nets_that_put_out_much(taken, monkeypatch, limit):
+    monkeypatch.setattr(auto, limit, 10)
     fit(make_client(), engine="auto", workers=2)
     assert taken == ["Processes"]
 
 
 def test_cores_are_counted_where_nobody_says(taken, monkeypatch):
     monkeypatch.setattr(auto, "cores", lambda: 1)
-    fit(make_client(net=convolving), engine="auto")
+    monkeypatch.setattr(auto, "PARAMETERS", 10)
+    fit(make_client(), engine="auto")
     assert taken == ["Sequential"]
 
 
@@ -67,4 +63,9 @@ def test_a_method_that_cannot_be_vectorised_falls_back_with_the_same_result(capl
     assert same_end(*runs)
     first, second = lines(caplog)
     assert "takes vectorised" in first
-    assert f"takes {['sequential', 'processes'][workers - 1]}: vmap" in second
+    assert f"takes {['sequential', 'processes'][workers - 1]}: Values can't be vectorised (vmap" in second
+
+
+def test_the_choice_is_said_once_whatever_comes_first(caplog):
+    fit(make_client(), engine="auto", evaluate="both", test_every_round=True, num_sanity_val_steps=-1)
+    assert len(lines(caplog)) == 1

@@ -3,6 +3,8 @@
 import os
 import signal
 from functools import partial
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +12,15 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim import Adam
 
 from federations import MOMENTUM, Spy, blobs, fit, make_client, noisy, same_end
-from pfl_lightning.engines import Processes
+from pfl_lightning.engines import Processes, processes
 from pfl_lightning.methods import WDR, FedAvg, FedBABU, FedPer, FedReMa, Local
 from test_kinds import NETS
+
+
+@pytest.fixture(autouse=True)
+def worth_it(monkeypatch):
+    """The clients of these tests take milliseconds, which no worker is forked for."""
+    monkeypatch.setattr(processes, "WORTH", 1e-9)
 
 
 @pytest.fixture(autouse=True)
@@ -47,18 +55,41 @@ def test_a_run_may_change_its_engine_when_it_resumes(tmp_path):
     assert same_end(whole, fit(make(), root=tmp_path / "half", ckpt_path="last"))
 
 
-def test_clients_really_are_elsewhere():
-    class Where(FedAvg):
-        sends = FedAvg.sends | {"pid"}
+class Where(FedAvg):
+    sends = FedAvg.sends | {"pid"}
 
-        def upload(self, data):
-            return super().upload(data) | {"pid": torch.tensor(os.getpid())}
+    def upload(self, data):
+        return super().upload(data) | {"pid": torch.tensor(os.getpid())}
 
+
+def places(**settings):
+    """The processes of each round's clients."""
     spy = Spy()
-    fit(make_client(Where), engine="processes", workers=2, callbacks=[spy], max_rounds=1)
-    pids = {int(update["pid"]) for update in spy.updates[0].values()}
-    assert os.getpid() not in pids
-    assert len(pids) <= 2
+    fit(make_client(Where), engine="processes", workers=2, callbacks=[spy], **settings)
+    return [[int(update["pid"]) for update in updates.values()] for updates in spy.updates]
+
+
+def test_clients_really_are_elsewhere():
+    first, second = places(max_rounds=2)
+    # the first client of all tells how long a client takes
+    assert [client for client, pid in enumerate(first) if pid == os.getpid()] == [0]
+    assert os.getpid() not in second
+    assert 1 <= len(set(second)) <= 2
+
+
+def test_what_takes_less_time_than_forking_stays_here(monkeypatch):
+    monkeypatch.setattr(processes, "WORTH", 1e9)
+    assert {pid for pids in places(max_rounds=2) for pid in pids} == {os.getpid()}
+
+
+def test_it_goes_elsewhere_when_clients_turn_out_to_take_long(monkeypatch):
+    monkeypatch.setattr(processes, "WORTH", 1.0)
+    ticks = count()
+    # so each client takes a second, here or elsewhere
+    monkeypatch.setattr(processes, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    first, second = places(max_rounds=2)
+    assert first.count(os.getpid()) == 1
+    assert os.getpid() not in second
 
 
 class Refusing(FedAvg):
@@ -68,7 +99,9 @@ class Refusing(FedAvg):
 
 class Buggy(FedAvg):
     def training_step(self, batch, batch_idx):
-        raise KeyError("lost")
+        if self.client_id == 1:
+            raise KeyError("lost")
+        return super().training_step(batch, batch_idx)
 
 
 class Killed(FedAvg):

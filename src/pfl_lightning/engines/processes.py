@@ -4,7 +4,9 @@ import io
 import multiprocessing
 import os
 import signal
+import statistics
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
@@ -15,8 +17,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.engines.base import Evaluated, Outcome, Task
 from pfl_lightning.engines.sequential import Sequential
+from pfl_lightning.engines.threads import one_thread
 
 Result = TypeVar("Result")
+
+WORTH = 0.1
+"""Seconds of work from which a worker is worth the time that it takes to fork it and to copy what it writes to."""
 
 
 class Processes(Sequential):
@@ -24,7 +30,8 @@ class Processes(Sequential):
 
     Workers are forked for each round: they see the module, the data and the tasks without a copy, take one task after
     another until none is left, and send back what came of it. A task's result depends on the task alone, so that any
-    number of workers gives the bits of the sequential engine with one thread. A worker that dies ends the run with a
+    number of workers gives the bits of the sequential engine with one thread. That lets this engine look at the clock:
+    what takes less time than it takes to fork workers is done in this process. A worker that dies ends the run with a
     message; the last checkpoint stands.
     """
 
@@ -35,21 +42,44 @@ class Processes(Sequential):
                 f"trainer.engine=processes forks processes that train on the CPU, which {self.device.type} on "
                 f"{sys.platform} doesn't allow; take engine=vectorised or sequential."
             )
+        self._seconds: dict[str, float] = {}
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
         """Yields outcomes in the order in which clients finish."""
         self._look()
-        yield from self._share_out(self._run, list(tasks))
+        return self._share_out("training", self._run, list(tasks))
 
     def evaluate_all(self, tasks: Iterable[Task]) -> Iterator[Evaluated]:
         """Yields metrics in the order in which clients finish."""
-        yield from self._share_out(lambda task: (task.client, self.evaluate(task)), list(tasks))
+        return self._share_out("evaluation", lambda task: (task.client, self.evaluate(task)), list(tasks))
 
-    def _share_out(self, function: Callable[[Task], Result], tasks: list[Task]) -> Iterator[Result]:
-        count = min(self.workers or cores(), len(tasks))
-        if count < 2:
-            yield from map(function, tasks)
+    def _share_out(self, what: str, function: Callable[[Task], Result], tasks: list[Task]) -> Iterator[Result]:
+        """Results of all tasks; the first ones are made here until it is clear that workers pay."""
+        seconds: list[float] = []
+        while len(seconds) < len(tasks) and self._workers_for(what, len(tasks) - len(seconds)) < 2:
+            start = time.perf_counter()
+            with one_thread():
+                result = function(tasks[len(seconds)])
+            seconds.append(time.perf_counter() - start)
+            self._seconds[what] = statistics.fmean(seconds)
+            yield result
+        left = tasks[len(seconds) :]
+        if not left:
             return
+        for result, taken in self._forked(function, left, self._workers_for(what, len(left))):
+            seconds.append(taken)
+            yield result
+        self._seconds[what] = statistics.fmean(seconds)
+
+    def _workers_for(self, what: str, tasks: int) -> int:
+        """Processes that are worth their time, judged by the tasks before."""
+        worth = self._seconds.get(what, 0.0) * tasks / WORTH
+        return int(min(self.workers or cores(), tasks, worth))
+
+    def _forked(
+        self, function: Callable[[Task], Result], tasks: list[Task], count: int
+    ) -> Iterator[tuple[Result, float]]:
+        """Results of workers, each with the seconds that it took."""
         context = multiprocessing.get_context("fork")
         following = context.Value("l", 0)
         receivers: dict[Connection, Any] = {}
@@ -109,9 +139,11 @@ def cores() -> int:
 
 
 def packed(function: Callable[[Task], Any], task: Task) -> bytes:
-    """What a function makes of a task, or the exception that it ends with, as bytes."""
+    """What a function makes of a task and the seconds that took, or the exception that it ends with, as bytes."""
+    start = time.perf_counter()
+    result: Any
     try:
-        result = function(task)
+        result = function(task), time.perf_counter() - start
     except MisconfigurationException as error:
         result = error
     except Exception:

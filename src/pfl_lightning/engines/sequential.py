@@ -4,8 +4,9 @@ import math
 import operator
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, islice, repeat
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from pfl_lightning.client import Batch, Phase
 from pfl_lightning.data import ClientData, LastBatch, Part, epoch_order
 from pfl_lightning.engines.base import ClientState, Engine, Outcome, Task
+from pfl_lightning.engines.threads import is_for_one_thread, one_thread
 from pfl_lightning.exchange import detached, is_finite
 from pfl_lightning.nets.batch_norm import smallest_batch
 
@@ -23,11 +25,26 @@ Step: TypeAlias = tuple[int, dict[str, Tensor]]
 class Sequential(Engine):
     """Trains the clients of a round one after another in the one resident module."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._for_one_thread = is_for_one_thread(self.module)
+
     def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
         """Yields outcomes in the order of the tasks."""
         self._look()
         for task in tasks:
-            yield self._run(task)
+            with self._threads():
+                outcome = self._run(task)
+            yield outcome
+
+    def evaluate(self, task: Task) -> dict[str, dict[str, float]]:
+        """Metrics of a client's model as it receives it, as of any engine."""
+        with self._threads():
+            return super().evaluate(task)
+
+    def _threads(self) -> AbstractContextManager[None]:
+        """The context in which a client is computed; not entered between clients, where others do their work."""
+        return one_thread() if self._for_one_thread else nullcontext()
 
     def _look(self) -> None:
         """Walks the module, which takes as long as a small net's step: once a block, not several times a client."""

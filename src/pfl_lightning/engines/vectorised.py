@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from pfl_lightning.client import FedAvg
@@ -90,10 +91,8 @@ class Vectorised(Stacking):
     def _room(self, task: Task) -> int:
         """Clients that half of the free memory should hold, judged by a forward pass of one."""
         part = self.become(task).train
-        outputs: list[Any] = []
-        watched = register_module_forward_hook(lambda module, args, output: outputs.append(output))
-        with watched, torch.no_grad(), self.forward_context():
-            self.module.net(part.x[: self.work.batch_size])
+        with torch.no_grad(), self.forward_context():
+            outputs = outputs_of(self.module.net, part.x[: self.work.batch_size])
         entries = sum(tensor.nbytes for tensor in self._places.current().values())
         # an entry, its gradient, two of the optimizer and one on the way; outputs and their gradients
         need = 5 * entries + 2 * num_bytes(outputs) + 2 * num_bytes((part.x, part.y))
@@ -133,6 +132,19 @@ class Vectorised(Stacking):
             self._scores_alone = True
             return None
         return self._score(members, entries)
+
+
+def outputs_of(net: nn.Module, x: Tensor) -> list[Any]:
+    """What each module of a net puts out.
+
+    Args:
+        net: the net.
+        x: its inputs, ``[n, ...]``.
+    """
+    outputs: list[Any] = []
+    with register_module_forward_hook(lambda module, args, output: outputs.append(output)):
+        net(x)
+    return outputs
 
 
 def free_memory(device: torch.device) -> int:
