@@ -1,7 +1,7 @@
 """Small federations, and what tests ask of them."""
 
 import csv
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch.optim import SGD
 
 from pfl_lightning import Aggregator, FedAvg, FederatedTrainer, Federation
 from pfl_lightning.callbacks import FederatedCallback, RoundRecord
-from pfl_lightning.data import FederatedDataModule, Part, Partitioner
+from pfl_lightning.data import FederatedDataModule, Part, Partitioner, Stage
 from pfl_lightning.engines import Outcome, Sequential, Task
 from pfl_lightning.exchange import Updates, detached
 from pfl_lightning.nets import Net
@@ -48,6 +48,39 @@ class Blobs(FederatedDataModule):
 
     def server_data(self) -> Part:
         return Part(*points(9, seed=1))
+
+
+class Altered(Blobs):
+    """Clients whose samples are changed."""
+
+    def alter(self, part: Part, client: int, stage: Stage) -> Part:
+        raise NotImplementedError
+
+    def parts(self, clients: Sequence[int], stage: Stage, device: torch.device | str = "cpu") -> list[Part]:
+        parts = super().parts(clients, stage, device)
+        return [self.alter(part, client, stage) for client, part in zip(clients, parts, strict=True)]
+
+
+class TwoGroups(Altered):
+    """Clients with odd ids call the classes by other names."""
+
+    def alter(self, part: Part, client: int, stage: Stage) -> Part:
+        return Part(part.x, (part.y + client % 2) % CLASSES)
+
+
+class OneClient:
+    """A source of samples that has the same part of any name for its only client."""
+
+    num_classes = CLASSES
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+
+    def parts(self, clients: Sequence[int], stage: Stage, device: torch.device | str = "cpu") -> list[Part]:
+        return [self.part for _ in clients]
+
+    def size(self, client: int, stage: Stage) -> int:
+        return len(self.part)
 
 
 def points(n: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,8 @@ from torch.optim import SGD, Adam
 from federations import (
     CLASSES,
     HIDDEN,
-    Blobs,
     Spy,
+    TwoGroups,
     blobs,
     equal,
     fit,
@@ -238,14 +238,6 @@ def initial_net(cls: type[FedAvg], **settings: Any) -> list[Tensor]:
 
 
 # Several global models, of which a client chooses by its own data
-
-
-class TwoGroups(Blobs):
-    """Clients with odd ids call the classes by other names."""
-
-    def part(self, client, stage):
-        part = super().part(client, stage)
-        return type(part)(part.x, (part.y + client % 2) % CLASSES)
 
 
 class Clusters(Aggregator):

@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from federations import Blobs, Spy, blobs, equal, fit, load, make_client, noisy, plain, same_end
+from federations import Altered, Spy, blobs, equal, fit, load, make_client, noisy, plain, same_end
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.exchange import detached
 from pfl_lightning.federation import TrainingDiverged
@@ -142,13 +142,12 @@ def test_a_plain_callback_with_hooks_of_these_names_gets_them_between_its_own():
 # Divergence
 
 
-class Poisoned(Blobs):
+class Poisoned(Altered):
     """Clients in ``bad`` have broken training samples."""
 
     bad: frozenset[int] = frozenset()
 
-    def part(self, client, stage):
-        part = super().part(client, stage)
+    def alter(self, part, client, stage):
         return type(part)(part.x * float("nan"), part.y) if stage == "train" and client in self.bad else part
 
 

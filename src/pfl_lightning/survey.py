@@ -53,10 +53,10 @@ class Crowd(FederatedDataModule):
         y = torch.arange(20 * CLIENTS) % self.num_classes
         return torch.randint(256, (len(y), *self.input_shape), dtype=torch.uint8), y
 
-    def part(self, client: int, stage: Stage) -> Part:
-        """A part; nobody but a method asks for validation data, as the Trainer is told not to validate."""
+    def parts(self, clients: Sequence[int], stage: Stage, device: torch.device | str = "cpu") -> list[Part]:
+        """Parts; nobody but a method asks for validation data, as the Trainer is told not to validate."""
         self.asked.add(stage)
-        return super().part(client, stage)
+        return super().parts(clients, stage, device)
 
     def server_data(self) -> Part:
         """Ten images."""

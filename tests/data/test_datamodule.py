@@ -7,8 +7,9 @@ from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 
-from pfl_lightning.data import IID, ClientData, Digits, Dirichlet, FederatedDataModule, Part, Partitioner
+from pfl_lightning.data import IID, Digits, Dirichlet, FederatedDataModule, Part, Partitioner, datamodule, gather
 from pfl_lightning.data.splits import stratified_rows
+from pfl_lightning.exchange import num_bytes
 
 STAGES = ("train", "val", "test")
 
@@ -37,9 +38,14 @@ class Sizes(Partitioner):
         return np.split(rows, np.cumsum(self.sizes))[:num_clients]
 
 
-def ready(**kwargs):
+class Floats(Numbered):
+    def transform(self, x):
+        return x.float()
+
+
+def ready(data=Numbered, **kwargs):
     kwargs = {"num_clients": 7, "partitioner": Dirichlet(alpha=0.5, min_size=10), **kwargs}
-    dm = Numbered(**kwargs)
+    dm = data(**kwargs)
     dm.setup()
     return dm
 
@@ -110,19 +116,57 @@ def test_client_holds_its_three_parts():
         assert len(part) == dm.size(3, stage)
 
 
-def test_client_moves_and_gathers_each_part_once():
-    gathered = []
+@pytest.fixture
+def asked(monkeypatch):
+    """What data modules were asked for."""
+    found = []
 
-    def gather(stage):
-        gathered.append(stage)
-        return Part(torch.zeros(2, 1), torch.tensor([0, 1]))
+    def spied(self, clients, stage, device="cpu", parts=FederatedDataModule.parts):
+        found.append((list(clients), stage, torch.device(device).type))
+        return parts(self, clients, stage, device)
 
-    client = ClientData(gather, num_classes=2).to("meta")
-    assert gathered == []
+    monkeypatch.setattr(FederatedDataModule, "parts", spied)
+    return found
+
+
+def test_client_moves_and_gathers_each_part_once(asked):
+    client = ready(Floats).client(3).to("meta")
+    assert client.size("train") and asked == []
     assert client.train.x.device.type == "meta"
     assert client.train is client.train
-    assert gathered == ["train"]
+    assert asked == [([3], "train", "meta")]
     assert client.to("cpu", torch.float64).val.x.dtype == torch.float64
+
+
+def test_several_clients_are_gathered_at_once_and_keep_their_parts(asked):
+    dm, other = ready(Floats), ready(num_clients=2)
+    alone = [dm.part(c, "train") for c in (2, 0)] + [other.part(1, "train")]
+    clients = [dm.client(2).to("cpu", torch.float64), dm.client(0).to("cpu", torch.float64), other.client(1)]
+    early = other.client(1)
+    early.train  # noqa: B018 - asked for already
+    asked.clear()
+    parts = gather([*clients, early], "train")
+    assert asked == [([2, 0], "train", "cpu"), ([1], "train", "cpu")]
+    assert all(client.train is part for client, part in zip([*clients, early], parts, strict=True))
+    assert parts[0].x.dtype == torch.float64
+    for part, expected in zip(parts, [*alone, alone[-1]], strict=True):
+        assert torch.equal(part.x.to(expected.x.dtype), expected.x) and torch.equal(part.y, expected.y)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_the_pool_is_copied_once_to_a_device_with_room_for_it(monkeypatch, room):
+    dm = ready()
+    pool = num_bytes((dm._pool.x, dm._pool.y))
+    monkeypatch.setattr(datamodule, "free_memory", lambda device: 4 * pool - (not room))
+    where = []
+    monkeypatch.setattr(dm, "transform", lambda x: where.append(x.device.type) or x)
+    for client in (0, 1):
+        dm.client(client).to("meta").train  # noqa: B018
+        dm.client(client).train  # noqa: B018
+    assert where == ["meta" if room else "cpu", "cpu"] * 2
+    assert len(dm._pools) == 1
+    dm.teardown("fit")
+    assert not dm._pools
 
 
 def test_split_is_shuffled_and_differs_between_clients():

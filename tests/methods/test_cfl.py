@@ -6,7 +6,18 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from federations import CLASSES, Backwards, Blobs, Shuffled, Spy, blobs, equal, fit, make_client, noisy, same_end
+from federations import (
+    Backwards,
+    Shuffled,
+    Spy,
+    TwoGroups,
+    blobs,
+    equal,
+    fit,
+    make_client,
+    noisy,
+    same_end,
+)
 from pfl_lightning import Server, WeightedAverage
 from pfl_lightning.methods import FedAvg, FedPer
 from pfl_lightning.methods.cfl import CFL, split
@@ -19,14 +30,6 @@ class Uniform(WeightedAverage):
     def aggregate(self, updates, round):
         self.average(updates, dict.fromkeys(updates, 1 / len(updates)))
         return {}
-
-
-class TwoGroups(Blobs):
-    """Clients with odd ids call the classes by other names."""
-
-    def part(self, client, stage):
-        part = super().part(client, stage)
-        return type(part)(part.x, (part.y + client % 2) % CLASSES)
 
 
 def losses(run):

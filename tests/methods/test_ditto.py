@@ -8,8 +8,8 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from federations import (
+    Altered,
     Backwards,
-    Blobs,
     Shuffled,
     Spy,
     blobs,
@@ -29,11 +29,10 @@ FREE, TIED = partial(Ditto, personal_lambda=0.0), partial(Ditto, personal_lambda
 STEP = partial(SGD, lr=0.1)
 
 
-class Same(Blobs):
+class Same(Altered):
     """Every client trains on copies of one sample: all orders of its batches are one."""
 
-    def part(self, client, stage):
-        part = super().part(client, stage)
+    def alter(self, part, client, stage):
         if stage != "train":
             return part
         return type(part)(part.x[:1].expand_as(part.x).clone(), part.y[:1].expand_as(part.y).clone())

@@ -6,7 +6,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from federations import CLASSES, Spy, blobs, equal, fit, make_client, noisy, plain, points
+from federations import CLASSES, Altered, Spy, blobs, equal, fit, make_client, noisy, plain, points
 from pfl_lightning.methods import Local
 from pfl_lightning.methods.feddistill import FedDistill
 from pfl_lightning.prototypes import ClassMeans
@@ -42,9 +42,8 @@ def test_a_step_by_hand(target):
     data, spy = blobs(40, 60, by_class=True, batch_size=100), Spy()
     client = make_client(FedDistill, gamma=0.7, target=target, optimizer=partial(SGD, lr=0.1))
 
-    class Shared(type(data)):
-        def part(self, client, stage):
-            part = super().part(client, stage)
+    class Shared(Altered):
+        def alter(self, part, client, stage):
             return type(part)(part.x, part.y.clamp(max=1))
 
     data.__class__ = Shared  # classes 0; 1; and class 0 of a few samples of the second

@@ -9,11 +9,10 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from federations import (
-    CLASSES,
     Backwards,
-    Blobs,
     Shuffled,
     Spy,
+    TwoGroups,
     blobs,
     equal,
     fit,
@@ -26,14 +25,6 @@ from pfl_lightning import Server
 from pfl_lightning.exchange import num_bytes, weighted_mean
 from pfl_lightning.methods import FedAvg
 from pfl_lightning.methods.ifca import IFCA, ClusterModels
-
-
-class TwoGroups(Blobs):
-    """Clients with odd ids call the classes by other names."""
-
-    def part(self, client, stage):
-        part = super().part(client, stage)
-        return type(part)(part.x, (part.y + client % 2) % CLASSES)
 
 
 def losses(run):

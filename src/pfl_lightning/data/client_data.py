@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -41,25 +41,34 @@ class Part:
         return Part(self.x.to(device, dtype if floating else None), self.y.to(device))
 
 
+class Source(Protocol):
+    """Where clients' samples come from: a `FederatedDataModule`."""
+
+    num_classes: int
+
+    def parts(self, clients: Sequence[int], stage: Stage, device: torch.device | str = ...) -> list[Part]:
+        """One part of each client."""
+
+    def size(self, client: int, stage: Stage) -> int:
+        """Number of samples in one part of one client."""
+
+
 class ClientData:
     """The three disjoint parts of one client, each made when it is first asked for.
 
     Args:
-        gather: gives a part by its name.
-        num_classes: Number of classes in the whole federation, not only at this client.
+        source: gives the parts of clients.
+        client: Client id.
         device: Where the parts shall be.
         dtype: Floating type of their inputs; None keeps it.
     """
 
     def __init__(
-        self,
-        gather: Callable[[Stage], Part],
-        num_classes: int,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = None,
+        self, source: Source, client: int, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> None:
-        self._gather = gather
-        self.num_classes = num_classes
+        self.source = source
+        self.client = client
+        self.num_classes = source.num_classes
         self._place = (device, dtype)
 
     @cached_property
@@ -83,7 +92,12 @@ class ClientData:
         Args:
             stage: Which part.
         """
-        return self._gather(stage).to(*self._place)
+        (part,) = self.source.parts([self.client], stage, self._place[0])
+        return part.to(*self._place)
+
+    def size(self, stage: Stage) -> int:
+        """Number of samples in a part, which needn't be gathered for it."""
+        return self.source.size(self.client, stage)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> ClientData:
         """Return the same client on another device.
@@ -92,9 +106,30 @@ class ClientData:
             device: Where its parts shall be.
             dtype: Floating type of their inputs; None keeps it.
         """
-        return ClientData(self._gather, self.num_classes, device, dtype)
+        return ClientData(self.source, self.client, device, dtype)
 
     @property
     def class_counts(self) -> Tensor:
         """Number of training samples of each class, n_ij, shape [num_classes], int64."""
         return torch.bincount(self.train.y, minlength=self.num_classes)
+
+
+def gather(clients: Sequence[ClientData], stage: Stage) -> list[Part]:
+    """Return the same part of several clients, gathered at once where all of them come from one source.
+
+    Each client keeps its part, as if it had been asked for it.
+
+    Args:
+        clients: The clients, all on one device.
+        stage: Which part.
+    """
+    groups: dict[Any, list[ClientData]] = {}
+    for client in clients:
+        if stage not in vars(client):
+            groups.setdefault((id(client.source), *client._place), []).append(client)
+    for (_, device, dtype), group in groups.items():
+        parts = group[0].source.parts([client.client for client in group], stage, device)
+        for client, part in zip(group, parts, strict=True):
+            # where `cached_property` looks first
+            vars(client)[stage] = part.to(device, dtype)
+    return [getattr(client, stage) for client in clients]

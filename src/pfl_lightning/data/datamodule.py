@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import partial
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -17,6 +17,8 @@ from pfl_lightning.data.client_data import ClientData, Part, Stage
 from pfl_lightning.data.loaders import ClientLoader
 from pfl_lightning.data.partitioners import Dirichlet, Partitioner
 from pfl_lightning.data.splits import split_client, stratified_rows
+from pfl_lightning.exchange import num_bytes
+from pfl_lightning.memory import free_memory
 
 
 def net_inputs(x: Tensor) -> Tensor:
@@ -114,6 +116,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.seed = seed
         self.download = download
         self._pool: Part | None = None
+        self._pools: dict[torch.device, Part] = {}
         self._rows: list[dict[Stage, Tensor]] = []
         self._central_rows = self._server_rows = torch.empty(0, dtype=torch.int64)
         self._public: Part | None = None
@@ -234,12 +237,50 @@ class FederatedDataModule(LightningDataModule, ABC):
             client: Client id, 0 to num_clients - 1.
             stage: Which part.
         """
-        self._ready()
-        return self._gather(self._rows[client][stage])
+        (part,) = self.parts([client], stage)
+        return part
 
-    def _gather(self, rows: Tensor) -> Part:
-        pool = self._ready()
+    def parts(self, clients: Sequence[int], stage: Stage, device: torch.device | str = "cpu") -> list[Part]:
+        """Gather and transform one part of each of several clients, all at once.
+
+        Whatever looks at clients' samples comes here; override it to change what clients hold.
+
+        Args:
+            clients: Client ids, 0 to num_clients - 1.
+            stage: Which part.
+            device: Where the samples are gathered, and stay.
+        """
+        self._ready()
+        rows = [self._rows[client][stage] for client in clients]
+        whole = self._gather(torch.cat(rows), device)
+        sizes = [len(r) for r in rows]
+        return [Part(x, y) for x, y in zip(torch.split(whole.x, sizes), torch.split(whole.y, sizes), strict=True)]
+
+    def _gather(self, rows: Tensor, device: torch.device | str = "cpu") -> Part:
+        pool = self._pool_on(torch.device(device))
+        rows = rows.to(pool.y.device)
         return Part(self.transform(pool.x[rows]), pool.y[rows])
+
+    def _pool_on(self, device: torch.device) -> Part:
+        """Return the pool, on the device if it has room for it.
+
+        From a copy there clients' samples need not be gathered, transformed and sent over anew in every round.
+        """
+        if device.type == "cpu":
+            return self._ready()
+        if device not in self._pools:
+            pool = self._ready()
+            fits = 4 * num_bytes((pool.x, pool.y)) <= free_memory(device)
+            self._pools[device] = pool.to(device) if fits else pool
+        return self._pools[device]
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Let go of copies of the pool on devices.
+
+        Args:
+            stage: Ignored.
+        """
+        self._pools.clear()
 
     def client(self, client: int) -> ClientData:
         """One client, its parts gathered and transformed when they are asked for.
@@ -248,7 +289,7 @@ class FederatedDataModule(LightningDataModule, ABC):
             client: Client id, 0 to num_clients - 1.
         """
         self._ready()
-        return ClientData(partial(self.part, client), self.num_classes)
+        return ClientData(self, client)
 
     def size(self, client: int, stage: Stage) -> int:
         """Number of samples in one part of one client.

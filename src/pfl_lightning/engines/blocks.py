@@ -50,7 +50,7 @@ class Block:
     @cached_property
     def sizes(self) -> list[int]:
         """Training samples of each row."""
-        return [len(member.data.train) for member in self.members]
+        return [member.data.size("train") for member in self.members]
 
     @cached_property
     def rows(self) -> dict[int, int]:

@@ -38,7 +38,7 @@ class Sharded(Engine):
     def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
         """Trains each task's client on one of the ranks, and yields all outcomes in the order of the tasks."""
         tasks = list(tasks)
-        places = deal([len(task.data.train) for task in tasks], self.ranks)
+        places = deal([task.data.size("train") for task in tasks], self.ranks)
         own = [task for task, rank in zip(tasks, places, strict=True) if rank == self.rank]
         outcomes = {outcome.client: outcome for outcome in self._gathered(lambda: list(self.engine.run(own)))}
         return (outcomes[task.client] for task in tasks)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pfl_lightning.client import FedAvg, Phase
+from pfl_lightning.data import gather
 from pfl_lightning.engines.base import ClientState, Outcome, Task
 from pfl_lightning.engines.blocks import Block, Member
 from pfl_lightning.engines.refusals import Alike
@@ -35,13 +36,13 @@ class Stacking(Stacked):
     def _stack(self, tasks: list[Task]) -> Block:
         """The clients as the round begins for them; the largest come first."""
         members, entries, phases = self._received(tasks)
-        sizes = [len(member.data.train) for member in members]
+        sizes = [member.data.size("train") for member in members]
         order = sorted(range(len(members)), key=lambda place: -sizes[place])
         if sizes != sorted(sizes, reverse=True):
             members = [members[place] for place in order]
             at = torch.tensor(order, device=self.device)
             entries = {name: stack[at] for name, stack in entries.items()}
-        parts = [member.data.train for member in members]
+        parts = gather([member.data for member in members], "train")
         samples = torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts])
         return Block(members, entries, samples, phases)
 
@@ -120,7 +121,7 @@ class Stacking(Stacked):
             with self._watch.nobody_in_turn():
                 before = self._watch.attributes()
                 for stage in stages:
-                    parts = [getattr(member.data, stage) for member in members]
+                    parts = gather([member.data for member in members], stage)
                     scores = self._scorer.score(self._places, entries, parts)
                     for member, result, values in zip(members, results, scores, strict=True):
                         if values and stage in member.task.evaluate:

@@ -1,6 +1,5 @@
 """The vectorised engine: many clients of one architecture at once, each with its own weights, batches and optimizer."""
 
-import os
 import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -17,6 +16,7 @@ from pfl_lightning.engines.blocks import Block
 from pfl_lightning.engines.refusals import Unvectorisable
 from pfl_lightning.engines.stacking import Stacking
 from pfl_lightning.exchange import num_bytes
+from pfl_lightning.memory import free_memory
 
 __all__ = ["Unvectorisable", "Vectorised"]
 
@@ -145,15 +145,3 @@ def outputs_of(net: nn.Module, x: Tensor) -> list[Any]:
     with register_module_forward_hook(lambda module, args, output: outputs.append(output)):
         net(x)
     return outputs
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that tensors may take on a device."""
-    if device.type == "cuda":
-        # what torch's allocator holds and doesn't use is free too
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + unused
-    if "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # a system that doesn't tell
-    return 2**31
