@@ -216,6 +216,17 @@ def same_end(one: Run, other: Run) -> bool:
     )
 
 
+def check_order_and_resume(method: Callable[..., FedAvg], root: Path, **settings: Any) -> None:
+    """Neither the order in which clients train or deliver nor a pause after two rounds changes a bit."""
+    make = partial(make_client, method, net=noisy, optimizer_lifetime="run")
+    settings = {"clients_per_round": 3, "max_rounds": 4, **settings}
+    whole = fit(make(), **settings)
+    for engine in (Shuffled, Backwards):
+        assert same_end(whole, fit(make(), engine=engine, **settings))
+    fit(make(), root=root, **{**settings, "max_rounds": 2})
+    assert same_end(whole, fit(make(), root=root, ckpt_path="last", **settings))
+
+
 def untimed(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
 

@@ -3,8 +3,6 @@
 import os
 import signal
 from functools import partial
-from itertools import count
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +15,22 @@ from pfl_lightning.methods import WDR, FedAvg, FedBABU, FedPer, FedReMa, Local
 from test_kinds import NETS
 
 
+class Clock:
+    """A clock on which everything takes a second."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        self.now += 1
+        return self.now
+
+
 @pytest.fixture(autouse=True)
-def worth_it(monkeypatch):
+def clock(monkeypatch):
     """The clients of these tests take milliseconds, which no worker is forked for."""
-    monkeypatch.setattr(processes, "WORTH", 1e-9)
+    monkeypatch.setattr(processes, "time", clock := Clock())
+    return clock
 
 
 @pytest.fixture(autouse=True)
@@ -82,14 +92,15 @@ def test_what_takes_less_time_than_forking_stays_here(monkeypatch):
     assert {pid for pids in places(max_rounds=2) for pid in pids} == {os.getpid()}
 
 
-def test_it_goes_elsewhere_when_clients_turn_out_to_take_long(monkeypatch):
-    monkeypatch.setattr(processes, "WORTH", 1.0)
-    ticks = count()
-    # so each client takes a second, here or elsewhere
-    monkeypatch.setattr(processes, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+def test_so_does_what_takes_longer_elsewhere(monkeypatch, clock):
+    def slow(self, *args, fork=Processes._fork):
+        yield from fork(self, *args)
+        clock.now += 1000
+
+    monkeypatch.setattr(Processes, "_fork", slow)
     first, second = places(max_rounds=2)
     assert first.count(os.getpid()) == 1
-    assert os.getpid() not in second
+    assert set(second) == {os.getpid()}
 
 
 class Refusing(FedAvg):

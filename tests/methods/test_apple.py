@@ -13,10 +13,9 @@ from torch.optim.lr_scheduler import ExponentialLR
 from federations import (
     CLASSES,
     HIDDEN,
-    Backwards,
-    Shuffled,
     Spy,
     blobs,
+    check_order_and_resume,
     equal,
     fit,
     load_client,
@@ -24,7 +23,6 @@ from federations import (
     noisy,
     plain,
     points,
-    same_end,
 )
 from pfl_lightning import Server, Together, WeightedAverage
 from pfl_lightning.client import Phase
@@ -221,13 +219,7 @@ def test_a_client_that_stays_away_keeps_its_core_and_its_relationships():
 
 
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    make = partial(make_client, FAST, net=noisy, optimizer_lifetime="run")
-    settings = {"clients_per_round": 3, "max_rounds": 4}
-    whole = fit(make(), **settings)
-    for engine in (Shuffled, Backwards):
-        assert same_end(whole, fit(make(), engine=engine, **settings))
-    fit(make(), root=tmp_path, **{**settings, "max_rounds": 2})
-    assert same_end(whole, fit(make(), root=tmp_path, ckpt_path="last", **settings))
+    check_order_and_resume(FAST, tmp_path)
 
 
 def test_evaluation_is_of_the_personalised_model_before_and_after_training(tmp_path):

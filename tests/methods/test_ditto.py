@@ -9,10 +9,9 @@ from torch.optim import SGD
 
 from federations import (
     Altered,
-    Backwards,
-    Shuffled,
     Spy,
     blobs,
+    check_order_and_resume,
     equal,
     fit,
     load_client,
@@ -178,13 +177,7 @@ def test_the_personal_model_stays_with_its_client_also_over_rounds_without_it():
 
 
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    make = partial(make_client, TIED, net=noisy, optimizer_lifetime="run")
-    settings = {"clients_per_round": 3, "max_rounds": 4}
-    whole = fit(make(), **settings)
-    for engine in (Shuffled, Backwards):
-        assert same_end(whole, fit(make(), engine=engine, **settings))
-    fit(make(), root=tmp_path, **{**settings, "max_rounds": 2})
-    assert same_end(whole, fit(make(), root=tmp_path, ckpt_path="last", **settings))
+    check_order_and_resume(TIED, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,15 @@ from torch.optim import SGD
 from federations import (
     CLASSES,
     HIDDEN,
-    Backwards,
-    Shuffled,
     Spy,
     blobs,
+    check_order_and_resume,
     equal,
     fit,
     load_client,
     make_client,
     noisy,
     plain,
-    same_end,
 )
 from pfl_lightning.client import FedAvg
 from pfl_lightning.exchange import num_bytes, weighted_mean
@@ -226,13 +224,7 @@ def test_one_client_receives_what_it_has_and_is_fedavg_bit_for_bit():
 
 
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    make = partial(make_client, partial(FedALA, layers=3, max_passes=5), net=noisy, optimizer_lifetime="run")
-    settings = {"clients_per_round": 3, "max_rounds": 4}
-    whole = fit(make(), **settings)
-    for engine in (Shuffled, Backwards):
-        assert same_end(whole, fit(make(), engine=engine, **settings))
-    fit(make(), root=tmp_path, **{**settings, "max_rounds": 2})
-    assert same_end(whole, fit(make(), root=tmp_path, ckpt_path="last", **settings))
+    check_order_and_resume(partial(FedALA, layers=3, max_passes=5), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,16 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from federations import Backwards, Shuffled, Spy, blobs, equal, fit, make_client, noisy, plain, same_end
+from federations import (
+    Spy,
+    blobs,
+    check_order_and_resume,
+    equal,
+    fit,
+    make_client,
+    noisy,
+    plain,
+)
 from pfl_lightning.exchange import weighted_mean
 from pfl_lightning.methods import FedPer
 from pfl_lightning.methods.alternate_training import AlternateTraining
@@ -103,13 +112,7 @@ def test_a_client_comes_back_with_the_classifier_that_it_left_with():
 
 @pytest.mark.parametrize("evaluate", ["before", "both"])
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(evaluate, tmp_path):
-    make = partial(make_client, QUICK, net=noisy, optimizer_lifetime="run")
-    settings = {"clients_per_round": 3, "max_rounds": 4, "evaluate": evaluate}
-    whole = fit(make(), **settings)
-    for engine in (Shuffled, Backwards):
-        assert same_end(whole, fit(make(), engine=engine, **settings))
-    fit(make(), root=tmp_path, **{**settings, "max_rounds": 2})
-    assert same_end(whole, fit(make(), root=tmp_path, ckpt_path="last", **settings))
+    check_order_and_resume(QUICK, tmp_path, evaluate=evaluate)
 
 
 @pytest.mark.parametrize(("buffers", "travel"), [("average", True), ("local", False)])

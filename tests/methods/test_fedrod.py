@@ -9,18 +9,16 @@ from torch.optim import SGD
 from federations import (
     CLASSES,
     HIDDEN,
-    Backwards,
     OneClient,
-    Shuffled,
     Spy,
     blobs,
+    check_order_and_resume,
     equal,
     fit,
     load_client,
     make_client,
     noisy,
     points,
-    same_end,
 )
 from pfl_lightning.client import FedAvg
 from pfl_lightning.data import ClientData, Part
@@ -194,13 +192,7 @@ def test_heads_grow_apart_and_wait_for_their_clients():
 
 
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    make = partial(make_client, FedRoD, net=noisy, optimizer_lifetime="run")
-    settings = {"clients_per_round": 3, "max_rounds": 4}
-    whole = fit(make(), **settings)
-    for engine in (Shuffled, Backwards):
-        assert same_end(whole, fit(make(), engine=engine, **settings))
-    fit(make(), root=tmp_path, **{**settings, "max_rounds": 2})
-    assert same_end(whole, fit(make(), root=tmp_path, ckpt_path="last", **settings))
+    check_order_and_resume(FedRoD, tmp_path)
 
 
 @pytest.mark.parametrize(

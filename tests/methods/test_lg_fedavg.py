@@ -8,17 +8,15 @@ from torch.optim import SGD
 from federations import (
     CLASSES,
     HIDDEN,
-    Backwards,
-    Shuffled,
     Spy,
     blobs,
+    check_order_and_resume,
     equal,
     fit,
     load_client,
     make_client,
     noisy,
     plain,
-    same_end,
 )
 from pfl_lightning.exchange import weighted_mean
 from pfl_lightning.methods import FedAvg, Local
@@ -110,13 +108,7 @@ def test_a_client_that_stays_away_has_its_last_features_under_the_newest_classif
 
 
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    make = partial(make_client, LGFedAvg, net=noisy, optimizer_lifetime="run")
-    settings = {"clients_per_round": 3, "max_rounds": 4}
-    whole = fit(make(), **settings)
-    for engine in (Shuffled, Backwards):
-        assert same_end(whole, fit(make(), engine=engine, **settings))
-    fit(make(), root=tmp_path, **{**settings, "max_rounds": 2})
-    assert same_end(whole, fit(make(), root=tmp_path, ckpt_path="last", **settings))
+    check_order_and_resume(LGFedAvg, tmp_path)
 
 
 def test_it_learns_from_batches_of_one_and_of_absent_classes():

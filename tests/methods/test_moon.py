@@ -11,17 +11,15 @@ from torch.nn import functional as F
 
 from federations import (
     HIDDEN,
-    Backwards,
-    Shuffled,
     Spy,
     blobs,
+    check_order_and_resume,
     equal,
     fit,
     load_client,
     make_client,
     noisy,
     points,
-    same_end,
 )
 from pfl_lightning.exchange import num_bytes
 from pfl_lightning.methods import FedAvg
@@ -192,13 +190,7 @@ def test_a_client_contrasts_with_the_model_of_its_own_last_round():
 
 
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    make = partial(make_client, FIVES, net=noisy, optimizer_lifetime="run")
-    settings = {"clients_per_round": 3, "max_rounds": 4}
-    whole = fit(make(), **settings)
-    for engine in (Shuffled, Backwards):
-        assert same_end(whole, fit(make(), engine=engine, **settings))
-    fit(make(), root=tmp_path, **{**settings, "max_rounds": 2})
-    assert same_end(whole, fit(make(), root=tmp_path, ckpt_path="last", **settings))
+    check_order_and_resume(FIVES, tmp_path)
 
 
 def test_evaluation_leaves_the_previous_model_alone():

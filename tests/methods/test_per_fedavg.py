@@ -9,7 +9,17 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from federations import FEATURES, Backwards, Shuffled, blobs, equal, fit, make_client, noisy, plain, points, same_end
+from federations import (
+    FEATURES,
+    blobs,
+    check_order_and_resume,
+    equal,
+    fit,
+    make_client,
+    noisy,
+    plain,
+    points,
+)
 from pfl_lightning.data import epoch_order
 from pfl_lightning.methods import FedAvg
 from pfl_lightning.methods.per_fedavg import PerFedAvg
@@ -237,13 +247,7 @@ def test_evaluation_leaves_no_trace(optimizer_lifetime):
 
 @pytest.mark.parametrize("method", [FO, HF])
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(method, tmp_path):
-    make = partial(make_client, method, net=noisy, optimizer_lifetime="run")
-    settings = {"clients_per_round": 3, "max_rounds": 4}
-    whole = fit(make(), **settings)
-    for engine in (Shuffled, Backwards):
-        assert same_end(whole, fit(make(), engine=engine, **settings))
-    fit(make(), root=tmp_path, **{**settings, "max_rounds": 2})
-    assert same_end(whole, fit(make(), root=tmp_path, ckpt_path="last", **settings))
+    check_order_and_resume(method, tmp_path)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 100])

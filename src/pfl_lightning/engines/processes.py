@@ -31,8 +31,8 @@ class Processes(Sequential):
     Workers are forked for each round: they see the module, the data and the tasks without a copy, take one task after
     another until none is left, and send back what came of it. A task's result depends on the task alone, so that any
     number of workers gives the bits of the sequential engine with one thread. That lets this engine look at the clock:
-    what takes less time than it takes to fork workers is done in this process. A worker that dies ends the run with a
-    message; the last checkpoint stands.
+    what takes less time than to fork workers and to hear from them is done in this process. A worker that dies ends the
+    run with a message; the last checkpoint stands.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -42,7 +42,9 @@ class Processes(Sequential):
                 f"trainer.engine=processes forks processes that train on the CPU, which {self.device.type} on "
                 f"{sys.platform} doesn't allow; take engine=vectorised or sequential."
             )
-        self._seconds: dict[str, float] = {}
+        # of a task, by what is done, of the last time: by itself, and with its share of forking and sending
+        self._alone: dict[str, float] = {}
+        self._forked: dict[str, float] = {}
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
         """Yields outcomes in the order in which clients finish."""
@@ -55,28 +57,34 @@ class Processes(Sequential):
 
     def _share_out(self, what: str, function: Callable[[Task], Result], tasks: list[Task]) -> Iterator[Result]:
         """Results of all tasks; the first ones are made here until it is clear that workers pay."""
-        seconds: list[float] = []
-        while len(seconds) < len(tasks) and self._workers_for(what, len(tasks) - len(seconds)) < 2:
+        here: list[float] = []
+        while len(here) < len(tasks) and self._workers_for(what, len(tasks) - len(here)) < 2:
             start = time.perf_counter()
             with one_thread():
-                result = function(tasks[len(seconds)])
-            seconds.append(time.perf_counter() - start)
-            self._seconds[what] = statistics.fmean(seconds)
+                result = function(tasks[len(here)])
+            here.append(time.perf_counter() - start)
+            self._alone[what] = statistics.fmean(here)
             yield result
-        left = tasks[len(seconds) :]
+        left = tasks[len(here) :]
         if not left:
             return
-        for result, taken in self._forked(function, left, self._workers_for(what, len(left))):
-            seconds.append(taken)
+        start = time.perf_counter()
+        elsewhere: list[float] = []
+        for result, seconds in self._fork(function, left, self._workers_for(what, len(left))):
+            elsewhere.append(seconds)
             yield result
-        self._seconds[what] = statistics.fmean(seconds)
+        self._forked[what] = (time.perf_counter() - start) / len(left)
+        # whichever is nearer to undisturbed: the first task of all takes its time, and so do workers side by side
+        self._alone[what] = min(map(statistics.fmean, filter(None, (here, elsewhere))))
 
     def _workers_for(self, what: str, tasks: int) -> int:
         """Processes that are worth their time, judged by the tasks before."""
-        worth = self._seconds.get(what, 0.0) * tasks / WORTH
-        return int(min(self.workers or cores(), tasks, worth))
+        alone = self._alone.get(what, 0.0)
+        if self._forked.get(what, 0.0) > alone:
+            return 1
+        return int(min(self.workers or cores(), tasks, alone * tasks / WORTH))
 
-    def _forked(
+    def _fork(
         self, function: Callable[[Task], Result], tasks: list[Task], count: int
     ) -> Iterator[tuple[Result, float]]:
         """Results of workers, each with the seconds that it took."""
