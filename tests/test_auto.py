@@ -1,9 +1,10 @@
 """The engine that is taken where the choice is left open."""
 
 import pytest
+import torch
 
 from federations import fit, make_client, same_end
-from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised, auto
+from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised, auto, threads
 from test_vectorised import Values
 
 
@@ -41,6 +42,18 @@ def test_larger_steps_are_for_all_cores(taken, caplog, monkeypatch, workers, eng
         f"trainer.engine='auto' takes {engine}: a step of Net is enough work for a core, {workers} at a time."
     ]
     assert same_end(*runs)
+
+
+@pytest.mark.parametrize(("count", "engine"), [(1, "Processes"), (2, "Sequential")])
+def test_threads_share_out_the_operations_of_large_nets(taken, caplog, monkeypatch, count, engine):
+    monkeypatch.setattr(auto, "PARAMETERS", 10)
+    monkeypatch.setattr(threads, "SMALL", 10)
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    fit(make_client(), engine="auto", workers=2)
+    torch.set_num_threads(before)
+    assert taken == [engine]
+    assert count == 1 or "a step of Net is enough work for a core, or for several" in lines(caplog)[0]
 
 
 @pytest.mark.parametrize("limit", ["PARAMETERS", "OUTPUTS"])

@@ -10,6 +10,7 @@ from torch import distributed
 
 from pfl_lightning.client import Phase
 from pfl_lightning.data import ClientData
+from pfl_lightning.engines import threads
 from pfl_lightning.engines.base import Engine, Evaluated, Outcome, Task
 from pfl_lightning.engines.processes import Processes, cores
 from pfl_lightning.engines.sequential import Sequential
@@ -26,14 +27,16 @@ class Auto(Engine):
 
     On a GPU, where a client's computations are too small to fill it, that is `Vectorised`; on a CPU too for small nets,
     whose steps take less time than it takes to start them. Otherwise, and where a method can't be vectorised, it is
-    `Processes` on a CPU with several cores, and `Sequential` elsewhere. The choice follows from what is given and not
-    from the clock: a run that is resumed goes on with the same engine. Takes the arguments of `Engine`.
+    `Processes` on a CPU with several cores, and `Sequential` elsewhere, and for nets so large that several threads
+    share out each of their operations. The choice follows from what is given and not from the clock: a run that is
+    resumed goes on with the same engine. Takes the arguments of `Engine`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._arguments = args, kwargs
         self._engine: Engine | None = None
+        self._parameters = sum(parameter.numel() for parameter in self.module.parameters())
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
         """Yields outcomes as the engine that was taken does, and takes another where that one can't run the method."""
@@ -75,12 +78,15 @@ class Auto(Engine):
         self._set_mode(training=False)
         with self.forward_context():
             outputs = sum(tensor.numel() for tensor in tensors(outputs_of(self.module.net, x)))
-        return outputs <= OUTPUTS and sum(parameter.numel() for parameter in self.module.parameters()) <= PARAMETERS
+        return outputs <= OUTPUTS and self._parameters <= PARAMETERS
 
     def _take_one_by_one(self, reason: str) -> Engine:
-        several = self.device.type == "cpu" and sys.platform == "linux" and not distributed.is_initialized()
-        count = (self.workers or cores()) if several else 1
-        return self._take(Processes if count > 1 else Sequential, f"{reason}, {count} at a time" if several else reason)
+        if self.device.type != "cpu" or sys.platform != "linux" or distributed.is_initialized():
+            return self._take(Sequential, reason)
+        if self._parameters > threads.SMALL and torch.get_num_threads() > 1:
+            return self._take(Sequential, f"{reason}, or for several")
+        count = self.workers or cores()
+        return self._take(Processes if count > 1 else Sequential, f"{reason}, {count} at a time")
 
     def _take(self, engine: type[Engine], reason: str) -> Engine:
         args, kwargs = self._arguments
