@@ -1,6 +1,6 @@
 """Seconds a round of each engine, as ratios to a plain PyTorch loop that does the same work.
 
-    python benchmarks/rounds.py [--engines sequential processes vectorised auto] [--workloads W1 W5] [--rounds 9]
+    python benchmarks/rounds.py [--engines sequential processes vectorised compiled auto] [--workloads W1 W5] [--rounds 9]
     python benchmarks/rounds.py --scale          # rounds a second against the number of clients
     python benchmarks/rounds.py --accelerator gpu --precision bf16-mixed
 
@@ -129,6 +129,10 @@ WORKLOADS = {
 }
 
 
+COMPILED = "compiled"
+"""The engine ``vectorised`` with compiled steps."""
+
+
 def compare(
     workload: Workload, rounds: int, engine: str = "sequential", accelerator: str = "cpu", precision: Any = "32-true"
 ) -> dict[str, float]:
@@ -143,7 +147,8 @@ def compare(
     trainer = FederatedTrainer(
         max_rounds=rounds + 2,
         clients_per_round=cohort,
-        engine=engine,
+        engine="vectorised" if engine == COMPILED else engine,
+        compile=engine == COMPILED,
         callbacks=[turns],
         accelerator=accelerator,
         precision=precision,
@@ -189,7 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds of each side")
     parser.add_argument("--threads", type=int, default=1, help="intra-op threads")
-    parser.add_argument("--engines", nargs="+", default=["sequential"], choices=list(ENGINES))
+    parser.add_argument("--engines", nargs="+", default=["sequential"], choices=[*ENGINES, COMPILED])
     parser.add_argument("--workloads", nargs="+", default=["W1", "W5"], choices=list(WORKLOADS))
     parser.add_argument("--accelerator", default="cpu", choices=["cpu", "gpu"])
     parser.add_argument("--precision", default="32-true", help="of the federation; the plain loop stays in float32")

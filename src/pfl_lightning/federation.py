@@ -85,7 +85,8 @@ class Federation(LightningModule):
         """What runs the clients of each kind; made when the modules stand on their device."""
         work, trainer = self.rounds.work(self.data), self.trainer
         engines: list[Engine] = [
-            self.rounds.engine_class(kind, work, trainer.precision_plugin, self.rounds.workers) for kind in self._kinds
+            self.rounds.engine_class(kind, work, trainer.precision_plugin, self.rounds.workers, self.rounds.compile)
+            for kind in self._kinds
         ]
         ranks = trainer.world_size
         return [Sharded(engine, trainer.global_rank, ranks) for engine in engines] if ranks > 1 else engines

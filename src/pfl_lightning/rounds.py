@@ -24,6 +24,7 @@ class Rounds:
     local_steps: int | None = None
     engine: str | type[Engine] = "sequential"
     workers: int | None = None
+    compile: bool = False
     evaluate: Literal["before", "after", "both"] = "before"
     test_every_round: bool = False
     clip: float | None = None
@@ -48,6 +49,11 @@ class Rounds:
         if isinstance(self.engine, str) and self.engine not in ENGINES:
             raise MisconfigurationException(
                 f"trainer.engine={self.engine!r} is not an engine; there is {', '.join(map(repr, ENGINES))}."
+            )
+        if self.compile and self.engine in ("sequential", "processes"):
+            raise MisconfigurationException(
+                f"trainer.compile=true compiles steps of many clients, and trainer.engine={self.engine!r} makes those "
+                "of one; take engine='vectorised' or 'auto'."
             )
         if self.client_states not in ("memory", "disk"):
             raise MisconfigurationException(f"trainer.client_states={self.client_states!r} must be 'memory' or 'disk'.")

@@ -111,13 +111,22 @@ class Engine(ABC):
         work: how much each client trains.
         precision: the Trainer's precision plugin.
         workers: processes to use at most, for engines that use several; None takes one a core.
+        compile: whether local steps are compiled, by engines that can.
     """
 
-    def __init__(self, module: FedAvg, work: LocalWork, precision: Precision, workers: int | None = None) -> None:
+    def __init__(
+        self,
+        module: FedAvg,
+        work: LocalWork,
+        precision: Precision,
+        workers: int | None = None,
+        compile: bool = False,
+    ) -> None:
         self.module = module
         self.work = work
         self.precision = precision
         self.workers = workers
+        self.compile = compile
         self._modules = list(module.modules())
         self.metrics = module.configure_metrics().to(module.device)
         for metric in self.metrics.values(copy_state=False):

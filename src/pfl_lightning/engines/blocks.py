@@ -61,6 +61,11 @@ class Block:
         """The members of some rows."""
         return self.members[rows] if isinstance(rows, slice) else [self.members[row] for row in rows.tolist()]
 
+    def batch(self, samples: Tensor) -> Batch:
+        """Inputs and targets of samples ``[rows, size]`` of the block."""
+        x, y = (t.index_select(0, samples.flatten()).view(*samples.shape, *t.shape[1:]) for t in self.samples)
+        return x, y
+
     @cached_property
     def means(self) -> list[dict[str, float]]:
         """Each row's means over its steps, weighted by their samples; one transfer from the device a name."""
@@ -101,7 +106,8 @@ class Plan:
         totals = np.array([order.numel() for order in orders])
         self._flat = torch.cat(orders).numpy() + np.repeat(begins, totals)
         self._starts = np.cumsum(totals) - totals
-        self._lengths, self._size = lengths, size
+        self._lengths = lengths
+        self.size = size
         self._batches = batches_of(lengths, size, smallest)
         # a client that has no batches has no epochs either
         made = totals // np.maximum(lengths, 1) * self._batches
@@ -118,8 +124,8 @@ class Plan:
         for index in range(self.counts.max(initial=0)):
             (rows,) = np.nonzero(self.counts > index)
             epoch, place = np.divmod(index, self._batches[rows])
-            first = place * self._size
-            sizes = np.minimum(self._lengths[rows] - first, self._size)
+            first = place * self.size
+            sizes = np.minimum(self._lengths[rows] - first, self.size)
             first += self._starts[rows] + epoch * self._lengths[rows]
             steps.append([])
             for size in dict.fromkeys(sizes.tolist()):

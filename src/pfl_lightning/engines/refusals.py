@@ -143,3 +143,8 @@ def same(one: Any, other: Any) -> bool:
         # the same objects, most of the time
         return len(one) == len(other) and (all(map(is_, one, other)) or all(map(same, one, other)))
     return isinstance(one, (int, float, str)) and one == other
+
+
+def reason_of(error: Exception) -> str:
+    """The first sentence of an error's message, without its end."""
+    return " ".join(str(error).split()).split(". ")[0].rstrip(".")[:200]

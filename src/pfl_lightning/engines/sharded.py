@@ -28,7 +28,7 @@ class Sharded(Engine):
     """
 
     def __init__(self, engine: Engine, rank: int, ranks: int) -> None:
-        super().__init__(engine.module, engine.work, engine.precision, engine.workers)
+        super().__init__(engine.module, engine.work, engine.precision, engine.workers, engine.compile)
         self.engine = engine
         self.rank = rank
         self.ranks = ranks

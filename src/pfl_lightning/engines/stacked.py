@@ -12,9 +12,10 @@ from torch.func import vmap
 from pfl_lightning.client import Batch, Phase
 from pfl_lightning.data import epoch_order
 from pfl_lightning.engines.blocks import Block, Member, Plan, Rows, batches_of
+from pfl_lightning.engines.compiled import Compiled, Values
 from pfl_lightning.engines.lanes import ELEMENTWISE, Lane, counters
 from pfl_lightning.engines.places import Places
-from pfl_lightning.engines.refusals import Unvectorisable, Watch
+from pfl_lightning.engines.refusals import Unvectorisable, Watch, reason_of
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.streams import Drawn, Streams, default_generators
 from pfl_lightning.exchange import StateDict
@@ -26,6 +27,7 @@ class Stacked(Sequential):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._watch = Watch(self.module)
+        self._compiled = Compiled(self.module, self.precision) if self.compile else None
 
     def _look(self) -> None:
         """Walks the module, and remembers where its parameters and buffers are."""
@@ -49,7 +51,7 @@ class Stacked(Sequential):
         plan = self._plan(phase, block)
         for index, step in enumerate(plan.steps(self.device)):
             self._narrow(lanes, int((plan.counts > index).sum()), phase, block)
-            gradients = self._gradients(step, index, block, trained)
+            gradients = self._gradients(step, index, block, trained, plan.size)
             self._clip(gradients)
             for lane in lanes:
                 lane.step(gradients)
@@ -77,20 +79,16 @@ class Stacked(Sequential):
             orders.append(torch.cat(drawn) if len(drawn) > 1 else drawn[0])
         return Plan(orders, np.cumsum(sizes) - sizes, lengths, size, self._smallest_batch, steps)
 
-    def _gradients(self, step: list[tuple[Rows, Tensor]], index: int, block: Block, trained: list[str]) -> StateDict:
+    def _gradients(
+        self, step: list[tuple[Rows, Tensor]], index: int, block: Block, trained: list[str], size: int
+    ) -> StateDict:
         """Gradients of the trained entries, a row a client, as far as the loss depends on them."""
         parts: list[tuple[Rows, StateDict]] = []
         for rows, samples in step:
-            entries = {name: stack[rows] for name, stack in block.entries.items()}
-            leaves = [entries[name].requires_grad_() for name in trained]
-            x, y = (t.index_select(0, samples.flatten()).view(*samples.shape, *t.shape[1:]) for t in block.samples)
-            values = self._values(entries, (x, y), index, trained, block.of(rows))
-            slopes = torch.autograd.grad(values["loss"].sum(), leaves, allow_unused=True)
-            parts.append((rows, {name: g for name, g in zip(trained, slopes, strict=True) if g is not None}))
-            if isinstance(rows, Tensor):
-                # copies, in which buffers have moved
-                for name in entries.keys() - set(trained):
-                    block.entries[name][rows] = entries[name]
+            # short batches are too rare to be compiled
+            done = self._differentiate_compiled if samples.shape[1] == size else self._differentiate
+            values, slopes = done(rows, samples, index, block, trained)
+            parts.append((rows, slopes))
             block.steps.append((rows, samples.shape[1], {name: value.detach() for name, value in values.items()}))
         if len(parts) == 1:
             return parts[0][1]
@@ -100,6 +98,49 @@ class Stacked(Sequential):
             for rows, slopes_of in parts:
                 gradients[name][rows] = slopes_of[name]
         return gradients
+
+    def _differentiate(self, rows: Rows, samples: Tensor, index: int, block: Block, trained: list[str]) -> Values:
+        """What ``training_step`` returns, and the gradients of its loss, of some rows."""
+        entries = {name: stack[rows] for name, stack in block.entries.items()}
+        done = self._slopes(entries, block.batch(samples), index, trained, block.of(rows))
+        if isinstance(rows, Tensor):
+            # copies, in which buffers have moved
+            for name in entries.keys() - set(trained):
+                block.entries[name][rows] = entries[name]
+        return done
+
+    def _differentiate_compiled(
+        self, rows: Rows, samples: Tensor, index: int, block: Block, trained: list[str]
+    ) -> Values:
+        """The same by a compiled step, where there is one.
+
+        It is one of all rows, so that it is compiled once: those that don't learn now are computed too, and left.
+        """
+        if self._compiled is None or not self._compiled.trusted:
+            return self._differentiate(rows, samples, index, block, trained)
+        everyone = samples.new_zeros(len(block.members), samples.shape[1])
+        everyone[rows] = samples
+        batch, entries, members = block.batch(everyone), dict(block.entries), block.members
+
+        def plain(entries: StateDict) -> Values:
+            return self._slopes(entries, batch, index, trained, members)
+
+        done = self._compiled.differentiate(plain, entries, batch, index, trained, self.module.phase.name)
+        if done is None:
+            return self._differentiate(rows, samples, index, block, trained)
+        for name in entries.keys() - set(trained):
+            block.entries[name][rows] = entries[name][rows]
+        values, slopes = done
+        return {name: value[rows] for name, value in values.items()}, {name: g[rows] for name, g in slopes.items()}
+
+    def _slopes(
+        self, entries: StateDict, batch: Batch, index: int, trained: list[str], members: list[Member]
+    ) -> Values:
+        """What ``training_step`` returns, and the gradients of its loss as far as it depends on the trained entries."""
+        leaves = [entries[name].requires_grad_() for name in trained]
+        values = self._values(entries, batch, index, trained, members)
+        slopes = torch.autograd.grad(values["loss"].sum(), leaves, allow_unused=True)
+        return values, {name: slope for name, slope in zip(trained, slopes, strict=True) if slope is not None}
 
     def _values(
         self, entries: StateDict, batch: Batch, index: int, trained: list[str], members: list[Member]
@@ -159,8 +200,3 @@ class Stacked(Sequential):
                 for row, state in lane.state_dicts(end):
                     block.members[row].optimizers[phase.name] = state
             lane.narrow(end)
-
-
-def reason_of(error: Exception) -> str:
-    """The first sentence of an error's message, without its end."""
-    return " ".join(str(error).split()).split(". ")[0].rstrip(".")[:200]

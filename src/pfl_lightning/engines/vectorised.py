@@ -43,6 +43,7 @@ class Vectorised(Stacking):
         work: how much each client trains.
         precision: the Trainer's precision plugin.
         workers: not used.
+        compile: whether steps are compiled, see `Compiled`.
         block_size: clients at once, at least 1; None takes as many as half of the free memory should hold. A block that
             a GPU can't hold is halved in any case. A block of one runs as in `Sequential`.
     """
@@ -53,9 +54,10 @@ class Vectorised(Stacking):
         work: LocalWork,
         precision: Precision,
         workers: int | None = None,
+        compile: bool = False,
         block_size: int | None = None,
     ) -> None:
-        super().__init__(module, work, precision, workers)
+        super().__init__(module, work, precision, workers, compile)
         self.block_size = block_size
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:

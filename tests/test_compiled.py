@@ -1,0 +1,135 @@
+"""Compiled steps: those of the vectorised engine, or its own where they can't be."""
+
+from functools import partial
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim import SGD
+
+from federations import CLASSES, FEATURES, HIDDEN, blobs, fit, make_client, noisy, plain, same_end
+from pfl_lightning.engines import Vectorised
+from pfl_lightning.engines.compiled import Compiled
+from pfl_lightning.methods import FedAvg, FedPer, FedRep, Local
+from pfl_lightning.nets import Net
+from test_vectorised import RAGGED, client_modules, compare
+
+
+class Compiling(Vectorised):
+    def __init__(self, *args):
+        super().__init__(*args[:4], compile=True)
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch):
+    """Steps are followed and differentiated as for any compiler, but not made machine code, which takes its time."""
+    monkeypatch.setattr(Compiled, "backend", "aot_eager")
+    torch._dynamo.reset()
+
+
+def normed(input_shape, num_classes):
+    """With BatchNorm and a parameter that nothing depends on."""
+    net = Net(nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Tanh()), nn.Linear(HIDDEN, CLASSES))
+    net.unused = nn.Parameter(torch.ones(2))
+    return net
+
+
+def trusted(run):
+    return run.federation.engines[0]._compiled.trusted
+
+
+UNCOMPILED = {"PFedMe": "setattr"}
+# whose steps have more to follow than FedAvg's: other models, phases, gradients of gradients, what entries require
+INVOLVED = ["Ditto", "FedProx", "FedRoD", "MOON", "PACClient", "PFedMe", "PerFedAvg", "WDR"]
+
+
+@pytest.mark.parametrize("name", INVOLVED)
+def test_methods_give_what_they_give_uncompiled(name, recwarn):
+    _, run = compare(client_modules()[name], settings={"net": plain}, engine=Compiling, max_rounds=2, local_epochs=1)
+    assert trusted(run) == (name not in UNCOMPILED)
+    told = [str(w.message) for w in recwarn if "trainer.compile" in str(w.message)]
+    assert len(told) == (name in UNCOMPILED)
+    assert all(f"steps of {name} stay as they are: {UNCOMPILED[name]}" in text for text in told)
+
+
+@pytest.mark.parametrize("lifetime", ["round", "run"])
+@pytest.mark.parametrize("method", [FedAvg, Local, FedRep])
+def test_running_statistics_momentum_decay_and_clients_of_any_size_are_as_ever(method, lifetime):
+    # decay would move a parameter that had a gradient of zeros instead of none
+    optimizer = partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+    settings = {"net": normed, "optimizer": optimizer, "optimizer_lifetime": lifetime}
+    _, run = compare(method, settings=settings, engine=Compiling, clients_per_round=3)
+    assert trusted(run)
+
+
+def test_blocks_may_have_several_sizes():
+    class Halves(Compiling):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.block_size = 3
+
+    assert trusted(compare(engine=Halves, settings={"net": normed})[1])
+
+
+def test_it_computes_in_the_trainer_s_precision():
+    runs = [
+        fit(make_client(net=plain), blobs(*RAGGED), engine=engine, precision="bf16-mixed")
+        for engine in (Vectorised, Compiling)
+    ]
+    assert trusted(runs[1])
+    single = fit(make_client(net=plain), blobs(*RAGGED), engine=Vectorised)
+    error = [max(float((run.weights[name] - tensor).norm()) for name, tensor in single.weights.items()) for run in runs]
+    assert error[0] > 1e-4
+    assert error[1] == pytest.approx(error[0], rel=0.5)
+
+
+def test_dropout_stays_as_it_is_with_each_client_s_own_stream():
+    with pytest.warns(UserWarning, match="steps of FedAvg stay as they are"):
+        _, run = compare(engine=Compiling, settings={"net": noisy})
+    assert not trusted(run)
+
+
+class Astray(FedAvg):
+    """Whose step is another one when it is compiled."""
+
+    def training_step(self, batch, batch_idx):
+        values = super().training_step(batch, batch_idx)
+        return {"loss": values["loss"] * (2.0 if torch.compiler.is_compiling() else 1.0)}
+
+
+def test_what_would_be_something_else_stays_as_it_is():
+    with pytest.warns(
+        UserWarning, match="steps of Astray stay as they are: compiled they would compute something else"
+    ):
+        compare(Astray, engine=Compiling, settings={"net": normed})
+
+
+def test_resuming_goes_on_bit_for_bit(tmp_path):
+    make = partial(make_client, FedPer, net=normed, optimizer_lifetime="run")
+    settings = {"engine": "vectorised", "compile": True, "max_rounds": 4}
+    whole = fit(make(), blobs(*RAGGED), **settings)
+    fit(make(), blobs(*RAGGED), tmp_path, **{**settings, "max_rounds": 2})
+    assert same_end(whole, fit(make(), blobs(*RAGGED), tmp_path, ckpt_path="last", **settings))
+    assert trusted(whole)
+
+
+def test_it_is_made_machine_code(monkeypatch):
+    cpp_builder = pytest.importorskip("torch._inductor.cpp_builder")
+    try:
+        cpp_builder.get_cpp_compiler()
+    except Exception:
+        pytest.skip("there is no C++ compiler, which torch.compile needs on a CPU")
+    monkeypatch.setattr(Compiled, "backend", "inductor")
+    assert trusted(compare(engine=Compiling, settings={"net": plain}, max_rounds=1)[1])
+
+
+@pytest.mark.parametrize("engine", ["sequential", "processes"])
+def test_engines_that_cannot_refuse(engine):
+    with pytest.raises(MisconfigurationException, match=rf"trainer\.compile=true .*trainer\.engine='{engine}'"):
+        fit(make_client(), engine=engine, compile=True)
+
+
+def test_auto_passes_it_on():
+    run = fit(make_client(), engine="auto", compile=True)
+    assert run.federation.engines[0]._engine._compiled.trusted
