@@ -1,6 +1,6 @@
 """Seconds a round of each engine, as ratios to a plain PyTorch loop that does the same work.
 
-    python benchmarks/rounds.py [--engines sequential processes vectorised compiled auto] [--workloads W1 W5] [--rounds 9]
+    python benchmarks/rounds.py [--engines sequential processes vectorised compiled auto] [--workloads W1 W5]
     python benchmarks/rounds.py --scale          # rounds a second against the number of clients
     python benchmarks/rounds.py --accelerator gpu --precision bf16-mixed
 
@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from pfl_lightning import FedAvg, FederatedTrainer
+from pfl_lightning.callbacks import ChannelsLast
 from pfl_lightning.data import IID, FederatedDataModule
 from pfl_lightning.engines import ENGINES
 from pfl_lightning.engines.processes import cores
@@ -133,25 +133,23 @@ COMPILED = "compiled"
 """The engine ``vectorised`` with compiled steps."""
 
 
-def compare(
-    workload: Workload, rounds: int, engine: str = "sequential", accelerator: str = "cpu", precision: Any = "32-true"
-) -> dict[str, float]:
+def compare(workload: Workload, engine: str, args: argparse.Namespace) -> dict[str, float]:
     """Median seconds of a round of each side, without the first two rounds."""
     seed_everything(0, verbose=False)
     data = Noise(workload.clients, workload.samples, workload.shape)
     data.setup()
     cohort = workload.cohort or workload.clients
     client = FedAvg(workload.net, data.input_shape, data.num_classes, optimizer=partial(SGD, lr=LR))
-    device = torch.device("cuda" if accelerator == "gpu" else accelerator)
+    device = torch.device("cuda" if args.accelerator == "gpu" else args.accelerator)
     turns = Turns(plain_round(workload.net(data.input_shape, data.num_classes).to(device), data, cohort, device))
     trainer = FederatedTrainer(
-        max_rounds=rounds + 2,
+        max_rounds=args.rounds + 2,
         clients_per_round=cohort,
         engine="vectorised" if engine == COMPILED else engine,
         compile=engine == COMPILED,
-        callbacks=[turns],
-        accelerator=accelerator,
-        precision=precision,
+        callbacks=[turns, *([ChannelsLast()] if args.channels_last else [])],
+        accelerator=args.accelerator,
+        precision=args.precision,
         limit_val_batches=0,
         logger=False,
         enable_checkpointing=False,
@@ -168,7 +166,7 @@ def table(args: argparse.Namespace) -> None:
     for name in args.workloads:
         workload = WORKLOADS[name]
         for engine in args.engines:
-            seconds = compare(workload, args.rounds, engine, args.accelerator, args.precision)
+            seconds = compare(workload, engine, args)
             ratio = seconds["federation"] / seconds["plain"]
             print(
                 f"{name + ' ' + workload.what:<58} {engine:<11} {seconds['federation']:>7.3f} s "
@@ -182,10 +180,7 @@ def scale(args: argparse.Namespace) -> None:
     print(f"{'clients x 30, MLP 64-64-10':<28} " + " ".join(f"{engine:>11}" for engine in args.engines))
     for clients in (10, 30, 100, 300, 1000):
         workload = replace(WORKLOADS["W5"], clients=clients)
-        speeds = [
-            1 / compare(workload, args.rounds, engine, args.accelerator, args.precision)["federation"]
-            for engine in args.engines
-        ]
+        speeds = [1 / compare(workload, engine, args)["federation"] for engine in args.engines]
         print(f"{clients:<28} " + " ".join(f"{speed:>9.2f}/s" for speed in speeds), flush=True)
 
 
@@ -198,6 +193,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=["W1", "W5"], choices=list(WORKLOADS))
     parser.add_argument("--accelerator", default="cpu", choices=["cpu", "gpu"])
     parser.add_argument("--precision", default="32-true", help="of the federation; the plain loop stays in float32")
+    parser.add_argument("--channels_last", action="store_true", help="in the federation, not in the plain loop")
     parser.add_argument("--scale", action="store_true", help="rounds a second against the number of clients")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

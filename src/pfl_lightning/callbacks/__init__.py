@@ -2,6 +2,7 @@
 
 from pfl_lightning.callbacks.aggregation_pictures import AggregationPictures
 from pfl_lightning.callbacks.base import FederatedCallback
+from pfl_lightning.callbacks.channels_last import ChannelsLast
 from pfl_lightning.callbacks.class_pictures import ClassPictures
 from pfl_lightning.callbacks.distribution_estimate import DistributionEstimate
 from pfl_lightning.callbacks.feature_pictures import FeaturePictures
@@ -12,6 +13,7 @@ from pfl_lightning.callbacks.wandb_report import WandbReport
 
 __all__ = [
     "AggregationPictures",
+    "ChannelsLast",
     "ClassPictures",
     "DistributionEstimate",
     "FeaturePictures",
