@@ -92,15 +92,17 @@ def test_what_takes_less_time_than_forking_stays_here(monkeypatch):
     assert {pid for pids in places(max_rounds=2) for pid in pids} == {os.getpid()}
 
 
-def test_so_does_what_takes_longer_elsewhere(monkeypatch, clock):
+def test_so_does_what_takes_longer_elsewhere_until_that_is_forgotten(monkeypatch, clock):
     def slow(self, *args, fork=Processes._fork):
         yield from fork(self, *args)
         clock.now += 1000
 
     monkeypatch.setattr(Processes, "_fork", slow)
-    first, second = places(max_rounds=2)
-    assert first.count(os.getpid()) == 1
-    assert set(second) == {os.getpid()}
+    monkeypatch.setattr(processes, "FORGETTING", 0.01)
+    first, *later = ([pid == os.getpid() for pid in pids] for pids in places(max_rounds=4))
+    assert first == [True, False, False, False]
+    # a third of a thousand seconds a client, after one round 3.3, after two 0.03
+    assert later == [[True] * 4, [False] * 4, [True] * 4]
 
 
 class Refusing(FedAvg):

@@ -34,7 +34,8 @@ class FederatedDataModule(LightningDataModule, ABC):
     """A pool of samples, divided among clients and, at each client, into train, val and test.
 
     Subclasses set ``num_classes`` and ``input_shape`` and implement :meth:`load`. The pool is kept once, as
-    loaded; a client's samples are gathered and transformed on request. Who holds which sample depends on
+    loaded, and once more on a GPU that clients train on, if a quarter of its free memory holds it; a client's
+    samples are gathered and transformed on request. Who holds which sample depends on
     ``seed`` alone, so runs that differ in the training seed share their partition.
 
     Args:

@@ -23,6 +23,8 @@ Result = TypeVar("Result")
 
 WORTH = 0.1
 """Seconds of work from which a worker is worth the time that it takes to fork it and to copy what it writes to."""
+FORGETTING = 0.97
+"""What a time with workers counts a round later, so that they are tried again after one bad round, or after some."""
 
 
 class Processes(Sequential):
@@ -58,6 +60,8 @@ class Processes(Sequential):
     def _share_out(self, what: str, function: Callable[[Task], Result], tasks: list[Task]) -> Iterator[Result]:
         """Results of all tasks; the first ones are made here until it is clear that workers pay."""
         here: list[float] = []
+        if what in self._forked:
+            self._forked[what] *= FORGETTING
         while len(here) < len(tasks) and self._workers_for(what, len(tasks) - len(here)) < 2:
             start = time.perf_counter()
             with one_thread():
