@@ -37,8 +37,8 @@ class Part:
             device: Where to put the tensors.
             dtype: Floating type of the inputs; None, and inputs that are integers, keep theirs.
         """
-        floating = self.x.is_floating_point()
-        return Part(self.x.to(device, dtype if floating else None), self.y.to(device))
+        x, y = self.x.to(device, dtype if self.x.is_floating_point() else None), self.y.to(device)
+        return self if x is self.x and y is self.y else Part(x, y)
 
 
 class Source(Protocol):

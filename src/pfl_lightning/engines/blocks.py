@@ -38,19 +38,15 @@ class Member:
 
 @dataclass
 class Block:
-    """Clients that train together: their stacked entries, all of their samples, and what their steps returned."""
+    """Clients that train together: how many samples each has, stacked entries, all samples, and what steps returned."""
 
     members: list[Member]
+    sizes: list[int]
     entries: StateDict
     samples: Batch
     phases: list[Phase]
     seconds: float = 0.0
     steps: list[tuple[Rows, int, dict[str, Tensor]]] = field(default_factory=list)
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Training samples of each row."""
-        return [member.data.size("train") for member in self.members]
 
     @cached_property
     def rows(self) -> dict[int, int]:

@@ -67,16 +67,17 @@ class Stacked(Sequential):
         """The batches of each client, in the orders that `Sequential` draws."""
         size, last, epochs, steps = self._extent(phase)
         sizes = np.array(block.sizes)
-        orders, lengths = [], np.zeros_like(sizes)
+        orders, lengths = [torch.empty(0, dtype=torch.int64)] * len(sizes), np.zeros_like(sizes)
         for row, (member, samples) in enumerate(zip(block.members, block.sizes, strict=True)):
-            drawn = [torch.empty(0, dtype=torch.int64)]
-            if samples >= self._smallest_batch:
-                drawn = [epoch_order(samples, size, last, member.generator)]
-                lengths[row] = length = drawn[0].numel()
-                made = max(batches_of(length, size, self._smallest_batch), 1)
-                passes = -(-steps // made) if steps else cast(int, epochs)
-                drawn += [epoch_order(samples, size, last, member.generator) for _ in range(1, passes)]
-            orders.append(torch.cat(drawn) if len(drawn) > 1 else drawn[0])
+            if samples < self._smallest_batch:
+                continue
+            generator = member.generator
+            drawn = [epoch_order(samples, size, last, generator)]
+            lengths[row] = length = drawn[0].numel()
+            made = max(batches_of(length, size, self._smallest_batch), 1)
+            passes = -(-steps // made) if steps else cast(int, epochs)
+            drawn += [epoch_order(samples, size, last, generator) for _ in range(1, passes)]
+            orders[row] = torch.cat(drawn) if passes > 1 else drawn[0]
         return Plan(orders, np.cumsum(sizes) - sizes, lengths, size, self._smallest_batch, steps)
 
     def _gradients(

@@ -39,12 +39,12 @@ class Stacking(Stacked):
         sizes = [member.data.size("train") for member in members]
         order = sorted(range(len(members)), key=lambda place: -sizes[place])
         if sizes != sorted(sizes, reverse=True):
-            members = [members[place] for place in order]
+            members, sizes = [members[place] for place in order], [sizes[place] for place in order]
             at = torch.tensor(order, device=self.device)
             entries = {name: stack[at] for name, stack in entries.items()}
         parts = gather([member.data for member in members], "train")
         samples = torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts])
-        return Block(members, entries, samples, phases)
+        return Block(members, sizes, entries, samples, phases)
 
     @torch.no_grad()
     def _received(self, tasks: list[Task]) -> tuple[list[Member], StateDict, list[Phase]]:
