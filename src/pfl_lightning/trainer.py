@@ -31,11 +31,11 @@ class FederatedTrainer(Trainer):
             is given.
         local_steps: batches of a client in a round, in the place of ``local_epochs``.
         engine: how the clients of a round are run: ``sequential``, one after another, and where the net is small in one
-            thread, unless ``OMP_NUM_THREADS`` is set; ``vectorised``, many in one
-            computation, with the same result but for rounding; ``processes``, several at once on the cores of a CPU,
-            with the same result; ``auto``, the one that should be fastest for the device, the net and the cores, and
-            a line says which; or an `Engine` class. With several ``devices`` clients are shared out to them, and each
-            runs its share so; ``processes`` is for one device.
+            thread, unless ``OMP_NUM_THREADS`` is set; ``vectorised``, many in one computation, with the same result but
+            for rounding; ``processes``, several at once on the cores of a CPU, with the same result; ``auto``, the one
+            that should be fastest for the device, the net and the cores, and a line says which; or an `Engine` class.
+            With several ``devices`` clients are shared out to them, and each runs its share so; ``processes`` is for
+            one device.
         workers: processes of the engine ``processes`` at most; None takes one a core. There are fewer where a round
             takes less time than it takes to start them.
         compile: whether the engine ``vectorised`` compiles clients' steps by ``torch.compile``. That takes some ten

@@ -35,8 +35,8 @@ class FederatedDataModule(LightningDataModule, ABC):
 
     Subclasses set ``num_classes`` and ``input_shape`` and implement :meth:`load`. The pool is kept once, as
     loaded, and once more on a GPU that clients train on, if a quarter of its free memory holds it; a client's
-    samples are gathered and transformed on request. Who holds which sample depends on
-    ``seed`` alone, so runs that differ in the training seed share their partition.
+    samples are gathered and transformed on request. Who holds which sample depends on ``seed`` alone, so runs that
+    differ in the training seed share their partition.
 
     Args:
         root: Folder of the data set's files.
@@ -131,10 +131,10 @@ class FederatedDataModule(LightningDataModule, ABC):
         """
 
     def transform(self, x: Tensor) -> Tensor:
-        """Make inputs ready for the net: uint8 images become (x / 255 - 0.5) / 0.5, others stay.
+        """Make inputs ready for the net, each by itself: uint8 images become (x / 255 - 0.5) / 0.5, others stay.
 
         Args:
-            x: Some inputs of the pool, shape [n, ...].
+            x: Some inputs of the pool, shape [n, ...], of one client or of several, on the CPU or on a GPU.
         """
         return net_inputs(x)
 
