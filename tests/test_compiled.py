@@ -105,6 +105,30 @@ def test_what_would_be_something_else_stays_as_it_is():
         compare(Astray, engine=Compiling, settings={"net": normed})
 
 
+class Later(FedAvg):
+    """Whose classifier learns from the second round on."""
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        loss = (self.net.features(x) ** 2).mean()
+        return {"loss": loss + super().training_step(batch, batch_idx)["loss"] if self.round else loss}
+
+
+class Bent(Later):
+    """Which is another one when it is compiled, from the second round on."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)["loss"]
+        return {"loss": loss * (2.0 if self.round and torch.compiler.is_compiling() else 1.0)}
+
+
+@pytest.mark.parametrize("method", [Later, Bent])
+def test_each_course_of_a_step_is_compared(method, recwarn):
+    optimizer = partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+    _, run = compare(method, engine=Compiling, settings={"net": plain, "optimizer": optimizer})
+    assert trusted(run) == (method is Later)
+
+
 def test_resuming_goes_on_bit_for_bit(tmp_path):
     make = partial(make_client, FedPer, net=normed, optimizer_lifetime="run")
     settings = {"engine": "vectorised", "compile": True, "max_rounds": 4}

@@ -1,12 +1,14 @@
 """Compiled steps of stacked clients."""
 
 from collections.abc import Callable, Mapping, Set
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch._dynamo import lookup_backend
 from torch.func import grad, vmap
 
 from pfl_lightning.client import Batch, FedAvg
@@ -18,14 +20,22 @@ Values: TypeAlias = tuple[dict[str, Tensor], StateDict]
 """What a step returns, and the gradients of its losses, a row a client."""
 
 CHECKED = 3
-"""Steps of each phase that are made both ways before the compiled one is trusted."""
+"""Steps that are made both ways before a compiled one is trusted."""
+
+
+@dataclass
+class Version:
+    """What one run of the compiler has made: how often it was used, and which entries its loss depends on."""
+
+    uses: int = 0
+    names: Set[str] = frozenset()
 
 
 class Compiled:
     """Steps of stacked clients, forwards and backwards, that ``torch.compile`` has made one computation.
 
-    A compiler follows a step's code once. What the code asks of its tensors may then have another answer than in the
-    step as it is, so the first steps of each phase are made both ways and compared.
+    A compiler follows a step's code once for each course that it takes. What the code asks of its tensors may then have
+    another answer than in the step as it is, so the first steps of each version are made both ways and compared.
 
     Args:
         module: the client module.
@@ -50,13 +60,22 @@ class Compiled:
 
         # compilers allow a code object few versions, and modules of several kinds shall not share them
         step.__code__ = step.__code__.replace(co_name=f"step_of_{type(module).__name__}")
-        self._step = torch.compile(step, fullgraph=True, backend=self.backend)
+        self._step = torch.compile(step, fullgraph=True, backend=self._compile)
         # of bfloat16 and its like the last digit is a hundredth
         self._tolerance = 1e-3 if str(precision.precision).startswith(("32", "64")) else 0.05
         self._method = type(module).__name__
-        self._uses: dict[str, int] = {}
-        self._names: dict[str, Set[str]] = {}
+        self._version = Version()
         self.trusted = True
+
+    def _compile(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        """Compiles, and notes which version is used."""
+        compiled, version = lookup_backend(self.backend)(graph, inputs), Version()
+
+        def used(*args: Any) -> Any:
+            self._version = version
+            return compiled(*args)
+
+        return used
 
     def differentiate(
         self,
@@ -65,7 +84,6 @@ class Compiled:
         batch: Batch,
         index: int,
         trained: list[str],
-        phase: str,
     ) -> Values | None:
         """Values and gradients of a step; None, from then on, where it can't be compiled or computes something else.
 
@@ -75,7 +93,6 @@ class Compiled:
             batch: inputs and targets, a row a client.
             index: the batch's number.
             trained: the entries that gradients are taken to.
-            phase: the name of the phase, of which the first steps are compared.
         """
         leaves = {name: entries[name] for name in trained}
         others = {name: entry for name, entry in entries.items() if name not in leaves}
@@ -87,19 +104,20 @@ class Compiled:
         except Exception as error:
             self._give_up(reason_of(error).split(" Explanation:")[0])
             return None
-        uses = self._uses[phase] = self._uses.get(phase, 0) + 1
-        if uses <= CHECKED:
+        version = self._version
+        version.uses += 1
+        if version.uses <= CHECKED:
             copies = {name: entry.detach().clone() for name, entry in entries.items()}
             expected = plain(copies)
             # what a loss doesn't depend on has no gradient, which is something else than one of zeros
-            self._names[phase] = expected[1].keys()
-            found = values, {name: slopes[name] for name in self._names[phase]}
+            version.names = expected[1].keys()
+            found = values, {name: slopes[name] for name in version.names}
             kept = {name: copies[name] for name in moved}
             if not all(map(self._near, (*found, moved), (*expected, kept))):
                 self._give_up("compiled they would compute something else")
                 return None
         entries.update(moved)
-        return values, {name: slopes[name] for name in self._names[phase]}
+        return values, {name: slopes[name] for name in trained if name in version.names}
 
     def _give_up(self, reason: str) -> None:
         self.trusted = False

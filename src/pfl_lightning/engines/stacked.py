@@ -126,7 +126,7 @@ class Stacked(Sequential):
         def plain(entries: StateDict) -> Values:
             return self._slopes(entries, batch, index, trained, members)
 
-        done = self._compiled.differentiate(plain, entries, batch, index, trained, self.module.phase.name)
+        done = self._compiled.differentiate(plain, entries, batch, index, trained)
         if done is None:
             return self._differentiate(rows, samples, index, block, trained)
         for name in entries.keys() - set(trained):
