@@ -94,8 +94,8 @@ def test_what_takes_less_time_than_forking_stays_here(monkeypatch):
 
 def test_so_does_what_takes_longer_elsewhere_until_that_is_forgotten(monkeypatch, clock):
     def slow(self, *args, fork=Processes._fork):
-        yield from fork(self, *args)
         clock.now += 1000
+        yield from fork(self, *args)
 
     monkeypatch.setattr(Processes, "_fork", slow)
     monkeypatch.setattr(processes, "FORGETTING", 0.01)
@@ -103,6 +103,19 @@ def test_so_does_what_takes_longer_elsewhere_until_that_is_forgotten(monkeypatch
     assert first == [True, False, False, False]
     # a third of a thousand seconds a client, after one round 3.3, after two 0.03
     assert later == [[True] * 4, [False] * 4, [True] * 4]
+
+
+def test_evaluation_learns_from_the_clock_too(monkeypatch, clock):
+    forked = []
+
+    def slow(self, function, *args, fork=Processes._fork):
+        forked.append("training" if function == self._run else "evaluation")
+        clock.now += 1000
+        yield from fork(self, function, *args)
+
+    monkeypatch.setattr(Processes, "_fork", slow)
+    fit(make_client(), engine="processes", workers=2, max_rounds=3)
+    assert forked == ["training", "evaluation"]
 
 
 class Refusing(FedAvg):

@@ -76,10 +76,11 @@ class Processes(Sequential):
         elsewhere: list[float] = []
         for result, seconds in self._fork(function, left, self._workers_for(what, len(left))):
             elsewhere.append(seconds)
+            # now and not after the last one: who has all results may not ask for an end
+            self._forked[what] = (time.perf_counter() - start) / len(elsewhere)
+            # whichever is nearer to undisturbed: the first task of all takes its time, and so do workers side by side
+            self._alone[what] = min(map(statistics.fmean, filter(None, (here, elsewhere))))
             yield result
-        self._forked[what] = (time.perf_counter() - start) / len(left)
-        # whichever is nearer to undisturbed: the first task of all takes its time, and so do workers side by side
-        self._alone[what] = min(map(statistics.fmean, filter(None, (here, elsewhere))))
 
     def _workers_for(self, what: str, tasks: int) -> int:
         """Processes that are worth their time, judged by the tasks before."""
