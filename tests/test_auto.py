@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import Precision
 
-from federations import fit, make_client, same_end
-from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised, auto, threads
+from federations import blobs, fit, make_client, same_end
+from pfl_lightning.engines import Auto, ClientState, LocalWork, Processes, Sequential, Task, Vectorised, auto, threads
+from pfl_lightning.exchange import detached
 from test_vectorised import Values
 
 
@@ -82,3 +84,22 @@ def test_a_method_that_cannot_be_vectorised_falls_back_with_the_same_result(capl
 def test_the_choice_is_said_once_whatever_comes_first(caplog):
     fit(make_client(), engine="auto", evaluate="both", test_every_round=True, num_sanity_val_steps=-1)
     assert len(lines(caplog)) == 1
+
+
+def test_clients_are_evaluated_as_they_come(monkeypatch):
+    monkeypatch.setattr(auto, "PARAMETERS", 10)
+    data = blobs()
+    data.setup()
+    model = make_client()
+    payload = {"weights": detached(model.state_dict())}
+    made = []
+
+    def tasks():
+        for client in range(4):
+            made.append(client)
+            yield Task(client, 0, ClientState(), payload, data.client(client), seed=0, evaluate=("train",))
+
+    with torch.no_grad():
+        results = Auto(model, LocalWork(), Precision(), workers=1).evaluate_all(tasks())
+        assert next(results)[0] == 0 and made == [0]
+        assert [client for client, _ in results] == [1, 2, 3]

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -54,8 +55,10 @@ class Auto(Engine):
 
     def evaluate_all(self, tasks: Iterable[Task]) -> Iterator[Evaluated]:
         """Evaluates as the engine that was taken does."""
-        tasks = list(tasks)
-        return self._chosen(tasks[0]).evaluate_all(tasks) if tasks else iter(())
+        tasks = iter(tasks)
+        # as they come: what a client is sent is made when its task is
+        for first in tasks:
+            yield from self._chosen(first).evaluate_all(chain([first], tasks))
 
     def adapt(self, phases: list[Phase], task: Task, data: ClientData) -> None:
         """Trains as the engine that was taken does."""
