@@ -23,8 +23,8 @@ from pfl_lightning.exchange import StateDict
 class Stacking(Stacked):
     """Receives the clients of a block into a stack, scores them there, and hands them over."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._scorer = Scorer(self.module, self.metrics, self.forward_context)
         self._scores_alone = self._scorer.alone or not self._has_own("evaluation_phases")
 

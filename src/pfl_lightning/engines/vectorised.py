@@ -6,12 +6,10 @@ from itertools import islice
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from pfl_lightning.client import FedAvg
-from pfl_lightning.engines.base import Evaluated, LocalWork, Outcome, Task
+from pfl_lightning.engines.base import Evaluated, Outcome, Task
 from pfl_lightning.engines.blocks import Block
 from pfl_lightning.engines.refusals import Unvectorisable
 from pfl_lightning.engines.stacking import Stacking
@@ -39,25 +37,14 @@ class Vectorised(Stacking):
     the client. Evaluation that can't be done so goes client by client.
 
     Args:
-        module: the client module; it stands on the device where it trains.
-        work: how much each client trains.
-        precision: the Trainer's precision plugin.
-        workers: not used.
-        compile: whether steps are compiled, see `Compiled`.
+        *args: those of `Engine`; ``workers`` are not used, and ``compile`` is by `Compiled`.
         block_size: clients at once, at least 1; None takes as many as half of the free memory should hold. A block that
             a GPU can't hold is halved in any case. A block of one runs as in `Sequential`.
+        **kwargs: the same by name.
     """
 
-    def __init__(
-        self,
-        module: FedAvg,
-        work: LocalWork,
-        precision: Precision,
-        workers: int | None = None,
-        compile: bool = False,
-        block_size: int | None = None,
-    ) -> None:
-        super().__init__(module, work, precision, workers, compile)
+    def __init__(self, *args: Any, block_size: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.block_size = block_size
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
