@@ -10,7 +10,6 @@ is the mean of what nvidia-smi says once a second from the first round's end on,
 """
 
 import argparse
-import csv
 import json
 import shutil
 import statistics
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from pfl_lightning.comparison.results import read
 
 METHOD = Path(__file__).parent.parent / "configs" / "methods" / "fedavg.yaml"
 QUERY = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", "--id=0"]
@@ -68,7 +69,7 @@ def run(options: list[str]) -> Run:
         if process.returncode:
             sys.exit((Path(folder) / "output.txt").read_text())
         (record,) = Path(folder).rglob("rounds.csv")
-        rows = list(csv.DictReader(record.open()))[2:]
+        rows = read(record)[2:]
         accuracy = json.loads((record.parent / "summary.json").read_text())["final"]["test/acc"]
     seconds = [float(row["time/train"]) + float(row["time/aggregate"]) for row in rows]
     return Run(statistics.median(seconds), 100 * accuracy, utilisation, memory)

@@ -10,7 +10,6 @@ training and aggregation; evaluation stands beside it, because how often to eval
 
 import argparse
 import contextlib
-import csv
 import io
 import statistics
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 
 from pfl_lightning.cli import main as command
+from pfl_lightning.comparison.results import read
 
 METHODS = Path(__file__).parent.parent / "configs" / "methods"
 
@@ -31,7 +31,7 @@ def turn(method: str, rounds: int, options: list[str]) -> list[tuple[float, floa
         with contextlib.redirect_stdout(io.StringIO()):
             command(["fit", *own, "--trainer.max_rounds", str(rounds), *quiet])
         (record,) = Path(folder).rglob("rounds.csv")
-        rows = list(csv.DictReader(record.open()))[1:]
+        rows = read(record)[1:]
     return [(float(row["time/train"]) + float(row["time/aggregate"]), float(row["time/evaluate"])) for row in rows]
 
 
