@@ -127,6 +127,7 @@ class Counting(FedAvg):
     """Counts batches and samples."""
 
     sends = frozenset({"weights", "num_samples", "sizes"})
+    caches = frozenset({"sizes"})
 
     def on_download(self, payload, data):
         super().on_download(payload, data)

@@ -168,7 +168,7 @@ def test_a_diverged_client_is_left_out_named_and_counted():
     with pytest.warns(UserWarning, match="round 2: .* clients 1, 3"):
         run = fit(make_client(FedPer, optimizer_lifetime="run"), blobs(data=Poisoned), **settings)
     assert [row["clients"] for row in run.rows] == [4, 2, 4]
-    assert [row["clients_failed"] for row in run.rows] == [0, 2, 0]
+    assert [row["clients_diverged"] for row in run.rows] == [0, 2, 0]
     assert list(spy.updates[1]) == [0, 2]
     before, after = poison.states[1], poison.states[2]
     for client in (1, 3):
@@ -186,7 +186,7 @@ def test_a_client_whose_weights_alone_diverge_is_left_out():
 
     with pytest.warns(UserWarning, match="clients 1"):
         run = fit(make_client(Explodes), blobs(24, 16), max_rounds=1)
-    assert run.rows[0]["clients_failed"] == 1
+    assert run.rows[0]["clients_diverged"] == 1
 
 
 def test_where_all_clients_diverge_the_run_ends_and_the_last_checkpoint_stands(tmp_path):

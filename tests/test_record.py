@@ -8,7 +8,17 @@ from pfl_lightning.exchange import num_bytes
 from pfl_lightning.methods import FedPer
 from pfl_lightning.report import append_row, columns_of, write_rows
 
-ALWAYS = {"round", "clients", "clients_failed", "cohort", "lr", "bytes/up", "bytes/down"}
+ALWAYS = {
+    "round",
+    "clients",
+    "clients_diverged",
+    "clients_refused",
+    "clients_absent",
+    "cohort",
+    "lr",
+    "bytes/up",
+    "bytes/down",
+}
 TIMES = {"time/train", "time/aggregate", "time/evaluate"}
 SUMMARY = {"", "_mean", "_std", "_worst", "_p10"}
 

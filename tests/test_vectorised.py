@@ -226,7 +226,7 @@ def test_a_client_that_diverges_takes_nobody_with_it():
 
     with pytest.warns(UserWarning, match="left out of the aggregation"):
         runs = compare(data=partial(blobs, *RAGGED, 20, data=Holes))
-    assert [row["clients_failed"] for row in runs[1].rows] == [1, 1, 1]
+    assert [row["clients_diverged"] for row in runs[1].rows] == [1, 1, 1]
 
 
 def test_mixed_precision_is_the_forward_pass_s():
@@ -345,6 +345,8 @@ class OwnNumber(FedAvg):
 
 
 class Counting(FedAvg):
+    caches = frozenset({"sizes"})
+
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.sizes = []
@@ -356,6 +358,8 @@ class Counting(FedAvg):
 
 class InPlace(FedAvg):
     """Keeps something in a container that stays the same object."""
+
+    caches = frozenset({"seen"})
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)

@@ -63,6 +63,8 @@ class Aggregator:
     """Entries that it reads from updates; an instance may set its own by its settings."""
     sends: frozenset[str] = frozenset()
     """Entries of its payloads."""
+    caches: frozenset[str] = frozenset()
+    """Attributes besides `state` that may change after `setup`, as they are made from `state` alone."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}

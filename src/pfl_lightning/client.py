@@ -121,6 +121,9 @@ class FedAvg(LightningModule, metaclass=Remembering):
     """Entries that an update has only where the aggregator needs them, because they reveal something."""
     needs: ClassVar[frozenset[str]] = frozenset({"weights"})
     """Entries that a payload must have."""
+    caches: ClassVar[frozenset[str]] = frozenset()
+    """Plain attributes, such as ``gains`` or ``net.mask``, that each round makes anew from the client's state, payload
+    and data. Another one that changes ends the run, as it would be taken from client to client."""
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __init__(
@@ -154,6 +157,7 @@ class FedAvg(LightningModule, metaclass=Remembering):
         self.buffers_policy = buffers
         self.phase = Phase()
         self.requested: frozenset[str] = frozenset()
+        self._logged: dict[str, Tensor] | None = None
         self.client_id = 0
         self.round = 0
         self.steps_done = 0
@@ -199,7 +203,7 @@ class FedAvg(LightningModule, metaclass=Remembering):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """The local objective on one batch.
 
-        Free of ``self.log``, ``.item()`` and counters, so that engines can run many clients at once.
+        Free of ``.item()`` and counters, so that engines can run many clients at once.
 
         Args:
             batch: inputs ``[n, *input_shape]`` and targets ``[n]``.
@@ -207,11 +211,54 @@ class FedAvg(LightningModule, metaclass=Remembering):
 
         Returns:
             ``loss``, which is minimised, and any other scalars; their means over the round are in its record as
-            ``train/NAME``.
+            ``train/NAME``, as are those of what is given to ``self.log``. An override may return the loss alone.
         """
         x, target = batch
         features = self.net.features(x)
         return {"loss": self.loss(features, self.net.classifier(features), target)}
+
+    def step_values(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """What `training_step` returns and logs, as scalars by name; engines call it.
+
+        Raises:
+            MisconfigurationException: if it has no ``loss``, or if something is no scalar tensor.
+        """
+        logged: dict[str, Tensor] = {}
+        # past `nn.Module.__setattr__`, which looks for parameters first
+        table = vars(self)
+        table["_logged"] = logged
+        try:
+            returned: Any = self.training_step(batch, batch_idx)
+        finally:
+            table["_logged"] = None
+        values = {"loss": returned} if isinstance(returned, Tensor) else returned
+        if not isinstance(values, Mapping) or "loss" not in values:
+            raise MisconfigurationException(
+                f"{type(self).__name__}.training_step returned {type(returned).__name__} without a loss; return the "
+                "loss, or a dict of scalar tensors with 'loss' among them."
+            )
+        values = {**logged, **values}
+        for name, value in values.items():
+            if not isinstance(value, Tensor) or value.dim():
+                what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                raise MisconfigurationException(
+                    f"{type(self).__name__}.training_step: {name} is {what}; return a dict of scalar tensors."
+                )
+        return values
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Adds to what `training_step` returns, where a federation runs it; elsewhere Lightning's own.
+
+        Args:
+            name: its name in the record, without ``train/`` before it.
+            value: a scalar.
+            *args: what Lightning's takes; without effect in a federation.
+            **kwargs: the same by name.
+        """
+        if self._logged is None:
+            super().log(name, value, *args, **kwargs)
+        else:
+            self._logged[name.removeprefix("train/")] = torch.as_tensor(value).detach()
 
     def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
         """Cross-entropy; methods add their terms.
@@ -293,9 +340,20 @@ class FedAvg(LightningModule, metaclass=Remembering):
 
     @torch.no_grad()
     def assign(self, entries: Mapping[str, Tensor]) -> None:
-        """Copies named tensors into the entries of the same names; a name that isn't there is a KeyError."""
+        """Copies named tensors into the entries of the same names.
+
+        Raises:
+            MisconfigurationException: if there is no such entry, or one of another shape.
+        """
         own = self.state_dict() if entries else {}
         for name, tensor in entries.items():
+            if name not in own or own[name].shape != tensor.shape:
+                is_there = f"of shape {tuple(own[name].shape)}" if name in own else f"not in {sorted(own)}"
+                raise MisconfigurationException(
+                    f"client {self.client_id}, {type(self).__name__}.on_download: the server sent {name!r} of shape "
+                    f"{tuple(tensor.shape)}, which is {is_there} in the client's state_dict; let the aggregator send "
+                    "what upload gave it, by the same names."
+                )
             own[name].copy_(tensor)
 
     def receive(self, personal: Mapping[str, Tensor], payload: Record, data: ClientData | None) -> None:

@@ -17,12 +17,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pfl_lightning.aggregators import Aggregator, Server
 from pfl_lightning.client import FedAvg
+from pfl_lightning.contract import Remembered, check_payload, sound_updates
 from pfl_lightning.data import FederatedDataModule, Stage
 from pfl_lightning.engines import ClientState, Engine, Outcome, Sharded, Task
 from pfl_lightning.evaluation import summarise
 from pfl_lightning.evaluations import Evaluations
 from pfl_lightning.exchange import StateDict, detached, num_bytes
-from pfl_lightning.pairing import check_common, check_pair, check_updates
+from pfl_lightning.hooks import check_hooks
+from pfl_lightning.pairing import check_common, check_pair
 from pfl_lightning.rounds import Rounds
 from pfl_lightning.runs import run_folder
 from pfl_lightning.seeds import derive_seed, draw_cohort
@@ -65,6 +67,7 @@ class Federation(LightningModule):
         self.clients: MutableMapping[int, ClientState] = {}
         self.record: dict[str, Any] = {}
         self.evaluations = Evaluations(self)
+        check_hooks(client)
         check_pair(client, self.aggregator)
         for kind in self._kinds:
             kind.requested = kind.offers & self.aggregator.needs
@@ -131,6 +134,7 @@ class Federation(LightningModule):
 
     def _set_up_server(self, seed: int) -> None:
         self.aggregator.setup(Server(self.data.num_clients, self._shared, self.client, self.data, seed))
+        self._remembered = Remembered(self.aggregator, self.kinds)
 
     def configure_optimizers(self) -> Any:
         """The optimizer that carries the round's learning rate, and its schedule; engines read the rate."""
@@ -162,8 +166,8 @@ class Federation(LightningModule):
                 outcomes[outcome.client] = outcome
                 self._call("on_client_fit_end", outcome.client, outcome)
         self.record["time/train"] = time.perf_counter() - start
-        taken = self._finite(outcomes)
-        self._record_training(taken, len(cohort))
+        taken = self._sound(self._finite(outcomes))
+        self._record_training(taken, len(cohort) - len(outcomes))
         self._aggregate(taken)
         self.round += 1
         if (scheduler := self.lr_schedulers()) is not None:
@@ -176,6 +180,7 @@ class Federation(LightningModule):
         for client in clients:
             self._call("on_client_fit_start", client)
             task = self.task(client, () if self.rounds.evaluate == "before" else self.rounds.validation_stages)
+            check_payload(task.payload, client, self.aggregator, self._shared)
             self.record["bytes/down"] += num_bytes(task.payload)
             yield task
 
@@ -199,7 +204,8 @@ class Federation(LightningModule):
     def _finite(self, outcomes: dict[int, Outcome]) -> dict[int, Outcome]:
         """The outcomes by id, without those of clients that diverged."""
         diverged = sorted(client for client, outcome in outcomes.items() if not outcome.finite)
-        if len(diverged) == len(outcomes):
+        self.record["clients_diverged"] = len(diverged)
+        if diverged and len(diverged) == len(outcomes):
             raise TrainingDiverged(
                 f"round {self.round + 1}: the loss or the weights of every client became NaN or infinite; "
                 "earlier checkpoints stand; try a smaller learning rate or trainer.gradient_clip_val."
@@ -211,12 +217,19 @@ class Federation(LightningModule):
             )
         return {client: outcomes[client] for client in sorted(outcomes) if outcomes[client].finite}
 
+    def _sound(self, outcomes: dict[int, Outcome]) -> dict[int, Outcome]:
+        """The outcomes whose updates the aggregator can use."""
+        updates = {client: outcome.update for client, outcome in outcomes.items()}
+        sound = sound_updates(updates, self.aggregator, type(self.client).__name__, self._shared)
+        self.record["clients_refused"] = len(updates) - len(sound)
+        return {client: outcome for client, outcome in outcomes.items() if client in sound}
+
     def _aggregate(self, taken: dict[int, Outcome]) -> None:
         updates = {client: outcome.update for client, outcome in taken.items()}
-        check_updates(updates, self.aggregator, type(self.client).__name__)
         self._call("on_aggregate_start", updates)
         start = time.perf_counter()
-        logs = self.aggregator.aggregate(updates, self.round)
+        with self._remembered.aggregation():
+            logs = self.aggregator.aggregate(updates, self.round)
         # states change here and not while clients train: an interrupted round leaves none behind
         for client, outcome in taken.items():
             self.clients[client] = outcome.state
@@ -230,17 +243,21 @@ class Federation(LightningModule):
         self.record = {
             "round": self.round + 1,
             "clients": 0,
-            "clients_failed": 0,
+            "clients_diverged": 0,
+            "clients_refused": 0,
+            "clients_absent": 0,
             "cohort": " ".join(map(str, cohort)),
             "lr": self.trainer.optimizers[0].param_groups[0]["lr"],
             "bytes/up": 0,
             "bytes/down": 0,
         }
 
-    def _record_training(self, taken: dict[int, Outcome], cohort_size: int) -> None:
+    def _record_training(self, taken: dict[int, Outcome], absent: int) -> None:
+        if absent:
+            rank_zero_warn(f"round {self.round + 1}: {absent} of the round's clients gave nothing.")
         sizes = {client: self.data.size(client, "train") for client in taken}
         trained = {client: outcome.metrics for client, outcome in taken.items() if outcome.metrics}
-        self.record |= {"clients": len(taken), "clients_failed": cohort_size - len(taken)}
+        self.record |= {"clients": len(taken), "clients_absent": absent}
         self.record["bytes/up"] = sum(num_bytes(outcome.update) for outcome in taken.values())
         self.record |= {f"train/{name}": value for name, value in summarise(trained, sizes).items()}
         if "train/loss" in self.record:

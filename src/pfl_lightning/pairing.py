@@ -6,7 +6,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.client import FedAvg
-from pfl_lightning.exchange import StateDict, Updates
+from pfl_lightning.exchange import StateDict
 
 
 def check_pair(client: FedAvg, aggregator: Aggregator) -> None:
@@ -20,16 +20,6 @@ def check_pair(client: FedAvg, aggregator: Aggregator) -> None:
             raise MisconfigurationException(
                 f"{one} needs {' and '.join(missing)}, which {other} does not send; choose another aggregator for "
                 f"model {names[0]}, or leave it out to take {client.configure_aggregator().name}."
-            )
-
-
-def check_updates(updates: Updates, aggregator: Aggregator, client: str) -> None:
-    """Refuses updates without what the aggregator needs, which a client's `upload` promised and left out."""
-    for update in updates.values():
-        if missing := sorted(aggregator.needs - update.keys()):
-            raise MisconfigurationException(
-                f"{client}.upload gave no {' and '.join(missing)}, which {aggregator.name} needs; let it add "
-                "to super().upload(data), or say in `sends` and `offers` what it gives."
             )
 
 

@@ -226,6 +226,13 @@ class FederatedTrainer(Trainer):
             raise MisconfigurationException(
                 f"datamodule={type(datamodule).__name__} is not a FederatedDataModule; take one of pfl_lightning.data."
             )
+        if aggregator is not None and not isinstance(aggregator, Aggregator):
+            name = getattr(aggregator, "__name__", type(aggregator).__name__)
+            raise MisconfigurationException(
+                f"aggregator={name} is a class; give an instance, {name}()."
+                if isinstance(aggregator, type)
+                else f"aggregator={name} is no Aggregator; take one of pfl_lightning.methods."
+            )
         current = self.lightning_module
         if isinstance(current, Federation) and current.client is model and aggregator is None:
             return current

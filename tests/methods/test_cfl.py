@@ -210,7 +210,7 @@ def test_payloads_are_the_clusters_models_themselves():
 def test_one_client_and_clients_of_one_class_each_run():
     assert equal(fit(make_client(), blobs(30), aggregator=EAGER()).weights, fit(make_client(), blobs(30)).weights)
     run = fit(make_client(net=noisy), blobs(40, 40, 40, by_class=True), aggregator=EAGER())
-    assert run.rows[-1]["clients_failed"] == 0 and run.rows[-1]["server/clusters"] == 2
+    assert run.rows[-1]["clients_diverged"] == 0 and run.rows[-1]["server/clusters"] == 2
 
 
 def test_under_a_client_that_shares_a_part_the_part_is_compared():

@@ -367,7 +367,7 @@ def test_a_zero_row_and_a_met_distribution_have_no_gradient():
 
 def test_one_client_and_a_client_of_one_class_run():
     assert fit(make_client(WDR), blobs(40)).rows[-1]["clients"] == 1
-    assert fit(make_client(WDR), blobs(40, 40, by_class=True)).rows[-1]["clients_failed"] == 0
+    assert fit(make_client(WDR), blobs(40, 40, by_class=True)).rows[-1]["clients_diverged"] == 0
 
 
 def test_other_clients_under_it_and_it_under_other_clients():

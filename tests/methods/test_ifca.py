@@ -195,7 +195,7 @@ def test_it_trains_in_other_precisions(precision):
 def test_one_client_and_clients_of_one_class_each_run():
     assert fit(make_client(IFCA), blobs(30)).rows[-1]["clients"] == 1
     run = fit(make_client(IFCA), blobs(40, 40, by_class=True), aggregator=ClusterModels(num_clusters=5))
-    assert run.rows[-1]["clients_failed"] == 0 and run.rows[-1]["server/clusters"] <= 2
+    assert run.rows[-1]["clients_diverged"] == 0 and run.rows[-1]["server/clusters"] <= 2
 
 
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):

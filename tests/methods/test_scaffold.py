@@ -180,7 +180,7 @@ def test_a_client_without_a_step_or_without_a_learning_rate_keeps_its_control_va
     assert not run.federation.clients[0].personal["own"].any()
     still = fit(make_client(ControlVariates, optimizer=partial(SGD, lr=0.0)), callbacks=[spy])
     assert not variates(still, 4)[0].any()
-    assert all(row["clients_failed"] == 0 for row in still.rows)
+    assert all(row["clients_diverged"] == 0 for row in still.rows)
 
 
 def test_the_schedule_s_rate_is_the_one_that_counts():

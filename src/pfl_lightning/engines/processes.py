@@ -51,7 +51,8 @@ class Processes(Sequential):
     def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
         """Yields outcomes in the order in which clients finish."""
         self._look()
-        return self._share_out("training", self._run, list(tasks))
+        with self._leaks.of_a_round():
+            yield from self._share_out("training", self._run, list(tasks))
 
     def evaluate_all(self, tasks: Iterable[Task]) -> Iterator[Evaluated]:
         """Yields metrics in the order in which clients finish."""

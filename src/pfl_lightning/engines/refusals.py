@@ -2,17 +2,14 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from operator import is_
 from typing import Any, NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from pfl_lightning.attributes import Look
 from pfl_lightning.client import FedAvg
-
-LEFT_OUT = {*vars(LightningModule()), "client_id", "learning_rate", "phase", "round", "steps_done"}
-"""Attributes of client modules that are Lightning's or set by engines."""
+from pfl_lightning.engines.leaks import attributes_of
 
 
 class Unvectorisable(MisconfigurationException):
@@ -39,33 +36,21 @@ class Watch:
 
     def __init__(self, module: FedAvg) -> None:
         self.module = module
-        # where hooks could keep something of a client: torch's layers keep nothing
-        self._own = [
-            (f"{type(module).__name__}.{path}".rstrip("."), vars(m))
-            for path, m in module.named_modules()
-            if not type(m).__module__.startswith("torch.")
-        ]
+        self._attributes = attributes_of(module)
 
-    def attributes(self) -> dict[str, Any]:
-        """What the method's modules hold besides parameters and buffers; of containers what is in them."""
-        return {
-            f"{owner}.{name}": content(value)
-            for owner, table in self._own
-            for name, value in table.items()
-            if name not in LEFT_OUT
-        }
+    def attributes(self) -> Look:
+        """What the method's modules hold besides parameters and buffers."""
+        return self._attributes.look()
 
-    def compare(self, before: dict[str, Any], reason: str) -> None:
+    def compare(self, before: Look, reason: str) -> None:
         """Refuses attributes that have changed.
 
         Args:
             before: what `attributes` gave.
             reason: why, with ``{}`` for the attribute.
         """
-        now = self.attributes()
-        for name in before | now:
-            if name not in before or name not in now or not same(before[name], now[name]):
-                self.refuse(reason.format(name))
+        if name := self._attributes.changed(before, self.attributes()):
+            self.refuse(reason.format(name))
 
     def refuse_references(self, tensors: Iterable[Tensor | None]) -> None:
         """Refuses other ways to parameters and buffers than by their names.
@@ -124,25 +109,6 @@ class Alike:
         if shapes != self._first[1]:
             self._watch.refuse("clients have parameters or buffers of different shapes")
         self._watch.compare(self._first[2], "it keeps something of a client in {}, which is no buffer")
-
-
-def content(value: Any) -> Any:
-    """What is in a container now; other values as they are."""
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    return list(value) if isinstance(value, (list, set)) else value
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two values are one object, or equal numbers, texts or sequences of them."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, (list, tuple)):
-        # the same objects, most of the time
-        return len(one) == len(other) and (all(map(is_, one, other)) or all(map(same, one, other)))
-    return isinstance(one, (int, float, str)) and one == other
 
 
 def reason_of(error: Exception) -> str:

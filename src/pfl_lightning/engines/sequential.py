@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 from pfl_lightning.client import Batch, Phase
 from pfl_lightning.data import ClientData, LastBatch, Part, epoch_order
 from pfl_lightning.engines.base import ClientState, Engine, Outcome, Task
+from pfl_lightning.engines.leaks import Leaks
 from pfl_lightning.engines.threads import is_for_one_thread, one_thread
 from pfl_lightning.exchange import detached, is_finite
+from pfl_lightning.hooks import overrides
 from pfl_lightning.nets.batch_norm import smallest_batch
 
 Step: TypeAlias = tuple[int, dict[str, Tensor]]
@@ -28,14 +30,22 @@ class Sequential(Engine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._for_one_thread = is_for_one_thread(self.module)
+        self._leaks = Leaks(self.module)
+        self._calls_after_backward = overrides(self.module, "on_after_backward")
+        self._calls_before_step = overrides(self.module, "on_before_optimizer_step")
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
-        """Yields outcomes in the order of the tasks."""
+        """Yields outcomes in the order of the tasks.
+
+        Raises:
+            MisconfigurationException: if the client module keeps something of a client in a plain attribute.
+        """
         self._look()
-        for task in tasks:
-            with self._threads():
-                outcome = self._run(task)
-            yield outcome
+        with self._leaks.of_a_round():
+            for task in tasks:
+                with self._threads():
+                    outcome = self._run(task)
+                yield outcome
 
     def evaluate(self, task: Task) -> dict[str, dict[str, float]]:
         """Metrics of a client's model as it receives it, as of any engine."""
@@ -66,13 +76,15 @@ class Sequential(Engine):
     def _run(self, task: Task) -> Outcome:
         start = time.perf_counter()
         module = self.module
-        data = self.become(task)
+        with self._leaks.of("on_download"):
+            data = self.become(task)
         self._set_mode(training=True)
         generator = torch.Generator().manual_seed(task.seed)
         state = ClientState()
         steps: list[Step] = []
-        for phase in module.local_phases():
-            steps += self._train(phase, task, data.train, generator, state)
+        with self._leaks.of("training_step"):
+            for phase in module.local_phases():
+                steps += self._train(phase, task, data.train, generator, state)
         return self._outcome(task, data, state, means(steps), start)
 
     def _outcome(
@@ -89,7 +101,7 @@ class Sequential(Engine):
         """
         module = self.module
         self._set_mode(training=False)
-        with torch.no_grad():
+        with torch.no_grad(), self._leaks.of("upload"):
             update = detached(module.upload(data))
         if self._personal:
             own = module.state_dict()
@@ -126,7 +138,7 @@ class Sequential(Engine):
             part = phase.data
         for index, (x, y) in enumerate(self._batches(part, phase, generator)):
             with self.forward_context():
-                values = module.training_step((x, y), index)
+                values = module.step_values((x, y), index)
             optimizer.zero_grad()
             self._step(values["loss"], optimizer, scaler, trained)
             steps.append((len(y), {name: value.detach() for name, value in values.items()}))
@@ -193,9 +205,14 @@ class Sequential(Engine):
         parameters: list[nn.Parameter],
     ) -> None:
         torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
+        if self._calls_after_backward:
+            self.module.on_after_backward()
+        if scaler is not None and (self._calls_before_step or self.work.clip is not None):
+            scaler.unscale_(optimizer)
+        # before clipping, as Lightning has it
+        if self._calls_before_step:
+            self.module.on_before_optimizer_step(optimizer)
         if self.work.clip is not None:
-            if scaler is not None:
-                scaler.unscale_(optimizer)
             if self.work.clip_algorithm == "norm":
                 nn.utils.clip_grad_norm_(parameters, self.work.clip)
             else:

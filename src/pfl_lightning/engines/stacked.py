@@ -40,7 +40,8 @@ class Stacked(Sequential):
         with self._watch.nobody_in_turn():
             for phase in block.phases:
                 before = self._watch.attributes()
-                self._train_together(phase, block)
+                with self._leaks.of("training_step"):
+                    self._train_together(phase, block)
                 self._watch.compare(before, "its steps change {}, which is no buffer")
 
     def _train_together(self, phase: Phase, block: Block) -> None:
@@ -152,7 +153,7 @@ class Stacked(Sequential):
 
         def one(entries: StateDict, batch: Batch) -> dict[str, Tensor]:
             streams.trained = [entries[name] for name in trained]
-            return self._places.call(self.module.training_step, entries, batch, index)
+            return self._places.call(self.module.step_values, entries, batch, index)
 
         try:
             with self.forward_context(), streams:

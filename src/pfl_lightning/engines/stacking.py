@@ -87,7 +87,8 @@ class Stacking(Stacked):
         alike = Alike(self._watch)
         members: list[Member] = []
         for task in tasks:
-            data = self.become(task)
+            with self._leaks.of("on_download"):
+                data = self.become(task)
             phases = self.module.local_phases()
             there = self._places.current()
             alike.admit(self._signature(phases), {name: tensor.shape for name, tensor in there.items()})

@@ -54,8 +54,9 @@ class Vectorised(Stacking):
             Unvectorisable: if the client module can't be vectorised; before the first outcome of a block.
         """
         self._look()
-        for block in self._blocks(tasks):
-            yield from self._run_block(block)
+        with self._leaks.of_a_round():
+            for block in self._blocks(tasks):
+                yield from self._run_block(block)
 
     def evaluate_all(self, tasks: Iterable[Task]) -> Iterator[Evaluated]:
         """Yields metrics in the order of the tasks, block by block."""
@@ -108,6 +109,8 @@ class Vectorised(Stacking):
         start = time.perf_counter()
         if getattr(self.precision, "scaler", None) is not None:
             self._watch.refuse("trainer.precision=16-mixed scales the loss of each client by itself")
+        if self._calls_after_backward or self._calls_before_step:
+            self._watch.refuse("its on_after_backward or on_before_optimizer_step sees the gradients of one client")
         block = self._stack(tasks)
         self._train_stack(block)
         block.seconds = (time.perf_counter() - start) / len(tasks)

@@ -57,6 +57,7 @@ class APPLE(FedAvg):
     """
 
     needs = frozenset({"models", "shares"})
+    caches = frozenset({"others", "own", "p"})
 
     def __init__(
         self,

@@ -50,6 +50,7 @@ class FedFomo(FedAvg):
 
     sends = FedAvg.sends | {"affinity"}
     needs = frozenset({"models"})
+    caches = frozenset({"gains"})
 
     def __init__(
         self, norm: Literal["l2", "l1"] = "l2", weigh_on: Literal["val", "train"] = "val", **kwargs: Any

@@ -1,0 +1,82 @@
+"""What a client module keeps of a client outside its state, which would go over to the next client."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from pfl_lightning.attributes import Attributes
+from pfl_lightning.client import FedAvg
+
+ENGINES_OWN = {*vars(LightningModule()), "_logged", "client_id", "learning_rate", "phase", "round", "steps_done"}
+"""Attributes of client modules that are Lightning's or set by engines."""
+
+CLOSELY = 2
+"""Rounds in which each hook of each client is watched; afterwards each round as a whole."""
+
+
+class Leaks:
+    """Ends a run whose client module keeps something of a client in a plain attribute.
+
+    Args:
+        module: the client module.
+    """
+
+    def __init__(self, module: FedAvg) -> None:
+        self.module = module
+        self._attributes = attributes_of(module)
+        self._rounds = 0
+
+    @contextmanager
+    def of_a_round(self) -> Iterator[None]:
+        """Watches a round: the first ones closely, others as a whole."""
+        self._rounds += 1
+        if self._rounds <= CLOSELY:
+            yield
+            return
+        with self._watched("local work"):
+            yield
+
+    def of(self, hook: str) -> AbstractContextManager[None]:
+        """Watches a hook of one client, in the first rounds."""
+        return self._watched(hook) if self._rounds <= CLOSELY else nullcontext()
+
+    @contextmanager
+    def _watched(self, what: str) -> Iterator[None]:
+        before = self._attributes.look()
+        yield
+        now = self._attributes.look()
+        method = type(self.module).__name__
+        caches = {f"{method}.{name}" for name in self.module.caches}
+        kept = [{name: held for name, held in look.items() if name not in caches} for look in (before, now)]
+        if name := self._attributes.changed(*kept):
+            attribute = name.removeprefix(f"{method}.")
+            raise MisconfigurationException(
+                f"{method}: {what} changes the attribute {attribute}, which would go over to the next client and be "
+                f"lost with the process; keep what a client owns in a buffer (register_buffer), with persistent=False "
+                f"if each round makes it anew, or name it in {method}.caches if it says nothing but what the state, "
+                "the payload and the data do."
+            )
+
+
+def attributes_of(module: FedAvg) -> Attributes:
+    """What a client module and the modules in it hold besides parameters and buffers.
+
+    Args:
+        module: the client module.
+    """
+    # torch's layers keep nothing
+    owners = {
+        f"{type(module).__name__}.{path}".rstrip("."): m
+        for path, m in module.named_modules()
+        if not type(m).__module__.startswith("torch.")
+    }
+
+    def is_entry(tensor: Tensor) -> bool:
+        # which may change wherever else it is kept
+        return any(entry is tensor for entry in chain(module.parameters(), module.buffers()))
+
+    return Attributes(owners, ENGINES_OWN, is_entry)

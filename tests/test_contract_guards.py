@@ -1,0 +1,447 @@
+"""What client modules and aggregators may not do, and would do wrong in silence."""
+
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim import SGD
+
+from federations import Spy, blobs, equal, fit, make_client, noisy, same_end
+from pfl_lightning import Aggregator, FedAvg, FederatedTrainer, WeightedAverage
+from pfl_lightning.attributes import content
+from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised
+from pfl_lightning.methods import FedAWA, FedPer
+
+ENGINES = [Sequential, Processes, Vectorised, Auto]
+
+# What clients keep
+
+
+class FedDyn(FedAvg):
+    """FedDyn as a newcomer writes it: the linear term is a plain attribute and not a buffer."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.start = None
+        self.h = torch.zeros(sum(p.numel() for p in self.net.parameters()))
+
+    def vector(self):
+        return torch.cat([p.flatten() for p in self.net.parameters()])
+
+    def on_download(self, payload, data):
+        super().on_download(payload, data)
+        self.register_buffer("start", self.vector().detach(), persistent=False)
+
+    def loss(self, features, logits, target):
+        gap = self.vector() - self.start
+        return super().loss(features, logits, target) - self.h @ self.vector() + 0.05 * gap @ gap
+
+    def upload(self, data):
+        self.h = self.h - 0.1 * (self.vector().detach() - self.start)
+        return super().upload(data)
+
+    def __setattr__(self, name, value):
+        if name == "start" and value is None:
+            return
+        super().__setattr__(name, value)
+
+
+class Tensors(FedAvg):
+    """Keeps a tensor that hooks change in place."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.seen = torch.zeros(1)
+
+    def upload(self, data):
+        self.seen += 1
+        return super().upload(data)
+
+
+class ById(FedAvg):
+    """Keeps a dictionary of clients, as other libraries' examples do."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.memory = {}
+
+    def on_download(self, payload, data):
+        super().on_download(payload, data)
+        self.memory[self.client_id] = len(self.memory)
+
+
+class Counting(FedAvg):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.steps = 0
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+LEAKS = [
+    (FedDyn, "upload", "h"),
+    (Tensors, "upload", "seen"),
+    (ById, "on_download", "memory"),
+    (Counting, "training_step", "steps"),
+]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("method", "hook", "attribute"), LEAKS)
+def test_what_would_go_over_to_the_next_client_ends_the_run(method, hook, attribute, engine):
+    with pytest.raises(
+        MisconfigurationException,
+        match=rf"{method.__name__}: {hook} changes the attribute {attribute},.*register_buffer",
+    ):
+        fit(make_client(method), engine=engine)
+
+
+def test_a_part_of_the_net_that_keeps_something_is_named_by_its_path():
+    class Remembering(nn.Tanh):
+        def forward(self, x):
+            self.last = x.detach()
+            return super().forward(x)
+
+    class Own(FedAvg):
+        def __init__(self, **settings):
+            super().__init__(**settings)
+            self.net.features[1] = Remembering()
+
+    with pytest.raises(
+        MisconfigurationException, match=r"Own: training_step changes the attribute net\.features\.1\.last"
+    ):
+        fit(make_client(Own))
+    Own.caches = frozenset({"net.features.1.last"})
+    assert equal(fit(make_client(Own)).weights, fit(make_client()).weights)
+
+
+def test_what_begins_to_leak_later_is_found_too():
+    class Late(FedAvg):
+        late = 0
+
+        def upload(self, data):
+            if self.round == 3:
+                self.late = self.client_id
+            return super().upload(data)
+
+    fit(make_client(Late), max_rounds=3)
+    with pytest.raises(MisconfigurationException, match="Late: local work changes the attribute late"):
+        fit(make_client(Late), max_rounds=4)
+
+
+@pytest.mark.parametrize("engine", [Sequential, Processes])
+def test_a_declared_cache_is_kept_and_changes_nothing(engine):
+    class Cached(FedAvg):
+        caches = frozenset({"mean"})
+
+        def on_download(self, payload, data):
+            super().on_download(payload, data)
+            self.mean = None if data is None else data.train.x.mean(0)
+
+    assert equal(fit(make_client(Cached), engine=engine).weights, fit(make_client()).weights)
+
+
+def test_parameters_that_are_listed_may_change():
+    class Listed(FedAvg):
+        def __init__(self, **settings):
+            super().__init__(**settings)
+            self.listed = list(self.net.parameters())
+
+    assert equal(fit(make_client(Listed)).weights, fit(make_client()).weights)
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        ([1, 2], lambda value: value.append(3)),
+        ({"a": {"b": [0]}}, lambda value: value["a"]["b"].append(1)),
+        ({1, 2}, lambda value: value.add(3)),
+        (torch.zeros(2), lambda value: value.add_(1)),
+        (np.zeros(2), lambda value: np.add(value, 1, out=value)),
+        (nn.Linear(1, 1), lambda value: nn.init.zeros_(value.weight)),
+        (torch.Generator(), lambda value: torch.rand(1, generator=value)),
+        (np.random.default_rng(0), lambda value: value.random()),
+        (np.random.RandomState(0), lambda value: value.rand()),
+        (random.Random(0), lambda value: value.random()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_changes_in_place_show(value, change):
+    class Keeping(WeightedAverage):
+        def __init__(self):
+            super().__init__()
+            self.kept = value
+
+        def aggregate(self, updates, round):
+            logs = super().aggregate(updates, round)
+            if round == 1:
+                change(self.kept)
+            return logs
+
+    fit(make_client(), aggregator=Keeping(), max_rounds=1)
+    with pytest.raises(MisconfigurationException, match=r"Keeping: aggregate changes the attribute kept,.*self\.state"):
+        fit(make_client(), aggregator=Keeping(), max_rounds=2)
+
+
+def test_nan_is_no_change():
+    assert content(float("nan")) != content(float("nan"))
+    model = make_client()
+    model.unknown = float("nan")
+    fit(model)
+
+
+# What servers keep
+
+
+def test_memory_of_the_server_outside_its_state_ends_the_run():
+    class Momentum(WeightedAverage):
+        velocity = None
+
+        def aggregate(self, updates, round):
+            before = self.state["weights"]
+            logs = super().aggregate(updates, round)
+            after = self.state["weights"]
+            self.velocity = {n: after[n] - before[n] + 0.9 * (self.velocity or before)[n] for n in after}
+            return logs
+
+    with pytest.raises(
+        MisconfigurationException, match=r"Momentum: aggregate changes the attribute velocity,.*self\.state"
+    ):
+        fit(make_client(), aggregator=Momentum())
+
+
+def test_memory_that_download_keeps_ends_the_run_in_the_next_round():
+    class Generous(WeightedAverage):
+        asked = 0
+
+        def download(self, client):
+            self.asked += 1
+            return super().download(client)
+
+    with pytest.raises(
+        MisconfigurationException, match="Generous: download or global_model changes the attribute asked"
+    ):
+        fit(make_client(), aggregator=Generous())
+
+
+def test_an_optimizer_of_the_server_is_memory():
+    class Learning(WeightedAverage):
+        def setup(self, server):
+            super().setup(server)
+            self.weight = nn.Parameter(torch.zeros(1))
+            self.optimizer = SGD([self.weight], lr=0.1, momentum=0.9)
+
+        def aggregate(self, updates, round):
+            self.weight.grad = torch.ones(1)
+            self.optimizer.step()
+            return super().aggregate(updates, round)
+
+    with pytest.raises(MisconfigurationException, match="Learning: aggregate changes the attribute weight"):
+        fit(make_client(), aggregator=Learning())
+
+
+# Hooks of Lightning
+
+
+def half_signs(optimizer, *_):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad.sign_().mul_(0.5)
+
+
+@pytest.mark.parametrize("engine", [Sequential, Processes, Auto])
+def test_gradient_hooks_are_called_before_clipping(engine):
+    class Signs(FedAvg):
+        def on_after_backward(self):
+            for parameter in self.net.parameters():
+                parameter.grad.mul_(7)
+
+        def on_before_optimizer_step(self, optimizer):
+            half_signs(optimizer)
+
+    class ByHand(FedAvg):
+        def local_optimizer(self, phase, parameters):
+            optimizer = super().local_optimizer(phase, parameters)
+            optimizer.register_step_pre_hook(half_signs)
+            return optimizer
+
+    settings = {"optimizer": partial(SGD, lr=0.01)}
+    run = fit(make_client(Signs, **settings), engine=engine)
+    assert equal(run.weights, fit(make_client(ByHand, **settings)).weights)
+    assert not equal(run.weights, fit(make_client(**settings)).weights)
+    clipped = fit(make_client(Signs, **settings), engine=engine, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+    assert not equal(clipped.weights, run.weights)
+
+
+def test_many_clients_at_once_have_no_gradient_of_one():
+    class Hooked(FedAvg):
+        def on_after_backward(self):
+            """Something."""
+
+    with pytest.raises(MisconfigurationException, match="'vectorised' can't run Hooked: its on_after_backward"):
+        fit(make_client(Hooked), engine=Vectorised)
+
+
+@pytest.mark.parametrize(
+    ("hook", "advice"),
+    [
+        ("on_train_batch_start", "training_step"),
+        ("on_train_epoch_end", "on_round_start"),
+        ("configure_gradient_clipping", "gradient_clip_val"),
+        ("optimizer_step", "local_optimizer"),
+        ("validation_step", "configure_metrics"),
+        ("setup", "__init__"),
+        ("train_dataloader", "data module"),
+        ("on_save_checkpoint", "state_dict"),
+    ],
+)
+def test_a_hook_that_would_never_be_called_is_refused(hook, advice):
+    hooked = type("Hooked", (FedAvg,), {hook: lambda self, *args: None})
+    with pytest.raises(MisconfigurationException, match=rf"Hooked\.{hook} would never be called.*{advice}"):
+        fit(make_client(hooked))
+
+
+def test_manual_optimization_is_refused():
+    model = make_client()
+    model.automatic_optimization = False
+    with pytest.raises(MisconfigurationException, match="automatic_optimization=False has no effect"):
+        fit(model)
+
+
+# What steps return
+
+
+class Alone(FedAvg):
+    """As Lightning's tutorials have it."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.log("train/double", 2 * loss, prog_bar=True)
+        self.log_dict({"constant": 3})
+        return loss
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_may_return_its_loss_alone_and_log(engine):
+    run = fit(make_client(Alone), engine=engine)
+    assert equal(run.weights, fit(make_client(), engine=engine).weights)
+    for row in run.rows:
+        assert row["train/double"] == pytest.approx(2 * row["train/loss"]) and row["train/constant"] == 3
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        (lambda loss: None, "returned NoneType without a loss"),
+        (lambda loss: {"value": loss}, "returned dict without a loss"),
+        (lambda loss: {"loss": loss, "each": loss.expand(3)}, r"each is of shape \(3,\)"),
+        (lambda loss: {"loss": loss, "name": "b"}, "name is a str"),
+    ],
+)
+def test_a_step_that_returns_something_else_is_refused(returned, reason):
+    class Odd(FedAvg):
+        def training_step(self, batch, batch_idx):
+            return returned(super().training_step(batch, batch_idx)["loss"])
+
+    with pytest.raises(MisconfigurationException, match=rf"Odd\.training_step.* {reason}; return"):
+        fit(make_client(Odd))
+
+
+# What travels
+
+
+def test_an_aggregator_class_is_no_aggregator():
+    with pytest.raises(MisconfigurationException, match=r"aggregator=FedAWA is a class; give an instance, FedAWA\(\)"):
+        fit(make_client(), aggregator=FedAWA)
+    with pytest.raises(MisconfigurationException, match="aggregator=dict is no Aggregator"):
+        FederatedTrainer(logger=False).fit(make_client(), datamodule=blobs(), aggregator={})
+
+
+class Adding(WeightedAverage):
+    def download(self, client):
+        return {"weights": super().download(client)["weights"] | {"net.extra": torch.zeros(1)}}
+
+
+class Lacking(WeightedAverage):
+    def download(self, client):
+        return {"weights": {n: t for n, t in super().download(client)["weights"].items() if "bias" not in n}}
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "reason"), [(Adding, "with net.extra"), (Lacking, "without net.classifier.bias")]
+)
+def test_payloads_that_do_not_cover_what_clients_share_are_refused(aggregator, reason):
+    with pytest.raises(MisconfigurationException, match=rf"{aggregator.__name__}\.download\(0\) gave weights {reason}"):
+        fit(make_client(), aggregator=aggregator())
+
+
+def uploading(change, who):
+    """A client module some of whose clients send something else."""
+
+    class Uploading(FedAvg):
+        def upload(self, data):
+            update = super().upload(data)
+            return change(update) if self.client_id in who else update
+
+    return Uploading
+
+
+def without_bias(update):
+    return update | {"weights": {name: t for name, t in update["weights"].items() if name != "net.classifier.bias"}}
+
+
+def misshapen(update):
+    return update | {"weights": update["weights"] | {"net.classifier.bias": torch.zeros(4)}}
+
+
+WRONG = [
+    (without_bias, "weights without net.classifier.bias"),
+    (misshapen, r"weights whose net.classifier.bias has the shape \(4,\) and not \(3,\)"),
+    (lambda update: {"num_samples": update["num_samples"]}, "no weights"),
+    (lambda update: None, "a NoneType and no dict"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), WRONG)
+def test_a_wrong_update_leaves_its_client_out_and_is_counted(change, reason):
+    spy = Spy()
+    with pytest.warns(UserWarning, match=f"client 2 is left out of the aggregation: Uploading.upload gave {reason}"):
+        run = fit(make_client(uploading(change, {2})), callbacks=[spy])
+    assert [list(updates) for updates in spy.updates] == [[0, 1, 3]] * 3
+    counts = [
+        (row["clients"], row["clients_refused"], row["clients_diverged"], row["clients_absent"]) for row in run.rows
+    ]
+    assert counts == [(3, 1, 0, 0)] * 3
+
+
+@pytest.mark.parametrize(("change", "reason"), [WRONG[1], *WRONG[2:]])
+def test_updates_that_are_all_wrong_end_the_run(change, reason):
+    with pytest.raises(MisconfigurationException, match=f"client 0: Uploading.upload gave {reason}"):
+        fit(make_client(uploading(change, range(4))))
+
+
+class Absent(Sequential):
+    """Never hears from client 1, and from nobody in the second round."""
+
+    def run(self, tasks):
+        for outcome in super().run(tasks):
+            if outcome.client != 1 and self.module.round != 1:
+                yield outcome
+
+
+def test_clients_that_give_nothing_are_absent_and_not_diverged():
+    with pytest.warns(UserWarning, match="round 2: 4 of the round's clients gave nothing"):
+        run = fit(make_client(FedPer, net=noisy), engine=Absent)
+    counts = [(row["clients"], row["clients_absent"], row["clients_diverged"]) for row in run.rows]
+    assert counts == [(3, 1, 0), (0, 4, 0), (3, 1, 0)]
+
+
+def test_the_base_aggregator_has_nothing_to_watch():
+    assert same_end(*(fit(make_client(FedPer), aggregator=WeightedAverage()) for _ in range(2)))
+    assert Aggregator.caches == FedAvg.caches == frozenset()
