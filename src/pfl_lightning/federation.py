@@ -164,6 +164,7 @@ class Federation(LightningModule):
         self.record["time/train"] = time.perf_counter() - start
         taken = self._finite(outcomes)
         self._record_training(taken, len(cohort))
+        self.evaluations.keep_initial(taken)
         self._aggregate(taken)
         self.round += 1
         if (scheduler := self.lr_schedulers()) is not None:
@@ -175,7 +176,7 @@ class Federation(LightningModule):
     def _tasks(self, clients: list[int]) -> Iterator[Task]:
         for client in clients:
             self._call("on_client_fit_start", client)
-            task = self.task(client, () if self.rounds.evaluate == "before" else self.rounds.validation_stages)
+            task = self.task(client, self.rounds.stages_after)
             self.record["bytes/down"] += num_bytes(task.payload)
             yield task
 
@@ -220,13 +221,14 @@ class Federation(LightningModule):
         # states change here and not while clients train: an interrupted round leaves none behind
         for client, outcome in taken.items():
             self.clients[client] = outcome.state
-            self.evaluations.add_after(client, outcome.after)
+            if self.rounds.stages_after:
+                self.evaluations.after[client] = outcome.after
         self.record["time/aggregate"] = time.perf_counter() - start
         self.record |= {f"server/{name}": value for name, value in logs.items()}
         self._call("on_aggregate_end", logs)
 
     def _start_record(self, cohort: list[int]) -> None:
-        self.evaluations.results = {}
+        self.evaluations.begin()
         self.record = {
             "round": self.round + 1,
             "clients": 0,
@@ -251,7 +253,7 @@ class Federation(LightningModule):
     def validation_step(self, clients: list[int], batch_idx: int) -> None:
         """Evaluates the clients of a batch on their validation parts; on their test parts too where rounds ask."""
         for client in clients:
-            self.evaluations.evaluate(client, self.rounds.validation_stages, fitting=self._fitting)
+            self.evaluations.evaluate(client, self.rounds.validation_stages)
 
     def test_step(self, clients: list[int], batch_idx: int) -> None:
         """Evaluates the clients of a batch on their test parts."""
@@ -268,13 +270,10 @@ class Federation(LightningModule):
         trainer = self.trainer
         batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
         self.evaluations.begin(int(sum(batches)))
-        if not self._fitting:
-            self.evaluations.results = {}
 
     def on_test_epoch_start(self) -> None:
         """Forgets other evaluations."""
         self.evaluations.begin(int(sum(self.trainer.num_test_batches)))
-        self.evaluations.results = {}
 
     def on_validation_epoch_end(self) -> None:
         """Summarises over clients into the round's record and for callbacks."""
@@ -288,24 +287,6 @@ class Federation(LightningModule):
     def on_test_epoch_end(self) -> None:
         """Summarises over clients, and tests the server's model."""
         self._log_summary(self.evaluations.summary() | self.evaluations.evaluate_global())
-
-    def test_at(self, checkpoint: Mapping[str, Any], round: int) -> float | None:
-        """Test accuracy of the models of a checkpoint; the federation is left as it is.
-
-        Args:
-            checkpoint: as it was saved.
-            round: the round that it must be of, from 1; None is returned for a checkpoint of another.
-        """
-        if checkpoint["federation"]["round"] != round:
-            return None
-        now, evaluations, clients = self.federation_state(), self.evaluations, self.clients
-        self.load_federation_state(checkpoint["federation"])
-        self.evaluations = Evaluations(self)
-        tested = self.evaluations.evaluate_all("test")
-        accuracy = self.evaluations.summary_of("test", tested).get("test/acc")
-        self.load_federation_state(now)
-        self.evaluations, self.clients = evaluations, clients
-        return accuracy
 
     def _log_summary(self, summary: dict[str, float]) -> None:
         # while fitting, loggers get the whole record of the round at once, from a callback
@@ -345,6 +326,7 @@ class Federation(LightningModule):
             "start": self.start,
             "aggregator": self.aggregator.state,
             "clients": {client: vars(state) for client, state in sorted(self.clients.items())},
+            "after": dict(sorted(self.evaluations.after.items())),
             # not for resuming: they let one client's model be loaded without the aggregator
             "payloads": {client: self.aggregator.download(client) for client in clients},
         }
@@ -370,6 +352,7 @@ class Federation(LightningModule):
                 "ckpt_path: the checkpoint's clients hold other numbers of samples than those of data; "
                 "resume with the data, partitioner and data.seed that it was made with."
             )
+        self.evaluations.load(state)
         self.round, self.lr_factor = state["round"], state["lr_factor"]
         self.seed, self.initial, self.start = state["seed"], state["initial"], state["start"]
         self.aggregator.state = state["aggregator"]
