@@ -84,10 +84,14 @@ class Federation(LightningModule):
     def engines(self) -> list[Engine]:
         """What runs the clients of each kind; made when the modules stand on their device."""
         work, trainer = self.rounds.work(self.data), self.trainer
-        engines: list[Engine] = [
-            self.rounds.engine_class(kind, work, trainer.precision_plugin, self.rounds.workers, self.rounds.compile)
-            for kind in self._kinds
-        ]
+        try:
+            engines: list[Engine] = [
+                self.rounds.engine_class(kind, work, trainer.precision_plugin, self.rounds.workers, self.rounds.compile)
+                for kind in self._kinds
+            ]
+        except AttributeError as error:
+            # of which `nn.Module` would say no more than that this property isn't there
+            raise RuntimeError(f"{type(self.client).__name__} can't be set up: {error}") from error
         ranks = trainer.world_size
         return [Sharded(engine, trainer.global_rank, ranks) for engine in engines] if ranks > 1 else engines
 
