@@ -25,7 +25,6 @@ import warnings
 from functools import partial
 
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
 from rounds import Noise
 from torch.optim import SGD
 
@@ -64,7 +63,7 @@ def measure(method: str, states: str, args: argparse.Namespace) -> dict[str, flo
             accelerator="cpu",
             limit_val_batches=0,
             default_root_dir=folder,
-            callbacks=[ModelCheckpoint(folder, save_on_train_epoch_end=True, save_top_k=int(args.checkpoints))],
+            enable_checkpointing=args.checkpoints,
             enable_progress_bar=False,
             enable_model_summary=False,
         )

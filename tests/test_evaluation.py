@@ -47,31 +47,6 @@ def test_summary_by_hand():
     assert summarise({}, {}) == {}
 
 
-class After(Spy):
-    """Keeps what clients had after training."""
-
-    def on_fit_start(self, trainer, federation):
-        self.after = []
-
-    def on_round_start(self, trainer, federation, cohort):
-        super().on_round_start(trainer, federation, cohort)
-        self.after.append({})
-
-    def on_client_fit_end(self, trainer, federation, client, outcome):
-        self.after[-1][client] = outcome.after
-
-
-def test_after_training_the_clients_of_the_round_are_evaluated():
-    spy = After()
-    run = fit(make_client(FedPer), callbacks=[spy], evaluate="after", clients_per_round=2)
-    for row, after in zip(run.rows, spy.after, strict=True):
-        assert len(after) == 2
-        sizes = {client: run.data.size(client, "val") for client in after}
-        expected = summarise({client: values["val"] for client, values in after.items()}, sizes)
-        assert row["val/acc"] == expected["acc"] and row["val/loss"] == expected["loss"]
-        assert "val_after/acc" not in row
-
-
 def test_both_records_both():
     before, after = (fit(make_client(FedPer), evaluate=when).rows for when in ("before", "after"))
     for both, b, a in zip(fit(make_client(FedPer), evaluate="both").rows, before, after, strict=True):
@@ -79,9 +54,14 @@ def test_both_records_both():
 
 
 def test_without_asking_nothing_is_evaluated_after_training():
-    spy = After()
-    fit(make_client(FedPer), callbacks=[spy])
-    assert all(values == {} for after in spy.after for values in after.values())
+    after = []
+
+    class Watch(Spy):
+        def on_client_fit_end(self, trainer, federation, client, outcome):
+            after.append(outcome.after)
+
+    run = fit(make_client(FedPer), callbacks=[Watch()])
+    assert after == [{}] * 12 and not run.federation.evaluations.after
 
 
 @pytest.mark.parametrize("when", ["before", "after", "both"])

@@ -1,5 +1,6 @@
 """The final table."""
 
+import math
 from pathlib import Path
 
 from pfl_lightning.report import table
@@ -33,6 +34,10 @@ def test_clients_have_their_lines():
     ]
     assert "10.00 %, 40.00 %" in text
     assert "2.0 KiB and 10 B" in text
+
+
+def test_a_client_for_which_accuracy_is_not_defined_is_left_out():
+    assert "10.00 %, 90.00 %" in lines(SUMMARY, [{"test/acc": 0.9}, {"test/acc": math.nan}, {"test/acc": 0.1}])[1]
 
 
 def test_a_central_test_set_adds_its_lines():

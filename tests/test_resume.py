@@ -9,7 +9,20 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import ExponentialLR
 
-from federations import Run, Spy, blobs, equal, fit, load, make_client, noisy, read_csv, same_end, untimed
+from federations import (
+    Run,
+    Spy,
+    blobs,
+    equal,
+    fit,
+    load,
+    make_client,
+    make_trainer,
+    noisy,
+    read_csv,
+    same_end,
+    untimed,
+)
 from pfl_lightning import Aggregator, WeightedAverage
 from pfl_lightning.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.methods import FedAvg, FedPer, FedProx, Local
@@ -88,7 +101,7 @@ def test_every_round_s_checkpoint_goes_on_to_the_same_end(end, tmp_path):
         )
 
     whole = run(tmp_path / "whole", 4, callbacks=[keep_all()])
-    files = sorted((whole.folder / "checkpoints").glob("*.ckpt"))
+    files = sorted((whole.folder / "checkpoints").glob("epoch=*.ckpt"))
     assert len(files) == 4
     for path in files[:-1]:
         assert same_end(whole, run(tmp_path / path.stem, 4, ckpt_path=path, callbacks=[keep_all()]))
@@ -110,6 +123,35 @@ def test_a_resumed_run_goes_on_in_its_own_folder(tmp_path):
     assert [row["round"] for row in read_csv(resumed.folder / "rounds.csv")] == ["1", "2", "3", "4"]
     assert len(read_csv(resumed.folder / "metrics.csv")) == 4
     assert len(list(half.folder.parent.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        ModelCheckpoint,
+        partial(ModelCheckpoint, every_n_epochs=2, save_last=True),
+        partial(ModelCheckpoint, "kept", monitor="val/acc", mode="max", save_top_k=2),
+        partial(ModelCheckpoint, save_top_k=0),
+    ],
+    ids=["plain", "rare", "elsewhere", "none"],
+)
+def test_last_and_best_are_kept_beside_checkpoints_of_the_user_s_own(own, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole = run(tmp_path / "whole", 4)
+    half, spy = run(tmp_path / "halves", 3, callbacks=[own()]), Spy()
+    assert load(half.last)["federation"]["round"] == 3
+    resumed = run(tmp_path / "halves", 4, ckpt_path="last", callbacks=[own(), spy])
+    assert same_end(whole, resumed) and len(spy.cohorts) == 1
+    assert resumed.record.summary["selected"] == whole.record.summary["selected"]
+    best = load(resumed.folder / "checkpoints" / "best.ckpt")["federation"]["round"]
+    assert best == resumed.record.summary["selected"]["round"]
+
+
+def test_a_checkpoint_of_the_same_name_is_refused(tmp_path):
+    for name in ("best", "last"):
+        with pytest.raises(MisconfigurationException, match=f"ModelCheckpoint filename={name} is that of a checkpoint"):
+            make_trainer(tmp_path, callbacks=[ModelCheckpoint(filename=name)])
+        make_trainer(tmp_path, callbacks=[ModelCheckpoint(tmp_path, name)])
 
 
 def test_last_is_the_last_round_whatever_the_metric_did(tmp_path):

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from federations import blobs, equal, fit, load, make_client, make_trainer, noisy
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.engines import Sequential
-from pfl_lightning.methods import FedPer
+from pfl_lightning.methods import FedBABU, FedPer
 from pfl_lightning.runs import checkpoint_of_run
 from pfl_lightning.settings import MEANINGLESS
 
@@ -157,12 +157,12 @@ def test_the_best_checkpoint_is_evaluated_where_asked(tmp_path):
     assert values["test/acc"] == pytest.approx(run.record.summary["final"]["test/acc"])
 
 
-def test_evaluating_a_checkpoint_after_training_goes_on_at_its_learning_rate(tmp_path):
+def test_training_before_the_evaluation_of_a_checkpoint_goes_on_at_its_learning_rate(tmp_path):
     def model():
-        return make_client(lr_scheduler=partial(ExponentialLR, gamma=0.5))
+        return make_client(FedBABU, lr_scheduler=partial(ExponentialLR, gamma=0.5))
 
-    run = fit(model(), root=tmp_path, evaluate="after")
-    trainer = make_trainer(tmp_path, evaluate="after")
+    run = fit(model(), root=tmp_path)
+    trainer = make_trainer(tmp_path)
     trainer.test(model(), datamodule=blobs(), ckpt_path="last", verbose=False)
     assert equal(trainer.lightning_module.evaluations.results["test"], run.federation.evaluations.results["test"])
 

@@ -11,6 +11,7 @@ import wandb
 from lightning.pytorch.loggers import WandbLogger
 
 from federations import fit, make_client
+from pfl_lightning.callbacks import RoundRecord, WandbReport
 from pfl_lightning.methods import FedPer
 
 BLOCK, HEADER = 32_768, 7
@@ -50,8 +51,12 @@ def logged(tmp_path_factory):
         patch.setenv("WANDB_SILENT", "true")
         before = set(Path.home().glob("*wandb*"))
         logger = WandbLogger(project="test", save_dir=root, offline=True)
-        run = fit(make_client(FedPer), root=root, logger=logger, test_every_round=True)
+        # first in the list, where it has to come last
+        callbacks = [WandbReport(), RoundRecord()]
+        run = fit(make_client(FedPer), root=root, logger=logger, test_every_round=True, callbacks=callbacks)
         wandb.finish()
+        # the service that writes the file may still be at it
+        wandb.teardown()
         assert set(Path.home().glob("*wandb*")) == before
     (path,) = root.glob("wandb/offline-run-*/run-*.wandb")
     return run, list(records(path)), path.parent

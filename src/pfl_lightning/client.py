@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
-from torchmetrics import MetricCollection
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from pfl_lightning.aggregators import Aggregator, WeightedAverage
@@ -312,8 +312,11 @@ class FedAvg(LightningModule, metaclass=Remembering):
         """The server side that this client belongs to when no other is chosen."""
         return WeightedAverage()
 
-    def configure_metrics(self) -> MetricCollection:
-        """Metrics of one client's evaluation, computed on logits and targets; ``acc`` must be among them."""
+    def configure_metrics(self) -> MetricCollection | Metric:
+        """Metrics of one client's evaluation, computed on logits and targets, each a number; ``acc`` selects rounds.
+
+        A client for which a metric is NaN, because it isn't defined there, is left out of its mean.
+        """
         return MetricCollection({"acc": MulticlassAccuracy(self.num_classes, average="micro", validate_args=False)})
 
     def local_optimizer(self, phase: Phase, parameters: list[nn.Parameter]) -> Optimizer:

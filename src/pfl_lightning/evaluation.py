@@ -1,18 +1,63 @@
 """One client's evaluation, and the summary over clients."""
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 from torch.nn import functional as F
-from torchmetrics import MetricCollection
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, MultilabelAccuracy
 
 from pfl_lightning.client import FedAvg
 from pfl_lightning.data import Part
 
 CHUNK = 1024
 """Samples that go through the net at once."""
+
+
+def metrics_of(module: FedAvg) -> MetricCollection:
+    """The metrics of a client module, on its device.
+
+    A single metric is named after its class, as `MetricCollection` does, and an accuracy ``acc``.
+
+    Args:
+        module: the client module.
+
+    Raises:
+        MisconfigurationException: if its ``configure_metrics`` gives something else.
+    """
+    made: object = module.configure_metrics()
+    if isinstance(made, (BinaryAccuracy, MulticlassAccuracy, MultilabelAccuracy)):
+        made = MetricCollection({"acc": made})
+    elif isinstance(made, Metric):
+        made = MetricCollection(made)
+    if not isinstance(made, MetricCollection):
+        raise MisconfigurationException(
+            f"{type(module).__name__}.configure_metrics gives a {type(made).__name__}; "
+            "return a torchmetrics.MetricCollection, or a single metric."
+        )
+    return made.to(module.device)
+
+
+def computed(metrics: MetricCollection) -> dict[str, float]:
+    """What metrics have come to, by name.
+
+    Raises:
+        MisconfigurationException: if one isn't a number.
+    """
+    values = metrics.compute()
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            found = f"values of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise MisconfigurationException(
+                f"configure_metrics: {name} gives {found} and not a number; take its average, or wrap it in "
+                "torchmetrics.ClasswiseWrapper, which names the value of each class."
+            )
+    return {name: float(value) for name, value in values.items()}
 
 
 @torch.no_grad()
@@ -46,16 +91,19 @@ def evaluate(
         losses.append(F.cross_entropy(logits, target, reduction="sum"))
     if training:
         module.train()
-    values = {name: float(value) for name, value in metrics.compute().items()}
-    return values | {"loss": float(torch.stack(losses).sum()) / len(part)}
+    return computed(metrics) | {"loss": float(torch.stack(losses).sum()) / len(part)}
 
 
 def summarise(results: Mapping[int, Mapping[str, float]], sizes: Mapping[int, int]) -> dict[str, float]:
     """Summary over clients: weighted mean, and for ``acc`` also plain mean, standard deviation and the worst.
 
-    >>> summary = summarise({0: {"acc": 1.0}, 1: {"acc": 0.5}}, {0: 30, 1: 10})
+    A client without a value, or with NaN, as of a metric that isn't defined for what it holds, is left out of it.
+
+    >>> summary = summarise({0: {"acc": 1.0, "f1": math.nan}, 1: {"acc": 0.5, "f1": 0.25}}, {0: 30, 1: 10})
     >>> summary["acc"], summary["acc_mean"], summary["acc_std"], summary["acc_worst"]
     (0.875, 0.75, 0.25, 0.5)
+    >>> summary["f1"], summary["f1_clients"]
+    (0.25, 1)
 
     Args:
         results: metrics by client.
@@ -63,15 +111,22 @@ def summarise(results: Mapping[int, Mapping[str, float]], sizes: Mapping[int, in
 
     Returns:
         ``NAME``, the mean weighted by samples, for each metric; ``acc_mean``, ``acc_std`` (over clients, population),
-        ``acc_worst`` and ``acc_p10``, the lowest decile.
+        ``acc_worst`` and ``acc_p10``, the lowest decile; ``NAME_clients``, where some have no value, how many have one.
+        NaN where none has.
     """
     clients = sorted(results)
     weights = np.array([sizes[client] for client in clients], dtype=np.float64)
-    summary = {}
-    for name in results[clients[0]] if clients else ():
-        values = np.array([results[client][name] for client in clients])
-        summary[name] = float((values * weights).sum() / weights.sum())
+    summary: dict[str, float] = {}
+    for name in dict.fromkeys(name for client in clients for name in results[client]):
+        values = np.array([results[client].get(name, math.nan) for client in clients])
+        known = ~np.isnan(values)
+        # where nobody has a value, what is made of NaN is NaN
+        taken = known if known.any() else ~known
+        values, shares = values[taken], weights[taken]
+        summary[name] = float((values * shares).sum() / shares.sum())
         if name == "acc":
             summary |= {"acc_mean": float(values.mean()), "acc_std": float(values.std())}
             summary |= {"acc_worst": float(values.min()), "acc_p10": float(np.quantile(values, 0.1))}
+        if not known.all():
+            summary[f"{name}_clients"] = int(known.sum())
     return summary

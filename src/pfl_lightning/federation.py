@@ -87,10 +87,14 @@ class Federation(LightningModule):
     def engines(self) -> list[Engine]:
         """What runs the clients of each kind; made when the modules stand on their device."""
         work, trainer = self.rounds.work(self.data), self.trainer
-        engines: list[Engine] = [
-            self.rounds.engine_class(kind, work, trainer.precision_plugin, self.rounds.workers, self.rounds.compile)
-            for kind in self._kinds
-        ]
+        try:
+            engines: list[Engine] = [
+                self.rounds.engine_class(kind, work, trainer.precision_plugin, self.rounds.workers, self.rounds.compile)
+                for kind in self._kinds
+            ]
+        except AttributeError as error:
+            # of which `nn.Module` would say no more than that this property isn't there
+            raise RuntimeError(f"{type(self.client).__name__} can't be set up: {error}") from error
         ranks = trainer.world_size
         return [Sharded(engine, trainer.global_rank, ranks) for engine in engines] if ranks > 1 else engines
 
@@ -168,6 +172,7 @@ class Federation(LightningModule):
         self.record["time/train"] = time.perf_counter() - start
         taken = self._sound(self._finite(outcomes))
         self._record_training(taken, len(cohort) - len(outcomes))
+        self.evaluations.keep_initial(taken)
         self._aggregate(taken)
         self.round += 1
         if (scheduler := self.lr_schedulers()) is not None:
@@ -179,7 +184,7 @@ class Federation(LightningModule):
     def _tasks(self, clients: list[int]) -> Iterator[Task]:
         for client in clients:
             self._call("on_client_fit_start", client)
-            task = self.task(client, () if self.rounds.evaluate == "before" else self.rounds.validation_stages)
+            task = self.task(client, self.rounds.stages_after)
             check_payload(task.payload, client, self.aggregator, self._shared)
             self.record["bytes/down"] += num_bytes(task.payload)
             yield task
@@ -233,13 +238,14 @@ class Federation(LightningModule):
         # states change here and not while clients train: an interrupted round leaves none behind
         for client, outcome in taken.items():
             self.clients[client] = outcome.state
-            self.evaluations.add_after(client, outcome.after)
+            if self.rounds.stages_after:
+                self.evaluations.after[client] = outcome.after
         self.record["time/aggregate"] = time.perf_counter() - start
         self.record |= {f"server/{name}": value for name, value in logs.items()}
         self._call("on_aggregate_end", logs)
 
     def _start_record(self, cohort: list[int]) -> None:
-        self.evaluations.results = {}
+        self.evaluations.begin()
         self.record = {
             "round": self.round + 1,
             "clients": 0,
@@ -268,7 +274,7 @@ class Federation(LightningModule):
     def validation_step(self, clients: list[int], batch_idx: int) -> None:
         """Evaluates the clients of a batch on their validation parts; on their test parts too where rounds ask."""
         for client in clients:
-            self.evaluations.evaluate(client, self.rounds.validation_stages, fitting=self._fitting)
+            self.evaluations.evaluate(client, self.rounds.validation_stages)
 
     def test_step(self, clients: list[int], batch_idx: int) -> None:
         """Evaluates the clients of a batch on their test parts."""
@@ -285,13 +291,10 @@ class Federation(LightningModule):
         trainer = self.trainer
         batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
         self.evaluations.begin(int(sum(batches)))
-        if not self._fitting:
-            self.evaluations.results = {}
 
     def on_test_epoch_start(self) -> None:
         """Forgets other evaluations."""
         self.evaluations.begin(int(sum(self.trainer.num_test_batches)))
-        self.evaluations.results = {}
 
     def on_validation_epoch_end(self) -> None:
         """Summarises over clients into the round's record and for callbacks."""
@@ -305,24 +308,6 @@ class Federation(LightningModule):
     def on_test_epoch_end(self) -> None:
         """Summarises over clients, and tests the server's model."""
         self._log_summary(self.evaluations.summary() | self.evaluations.evaluate_global())
-
-    def test_at(self, checkpoint: Mapping[str, Any], round: int) -> float | None:
-        """Test accuracy of the models of a checkpoint; the federation is left as it is.
-
-        Args:
-            checkpoint: as it was saved.
-            round: the round that it must be of, from 1; None is returned for a checkpoint of another.
-        """
-        if checkpoint["federation"]["round"] != round:
-            return None
-        now, evaluations, clients = self.federation_state(), self.evaluations, self.clients
-        self.load_federation_state(checkpoint["federation"])
-        self.evaluations = Evaluations(self)
-        tested = self.evaluations.evaluate_all("test")
-        accuracy = self.evaluations.summary_of("test", tested).get("test/acc")
-        self.load_federation_state(now)
-        self.evaluations, self.clients = evaluations, clients
-        return accuracy
 
     def _log_summary(self, summary: dict[str, float]) -> None:
         # while fitting, loggers get the whole record of the round at once, from a callback
@@ -362,6 +347,7 @@ class Federation(LightningModule):
             "start": self.start,
             "aggregator": self.aggregator.state,
             "clients": {client: vars(state) for client, state in sorted(self.clients.items())},
+            "after": dict(sorted(self.evaluations.after.items())),
             # not for resuming: they let one client's model be loaded without the aggregator
             "payloads": {client: self.aggregator.download(client) for client in clients},
         }
@@ -387,6 +373,7 @@ class Federation(LightningModule):
                 "ckpt_path: the checkpoint's clients hold other numbers of samples than those of data; "
                 "resume with the data, partitioner and data.seed that it was made with."
             )
+        self.evaluations.load(state)
         self.round, self.lr_factor = state["round"], state["lr_factor"]
         self.seed, self.initial, self.start = state["seed"], state["initial"], state["start"]
         self.aggregator.state = state["aggregator"]

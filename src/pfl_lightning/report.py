@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -73,7 +74,7 @@ def table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequence[Row
         clients: as in ``clients.csv``.
         folder: the run's folder, named in the last line.
     """
-    accuracies = sorted(row["test/acc"] for row in clients if "test/acc" in row)
+    accuracies = sorted(row["test/acc"] for row in clients if not math.isnan(row.get("test/acc", math.nan)))
     selected, central = summary["selected"], summary.get("best_global")
     extremes = [accuracies[0], accuracies[len(accuracies) // 2]] if accuracies else []
     lines = [

@@ -83,6 +83,11 @@ class Rounds:
         return stage if self.evaluate == "after" else f"{stage}_after"
 
     @property
+    def stages_after(self) -> tuple[Stage, ...]:
+        """The parts that a client's model is evaluated on when it has trained: both, as their metrics are kept."""
+        return () if self.evaluate == "before" else ("val", "test")
+
+    @property
     def validation_stages(self) -> tuple[Stage, ...]:
         """The parts that each round's evaluation looks at."""
         return ("val", "test") if self.test_every_round else ("val",)

@@ -7,7 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
-    Checkpoint,
+    Callback,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import Strategy
 
-from pfl_lightning.callbacks import RoundProgress, RoundRecord, WandbReport
+from pfl_lightning.callbacks import BestCheckpoint, LastCheckpoint, RoundProgress, RoundRecord, WandbReport
 from pfl_lightning.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.engines import Engine, Processes
 from pfl_lightning.states import MappedCheckpointIO
@@ -58,6 +58,12 @@ def refuse_meaningless(arguments: dict[str, Any]) -> None:
                 f"trainer.callbacks: {type(callback).__name__} works on the Trainer's own optimizer steps or weights, "
                 "and a federation has none; leave it out."
             )
+        own = isinstance(callback, ModelCheckpoint) and not isinstance(callback, (BestCheckpoint, LastCheckpoint))
+        if own and callback.dirpath is None and callback.filename in ("best", "last"):
+            raise MisconfigurationException(
+                f"trainer.callbacks: ModelCheckpoint filename={callback.filename} is that of a checkpoint that every "
+                "run keeps; leave it out, or give it another filename or a dirpath."
+            )
 
 
 def refuse_loaders(*loaders: Any) -> None:
@@ -75,15 +81,12 @@ def fill_defaults(arguments: dict[str, Any], root: str, client_states: str) -> N
         client_states: as for `FederatedTrainer`.
     """
     callbacks = list(as_list(arguments.get("callbacks")))
-    for kind in (RoundRecord, RoundProgress, WandbReport):
-        if not any(isinstance(callback, kind) for callback in callbacks):
-            callbacks.append(kind())
-    checkpoints = arguments.get("enable_checkpointing") is not False and not arguments.get("fast_dev_run")
-    if checkpoints and not any(isinstance(callback, Checkpoint) for callback in callbacks):
-        if arguments.get("limit_val_batches") != 0:
-            callbacks.append(ModelCheckpoint(monitor="val/acc", mode="max", filename="best"))
-        # not by save_last, which only follows when the monitored value has improved
-        callbacks.append(ModelCheckpoint(filename="last", save_on_train_epoch_end=True, enable_version_counter=False))
+    kinds: list[type[Callback]] = [RoundRecord, RoundProgress, WandbReport]
+    if arguments.get("enable_checkpointing") is not False and not arguments.get("fast_dev_run"):
+        kinds += [LastCheckpoint] if arguments.get("limit_val_batches") == 0 else [BestCheckpoint, LastCheckpoint]
+    callbacks += [kind() for kind in kinds if not any(isinstance(callback, kind) for callback in callbacks)]
+    # it shows what others have made of the run
+    callbacks.sort(key=lambda callback: isinstance(callback, WandbReport))
     plugins = list(as_list(arguments.get("plugins")))
     if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
         plugins.append(MappedCheckpointIO() if client_states == "disk" else AtomicCheckpointIO())

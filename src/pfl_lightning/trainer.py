@@ -9,6 +9,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.callbacks import LastCheckpoint
 from pfl_lightning.client import FedAvg
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine
@@ -42,9 +43,11 @@ class FederatedTrainer(Trainer):
             seconds for each net, phase and number of clients, and saves a small net half of each later step: it pays in
             runs of thousands of steps. Clients that have made their last full batch are computed on, for nothing. What
             can't be compiled, such as dropout, stays as it is, and a line says why.
-        evaluate: which model of a client is evaluated: ``before`` local training, as received from the server, by
-            every client; ``after`` local training, while fitting by the clients of the round; or ``both``, then the
-            latter is recorded as ``val_after/…`` and ``test_after/…``.
+        evaluate: which model of each client is evaluated, by all clients whoever takes part in the round: ``before``
+            local training, as received from the server; ``after`` local training, the model that the client had when it
+            last trained, or the initial one where it never has; or ``both``, then the latter is recorded as
+            ``val_after/…`` and ``test_after/…``. A client is evaluated on both parts right after its training, and its
+            metrics are kept, in checkpoints too, until it trains again; nobody trains for an evaluation.
         test_every_round: whether the test parts, and the server's model on the central test set where the data have
             one, are evaluated with the validation parts, every round, which the papers' protocol asks for; they are
             evaluated at the end of ``fit`` in any case.
@@ -55,8 +58,9 @@ class FederatedTrainer(Trainer):
             result. They lie in the run's folder, in ``states``; without one, in the system's folder for temporary
             files. The clients that take part in a round are in memory until its end in either case.
         default_root_dir: where runs are kept, each in a folder ``METHOD-DATA/version_N``.
-        **kwargs: Lightning's Trainer's arguments. Without a logger a CSVLogger writes beside the record; without a
-            ModelCheckpoint, one keeps the round with the best ``val/acc`` and, as ``last.ckpt``, the last.
+        **kwargs: Lightning's Trainer's arguments. Without a logger a CSVLogger writes beside the record. The round
+            with the best ``val/acc`` is kept as ``best.ckpt`` and the last one as ``last.ckpt``, whatever other
+            ModelCheckpoint there is; none with ``enable_checkpointing=False``.
 
     Raises:
         MisconfigurationException: if a value is out of its range, or if an argument means nothing in a federation.
@@ -257,10 +261,7 @@ class FederatedTrainer(Trainer):
         """The file that is meant; None where ``best`` or ``last`` aren't there."""
         if ckpt_path not in ("best", "last"):
             return None if ckpt_path is None else str(ckpt_path)
-        callback = self.checkpoint_callback
-        if path := getattr(callback, f"{ckpt_path}_model_path", ""):
-            return str(path)
-        folder: str | None = getattr(callback, "dirpath", None)
+        folder = next((str(c.dirpath or "") for c in self.checkpoint_callbacks if isinstance(c, LastCheckpoint)), "")
         # an evaluation gives the callback a folder as well, which it never makes
         if folder and Path(folder).is_dir():
             found: Path | None = Path(folder, f"{ckpt_path}.ckpt")

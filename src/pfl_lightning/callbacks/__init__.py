@@ -3,6 +3,7 @@
 from pfl_lightning.callbacks.aggregation_pictures import AggregationPictures
 from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.callbacks.channels_last import ChannelsLast
+from pfl_lightning.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from pfl_lightning.callbacks.class_pictures import ClassPictures
 from pfl_lightning.callbacks.distribution_estimate import DistributionEstimate
 from pfl_lightning.callbacks.feature_pictures import FeaturePictures
@@ -13,11 +14,13 @@ from pfl_lightning.callbacks.wandb_report import WandbReport
 
 __all__ = [
     "AggregationPictures",
+    "BestCheckpoint",
     "ChannelsLast",
     "ClassPictures",
     "DistributionEstimate",
     "FeaturePictures",
     "FederatedCallback",
+    "LastCheckpoint",
     "RoundProgress",
     "RoundRecord",
     "SimilarityPictures",

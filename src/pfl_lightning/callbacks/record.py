@@ -1,5 +1,6 @@
 """The record of a run: one row a round, a table of clients, a summary."""
 
+import math
 import time
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -7,10 +8,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from pfl_lightning.callbacks.base import FederatedCallback
+from pfl_lightning.callbacks.checkpoints import BestCheckpoint
+from pfl_lightning.evaluations import stage_of
 from pfl_lightning.exchange import digest
 from pfl_lightning.report import Row, append_row, environment, numbers, table, write_json, write_rows
 from pfl_lightning.runs import run_folder
@@ -104,10 +106,11 @@ class RoundRecord(FederatedCallback):
         tested = evaluations.results.get("test", {})
         if len(tested) < federation.data.num_clients:
             tested = evaluations.evaluate_all("test")
-        final = evaluations.summary_of("test", tested).get("test/acc")
+        accuracy = evaluations.summary_of("test", tested).get("test/acc")
         # the last round's record has them already where rounds are tested
         central = {name: value for name, value in self.rows[-1].items() if name.startswith("test/global_")}
         central = central or evaluations.evaluate_global()
+        final = {"test/acc": accuracy, **central}
         counts = federation.data.counts
         self.clients = [
             {
@@ -116,8 +119,9 @@ class RoundRecord(FederatedCallback):
                 "classes": int((counts[client] > 0).sum()),
                 **{
                     f"{part}/{name}": value
-                    for part in ("test", "test_received")
-                    for name, value in evaluations.results.get(part, {}).get(client, {}).items()
+                    for part in evaluations.results
+                    if stage_of(part) == "test"
+                    for name, value in evaluations.results[part].get(client, {}).items()
                 },
             }
             for client in range(federation.data.num_clients)
@@ -125,7 +129,7 @@ class RoundRecord(FederatedCallback):
         self.summary = {
             "method": type(federation.client).__name__,
             "aggregator": federation.aggregator.name,
-            "final": {"round": self.rows[-1]["round"], "test/acc": final, **central},
+            "final": {"round": self.rows[-1]["round"], **final},
             "selected": self._selected(trainer, federation, final),
             "best_on_test": self._best("test/acc"),
             **({"best_global": self._best("test/global_acc") | self._ten_best("test/global_acc")} if central else {}),
@@ -141,31 +145,32 @@ class RoundRecord(FederatedCallback):
 
     def _best(self, column: str) -> Row:
         """The round with the highest value of a column; of several the first."""
-        known = [(row[column], -row["round"]) for row in self.rows if column in row]
-        value, round = max(known, default=(None, None))
-        return {"round": None if round is None else -round, column: value}
+        best = max(self._known(column), key=lambda row: (row[column], -row["round"]), default={})
+        return {name: best.get(name) for name in ("round", column)}
 
     def _ten_best(self, column: str) -> Row:
         """Mean and standard deviation of the ten highest values of a column, as the FedAWA code reports them."""
-        values = sorted((row[column] for row in self.rows if column in row), reverse=True)[:10]
+        values = sorted((row[column] for row in self._known(column)), reverse=True)[:10]
         return {"ten_best_mean": fmean(values), "ten_best_std": pstdev(values)} if values else {}
 
-    def _selected(self, trainer: Trainer, federation: "Federation", final: float | None) -> Row:
+    def _known(self, column: str) -> list[Row]:
+        """The rounds that have a value in a column."""
+        return [row for row in self.rows if not math.isnan(row.get(column, math.nan))]
+
+    def _selected(self, trainer: Trainer, federation: "Federation", final: Row) -> Row:
         """The round with the best validation accuracy, and its test accuracy where that can be known."""
-        validated = [row for row in self.rows if "val/acc" in row]
+        validated = self._known("val/acc")
         if not validated:
             return {"round": None, "val/acc": None, "test/acc": None}
         # in float32, as ModelCheckpoint compares: of rounds that differ by less it keeps the first
         row = max(validated, key=lambda row: (torch.tensor(row["val/acc"]).item(), -row["round"]))
-        test = row.get("test/acc")
-        if test is None and row is self.rows[-1]:
-            test = final
-        elif test is None and (path := best_checkpoint(trainer)):
+        tested = final if row is self.rows[-1] else row
+        if "test/acc" not in tested and (path := best_checkpoint(trainer)):
             # mapped: else all clients' states would be in memory twice
             checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            test = federation.test_at(checkpoint, row["round"])
-        central = {name: row[name] for name in ("test/global_acc",) if name in row}
-        return {"round": row["round"], "val/acc": row["val/acc"], "test/acc": test, **central}
+            tested = row | federation.evaluations.test_at(checkpoint, row["round"])
+        central = {name: tested[name] for name in ("test/global_acc",) if name in tested}
+        return {"round": row["round"], "val/acc": row["val/acc"], "test/acc": tested.get("test/acc"), **central}
 
     def _write(self, trainer: Trainer) -> None:
         if folder := run_folder(trainer):
@@ -173,9 +178,8 @@ class RoundRecord(FederatedCallback):
 
 
 def best_checkpoint(trainer: Trainer) -> str | None:
-    """The file of the round with the best ``val/acc``, if a ModelCheckpoint keeps it."""
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.monitor == "val/acc":
-            path = callback.best_model_path
-            return path if path and Path(path).exists() else None
-    return None
+    """The file of the round with the best ``val/acc``, if it is kept."""
+    kept = [
+        callback.best_model_path for callback in trainer.checkpoint_callbacks if isinstance(callback, BestCheckpoint)
+    ]
+    return next((path for path in kept if path and Path(path).exists()), None)

@@ -80,8 +80,9 @@ class Result:
         values = {f"bytes/{way}": fmean(float(row[f"bytes/{way}"]) for row in self.rows) for way in ("up", "down")}
         for part in ("selected", "final", "best_on_test", "best_global"):
             values |= {f"{part}/{name}": value for name, value in self.summary.get(part, {}).items()}
-        if tested := [float(row["test/acc"]) for row in read(self.folder / "clients.csv") if row.get("test/acc")]:
-            values["final/test/acc_p10"] = float(np.quantile(tested, 0.1))
+        tested = [float(row["test/acc"]) for row in read(self.folder / "clients.csv") if row.get("test/acc")]
+        if not np.isnan(tested).all():
+            values["final/test/acc_p10"] = float(np.nanquantile(tested, 0.1))
         values["seconds"] = self.summary["seconds"]
         return {column.name: values[column.name] for column in COLUMNS if values.get(column.name) is not None}
 

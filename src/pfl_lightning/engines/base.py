@@ -8,10 +8,11 @@ from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from torchmetrics import Metric
 
 from pfl_lightning.client import FedAvg, Phase
 from pfl_lightning.data import ClientData, LastBatch, Part, Stage
-from pfl_lightning.evaluation import evaluate
+from pfl_lightning.evaluation import evaluate, metrics_of
 from pfl_lightning.exchange import Record, StateDict
 
 
@@ -128,10 +129,11 @@ class Engine(ABC):
         self.workers = workers
         self.compile = compile
         self._modules = list(module.modules())
-        self.metrics = module.configure_metrics().to(module.device)
-        for metric in self.metrics.values(copy_state=False):
-            # bool() is False: else a rank's clients would be measured together with those of other ranks
-            metric.distributed_available_fn = bool
+        self.metrics = metrics_of(module)
+        for metric in self.metrics.modules():
+            if isinstance(metric, Metric):
+                # bool() is False: else a rank's clients would be measured together with those of other ranks
+                metric.distributed_available_fn = bool
 
     def forward_context(self) -> AbstractContextManager[None]:
         """The context of forward passes under the Trainer's precision."""

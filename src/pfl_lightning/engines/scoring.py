@@ -14,7 +14,7 @@ from torchmetrics import MetricCollection
 from pfl_lightning.client import FedAvg
 from pfl_lightning.data import Part
 from pfl_lightning.engines.places import Places
-from pfl_lightning.evaluation import CHUNK
+from pfl_lightning.evaluation import CHUNK, computed
 from pfl_lightning.exchange import StateDict
 
 AT_ONCE = 8 * CHUNK
@@ -88,7 +88,7 @@ class Scorer:
         for of_one, target, size, loss in zip(logits, y, sizes.tolist(), means, strict=True):
             self.metrics.reset()
             self.metrics.update(of_one[:size], target[:size])
-            values.append({name: float(value) for name, value in self.metrics.compute().items()} | {"loss": loss})
+            values.append(computed(self.metrics) | {"loss": loss})
         return values
 
 

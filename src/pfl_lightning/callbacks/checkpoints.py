@@ -1,0 +1,40 @@
+"""The two checkpoints that every run keeps, whatever others a user asks for."""
+
+from typing import TYPE_CHECKING, cast
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+if TYPE_CHECKING:
+    from pfl_lightning.federation import Federation
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Keeps the round with the best ``val/acc`` as ``best.ckpt``: the one that is selected."""
+
+    def __init__(self) -> None:
+        super().__init__(monitor="val/acc", mode="max", filename="best", enable_version_counter=False)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks for the metric before the first round.
+
+        Raises:
+            MisconfigurationException: if the client module has none of this name.
+        """
+        federation = cast("Federation", pl_module)
+        metric = cast(str, self.monitor).removeprefix("val/")
+        names = [str(name) for name in federation.engines[0].metrics]
+        if metric not in names:
+            raise MisconfigurationException(
+                f"{type(federation.client).__name__}.configure_metrics has {', '.join(names) or 'nothing'} and no "
+                f"{metric}, by which the best round is kept; name one so, or set trainer.enable_checkpointing=false."
+            )
+
+
+class LastCheckpoint(ModelCheckpoint):
+    """Keeps the last round as ``last.ckpt``: the one that an interrupted run goes on from."""
+
+    def __init__(self) -> None:
+        # not by save_last, which only follows when a monitored value has improved
+        super().__init__(filename="last", save_on_train_epoch_end=True, enable_version_counter=False)
