@@ -15,7 +15,7 @@ from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine
 from pfl_lightning.federation import Federation
 from pfl_lightning.rounds import Rounds
-from pfl_lightning.runs import checkpoint_of_run
+from pfl_lightning.runs import at_work, checkpoint_of_run
 from pfl_lightning.settings import check_ranks, fill_defaults, refuse_loaders, refuse_meaningless
 from pfl_lightning.stopping import Stopped, stoppable
 
@@ -152,7 +152,7 @@ class FederatedTrainer(Trainer):
         # its logger says of a folder where a run goes on that its files are deleted
         warnings.filterwarnings("ignore", message=".* exists and is not empty")
         try:
-            with stoppable():
+            with stoppable(), at_work(self):
                 super().fit(federation, datamodule=datamodule, ckpt_path=path)
         except Stopped as stop:
             stop.resumable = Path(str(self.log_dir), "checkpoints", "last.ckpt").exists()
