@@ -1,6 +1,9 @@
 """The command line as a user calls it, for tests."""
 
 import json
+import multiprocessing
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,21 @@ def pfl(line: str) -> None:
         # Lightning warns where a program's own arguments and explicit ones come together
         patch.setattr("sys.argv", ["pfl-lightning"])
         main(line.split())
+
+
+def forked(function: Callable[..., Any], *arguments: Any) -> Any:
+    """A process that runs a function; a fork starts at once, where a new program would read all packages again."""
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+def wait_for(condition: Callable[[], Any], process: Any) -> None:
+    """Waits until a condition holds, while a process runs."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.is_alive() and time.monotonic() < deadline, "the process ended before it was to be ended"
+        time.sleep(0.005)
 
 
 def refusal(line: str, capsys: pytest.CaptureFixture[str]) -> str:

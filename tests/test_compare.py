@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from command import CONFIGS, QUIET, pfl, refusal
+from command import CONFIGS, QUIET, forked, pfl, refusal, wait_for
 from federations import blobs, equal, fit, load, make_client, read_csv
 from pfl_lightning.comparison import runs
 from pfl_lightning.comparison.choices import choose
@@ -65,7 +65,7 @@ OUT = Path("runs/compare-Digits")
 def stand_in(tmp_path, monkeypatch):
     """Puts the stand-in in fit's place; gives a function that says what it does."""
     (tmp_path / "stand_in.py").write_text(STAND_IN)
-    monkeypatch.setattr(runs, "PROGRAM", (sys.executable, str(tmp_path / "stand_in.py")))
+    monkeypatch.setattr(runs, "PROGRAM", "stand_in")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return lambda **plans: (tmp_path / "plan.json").write_text(
         json.dumps({name.replace("_", " "): plan for name, plan in plans.items()})
@@ -89,11 +89,8 @@ def called() -> set[tuple[str, int]]:
 
 
 def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    shown = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+    return shown != "" and not shown.startswith("Z")
 
 
 # With fit itself
@@ -286,10 +283,26 @@ def test_an_interrupted_comparison_takes_its_runs_along(stand_in, monkeypatch, c
 
     monkeypatch.setattr(time, "sleep", interrupt)
     handler = signal.getsignal(signal.SIGTERM)
-    assert compare("--methods Local FedAvg --data Digits --jobs 2") == 130
+    assert compare("--methods Local FedAvg --data Digits --jobs 2") == 128 + signal.SIGTERM
     assert not any(alive(call["pid"]) for call in calls())
     assert signal.getsignal(signal.SIGTERM) is handler
     assert "the same command goes on from here" in capsys.readouterr().err
+
+
+def test_a_comparison_that_is_killed_takes_its_runs_along(stand_in):
+    stand_in(Local={"until": "never"}, FedAvg={"until": "never"})
+    process = forked(pfl, "compare --methods Local FedAvg --data Digits --jobs 2")
+    wait_for(lambda: len(called()) == 2, process)
+    process.kill()
+    process.join()
+    pids = [call["pid"] for call in calls()]
+    deadline = time.monotonic() + 20
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    left = list(filter(alive, pids))
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
 
 
 def test_a_run_that_will_not_end_is_killed(tmp_path, monkeypatch):
@@ -305,15 +318,12 @@ def test_a_run_that_will_not_end_is_killed(tmp_path, monkeypatch):
 
 def test_a_run_is_not_started_twice(stand_in, capsys):
     stand_in(Local={"until": "stop"})
-    run = Run("Local", 0, OUT / "Local" / "seed_0", ("--model", "Local", "--data", "Digits", "--seed_everything", "0"))
-    run.claim()
-    # as a comparison that was killed leaves it
-    process = runs.start(run, {})
-    assert process is not None
+    other = forked(pfl, "compare --methods Local --data Digits")
+    wait_for(called, other)
     assert compare("--methods Local --data Digits") == 1
-    assert "Local, seed 0: failed: another process is running it" in capsys.readouterr().out
+    assert f"failed: {OUT}/Local/seed_0: process {other.pid} on" in capsys.readouterr().out
     Path("stop").touch()
-    process.wait()
+    other.join()
     assert compare("--methods Local --data Digits") == 0
     assert len(calls()) == 1
 

@@ -1,10 +1,8 @@
-"""Runs that are killed, and go on."""
+"""Runs that are killed or told to end, and go on."""
 
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from command import QUIET, forked, pfl, wait_for
 from federations import equal, load, read_csv, untimed
-from pfl_lightning.cli import main
+from pfl_lightning.methods import FedAvg
 
 
 def write_config(root: Path, max_rounds: int, local_epochs: int) -> Path:
@@ -55,20 +54,20 @@ def rows(folder: Path) -> list[Any]:
     return read_csv(path) if path.exists() else []
 
 
-def start_and_kill(config: Path, when: Callable[[], bool], after: float = 0.0) -> None:
-    """Starts a run in another process, and kills it some seconds after a condition holds."""
-    command = [sys.executable, "-m", "pfl_lightning.cli", "fit", "--config", str(config)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def start_and_kill(config: Path, when: Callable[[], bool], after: float = 0.0, number: int = signal.SIGKILL) -> int:
+    """Starts a run in another process, and ends it some seconds after a condition holds; gives the exit code."""
+    process = forked(pfl, f"fit --config {config}")
     try:
-        deadline = time.monotonic() + 60
-        while not when():
-            assert process.poll() is None and time.monotonic() < deadline, "the run ended before it was to be killed"
-            time.sleep(0.005)
+        wait_for(when, process)
         time.sleep(after)
+        assert process.is_alive(), "the run ended before it was to be killed; give it more rounds"
+        os.kill(process.pid, number)
+    except BaseException:
+        process.kill()
+        raise
     finally:
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, "the run ended before it was killed; give it more rounds"
+        process.join()
+    return process.exitcode
 
 
 def end_of(folder: Path) -> tuple[Any, Any, Any]:
@@ -79,31 +78,80 @@ def end_of(folder: Path) -> tuple[Any, Any, Any]:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("whole")
-    main(["fit", "--config", str(write_config(root, max_rounds=30, local_epochs=4))])
+    pfl(f"fit --config {write_config(root, max_rounds=30, local_epochs=4)}")
     return run_folder(root)
+
+
+def assert_goes_on(config: Path, uninterrupted: Path) -> None:
+    """Resumes, and compares the end."""
+    folder = run_folder(config.parent)
+    assert 2 <= len(rows(folder)) < 30
+    pfl(f"fit --config {config} --ckpt_path last")
+    for one, other in zip(end_of(uninterrupted), end_of(folder), strict=True):
+        assert equal(one, other)
+    assert read_csv(folder / "clients.csv") == read_csv(uninterrupted / "clients.csv")
+    assert not list(folder.rglob("*.partial"))
+    assert not run_folder(config.parent, 1).exists()
 
 
 @pytest.mark.parametrize("moment", range(3))
 def test_a_run_killed_at_any_moment_goes_on_to_the_same_end(moment, uninterrupted, tmp_path):
     config = write_config(tmp_path, max_rounds=30, local_epochs=4)
-    folder = run_folder(tmp_path)
-    start_and_kill(config, lambda: len(rows(folder)) >= 2, after=random.Random(moment).uniform(0, 0.4))
-    assert 2 <= len(rows(folder)) < 30
-    main(["fit", "--config", str(config), "--ckpt_path", "last"])
-    for one, other in zip(end_of(uninterrupted), end_of(folder), strict=True):
-        assert equal(one, other)
-    assert read_csv(folder / "clients.csv") == read_csv(uninterrupted / "clients.csv")
-    assert not list(folder.rglob("*.partial"))
-    assert not run_folder(tmp_path, 1).exists()
+    after = random.Random(moment).uniform(0, 0.4)
+    assert start_and_kill(config, lambda: len(rows(run_folder(tmp_path))) >= 2, after) == -signal.SIGKILL
+    assert_goes_on(config, uninterrupted)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_told_to_end_says_by_its_exit_code_that_it_did_not_finish(number, uninterrupted, tmp_path, capfd):
+    config = write_config(tmp_path, max_rounds=30, local_epochs=4)
+    code = start_and_kill(config, lambda: len(rows(run_folder(tmp_path))) >= 2, number=number)
+    assert code == 128 + number
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said == (
+        f"pfl-lightning: stopped by {number.name}; go on with: pfl-lightning fit --config {config} --ckpt_path last"
+    )
+    assert not list(tmp_path.rglob("*.partial"))
+    if number == signal.SIGTERM:
+        assert_goes_on(config, uninterrupted)
+
+
+class Waiting(FedAvg):
+    """Its clients take five seconds to begin."""
+
+    def on_download(self, payload, data):
+        Path("begun").touch()
+        time.sleep(5)
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("fit", " before there was a checkpoint; start again with: pfl-lightning fit --model test_kill.Waiting"),
+        ("validate", "."),
+        ("test", "."),
+    ],
+)
+def test_a_command_that_is_told_to_end_does_so_at_once(command, says, tmp_path, capfd):
+    process = forked(
+        pfl, f"{command} --model test_kill.Waiting --model.net MLP --data Digits --data.num_clients 2 {QUIET}"
+    )
+    wait_for(Path("begun").exists, process)
+    process.terminate()
+    process.join()
+    assert process.exitcode == 128 + signal.SIGTERM
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"pfl-lightning: stopped by SIGTERM{says}")
+    assert "--ckpt_path" not in said and not list(tmp_path.rglob("*.ckpt"))
 
 
 def test_a_run_killed_before_any_checkpoint_starts_anew(uninterrupted, tmp_path):
     endless = write_config(tmp_path, max_rounds=30, local_epochs=100_000)
     folder = run_folder(tmp_path)
-    start_and_kill(endless, (folder / "config.yaml").exists)
+    assert start_and_kill(endless, (folder / "config.yaml").exists) == -signal.SIGKILL
     assert not list(folder.rglob("*.ckpt"))
     config = write_config(tmp_path, max_rounds=30, local_epochs=4)
-    main(["fit", "--config", str(config), "--ckpt_path", "last"])
+    pfl(f"fit --config {config} --ckpt_path last")
     (finished,) = (path.parent for path in folder.parent.glob("*/summary.json"))
     for one, other in zip(end_of(uninterrupted), end_of(finished), strict=True):
         assert equal(one, other)

@@ -1,15 +1,21 @@
 """Clients in worker processes: the bits of the sequential engine, and what happens when a worker fails."""
 
 import os
+import select
 import signal
+import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim import Adam
 
+from command import forked
 from federations import MOMENTUM, Spy, blobs, fit, make_client, noisy, same_end
+from pfl_lightning import bound
+from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.engines import Processes, processes
 from pfl_lightning.methods import WDR, FedAvg, FedBABU, FedPer, FedReMa, Local
 from test_kinds import NETS
@@ -157,6 +163,58 @@ def test_workers_are_gone_afterwards():
     with pytest.raises(RuntimeError):
         fit(make_client(Killed), engine="processes", workers=2)
     assert not multiprocessing.active_children()
+
+
+class Sending(FedAvg):
+    """Tells who it is, and sends more than a pipe holds."""
+
+    sends = FedAvg.sends | {"ballast"}
+    line = -1
+
+    def upload(self, data):
+        os.write(Sending.line, b"%8d" % os.getpid())
+        return super().upload(data) | {"ballast": torch.zeros(100_000)}
+
+
+class Pausing(FederatedCallback):
+    """Takes nothing from the workers after the first thing."""
+
+    def on_client_fit_end(self, trainer, federation, client, outcome):
+        if client:
+            time.sleep(60)
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_workers_end_with_a_main_process_that_is_killed(platform, monkeypatch):
+    monkeypatch.setattr(bound, "sys", SimpleNamespace(platform=platform))
+    reader, writer = os.pipe()
+    monkeypatch.setattr(Sending, "line", writer)
+    main = forked(partial(fit, make_client(Sending), engine="processes", workers=2, callbacks=[Pausing()]))
+    os.close(writer)
+    pids = {int(os.read(reader, 8)) for _ in range(4)}
+    assert main.pid in pids and len(pids) == 3
+    main.kill()
+    main.join()
+    # at its end when all who could write to it are gone
+    ended, _, _ = select.select([reader], [], [], 20)
+    for pid in pids - {main.pid} if not ended else ():
+        os.kill(pid, signal.SIGKILL)
+    assert ended and os.read(reader, 8) == b""
+    os.close(reader)
+
+
+class ToldToEnd(FedAvg):
+    def training_step(self, batch, batch_idx):
+        if self.client_id == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_worker_that_is_told_to_end_passes_it_on():
+    with pytest.raises(SystemExit) as ended:
+        fit(make_client(ToldToEnd), engine="processes", workers=2)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_fewer_clients_may_be_evaluated():

@@ -1,3 +1,4 @@
+import random
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from federations import (
 from pfl_lightning import Aggregator, WeightedAverage
 from pfl_lightning.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.methods import FedAvg, FedPer, FedProx, Local
+from pfl_lightning.states import MappedCheckpointIO
 
 EVERYTHING = {
     "net": noisy,
@@ -234,9 +236,30 @@ def test_a_truncated_checkpoint_is_refused(tmp_path):
         fit(make_client(), root=tmp_path, ckpt_path=path)
 
 
+@pytest.mark.parametrize("files", [AtomicCheckpointIO, MappedCheckpointIO])
+def test_a_flipped_bit_is_refused_unless_it_stands_between_the_parts(files, tmp_path):
+    path = fit(make_client(), root=tmp_path, max_rounds=1).last
+    whole, content = load(path), path.read_bytes()
+    refused = 0
+    for place in random.Random(0).sample(range(len(content)), 60):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        try:
+            assert equal(files().load_checkpoint(path, weights_only=True), whole)
+        except MisconfigurationException as error:
+            refused += 1
+            assert str(error).startswith(f"ckpt_path='{path}' can't be read as a checkpoint (")
+            assert str(error).endswith("; take another one.")
+    assert refused > 30
+
+
+def test_a_checkpoint_without_checksums_is_loaded(tmp_path):
+    torch.save({"round": torch.tensor(3)}, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    assert equal(AtomicCheckpointIO().load_checkpoint(tmp_path / "old.ckpt"), {"round": torch.tensor(3)})
+
+
 def test_a_save_that_is_cut_short_keeps_the_checkpoint_before(tmp_path, monkeypatch):
-    def cut(checkpoint, path):
-        path.write_bytes(b"half")
+    def cut(checkpoint, file):
+        file.write(b"half")
         raise KeyboardInterrupt
 
     path = fit(make_client(), root=tmp_path, max_rounds=1).last
@@ -244,4 +267,4 @@ def test_a_save_that_is_cut_short_keeps_the_checkpoint_before(tmp_path, monkeypa
     monkeypatch.setattr("torch.save", cut)
     with pytest.raises(KeyboardInterrupt):
         AtomicCheckpointIO().save_checkpoint({}, path)
-    assert path.read_bytes() == before
+    assert path.read_bytes() == before and not list(tmp_path.rglob("*.partial"))

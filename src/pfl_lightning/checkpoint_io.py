@@ -1,12 +1,14 @@
 """Checkpoints that are whole or not there."""
 
-import os
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile, is_zipfile
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from pfl_lightning.whole_files import replacing
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -18,22 +20,27 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Saves beside the path and renames."""
+        """Saves beside the path and renames.
+
+        Raises:
+            OSError: if the file can't be written; an earlier one stays.
+        """
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        partial = Path(f"{path}.partial")
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(checkpoint, partial)
-        os.replace(partial, path)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(Path(path)) as partial:
+            save(checkpoint, partial)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Loads a checkpoint.
+        """Loads a checkpoint, after its bytes have been compared with the checksums that are in it.
 
         Raises:
-            MisconfigurationException: if the file isn't a whole checkpoint.
+            MisconfigurationException: if the file isn't a whole checkpoint, or not what was saved.
         """
         try:
+            if is_zipfile(path):
+                compare_checksums(path)
             return super().load_checkpoint(path, *args, **kwargs)
         except FileNotFoundError as error:
             raise MisconfigurationException(f"ckpt_path={str(path)!r}: there is no such file.") from error
@@ -43,3 +50,33 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise MisconfigurationException(
                 f"ckpt_path={str(path)!r} can't be read as a checkpoint ({reason}); take another one."
             ) from error
+
+
+def save(content: Any, path: Path) -> None:
+    """`torch.save`, whose files hold a checksum of each of their parts, with the system's errors.
+
+    Args:
+        content: what is saved.
+        path: the file.
+
+    Raises:
+        OSError: if it can't be written; torch itself, at a full disk, complains of an unexpected position.
+    """
+    try:
+        with path.open("wb") as file:
+            torch.save(content, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
+def compare_checksums(path: Path | str) -> None:
+    """Reads a file of `torch.save` through; torch itself never looks at the checksums that it has written.
+
+    Raises:
+        ValueError: if a part of it isn't what was saved.
+    """
+    with ZipFile(path) as file:
+        if damaged := file.testzip():
+            raise ValueError(f"the checksum of {damaged} differs")

@@ -1,6 +1,7 @@
 """The command line: ``pfl-lightning fit | validate | test | compare | methods``."""
 
 import logging
+import shlex
 import sys
 import warnings
 from importlib import import_module
@@ -10,6 +11,7 @@ import yaml
 from jsonargparse import ActionConfigFile  # type: ignore[attr-defined]
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_only
 
 import pfl_lightning.data
 import pfl_lightning.methods  # noqa: F401  # imported classes can be named without their module
@@ -18,6 +20,7 @@ from pfl_lightning.commands import OTHERS
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.mistakes import mistake, sentence
 from pfl_lightning.runs import run_folder
+from pfl_lightning.stopping import Stopped, stoppable
 from pfl_lightning.trainer import FederatedTrainer
 
 DESCRIPTION = """\
@@ -96,10 +99,6 @@ class PflCLI(LightningCLI):
         skip = {"model", "datamodule", "train_dataloaders", "val_dataloaders", "dataloaders"}
         return {"fit": skip, "validate": skip, "test": skip}
 
-    def before_fit(self) -> None:
-        """A run that goes on in its own folder finds files there, and rewrites them whole."""
-        warnings.filterwarnings("ignore", message=".* exists and is not empty")
-
     def before_validate(self) -> None:
         """An evaluation keeps no checkpoints, so the folder that it would keep them in is of no interest."""
         warnings.filterwarnings("ignore", message="The dirpath has changed")
@@ -125,21 +124,25 @@ def main(args: list[str] | None = None) -> None:
         # like `python -m`: a method in a file of the working folder can be named by `--model FILE.CLASS`
         sys.path.append("")
     try:
-        if words and words[0] in OTHERS:
-            sys.exit(import_module(OTHERS[words[0]]).main(words[1:]))
-        PflCLI(
-            FedAvg,
-            FederatedDataModule,
-            save_config_callback=SaveConfig,
-            save_config_kwargs={"save_to_log_dir": False, "overwrite": True},
-            trainer_class=FederatedTrainer,
-            parser_kwargs={"allow_abbrev": False, "description": DESCRIPTION},
-            seed_everything_default=0,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            args=args,
-        )
+        with stoppable():
+            if words and words[0] in OTHERS:
+                sys.exit(import_module(OTHERS[words[0]]).main(words[1:]))
+            PflCLI(
+                FedAvg,
+                FederatedDataModule,
+                save_config_callback=SaveConfig,
+                save_config_kwargs={"save_to_log_dir": False, "overwrite": True},
+                trainer_class=FederatedTrainer,
+                parser_kwargs={"allow_abbrev": False, "description": DESCRIPTION},
+                seed_everything_default=0,
+                subclass_mode_model=True,
+                subclass_mode_data=True,
+                auto_configure_optimizers=False,
+                args=args,
+            )
+    except Stopped as stop:
+        rank_zero_only(print)(f"pfl-lightning: stopped by {stop.signal}{way_on(words, stop)}", file=sys.stderr)
+        raise
     except Exception as error:
         if reason := mistake(error):
             fail(reason)
@@ -150,6 +153,23 @@ def fail(reason: str) -> NoReturn:
     """Ends the program with a sentence and exit code 2."""
     print(f"pfl-lightning: error: {reason}", file=sys.stderr)
     sys.exit(2)
+
+
+def way_on(words: list[str], stop: Stopped) -> str:
+    """What a user who has stopped a command can do next.
+
+    Args:
+        words: the command's arguments.
+        stop: what ended it.
+    """
+    if words and words[0] == "compare":
+        return "; the same command goes on from here."
+    if not words or words[0] != "fit":
+        return "."
+    if stop.resumable:
+        words = words if words[-2:] == ["--ckpt_path", "last"] else [*words, "--ckpt_path", "last"]
+        return f"; go on with: pfl-lightning {shlex.join(words)}"
+    return f" before there was a checkpoint; start again with: pfl-lightning {shlex.join(words)}"
 
 
 def silence() -> None:

@@ -225,6 +225,9 @@ def mistake(error: BaseException) -> str | None:
     for cause in causes(error):
         if isinstance(cause, (MisconfigurationException, TrainingDiverged)):
             return one_line(str(cause))
+        if type(cause).__module__.startswith("wandb.errors"):
+            reason = str(cause).splitlines()[0].removesuffix(".")
+            return f"WandbLogger: {reason}; or log on this machine alone, by --trainer.logger.offline true."
     root = list(causes(error))[-1]
     if isinstance(root, (ValueError, RuntimeError, ImportError)) and raised_in(root).startswith(OF_SETTINGS):
         return one_line(str(root))

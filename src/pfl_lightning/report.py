@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from pfl_lightning.whole_files import replacing
+
 Row: TypeAlias = dict[str, Any]
 
 
@@ -31,12 +33,10 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Writes a CSV file in one step: readers see the old one or the new one."""
-    partial = path.with_suffix(".partial")
-    with partial.open("w", newline="") as file:
+    with replacing(path) as partial, partial.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns_of(rows))
         writer.writeheader()
         writer.writerows(rows)
-    os.replace(partial, path)
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
@@ -49,9 +49,8 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a JSON file in one step."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -1,20 +1,131 @@
 """The folders of runs: a run's own, and those of earlier runs of its method."""
 
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import IO
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def at_work(trainer: Trainer) -> Iterator[None]:
+    """Holds a run's folder, and explains what goes wrong there.
+
+    Raises:
+        MisconfigurationException: as `held` and `explained` do.
+    """
+    with explained(Path(trainer.log_dir or trainer.default_root_dir)):
+        folder = run_folder(trainer)
+        # Weights & Biases give a new run a folder that nobody else can have
+        with nullcontext() if folder is None or trainer.loggers[0].version is None else held(folder):
+            yield
 
 
 def run_folder(trainer: Trainer) -> Path | None:
-    """The run's folder, made if need be.
+    """The run's folder.
 
     None where nothing shall be written: without a logger, in a trial run, and by every rank but the first.
     """
     if not trainer.loggers or trainer.log_dir is None or trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
         return None
-    folder = Path(trainer.log_dir)
+    return Path(trainer.log_dir)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keeps other processes out of a folder until this one leaves or ends, however it ends.
+
+    Args:
+        folder: made if need be; a file ``.lock`` in it tells who is there.
+
+    Raises:
+        MisconfigurationException: if another process holds it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    with (folder / ".lock").open("a+") as file:
+        if is_locked(file):
+            file.seek(0)
+            raise MisconfigurationException(
+                f"{folder}: process {file.read() or 'of another run'} is at work there; wait for its end or stop it, "
+                "or take another folder."
+            )
+        file.truncate(0)
+        file.write(f"{os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)
+
+
+def is_locked(file: IO[str]) -> bool:
+    """Locks a file for this process; True where another one has it.
+
+    Processes that are forked meanwhile don't inherit the lock: it ends with this one even if they live on. Where there
+    are no such locks, as on some clusters' file systems, the process counts that the file names, if it is of this host.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return False
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return True
+    except OSError:
+        file.seek(0)
+        process, _, host = file.read().partition(" on ")
+        return host == socket.gethostname() and is_alive(int(process))
+    return False
+
+
+def is_alive(process: int) -> bool:
+    """Whether there is a process with this id."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+@contextmanager
+def explained(folder: Path) -> Iterator[None]:
+    """Says in one sentence why something in a folder can't be written or made.
+
+    Args:
+        folder: that of a run, or of several.
+
+    Raises:
+        MisconfigurationException: in the place of a full disk's error, and of each other of the system's errors that
+            names a file in this folder or a folder above it.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            advice = f"{folder}: {error.strerror}; make room and go on: the checkpoints there are whole."
+        elif not isinstance(error.filename, str) or not is_about(folder, error.filename):
+            raise
+        elif isinstance(error, FileNotFoundError):
+            advice = f"{error.filename}: {error.strerror}; if {folder} was moved, put it back and go on from there."
+        else:
+            advice = f"{error.filename}: {error.strerror}; take another folder, or let it be made there."
+        raise MisconfigurationException(advice) from error
+
+
+def is_about(folder: Path, name: str) -> bool:
+    """Whether a file is in a folder, or one of the folders that it is in."""
+    place, path = folder.resolve(), Path(name).resolve()
+    return path.is_relative_to(place) or place.is_relative_to(path)
 
 
 def checkpoint_of_run(root: Path, name: str, begun: bool) -> Path | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from pfl_lightning.checkpoint_io import AtomicCheckpointIO
+from pfl_lightning.checkpoint_io import AtomicCheckpointIO, save
 from pfl_lightning.engines import ClientState
 
 
@@ -42,7 +42,7 @@ class DiskStates(MutableMapping[int, ClientState]):
 
     def __setitem__(self, client: int, state: ClientState) -> None:
         path = os.path.join(self._folder, f"{client}-{next(self._numbers)}.pt")
-        torch.save(vars(state), path)
+        save(vars(state), Path(path))
         # the earlier state counts until the new one is whole
         earlier, self._files[client] = self._files.get(client), path
         if earlier is not None:

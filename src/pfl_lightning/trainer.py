@@ -1,5 +1,6 @@
 """FederatedTrainer: Lightning's Trainer, with rounds."""
 
+import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +16,9 @@ from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine
 from pfl_lightning.federation import Federation
 from pfl_lightning.rounds import Rounds
-from pfl_lightning.runs import checkpoint_of_run
+from pfl_lightning.runs import at_work, checkpoint_of_run
 from pfl_lightning.settings import check_ranks, fill_defaults, refuse_loaders, refuse_meaningless
+from pfl_lightning.stopping import Stopped, stoppable
 
 
 class FederatedTrainer(Trainer):
@@ -151,7 +153,14 @@ class FederatedTrainer(Trainer):
         if path is None and ckpt_path is not None:
             rank_zero_info(f"ckpt_path={str(ckpt_path)!r}: there is no checkpoint yet; a new run starts.")
         self._go_on_in(path)
-        super().fit(federation, datamodule=datamodule, ckpt_path=path)
+        # its logger says of a folder where a run goes on that its files are deleted
+        warnings.filterwarnings("ignore", message=".* exists and is not empty")
+        try:
+            with stoppable(), at_work(self):
+                super().fit(federation, datamodule=datamodule, ckpt_path=path)
+        except Stopped as stop:
+            stop.resumable = Path(str(self.log_dir), "checkpoints", "last.ckpt").exists()
+            raise
 
     def validate(  # type: ignore[override]
         self,
@@ -175,7 +184,8 @@ class FederatedTrainer(Trainer):
         """
         refuse_loaders(dataloaders)
         federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
-        return super().validate(federation, datamodule=datamodule, ckpt_path=path, verbose=verbose)
+        with stoppable():
+            return super().validate(federation, datamodule=datamodule, ckpt_path=path, verbose=verbose)
 
     def test(  # type: ignore[override]
         self,
@@ -199,7 +209,8 @@ class FederatedTrainer(Trainer):
         """
         refuse_loaders(dataloaders)
         federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
-        return super().test(federation, datamodule=datamodule, ckpt_path=path, verbose=verbose)
+        with stoppable():
+            return super().test(federation, datamodule=datamodule, ckpt_path=path, verbose=verbose)
 
     def _evaluated(
         self,

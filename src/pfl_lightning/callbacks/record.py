@@ -51,7 +51,13 @@ class RoundRecord(FederatedCallback):
         return self._seconds + time.perf_counter() - self._start
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Takes fingerprints of what runs that are compared have in common: the partition, and the initial nets."""
+        """Makes the run's folder, and takes fingerprints of what runs that are compared have in common.
+
+        That is the partition, and the initial nets.
+        """
+        if stage == "fit" and (folder := run_folder(trainer)):
+            # not by each writer: a folder that is moved away is not to be made again
+            folder.mkdir(parents=True, exist_ok=True)
         federation = cast("Federation", pl_module)
         if federation.seed is None:
             nets = [cast("FedAvg", kind).net.state_dict() for kind in federation.kinds]

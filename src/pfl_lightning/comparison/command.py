@@ -1,8 +1,6 @@
 """The command ``pfl-lightning compare``."""
 
 import os
-import signal
-import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,6 +15,7 @@ from pfl_lightning.comparison.report import write
 from pfl_lightning.comparison.results import Result
 from pfl_lightning.comparison.runs import Run, files, run_all
 from pfl_lightning.report import percent
+from pfl_lightning.runs import explained
 from pfl_lightning.suggestions import nearest_file
 
 DESCRIPTION = """\
@@ -58,7 +57,7 @@ def main(args: list[str]) -> int:
         args: the command's arguments.
 
     Returns:
-        The exit code: 1 if a run failed, 130 if it was interrupted.
+        The exit code: 1 if a run failed.
     """
     given, passed = parse(args)
     out: Path = given.out or Path("runs", f"compare-{name_of(passed)}")
@@ -78,27 +77,20 @@ def main(args: list[str]) -> int:
         for seed in given.seeds
         for method in methods
     ]
-    for run in runs:
-        run.claim()
     environment = {"WANDB_RUN_GROUP": os.environ.get("WANDB_RUN_GROUP", out.name)}
     if given.jobs > 1:
         # several runs that take all cores each would wait for one another
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-    print(f"runs: {len(runs)}; what each says is in {out}/METHOD/seed_SEED/output.txt", flush=True)
-    # ends as Ctrl-C does, and takes its processes along
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
+    with explained(out):
+        for run in runs:
+            run.claim()
+        print(f"runs: {len(runs)}; what each says is in {out}/METHOD/seed_SEED/output.txt", flush=True)
         failures = run_all(runs, given.jobs, environment, Progress(len(runs)))
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
-        return 130
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    results = {
-        method.label: [Result(run, run.record) for run in runs if run.method == method.label and run.record]
-        for method in methods
-    }
-    print(write(out, results, failures, given.seeds))
+        results = {
+            method.label: [Result(run, run.record) for run in runs if run.method == method.label and run.record]
+            for method in methods
+        }
+        print(write(out, results, failures, given.seeds))
     return 1 if failures else 0
 
 

@@ -6,14 +6,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import IO
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-PROGRAM = (sys.executable, "-m", "pfl_lightning.cli")
+from pfl_lightning import bound
+from pfl_lightning.runs import held
+
+PROGRAM = "pfl_lightning.cli"
 QUIET = ("--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false")
 GRACE = 5.0
 """Seconds that a run has to end by itself before it is killed; its last checkpoint stands in any case."""
@@ -59,7 +62,9 @@ class Run:
             place = ["--trainer.logger.save_dir", str(self.folder)]
             # a logger's own folder bears its version, which for Weights & Biases is the run's id
             place += ["--trainer.logger.version", self.begun.name] if self.begun else []
-        return [*PROGRAM, "fit", *QUIET, *self.arguments, *place, "--ckpt_path", "last"]
+        # a comparison that is killed takes its runs along
+        program = [sys.executable, bound.__file__, str(os.getpid()), PROGRAM]
+        return [*program, "fit", *QUIET, *self.arguments, *place, "--ckpt_path", "last"]
 
     def claim(self) -> None:
         """Keeps the settings beside the run.
@@ -93,6 +98,37 @@ def files(arguments: Sequence[str]) -> list[Path]:
     return [Path(after) for word, after in pairwise(words) if word in ("--config", "-c")]
 
 
+class Fit:
+    """A run's process, in whose folder no other comparison can start it.
+
+    Args:
+        run: the run.
+        environment: of the process, besides this one's.
+
+    Raises:
+        MisconfigurationException: if another process holds the run's folder.
+    """
+
+    def __init__(self, run: Run, environment: Mapping[str, str]) -> None:
+        own = {"WANDB_NAME": f"{run.method} seed {run.seed}"}
+        with ExitStack() as stack:
+            stack.enter_context(held(run.folder))
+            output = stack.enter_context(run.output.open("wb"))
+            self.process = subprocess.Popen(
+                run.command,
+                env={**os.environ, **own, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            self._folder = stack.pop_all()
+
+    def leave(self) -> int:
+        """Frees the folder of a process that has ended, and gives its exit code."""
+        self._folder.close()
+        return int(self.process.returncode)
+
+
 def run_all(
     runs: Sequence[Run], jobs: int, environment: Mapping[str, str], report: Callable[[Run, str], None]
 ) -> dict[Run, str]:
@@ -108,59 +144,30 @@ def run_all(
         Why runs failed.
     """
     waiting = list(runs)
-    running: dict[Run, subprocess.Popen[bytes]] = {}
+    running: dict[Run, Fit] = {}
     failures: dict[Run, str] = {}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 run = waiting.pop(0)
-                if run.record is None and (process := start(run, environment)) is not None:
-                    running[run] = process
-                    continue
                 if run.record is None:
-                    failures[run] = "another process is running it"
+                    try:
+                        running[run] = Fit(run, environment)
+                        continue
+                    except MisconfigurationException as error:
+                        failures[run] = str(error)
                 report(run, failures.get(run, ""))
-            for run in [run for run, process in running.items() if process.poll() is not None]:
-                code = running.pop(run).returncode
+            for run in [run for run, fit in running.items() if fit.process.poll() is not None]:
+                code = running.pop(run).leave()
                 if run.record is None:
                     failures[run] = reason(run, code)
                 report(run, failures.get(run, ""))
             time.sleep(0.1 if running else 0)
     finally:
-        end(list(running.values()))
+        end([fit.process for fit in running.values()])
+        for fit in running.values():
+            fit.leave()
     return failures
-
-
-def start(run: Run, environment: Mapping[str, str]) -> "subprocess.Popen[bytes] | None":
-    """Starts a run's process; None where another comparison's is at the same run."""
-    own = {"WANDB_NAME": f"{run.method} seed {run.seed}"}
-    with run.output.open("ab") as output:
-        if not hold(output):
-            return None
-        output.truncate(0)
-        return subprocess.Popen(
-            run.command,
-            env={**os.environ, **own, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def hold(file: IO[bytes]) -> bool:
-    """Locks a file for as long as it is open here or in a process that inherits it; False where another has it.
-
-    So a run whose comparison was killed isn't started twice. Systems without such locks go without.
-    """
-    try:
-        import fcntl
-    except ImportError:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
@@ -183,8 +190,9 @@ def reason(run: Run, code: int) -> str:
         run: the run, whose process has ended.
         code: the process's exit code.
     """
-    if code < 0:
-        return f"ended by {signal.Signals(-code).name}"
+    number = -code if code < 0 else code - 128
+    if number in set(signal.Signals):
+        return f"ended by {signal.Signals(number).name}"
     lines = [line for line in run.output.read_text(errors="replace").splitlines() if line.strip()]
     last = lines[-1].removeprefix("pfl-lightning: error: ") if lines else f"exit code {code}"
     return last if code else f"ended without a record: {last}"

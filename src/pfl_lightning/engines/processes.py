@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from pfl_lightning.bound import end_with
 from pfl_lightning.engines.base import Evaluated, Outcome, Task
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.threads import one_thread
@@ -34,7 +35,7 @@ class Processes(Sequential):
     another until none is left, and send back what came of it. A task's result depends on the task alone, so that any
     number of workers gives the bits of the sequential engine with one thread. That lets this engine look at the clock:
     what takes less time than to fork workers and to hear from them is done in this process. A worker that dies ends the
-    run with a message; the last checkpoint stands.
+    run with a message; the last checkpoint stands. However this process ends, its workers end with it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -96,11 +97,15 @@ class Processes(Sequential):
         """Results of workers, each with the seconds that it took."""
         context = multiprocessing.get_context("fork")
         following = context.Value("l", 0)
+        main = os.getpid()
         receivers: dict[Connection, Any] = {}
 
         def work(sender: Connection) -> None:
+            end_with(main)
             # the main process answers to Ctrl-C, and ends its workers
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            # in the place of the main process's own handlers, which would make nothing of it here
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             torch.set_num_threads(1)
             while True:
                 with following.get_lock():
@@ -121,7 +126,7 @@ class Processes(Sequential):
         finally:
             for receiver, process in receivers.items():
                 receiver.close()
-                process.terminate()
+                process.kill()
                 process.join()
 
     def _collect(self, receivers: dict[Connection, Any]) -> Iterator[Any]:
@@ -134,6 +139,9 @@ class Processes(Sequential):
                 except EOFError:
                     process = receivers[receiver]
                     process.join()
+                    if process.exitcode == -signal.SIGTERM:
+                        # as all of its group, of which this process only hears later
+                        signal.raise_signal(signal.SIGTERM)
                     if process.exitcode:
                         raise RuntimeError(
                             f"a worker process of engine=processes died with exit code {process.exitcode} "
