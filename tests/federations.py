@@ -159,11 +159,12 @@ def fit(
     root: Path | str = "unused",
     aggregator: Aggregator | None = None,
     ckpt_path: Any = None,
+    resume_changed: bool = False,
     **settings: Any,
 ) -> Run:
     data = blobs() if data is None else data
     trainer = make_trainer(root, **settings)
-    trainer.fit(model, datamodule=data, aggregator=aggregator, ckpt_path=ckpt_path)
+    trainer.fit(model, datamodule=data, aggregator=aggregator, ckpt_path=ckpt_path, resume_changed=resume_changed)
     return Run(trainer, model, data)
 
 

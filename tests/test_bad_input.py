@@ -173,7 +173,8 @@ def test_an_evaluation_without_a_run(which, capsys):
 
 def test_divergence_ends_with_a_sentence_and_leaves_the_round_before(capsys):
     pfl(f"fit {SMALL} --trainer.max_rounds 1")
-    message = refusal(f"fit {SMALL} --trainer.max_rounds 9 --ckpt_path last --model.optimizer.lr 1e10", capsys)
+    changed = "--resume_changed true --model.optimizer.lr 1e10"
+    message = refusal(f"fit {SMALL} --trainer.max_rounds 9 --ckpt_path last {changed}", capsys)
     (diverged,) = re.findall(r"^round (\d): the loss or the weights of every client became NaN or infinite", message)
     kept = torch.load(LAST, weights_only=True)["federation"]["round"]
     # the record counts rounds from 1, so the round before it is as many rounds as are done

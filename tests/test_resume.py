@@ -113,7 +113,8 @@ def test_a_resumed_run_does_not_depend_on_the_seed_of_the_process(tmp_path):
     whole = run(tmp_path / "whole", 4)
     run(tmp_path / "halves", 2)
     spy = Spy()
-    resumed = run(tmp_path / "halves", 4, ckpt_path="last", model={**EVERYTHING, "seed": 99}, callbacks=[spy])
+    other = {"model": {**EVERYTHING, "seed": 99}, "resume_changed": True}
+    resumed = run(tmp_path / "halves", 4, ckpt_path="last", callbacks=[spy], **other)
     assert same_end(whole, resumed) and resumed.federation.seed == 3
     assert len(spy.cohorts) == 2
 

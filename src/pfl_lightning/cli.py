@@ -2,10 +2,12 @@
 
 import logging
 import shlex
+import shutil
 import sys
 import warnings
 from importlib import import_module
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, cast
 
 import yaml
 from jsonargparse import ActionConfigFile  # type: ignore[attr-defined]
@@ -18,6 +20,7 @@ import pfl_lightning.methods  # noqa: F401  # imported classes can be named with
 from pfl_lightning.client import FedAvg
 from pfl_lightning.commands import OTHERS
 from pfl_lightning.data import FederatedDataModule
+from pfl_lightning.federation import Federation
 from pfl_lightning.mistakes import mistake, sentence
 from pfl_lightning.runs import run_folder
 from pfl_lightning.stopping import Stopped, stoppable
@@ -69,6 +72,9 @@ class SaveConfig(SaveConfigCallback):
         if (folder := run_folder(trainer)) is None:
             return
         path = folder / "config.yaml"
+        federation = cast(Federation, pl_module)
+        if federation.changed:
+            keep_earlier(Path(trainer.ckpt_path).parent.parent, folder, federation.round)  # type: ignore[arg-type]
         kept: dict[str, Any] = {"overwrite": True, "multifile": False}
         try:
             self.parser.save(self.config, path, skip_unset=False, **kept)
@@ -77,6 +83,20 @@ class SaveConfig(SaveConfigCallback):
             self.parser.save(self.config, path, skip_none=False, **kept)
         for logger in trainer.loggers:
             logger.log_hyperparams(yaml.safe_load(path.read_text()))
+
+
+def keep_earlier(source: Path, folder: Path, round: int) -> None:
+    """Keeps the configuration that a resumed run had until now, under a name that says until which round it held.
+
+    Args:
+        source: the folder of the run that is resumed.
+        folder: the folder of the run that goes on.
+        round: rounds that are done.
+    """
+    config, kept = source / "config.yaml", folder / f"config_until_round_{round}.yaml"
+    # one that is there stands: a run that was stopped in its next round has put its own in the other's place
+    if config.exists() and not kept.exists():
+        shutil.copy(config, kept)
 
 
 class PflCLI(LightningCLI):

@@ -25,6 +25,7 @@ from pfl_lightning.evaluations import Evaluations
 from pfl_lightning.exchange import StateDict, detached, num_bytes
 from pfl_lightning.hooks import check_hooks
 from pfl_lightning.pairing import check_common, check_pair
+from pfl_lightning.resuming import Settings, check_resumed, settings_of
 from pfl_lightning.rounds import Rounds
 from pfl_lightning.runs import run_folder
 from pfl_lightning.seeds import derive_seed, draw_cohort
@@ -68,6 +69,8 @@ class Federation(LightningModule):
         self.record: dict[str, Any] = {}
         self.evaluations = Evaluations(self)
         check_hooks(client)
+        self.settings: Settings = {}
+        self.resume_changed = self.changed = False
         check_pair(client, self.aggregator)
         for kind in self._kinds:
             kind.requested = kind.offers & self.aggregator.needs
@@ -111,6 +114,7 @@ class Federation(LightningModule):
         """Takes the common initial model and prepares the server, once."""
         for kind in self._kinds:
             self.rounds.check(kind, self.data)
+        self.settings = settings_of(self)
         if self.seed is not None:
             return
         # every rank goes on with what the first one has drawn
@@ -381,7 +385,7 @@ class Federation(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the federation."""
-        checkpoint["federation"] = self.federation_state()
+        checkpoint["federation"] = {**self.federation_state(), "settings": self.settings}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores the federation."""
@@ -396,6 +400,8 @@ class Federation(LightningModule):
             state = state | deepcopy({name: state[name] for name in ("initial", "start", "aggregator")})
         self.load_federation_state(state)
         self.clients = self._kept(self.clients)
+        if self._fitting:
+            self.changed = check_resumed(self, checkpoint)
 
     def on_fit_end(self) -> None:
         """Leaves the global model in the client module."""

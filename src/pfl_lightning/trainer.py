@@ -135,6 +135,7 @@ class FederatedTrainer(Trainer):
         datamodule: FederatedDataModule | None = None,
         ckpt_path: str | Path | None = None,
         aggregator: Aggregator | None = None,
+        resume_changed: bool = False,
     ) -> None:
         """Runs the rounds of a federation.
 
@@ -146,9 +147,15 @@ class FederatedTrainer(Trainer):
             ckpt_path: a checkpoint to go on from, or ``last`` for the last one of this method's newest run, in whose
                 folder the run then goes on; where that run has none yet, a new one starts.
             aggregator: the server side, in the place of the client module's own.
+            resume_changed: whether to go on from a checkpoint whose run had other settings; a line says each of them
+                in any case. What can't change a result is free: ``max_rounds``, engine, devices, loggers, folders.
+
+        Raises:
+            MisconfigurationException: if the checkpoint is of another method, net or data, or of other settings.
         """
         refuse_loaders(train_dataloaders, val_dataloaders)
         federation = self._federation(model, datamodule, aggregator)
+        federation.resume_changed = resume_changed
         path = self._checkpoint(ckpt_path, begun=True)
         if path is None and ckpt_path is not None:
             rank_zero_info(f"ckpt_path={str(ckpt_path)!r}: there is no checkpoint yet; a new run starts.")
