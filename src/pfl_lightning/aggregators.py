@@ -11,6 +11,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch.optim import Adam
 
 from pfl_lightning.exchange import Record, StateDict, Updates, weighted_mean
+from pfl_lightning.remembering import Remembering
 
 if TYPE_CHECKING:
     from pfl_lightning.client import FedAvg
@@ -50,7 +51,7 @@ class Server:
         return [name for name, _ in parameters if name in self.weights]
 
 
-class Aggregator:
+class Aggregator(metaclass=Remembering):
     """A method's server side: takes the updates of a round, leaves each client's next payload.
 
     The base class sends nothing and learns nothing: the server of clients that don't communicate. A method overrides
@@ -63,6 +64,7 @@ class Aggregator:
     """Entries that it reads from updates; an instance may set its own by its settings."""
     sends: frozenset[str] = frozenset()
     """Entries of its payloads."""
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}

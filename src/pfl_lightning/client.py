@@ -20,6 +20,7 @@ from pfl_lightning.aggregators import Aggregator, WeightedAverage
 from pfl_lightning.data import ClientData, Part
 from pfl_lightning.exchange import Record
 from pfl_lightning.nets import CNN, Net, NetFactory
+from pfl_lightning.remembering import Remembering
 from pfl_lightning.seeds import derive_seed
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
@@ -67,16 +68,6 @@ class Phase:
     data: Part | None = None
     batch_size: int | None = None
     scheduled: bool = True
-
-
-class Remembering(type):
-    """Makes objects that remember what they were made with."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes one."""
-        made = super().__call__(*args, **kwargs)
-        made._made_with = args, kwargs
-        return made
 
 
 class FedAvg(LightningModule, metaclass=Remembering):

@@ -22,7 +22,7 @@ from pfl_lightning.engines import ClientState, Engine, Outcome, Sharded, Task
 from pfl_lightning.evaluation import summarise
 from pfl_lightning.evaluations import Evaluations
 from pfl_lightning.exchange import StateDict, detached, num_bytes
-from pfl_lightning.pairing import check_common, check_pair, check_updates
+from pfl_lightning.pairing import check_common, check_finite, check_pair, check_updates
 from pfl_lightning.rounds import Rounds
 from pfl_lightning.runs import run_folder
 from pfl_lightning.seeds import derive_seed, draw_cohort
@@ -65,6 +65,7 @@ class Federation(LightningModule):
         self.clients: MutableMapping[int, ClientState] = {}
         self.record: dict[str, Any] = {}
         self.evaluations = Evaluations(self)
+        check_finite(client, self.aggregator)
         check_pair(client, self.aggregator)
         for kind in self._kinds:
             kind.requested = kind.offers & self.aggregator.needs
