@@ -82,8 +82,9 @@ class FedAvg(LightningModule, metaclass=Remembering):
     survives a round.
 
     Engines call `on_download` and `upload` in evaluation mode, without gradients and in full precision. They tell the
-    module where it is: ``client_id``, ``round`` (from 0), ``phase``, ``learning_rate`` (of the phase), ``steps_done``
-    (batches trained in this round, right in `upload`), and ``requested`` (what the aggregator needs of the `offers`).
+    module where it is: ``client_id``, ``round`` (from 0), ``num_rounds`` (of the run), ``phase``, ``learning_rate`` (of
+    the phase), ``steps_done`` (batches trained in this round, right in `upload`), and ``requested`` (what the
+    aggregator needs of the `offers`).
 
     As a LightningModule it is complete: a plain ``lightning.Trainer`` can train it further or predict with it.
     Source: McMahan et al., 2017 (https://arxiv.org/abs/1602.05629).
@@ -147,6 +148,7 @@ class FedAvg(LightningModule, metaclass=Remembering):
         self.requested: frozenset[str] = frozenset()
         self.client_id = 0
         self.round = 0
+        self.num_rounds = 1
         self.steps_done = 0
         self.learning_rate = 0.0
         self._buffer_names = frozenset(name for name, _ in self.named_buffers())

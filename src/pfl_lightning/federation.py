@@ -105,6 +105,7 @@ class Federation(LightningModule):
         """Takes the common initial model and prepares the server, once."""
         for kind in self._kinds:
             self.rounds.check(kind, self.data)
+            kind.num_rounds = self.trainer.max_epochs or 1
         if self.seed is not None:
             return
         # every rank goes on with what the first one has drawn
