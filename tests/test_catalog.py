@@ -13,7 +13,8 @@ from command import CONFIGS, pfl, refusal
 from pfl_lightning import Aggregator, FedAvg, WeightedAverage, methods
 from pfl_lightning.catalog import METHODS, Method
 from pfl_lightning.exchange import digest
-from pfl_lightning.survey import FORMATS, describe, quiet
+from pfl_lightning.nets import MLP
+from pfl_lightning.survey import CLIENTS, FORMATS, describe, quiet, works
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- methods: printed by `pfl-lightning methods --format markdown` -->", "<!-- end of methods -->"
@@ -92,6 +93,14 @@ def test_what_travels_and_stays_is_measured(rows):
     assert (by_name["FedAvg"]["down"], by_name["cwFedAvg"]["down"]) == ("1.00 weights", "1.00 weights of its own")
     assert (by_name["FedAvg"]["different nets"], by_name["FedProto"]["different nets"]) == ("no", "yes")
     assert "class counts" in by_name["FedDisco"]["needs"] and "server" in by_name["FedLAW"]["needs"]
+    assert not any("participation" in column for column in by_name["FedAvg"])
+
+
+def test_who_sends_vectors_by_class_shows_its_classes(rows):
+    needs = {row["method"]: row["needs"] for row in rows}
+    shown = [name for name, need in needs.items() if need == "classes"]
+    assert shown == ["FedDistill", "FedReMa+F", "FedReMa+A&F"]
+    assert needs["FedProto"] == needs["FedPAC"] == "class counts"
 
 
 class Curious(FedAvg):
@@ -114,9 +123,18 @@ def test_data_that_are_looked_at_are_needed():
     assert row(Method("FedAvg", FedAvg))["needs"] == ""
 
 
+def takes_part_in_part(method: Method) -> str:
+    with quiet():
+        return works(method, MLP, clients_per_round=CLIENTS // 2, max_rounds=3)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_some_clients_can_stay_away(method):
+    assert takes_part_in_part(method) == "yes"
+
+
 def test_what_is_refused_is_not_possible():
-    assert row(Method("Everyone", FedAvg, Everyone))["partial participation"] == "no"
-    assert row(Method("FedAvg", FedAvg))["partial participation"] == "yes"
+    assert takes_part_in_part(Method("Everyone", FedAvg, Everyone)) == "no"
 
 
 def test_an_error_that_is_no_refusal_is_no_answer():

@@ -20,6 +20,7 @@ from pfl_lightning.aggregators import Aggregator, WeightedAverage
 from pfl_lightning.data import ClientData, Part
 from pfl_lightning.exchange import Record
 from pfl_lightning.nets import CNN, Net, NetFactory
+from pfl_lightning.remembering import Remembering
 from pfl_lightning.seeds import derive_seed
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
@@ -69,16 +70,6 @@ class Phase:
     scheduled: bool = True
 
 
-class Remembering(type):
-    """Makes objects that remember what they were made with."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes one."""
-        made = super().__call__(*args, **kwargs)
-        made._made_with = args, kwargs
-        return made
-
-
 class FedAvg(LightningModule, metaclass=Remembering):
     """Federated averaging's client: receives the global model, trains all of it, sends all of it back.
 
@@ -91,8 +82,9 @@ class FedAvg(LightningModule, metaclass=Remembering):
     survives a round.
 
     Engines call `on_download` and `upload` in evaluation mode, without gradients and in full precision. They tell the
-    module where it is: ``client_id``, ``round`` (from 0), ``phase``, ``learning_rate`` (of the phase), ``steps_done``
-    (batches trained in this round, right in `upload`), and ``requested`` (what the aggregator needs of the `offers`).
+    module where it is: ``client_id``, ``round`` (from 0), ``num_rounds`` (of the run), ``phase``, ``learning_rate`` (of
+    the phase), ``steps_done`` (batches trained in this round, right in `upload`), and ``requested`` (what the
+    aggregator needs of the `offers`).
 
     As a LightningModule it is complete: a plain ``lightning.Trainer`` can train it further or predict with it.
     Source: McMahan et al., 2017 (https://arxiv.org/abs/1602.05629).
@@ -160,6 +152,7 @@ class FedAvg(LightningModule, metaclass=Remembering):
         self._logged: dict[str, Tensor] | None = None
         self.client_id = 0
         self.round = 0
+        self.num_rounds = 1
         self.steps_done = 0
         self.learning_rate = 0.0
         self._buffer_names = frozenset(name for name, _ in self.named_buffers())

@@ -24,7 +24,7 @@ from pfl_lightning.evaluation import summarise
 from pfl_lightning.evaluations import Evaluations
 from pfl_lightning.exchange import StateDict, detached, num_bytes
 from pfl_lightning.hooks import check_hooks
-from pfl_lightning.pairing import check_common, check_pair
+from pfl_lightning.pairing import check_common, check_finite, check_pair
 from pfl_lightning.resuming import Settings, check_resumed, settings_of
 from pfl_lightning.rounds import Rounds
 from pfl_lightning.runs import run_folder
@@ -71,6 +71,7 @@ class Federation(LightningModule):
         check_hooks(client)
         self.settings: Settings = {}
         self.resume_changed = self.changed = False
+        check_finite(client, self.aggregator)
         check_pair(client, self.aggregator)
         for kind in self._kinds:
             kind.requested = kind.offers & self.aggregator.needs
@@ -114,6 +115,7 @@ class Federation(LightningModule):
         """Takes the common initial model and prepares the server, once."""
         for kind in self._kinds:
             self.rounds.check(kind, self.data)
+            kind.num_rounds = self.trainer.max_epochs or 1
         self.settings = settings_of(self)
         if self.seed is not None:
             return

@@ -32,8 +32,9 @@ CLIENTS = 4
 NOTE = f"""\
 Measured, with the defaults, in the second round of {CLIENTS} clients that all take part, with the CNN and 10 classes:
 what a client and round sends up and down, and what stays with the client between rounds, in bytes as a multiple of the
-model's. "Of its own" says that clients receive different things; "different nets" that clients can have networks of
-different bodies whose features have one width; "partial participation" that not all need take part in a round."""
+model's. "Of its own" says that clients receive different things; "classes" that what a client sends shows which classes
+it holds, and "class counts" how many samples of each; "different nets" that clients can have networks of different
+bodies whose features have one width. In all methods some clients can stay away from a round."""
 
 
 class Crowd(FederatedDataModule):
@@ -65,18 +66,30 @@ class Crowd(FederatedDataModule):
 
 
 class Watch(FederatedCallback):
-    """Keeps the names of what travels, as of the last round."""
+    """Keeps the names of what travels, as of the last round, and whether it shows which classes a client holds."""
 
     up: list[str]
     down: list[str]
+    classes: bool
 
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
         """Looks at a payload."""
         self.down = list(federation.aggregator.download(cohort[0]))
 
     def on_aggregate_start(self, trainer: Trainer, federation: Federation, updates: Updates) -> None:
-        """Looks at an update."""
+        """Looks at the updates."""
         self.up = list(updates[min(updates)])
+        held = {client: federation.data.client(client).class_counts.nonzero().flatten().tolist() for client in updates}
+        self.classes = all(shows(update, set(held[client])) for client, update in updates.items())
+
+
+def shows(sent: Any, classes: set[int]) -> bool:
+    """Whether something has, at any depth, an entry for each of some classes and for no other.
+
+    >>> shows({"prototypes": {0: 3.1, 4: 0.2}}, {0, 4}), shows({"weights": {"a": 3.1}}, {0, 4})
+    (True, False)
+    """
+    return isinstance(sent, Mapping) and (set(sent) == classes or any(shows(part, classes) for part in sent.values()))
 
 
 def fit(method: Method, data: Crowd, net: Any, callback: FederatedCallback, **settings: Any) -> Federation:
@@ -128,8 +141,10 @@ def describe(method: Method) -> dict[str, str]:
     # flags and counters are named only where there is nothing else
     named = [name for name, tensor in personal.items() if tensor.numel() > 1] or personal
     parts = dict.fromkeys(name.removeprefix("net.").split(".")[0] for name in named)
+    counts = "class_counts" in watch.up
     needs = {
-        "class counts": "class_counts" in watch.up,
+        "class counts": counts,
+        "classes": watch.classes and not counts,
         "validation data": "val" in data.asked,
         "data at the server": "server" in data.asked,
     }
@@ -147,7 +162,6 @@ def describe(method: Method) -> dict[str, str]:
         "stays": amount(num_bytes(personal) / model, parts),
         "needs": ", ".join(name for name, needed in needs.items() if needed),
         "different nets": works(method, bodies, max_rounds=2),
-        "partial participation": works(method, MLP, clients_per_round=CLIENTS // 2, max_rounds=3),
     }
 
 

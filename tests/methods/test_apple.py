@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 from federations import (
     CLASSES,
     HIDDEN,
+    OneClient,
+    Pause,
     Spy,
     blobs,
     check_order_and_resume,
@@ -26,13 +28,15 @@ from federations import (
 )
 from pfl_lightning import Server, Together, WeightedAverage
 from pfl_lightning.client import Phase
+from pfl_lightning.data import ClientData, Part
 from pfl_lightning.exchange import num_bytes
 from pfl_lightning.methods import Local
 from pfl_lightning.methods.apple import APPLE, CorePool
 
 ALONE = partial(APPLE, start="own", rho_lr=0.0)
 # all of its parts at work
-FAST = partial(APPLE, rho_lr=0.1, mu=0.5, penalty_rounds=3, scale_lr=True)
+FAST = partial(APPLE, rho_lr=0.1, mu=0.5, penalty_share=1.0)
+PFLLIB = partial(APPLE, rho_lr=0.1, mu=0.5, mode="pfllib")
 
 
 def nets(run):
@@ -93,8 +97,8 @@ def test_the_personalised_model_is_the_weighted_sum_of_cores():
 @pytest.mark.parametrize("round", [0, 5, 10])
 def test_a_step_by_hand(round):
     eta, eta_2, mu = 0.2, 0.03, 0.4
-    model, cores = client(rho_lr=eta_2, mu=mu, penalty_rounds=10)
-    model.round, model.optimizer = round, partial(SGD, lr=eta)
+    model, cores = client(rho_lr=eta_2, mu=mu, penalty_share=0.5)
+    model.round, model.num_rounds, model.optimizer = round, 20, partial(SGD, lr=eta)
     with torch.no_grad():
         model.rho.copy_(torch.tensor([0.7, 0.5, -0.3]))
     p, before = torch.tensor([1.0, 2.0, 3.0]).double() / 6, model.rho.detach().clone()
@@ -123,21 +127,99 @@ def test_a_step_by_hand(round):
     )
 
 
+def test_steps_and_an_upload_of_pfllib_by_hand():
+    eta, eta_2, mu = 0.2, 0.03, 0.4
+    model, cores = client(rho_lr=eta_2, mu=mu, mode="pfllib")
+    model.optimizer = partial(SGD, lr=eta)
+    rho, p = torch.full((3,), 1 / 3).double(), torch.tensor([1.0, 2.0, 3.0]).double() / 6
+    cores = {m: {name: t.detach().clone() for name, t in core.items()} for m, core in cores.items()}
+    batches = [(x.double(), y) for x, y in (points(9, seed=1), points(6, seed=2))]
+
+    def personalised():
+        return {name: sum(rho[m] * cores[m][name] for m in cores) for name in cores[0]}
+
+    for x, y in batches:
+        w = {name: tensor.requires_grad_() for name, tensor in personalised().items()}
+        inputs = {name.removeprefix("net."): tensor for name, tensor in w.items()}
+        loss = F.cross_entropy(functional_call(model.net, inputs, (x,)), y)
+        g = dict(zip(w, torch.autograd.grad(loss, list(w.values())), strict=True))
+        means = torch.stack([sum((g[name] * cores[m][name]).mean() for name in g) / len(g) for m in range(3)])
+        cores[1] = {name: c - 3 * eta * rho[1] * g[name] for name, c in cores[1].items()}
+        rho = rho - eta_2 * (means + mu * (rho - p))
+
+    model.train()
+    optimizer = model.local_optimizer(Phase(), list(model.parameters()))
+    for batch in batches:
+        optimizer.zero_grad()
+        model.training_step(batch, 0)["loss"].backward()
+        optimizer.step()
+    torch.testing.assert_close(model.rho.detach(), rho, rtol=0, atol=1e-7)
+    model.eval()
+    model.steps_done = len(batches)
+    with torch.no_grad():
+        sent = model.upload(ClientData(OneClient(Part(*batches[0])), 0))["weights"]
+        assert torch.equal(model(batches[0][0]), model.net(batches[0][0]))
+    for name, tensor in personalised().items():
+        torch.testing.assert_close(sent[name], tensor, rtol=0, atol=1e-7)
+
+
+def test_under_pfllib_the_next_core_is_the_last_model_and_that_is_evaluated(tmp_path):
+    run = fit(make_client(PFLLIB), root=tmp_path, evaluate="both")
+    model, part = load_client(APPLE, run.last, client=2).eval(), run.data.part(2, "test")
+    with torch.no_grad():
+        assert torch.equal(model(part.x), model.net(part.x))
+    assert equal(nets(run)[2], {f"net.{name}": tensor for name, tensor in model.net.state_dict().items()})
+    assert [row["val/loss"] for row in run.rows] == pytest.approx([row["val_after/loss"] for row in run.rows])
+    assert not equal(nets(run)[2], nets(fit(make_client(FAST)))[2])
+
+
+def test_under_pfllib_a_client_without_a_batch_keeps_its_core():
+    model, cores = client(mode="pfllib")
+    with torch.no_grad():
+        sent = model.upload(ClientData(OneClient(Part(*points(4, seed=0))), 0))["weights"]
+    assert equal(sent, {name: tensor.detach() for name, tensor in cores[1].items()})
+
+
 def test_the_penalty_draws_relationships_to_p_and_fades():
     def distance(**settings):
         run = fit(make_client(partial(APPLE, rho_lr=0.5, **settings)), max_rounds=3)
         shares = run.federation.aggregator.state["shares"]
         return sum(float((rho(run, k) - shares).norm()) for k in range(4))
 
-    held, free = distance(mu=0.5), distance(mu=0.0)
-    assert held < distance(mu=0.5, penalty_rounds=1) < free == distance(mu=0.5, penalty_rounds=0)
+    held, free = distance(mu=0.5, penalty_share=1.0), distance(mu=0.0)
+    assert held < distance(mu=0.5, penalty_share=0.4) < free == distance(mu=0.5, penalty_share=0.0)
 
 
 @pytest.mark.parametrize(
-    ("start", "first"), [("samples", [1 / 6, 2 / 6, 3 / 6]), ("uniform", [1 / 3] * 3), ("own", [0.0, 1.0, 0.0])]
+    ("mode", "rounds", "fades"),
+    [("paper", 20, [1, 0.5, 0, 0]), ("paper", 40, [1, 0.853553, 0.5, 0.146447]), ("pfllib", 20, [1, 1, 0.5, 0])],
 )
-def test_first_relationships(start, first):
-    model, _ = client(start=start)
+def test_the_penalty_fades_over_a_share_of_the_run_whatever_its_length(mode, rounds, fades):
+    model, _ = client(mode=mode, penalty_share=0.2)
+    model.num_rounds = rounds
+    seen = []
+    for model.round in (0, 2, 4, 6) if mode == "paper" else (0, 1, 3, 5):
+        seen.append(model.fade())
+    assert seen == pytest.approx(fades, abs=1e-6)
+
+
+def test_clients_know_the_length_of_the_run():
+    model = make_client(APPLE)
+    assert fit(model, max_rounds=2).model.num_rounds == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "first"),
+    [
+        ({}, [1 / 6, 2 / 6, 3 / 6]),
+        ({"start": "uniform"}, [1 / 3] * 3),
+        ({"start": "own"}, [0.0, 1.0, 0.0]),
+        ({"mode": "pfllib"}, [1 / 3] * 3),
+        ({"mode": "pfllib", "start": "samples"}, [1 / 6, 2 / 6, 3 / 6]),
+    ],
+)
+def test_first_relationships(settings, first):
+    model, _ = client(**settings)
     torch.testing.assert_close(model.rho.detach(), torch.tensor(first).double(), rtol=0, atol=1e-7)
     # what is learnt is no view of what is compared with
     with torch.no_grad():
@@ -155,7 +237,7 @@ def test_relationships_have_a_learning_rate_of_their_own_and_follow_the_schedule
     model, _ = client(rho_lr=0.03)
     rates = [group["lr"] for group in model.local_optimizer(Phase(), list(model.parameters())).param_groups]
     assert rates == [0.1, 0.03]
-    model, _ = client(rho_lr=0.03, scale_lr=True)
+    model, _ = client(rho_lr=0.03, mode="pfllib")
     rates = [group["lr"] for group in model.local_optimizer(Phase(), list(model.parameters())).param_groups]
     assert rates == pytest.approx([0.3, 0.03])
     still = partial(ExponentialLR, gamma=0.0)
@@ -213,7 +295,7 @@ def test_a_client_that_stays_away_keeps_its_core_and_its_relationships():
     for k, core in last.items():
         assert equal(nets(run)[k], core)
         assert rho(run, k).shape == (4,)
-    whole = fit(make_client(FAST), clients_per_round=2, max_rounds=3)
+    whole = fit(make_client(FAST), callbacks=[Pause(3)], clients_per_round=2, max_rounds=4)
     for k in set(whole.federation.clients) - set(spy.cohorts[-1]):
         assert torch.equal(rho(run, k), rho(whole, k))
 
@@ -279,7 +361,7 @@ def test_mixing_is_done_in_full_precision():
     assert torch.equal(weight, torch.full((CLASSES, HIDDEN), 1 + 2**-12))
 
 
-@pytest.mark.parametrize("settings", [{"rho_lr": -0.1}, {"mu": -1.0}, {"penalty_rounds": -1}, {"mu": math.inf}])
+@pytest.mark.parametrize("settings", [{"rho_lr": -0.1}, {"mu": -1.0}, {"penalty_share": -0.1}, {"penalty_share": 1.5}])
 def test_settings_out_of_range_are_refused_by_name(settings):
     ((name, value),) = settings.items()
     with pytest.raises(MisconfigurationException, match=rf"model\.{name}={value}"):

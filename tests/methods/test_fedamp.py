@@ -1,11 +1,14 @@
 import copy
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 
+from command import CONFIGS, QUIET, pfl
 from federations import (
     Backwards,
     Shuffled,
@@ -18,6 +21,7 @@ from federations import (
     noisy,
     plain,
     points,
+    read_csv,
     same_end,
 )
 from pfl_lightning import Server
@@ -229,3 +233,38 @@ def test_settings_out_of_range_are_refused_by_name(settings):
         FedAMP(**settings)
     with pytest.raises(MisconfigurationException, match=r"model\.mu=-1"):
         make_client(partial(CloudProx, mu=-1))
+
+
+def own_weights(paper: str = "") -> list[float]:
+    """The record of three rounds of the configured method on digits."""
+    files = [CONFIGS / "methods" / "fedamp.yaml", CONFIGS / "data" / "digits_dir0.1.yaml"]
+    files += [CONFIGS / "paper" / paper] if paper else []
+    settings = "--data.num_clients 5 --data.batch_size 32 --trainer.max_rounds 4"
+    pfl(f"fit {' '.join(f'--config {file}' for file in files)} {settings} {QUIET}")
+    (record,) = Path("runs").rglob("rounds.csv")
+    return [float(row["server/own_weight"]) for row in read_csv(record)]
+
+
+def test_as_configured_clients_learn_from_each_other(recwarn):
+    assert max(own_weights()) < 0.9
+    assert not [warning for warning in recwarn if "own models" in str(warning.message)]
+
+
+def test_values_with_which_nobody_learns_from_anybody_are_said_once():
+    with pytest.warns(UserWarning, match=r"round 3: clients' own models have 0\.99\d\d of the weight") as said:
+        assert own_weights("fedamp_cwfedavg.yaml")[-1] > 0.999
+    assert len([warning for warning in said if "own models" in str(warning.message)]) == 1
+
+
+@pytest.mark.parametrize(("clients", "alpha"), [((0,), 5.0), ((0, 1), 0.0)])
+def test_nothing_is_said_where_there_is_nobody_to_learn_from_or_nobody_shall(clients, alpha, recwarn):
+    aggregator = server(alpha=alpha)
+    assert aggregator.aggregate(uploads(*clients), round=0) == {"own_weight": 1.0}
+    assert not list(recwarn)
+
+
+def test_the_classes_begin_with_what_is_configured():
+    config = yaml.safe_load((CONFIGS / "methods" / "fedamp.yaml").read_text())
+    client, aggregator = make_client(CloudProx), FedAMP()
+    assert config["model"]["init_args"] == {"mu": client.mu}
+    assert config["aggregator"]["init_args"] == {"alpha": aggregator.alpha, "sigma": aggregator.sigma}

@@ -39,21 +39,26 @@ class APPLE(FedAvg):
     While a client trains, it holds the cores of all: M times the memory of a model. The optimizer's momentum and weight
     decay hold for both, as in the official code. Only parameters are mixed and sent: what is in buffers, such as
     BatchNorm's running statistics, stays with each client, whatever ``buffers`` says.
+
+    PFLlib has another rule, ``mode=pfllib``: :math:`\eta` is M times the optimizer's learning rate, which makes up for
+    :math:`\rho_{ii}` near 1/M; :math:`\rho_i` begins with 1/M each; in its gradient the mean over tensors of the mean
+    of :math:`g \odot c_m` stands for the inner product, and is smaller by orders; the penalty fades a round later; and
+    a client's next core, which it sends too, is its personalised model :math:`w_i`, by which it is evaluated as it
+    stands. There clients also see new cores of the clients before them in a round; here never.
     Source: Luo and Wu, 2022 (https://arxiv.org/abs/2110.08394).
 
     Args:
         rho_lr: :math:`\eta_2`, at least 0; the schedule of the learning rate changes it too.
         mu: weight of the penalty, at least 0.
-        penalty_rounds: R, the rounds in which the penalty fades, at least 0; the paper's is 0.2 of all rounds.
+        penalty_share: R as a share of the run's rounds, in [0, 1]; 0 is without the penalty. A run that goes on with
+            another number of rounds fades by the new one.
+        mode: ``paper`` as above, or ``pfllib``, whose learning rate may be too much for a large M.
         start: the first :math:`\rho_i`: p by ``samples``, 1/M each (``uniform``), or the client's ``own`` core alone,
-            which is `Local` while ``rho_lr`` is 0.
-        scale_lr: whether :math:`\eta` is M times the optimizer's learning rate, as PFLlib has it: it makes up for
-            :math:`\rho_{ii}` near 1/M, by which cores learn M times slower than under `FedAvg`, and may be too much for
-            a large M.
+            which is `Local` while ``rho_lr`` is 0; None takes the mode's, ``samples`` or ``uniform``.
         **kwargs: the arguments of `FedAvg`.
 
     Raises:
-        MisconfigurationException: if a value is negative.
+        MisconfigurationException: if a value is out of its range.
     """
 
     needs = frozenset({"models", "shares"})
@@ -63,18 +68,22 @@ class APPLE(FedAvg):
         self,
         rho_lr: float = 0.01,
         mu: float = 0.1,
-        penalty_rounds: int = 200,
-        start: Literal["samples", "uniform", "own"] = "samples",
-        scale_lr: bool = False,
+        penalty_share: float = 0.2,
+        mode: Literal["paper", "pfllib"] = "paper",
+        start: Literal["samples", "uniform", "own"] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        for name, value in (("rho_lr", rho_lr), ("mu", mu), ("penalty_rounds", penalty_rounds)):
+        for name, value in (("rho_lr", rho_lr), ("mu", mu)):
             if not 0 <= value < math.inf:
                 raise MisconfigurationException(f"model.{name}={value} must be 0 or more, and finite.")
-        self.rho_lr, self.mu, self.penalty_rounds = rho_lr, mu, penalty_rounds
-        self.start = start
-        self.scale_lr = scale_lr
+        if not 0 <= penalty_share <= 1:
+            raise MisconfigurationException(
+                f"model.penalty_share={penalty_share} must be a share of the rounds from 0 to 1, such as 0.2."
+            )
+        self.rho_lr, self.mu, self.penalty_share = rho_lr, mu, penalty_share
+        self.pfllib = mode == "pfllib"
+        self.start = start or ("uniform" if self.pfllib else "samples")
         # empty until the first download, which tells the number of clients
         self.rho = nn.Parameter(torch.empty(0))
         # new at each download: p, one's own place in it, and c_m by name [M, ...], where the own row is zero
@@ -120,30 +129,47 @@ class APPLE(FedAvg):
         """w_i, by the names of the net."""
         # not in half precision: a weight would be lost beside one that is much larger
         with torch.autocast(self.device.type, enabled=False):
-            return {
-                name: self.rho[self.own] * c + torch.tensordot(self.rho, self.others[name], 1)
-                for name, c in self.net.named_parameters()
-            }
+            mixed = {}
+            for name, c in self.net.named_parameters():
+                rho = self._slowed(c.numel()) if self.pfllib else self.rho
+                mixed[name] = rho[self.own] * c + torch.tensordot(rho, self.others[name], 1)
+            return mixed
+
+    def _slowed(self, size: int) -> Tensor:
+        """The relationships, with the gradient of a mean over a tensor's entries and over tensors."""
+        rho = self.rho.detach()
+        return rho + (self.rho - rho) / (size * len(self.others))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits by w_i; by the core where the others aren't there."""
-        logits: Tensor = functional_call(self.net, self.mixture() if self.others else {}, (x,))
+        """Logits by w_i; by the core where the others aren't there, or where it is the last w_i."""
+        alone = not self.others or (self.pfllib and not self.training)
+        logits: Tensor = functional_call(self.net, {} if alone else self.mixture(), (x,))
         return logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Cross-entropy of w_i, and the penalty."""
         x, target = batch
         loss = F.cross_entropy(self(x), target)
-        if self.mu == 0 or self.round >= self.penalty_rounds:
-            return {"loss": loss}
-        fade = (1 + math.cos(math.pi * self.round / self.penalty_rounds)) / 2
-        return {"loss": loss + fade * self.mu / 2 * (self.rho - self.p).square().sum()}
+        weight = self.mu * self.fade()
+        return {"loss": loss + weight / 2 * (self.rho - self.p).square().sum() if weight else loss}
+
+    def fade(self) -> float:
+        """lambda(r)."""
+        r = max(0, self.round - 1) if self.pfllib else self.round
+        rounds = self.penalty_share * self.num_rounds
+        return (1 + math.cos(math.pi * r / rounds)) / 2 if r < rounds else 0.0
+
+    def upload(self, data: ClientData) -> Record:
+        """The core."""
+        if self.pfllib and self.steps_done:
+            self.assign({f"net.{name}": tensor for name, tensor in self.mixture().items()})
+        return super().upload(data)
 
     def local_optimizer(self, phase: Phase, parameters: list[nn.Parameter]) -> Optimizer:
         """The configured one, with a learning rate of their own for the relationships."""
         core = [parameter for parameter in parameters if parameter is not self.rho]
         optimizer = self.optimizer([{"params": core}, {"params": [self.rho], "lr": self.rho_lr}])
-        optimizer.param_groups[0]["lr"] *= len(self.rho) if self.scale_lr else 1
+        optimizer.param_groups[0]["lr"] *= len(self.rho) if self.pfllib else 1
         return optimizer
 
     def configure_aggregator(self) -> Aggregator:

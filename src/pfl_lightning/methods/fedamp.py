@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from pfl_lightning.aggregators import Aggregator, Server
@@ -16,6 +17,9 @@ from pfl_lightning.data import ClientData
 from pfl_lightning.exchange import Record, Updates, weighted_mean
 from pfl_lightning.methods.fedprox import FedProx
 from pfl_lightning.pool import ModelPool, inner_products
+
+ALONE = 0.999
+"""The mean weight of clients' own models above which nobody learns from anybody."""
 
 
 class CloudProx(FedProx):
@@ -30,11 +34,15 @@ class CloudProx(FedProx):
     Args:
         mode: ``paper`` as above; ``pfllib`` takes ``mu`` as 0, which is `Local` bit for bit: PFLlib's term has no
             gradient, so that what it calls FedAMP is local training.
-        **kwargs: the arguments of `FedProx`.
+        mu: :math:`\mu`, at least 0; 0 is `Local`.
+        **kwargs: the arguments of `FedAvg`.
+
+    Raises:
+        MisconfigurationException: if ``mu`` is negative.
     """
 
-    def __init__(self, mode: Literal["paper", "pfllib"] = "paper", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, mode: Literal["paper", "pfllib"] = "paper", mu: float = 0.1, **kwargs: Any) -> None:
+        super().__init__(mu=mu, **kwargs)
         if mode == "pfllib":
             self.mu = 0.0
 
@@ -70,6 +78,11 @@ class FedAMP(ModelPool):
     are scaled down together. Under `CloudProx` clients keep their model; under `FedAvg` or `FedProx` they start from
     :math:`u_i`. Source: Huang et al., 2021, Algorithm 1 (https://arxiv.org/abs/2007.03797).
 
+    The defaults are ours. What attracts whom depends on distances, which grow with the net and with every round: under
+    the values of the cwFedAvg paper (1000, 0.1 and ``mu`` 0.001) models are too far apart after a few rounds, every
+    :math:`\xi_{ii}` is 1, and what runs is `Local`. ``server/own_weight`` in the record is their mean, and a warning
+    says once when it comes near 1.
+
     Args:
         alpha: step of the message passing, at least 0; 0 sends every client its own model.
         sigma: the squared distance at which attention has fallen to 1/e, above 0.
@@ -81,12 +94,12 @@ class FedAMP(ModelPool):
 
     sends = frozenset({"weights"})
 
-    def __init__(self, alpha: float = 1000.0, sigma: float = 0.1, min_own: float | None = None) -> None:
+    def __init__(self, alpha: float = 5.0, sigma: float = 10.0, min_own: float | None = None) -> None:
         super().__init__()
         if not (0 <= alpha < math.inf and 0 < sigma < math.inf):
             raise MisconfigurationException(
                 f"aggregator.alpha={alpha} must be 0 or more and aggregator.sigma={sigma} above 0, both finite, such "
-                "as 1000 and 0.1."
+                "as 5 and 10."
             )
         if min_own is not None and not 0 <= min_own <= 1:
             raise MisconfigurationException(
@@ -113,7 +126,15 @@ class FedAMP(ModelPool):
         self.state["clouds"] = {
             client: weighted_mean(models, row) for client, row in zip(self.state["models"], xi.tolist(), strict=True)
         }
-        return {"own_weight": float(xi.diagonal().mean())}
+        own_weight = float(xi.diagonal().mean())
+        if own_weight > ALONE and len(models) > 1 and self.alpha > 0 and not self.state.get("warned"):
+            self.state["warned"] = True
+            rank_zero_warn(
+                f"round {round + 1}: clients' own models have {own_weight:.4f} of the weight in what FedAMP sends "
+                f"them, which makes it Local; take a larger aggregator.sigma than {self.sigma}, or a larger "
+                f"aggregator.alpha than {self.alpha}."
+            )
+        return {"own_weight": own_weight}
 
     def download(self, client: int) -> Record:
         """u_i; the common initial model for who hasn't taken part."""

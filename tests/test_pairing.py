@@ -1,0 +1,112 @@
+"""Settings that no method can use, for every method there is."""
+
+import inspect
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.optim import SGD
+
+from command import QUICKSTART, QUIET, refusal
+from federations import fit, make_client
+from pfl_lightning import FedAvg, Together, WeightedAverage
+from pfl_lightning.catalog import METHODS
+from pfl_lightning.methods import MOON, CloudProx, FedALA, FedAMP, FedProx, KTpFL, Local
+from pfl_lightning.nets import MLP
+from pfl_lightning.pairing import check_finite
+
+CLIENTS: set[Any] = {method.client for method in METHODS}
+AGGREGATORS: set[Any] = {type(method.new_aggregator()) for method in METHODS}
+
+
+def floats(cls: type) -> set[str]:
+    """Names of the numbers that a class takes, its bases' among them."""
+    parameters = [p for base in cls.__mro__ for p in inspect.signature(base.__init__).parameters.values()]
+    return {p.name for p in parameters if isinstance(p.default, float) or "float" in str(p.annotation)}
+
+
+def settings_of(classes: set[Any]) -> list[Any]:
+    pairs = sorted((cls.__name__, name) for cls in classes for name in floats(cls))
+    named = {cls.__name__: cls for cls in classes}
+    return [pytest.param(named[cls], name, id=f"{cls}.{name}") for cls, name in pairs]
+
+
+def test_the_methods_have_numbers():
+    assert floats(CloudProx) == {"mu"} and floats(FedAMP) == {"alpha", "sigma", "min_own"}
+    assert floats(KTpFL) == {"rho", "server_lr"} and not floats(Local)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("cls", "name"), settings_of(CLIENTS))
+def test_a_number_of_a_client_must_be_finite(cls, name, value):
+    with pytest.raises(MisconfigurationException, match=rf"model\.{name}={value}"):
+        check_finite(cls(net=MLP, **{name: value}), WeightedAverage())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("cls", "name"), settings_of(AGGREGATORS))
+def test_a_number_of_an_aggregator_must_be_finite(cls, name, value):
+    with pytest.raises(MisconfigurationException, match=rf"aggregator\.{name}={value}"):
+        check_finite(make_client(), cls(**{name: value}))
+
+
+class Numbers(FedAvg):
+    def __init__(self, first: Any, second: Any = None, third: Any = None, ceiling: float = math.inf, **kwargs: Any):
+        super().__init__(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"first": math.nan}, "model.first=nan"),
+        ({"first": [1.0, (2.0, -math.inf)]}, "model.first.1.1=-inf"),
+        ({"first": {"a": {"b": math.inf}}}, "model.first.a.b=inf"),
+        ({"first": 0, "optimizer": partial(SGD, lr=math.nan)}, "model.optimizer.lr=nan"),
+    ],
+)
+def test_numbers_within_settings_must_be_finite(settings, name):
+    with pytest.raises(MisconfigurationException, match=rf"^{name} must be finite\.$"):
+        fit(make_client(Numbers, **settings), max_rounds=1)
+
+
+def test_settings_that_are_given_by_position_have_their_names():
+    with pytest.raises(MisconfigurationException, match=r"model\.second=nan"):
+        check_finite(make_client(partial(Numbers, 1.0, math.nan)), WeightedAverage())
+
+
+def test_server_sides_of_one_server_side_must_be_finite_too():
+    with pytest.raises(MisconfigurationException, match=r"aggregator\.aggregators\.1\.rho=inf"):
+        check_finite(make_client(), Together([WeightedAverage(), KTpFL(rho=math.inf)]))
+
+
+def test_what_is_infinite_by_default_may_be_so():
+    for ceiling in (math.inf, float("inf"), 3.0):
+        check_finite(make_client(partial(Numbers, first=0, ceiling=ceiling)), WeightedAverage())
+    with pytest.raises(MisconfigurationException, match=r"model\.ceiling=-inf"):
+        check_finite(make_client(partial(Numbers, first=0, ceiling=-math.inf)), WeightedAverage())
+
+
+def test_settings_that_say_nothing_of_numbers_are_left_alone():
+    for method in METHODS:
+        check_finite(method.client(net=MLP), method.new_aggregator())
+
+
+@pytest.mark.parametrize("cls", [MOON, FedProx, FedALA])
+def test_a_run_is_refused_before_its_first_round(cls):
+    with pytest.raises(MisconfigurationException, match=r"model\.(mu|eta)=nan"):
+        fit(make_client(partial(cls, **{"eta" if cls is FedALA else "mu": math.nan})))
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--model MOON --model.mu nan", "model.mu=nan must be"),
+        ("--model FedALA --model.eta .nan", "model.eta=nan must be"),
+        ("--model FedAvg --aggregator FedNH --aggregator.rho=-inf", "aggregator.rho=-inf must be"),
+        ("--model.wdr_scale .inf", "model.wdr_scale=inf must be finite."),
+    ],
+)
+def test_the_command_refuses_it_by_name(line, sentence, capsys):
+    assert refusal(f"fit {QUICKSTART} {QUIET} {line}", capsys).startswith(sentence)
