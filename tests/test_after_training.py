@@ -107,7 +107,7 @@ def test_a_resumed_run_knows_what_clients_had_before_it(when, tmp_path):
     spy = Last(initial(make(), blobs()))
     whole = fit(make(), root=tmp_path / "whole", callbacks=[spy], **settings)
     fit(make(), root=tmp_path / "halves", **{**settings, "max_rounds": 2})
-    resumed = fit(make(seed=99), root=tmp_path / "halves", ckpt_path="last", **settings)
+    resumed = fit(make(seed=99), root=tmp_path / "halves", ckpt_path="last", resume_changed=True, **settings)
     assert same_end(whole, resumed)
     assert read_csv(whole.folder / "clients.csv") == read_csv(resumed.folder / "clients.csv")
     name = "val" if when == "after" else "val_after"

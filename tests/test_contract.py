@@ -147,6 +147,8 @@ class Neighbours(Aggregator):
 
 
 class Echo(FedAvg):
+    caches = frozenset({"received"})
+
     sends = frozenset({"weights", "received"})
 
     def on_download(self, payload, data):
@@ -343,6 +345,8 @@ def test_a_server_can_optimise_through_the_net_on_data_of_its_own(tmp_path):
 
 class HeadThenBody(FedAvg):
     """FedRep's two phases; the body travels."""
+
+    caches = frozenset({"after_head"})
 
     sends = frozenset({"weights", "num_samples", "after_head"})
 
@@ -564,6 +568,8 @@ class Everyone(Neighbours):
 class BestOfOthers(FedAvg):
     """Starts from the other client's model that is best on its own validation part."""
 
+    caches = frozenset({"losses"})
+
     needs = frozenset({"models"})
     sends = frozenset({"weights", "taken", "losses"})
 
@@ -645,6 +651,8 @@ def test_evaluation_changes_no_state_of_a_federation():
 class Drawing(FedAvg):
     """Draws random numbers, and uses dropout, while it receives."""
 
+    caches = frozenset({"drawn"})
+
     sends = frozenset({"weights", "num_samples", "drawn"})
 
     def on_download(self, payload, data):
@@ -668,6 +676,8 @@ def test_random_numbers_of_a_download_depend_on_seed_round_and_client_alone():
 
 class Modes(Drawing):
     """Sets its net to evaluation mode in its hooks, and leaves it so."""
+
+    caches = frozenset({"drawn"})
 
     def on_download(self, payload, data):
         super().on_download(payload, data)
@@ -705,7 +715,8 @@ def test_a_server_draws_from_the_run_s_seed_also_when_another_process_goes_on(tm
     whole = fit(make_client(Echo), root=tmp_path / "whole", aggregator=Draws(), max_rounds=4)
     fit(make_client(Echo), root=tmp_path / "halves", aggregator=Draws(), max_rounds=2)
     again = make_client(Echo, seed=99)
-    resumed = fit(again, root=tmp_path / "halves", aggregator=Draws(), max_rounds=4, ckpt_path="last")
+    settings = {"max_rounds": 4, "ckpt_path": "last", "resume_changed": True}
+    resumed = fit(again, root=tmp_path / "halves", aggregator=Draws(), **settings)
     assert same_end(whole, resumed)
 
 

@@ -447,7 +447,7 @@ def test_resuming_and_the_order_change_nothing(c_update, tmp_path):
     whole = run(tmp_path / "whole", max_rounds=4)
     assert same_end(whole, run(tmp_path / "other", engine=Shuffled, max_rounds=4))
     run(tmp_path / "half", max_rounds=2)
-    assert same_end(whole, run(tmp_path / "half", seed=9, max_rounds=4, ckpt_path="last"))
+    assert same_end(whole, run(tmp_path / "half", seed=9, max_rounds=4, ckpt_path="last", resume_changed=True))
 
 
 def test_a_client_comes_out_of_a_checkpoint(tmp_path):
@@ -566,7 +566,7 @@ def test_models_resume_and_their_order_changes_nothing(tmp_path):
     whole = run(tmp_path / "whole", max_rounds=4)
     assert same_end(whole, run(tmp_path / "other", engine=Shuffled, max_rounds=4))
     run(tmp_path / "half", max_rounds=2)
-    assert same_end(whole, run(tmp_path / "half", seed=9, max_rounds=4, ckpt_path="last"))
+    assert same_end(whole, run(tmp_path / "half", seed=9, max_rounds=4, ckpt_path="last", resume_changed=True))
 
 
 def test_models_of_which_nothing_is_shared_are_refused():
