@@ -59,7 +59,7 @@ def test_there_are_pairs():
 @pytest.mark.parametrize("path", [*METHODS, *DATA, *PAPER], ids=lambda path: path.stem)
 def test_a_file_says_what_it_is(path):
     comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
-    assert 1 <= len(comment) <= 3
+    assert 1 <= len(comment) <= 4
     assert path.read_text().startswith(comment[0])
 
 

@@ -165,6 +165,12 @@ def no_class(message: str, match: re.Match[str], options: list[str]) -> str:
     )
 
 
+def abstract_class(message: str, match: re.Match[str], options: list[str]) -> str:
+    """A class lacks methods of its base."""
+    place = locate(message, match)
+    return f"{place.key}={match[1]} is abstract; define all methods that its base leaves open."
+
+
 def unknown_class(message: str, match: re.Match[str], options: list[str]) -> str:
     """No class of this name is known."""
     place = locate(message, match)
@@ -208,6 +214,7 @@ EXPLANATIONS: dict[str, Callable[[str, re.Match[str], list[str]], str]] = {
     r"(?:File does not exist|Path is not a file): '(.+)'": no_file,
     r"(?s)Problems parsing config: (.+)": no_yaml,
     r"Unexpected config: ": no_settings,
+    r"Expected an instantiatable class, but (\S+) is abstract": abstract_class,
     r"Expected an instantiatable class|Not a valid subclass of \w+": no_class,
     r"Expected a dot import path string: (\S+)": unknown_class,
     r"Expected a path but (\S+) either(?=[\s\S]*has no attribute)": unknown_class,

@@ -1,8 +1,10 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from PIL import Image
 
 from pfl_lightning.data import CIFAR10, IID, AGNews, FederatedDataModule, ImageFolder, TinyImageNet
 from tiny_datasets import write
@@ -94,6 +96,11 @@ def test_a_test_without_clients_parts_has_one_batch_of_nobody():
         (Halves, {"central_test": 0.0}, r"data\.central_test=0\.0"),
         (Halves, {"server_fraction": 0.1}, r"data\.server_fraction=0\.1 .* set data\.central_test"),
         (Halves, {"central_test": 0.1, "server_fraction": 1.0}, r"data\.server_fraction=1\.0"),
+        (Halves, {"central_test": 1}, r"data\.central_test=1 must be between 0 and 1"),
+        (Halves, {"central_test": "orig"}, r"data\.central_test=orig must be between 0 and 1, or original"),
+        (Halves, {"central_test": 0.001}, r"data\.central_test=0\.001 of 300 samples is 0, which leaves none on one"),
+        (Halves, {"central_test": 0.1, "server_fraction": 0.01}, r"data\.server_fraction=0\.01 of 30 samples is 0"),
+        (Halves, {"central_test": 0.1, "server_fraction": 0.99}, r"data\.server_fraction=0\.99 of 30 samples is 30"),
         (Whole, {"central_test": "original"}, r"data\.central_test=original: Whole has no test half"),
     ],
 )
@@ -115,6 +122,37 @@ def test_data_sets_know_their_test_half(cls, tmp_path, monkeypatch):
 
 
 def test_a_tree_without_splits_has_none(tmp_path):
-    root = write("TinyImageNet", tmp_path / "data", 300)
-    with pytest.raises(MisconfigurationException, match="TinyImageNet has no test half"):
-        ready(TinyImageNet, root=str(root), central_test="original")
+    root = write("ImageFolder", tmp_path / "data", 300)
+    with pytest.raises(MisconfigurationException, match="ImageFolder has no test half"):
+        ready(ImageFolder, root=str(root / "train"), central_test="original")
+
+
+@pytest.mark.parametrize("setting", ["central_test", "client_test"])
+def test_tiny_imagenet_s_val_folder_is_its_test_half(tmp_path, setting):
+    root = write("TinyImageNet", tmp_path / "data", 200)
+    data, plain = TinyImageNet(root=str(root), **{setting: "original"}), TinyImageNet(root=str(root))
+    x, y = data.load()
+    assert torch.equal(x[:200], plain.load()[0]) and not len(plain.original_test)
+    assert data.original_test.tolist() == list(range(200, 220))
+    # as its table says, whose classes go backwards
+    assert y[200:].tolist() == list(range(199, 179, -1))
+    with Image.open(root / "tiny-imagenet-200/val/images/val_7.JPEG") as image:
+        assert torch.equal(x[207], torch.from_numpy(np.array(image)).permute(2, 0, 1))
+
+
+def test_tiny_imagenet_s_clients_hold_what_they_hold_without_it(tmp_path):
+    root = str(write("TinyImageNet", tmp_path / "data", 200))
+    data, plain = ready(TinyImageNet, root=root, central_test="original"), ready(TinyImageNet, root=root)
+    assert len(data.central_data()) == 20
+    for stage in STAGES:
+        assert all(torch.equal(data.part(c, stage).x, plain.part(c, stage).x) for c in range(3))
+
+
+@pytest.mark.parametrize("table", [None, "val_0.JPEG\n", "val_0.JPEG\tn_unknown\t0\t0\t63\t63\n"])
+def test_a_val_folder_that_was_rearranged_is_refused(tmp_path, table):
+    root = write("TinyImageNet", tmp_path / "data", 200)
+    path = root / "tiny-imagenet-200/val/val_annotations.txt"
+    path.write_text(table) if table else path.unlink()
+    TinyImageNet(root=str(root))
+    with pytest.raises(MisconfigurationException, match=r"data\.root=.*val_annotations\.txt cannot be read .*unpack"):
+        TinyImageNet(root=str(root), central_test="original")

@@ -1,4 +1,6 @@
 import pickle
+import re
+import warnings
 
 import numpy as np
 import pytest
@@ -93,7 +95,9 @@ def test_part_sizes(n, test_fraction, val_fraction, sizes):
 
 @pytest.mark.parametrize(("n", "val_fraction", "least"), [(2, 0.1, 3), (1, 0.0, 2)])
 def test_refuses_clients_that_are_too_small(n, val_fraction, least):
-    sentence = rf"client 1 has {n} samples, too few for {least} non-empty parts; .*min_size={least} or more"
+    sentence = (
+        rf"^Sizes left client 1 with {n} of 1003 samples, too few for {least} non-empty parts; .*at least {least}"
+    )
     with pytest.raises(MisconfigurationException, match=sentence):
         ready(num_clients=2, partitioner=Sizes(50, n), val_fraction=val_fraction)
 
@@ -258,6 +262,50 @@ def test_refuses_bad_settings_at_construction(setting, value, works):
         Numbered(**{setting: value})
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "works"),
+    [
+        ("num_clients", 2.0, "an integer"),
+        ("num_clients", True, "an integer"),
+        ("batch_size", "8", "an integer"),
+        ("batch_size", None, "an integer"),
+        ("max_samples", float("nan"), "an integer"),
+        ("public_samples", 2.5, "an integer"),
+        ("seed", 1.0, "an integer"),
+        ("test_fraction", "0.1", "a number"),
+        ("val_fraction", None, "a number"),
+        ("server_fraction", "all", "a number"),
+        ("root", None, "a folder"),
+        ("partitioner", IID, "a partitioner, such as"),
+        ("partitioner", "IID", "a partitioner, such as"),
+        ("public", "CIFAR100", "a data module, such as"),
+    ],
+)
+def test_refuses_other_types_than_a_setting_has(setting, value, works):
+    with pytest.raises(MisconfigurationException, match=rf"^data\.{setting}={re.escape(repr(value))} must be {works}"):
+        Numbered(**{setting: value})
+
+
+def test_numbers_of_numpy_are_numbers():
+    data = ready(num_clients=np.int64(3), val_fraction=np.float32(0.2), seed=np.int64(1))
+    assert data.size(2, "val") > 0
+
+
+@pytest.mark.parametrize(("label", "warned"), [(3, True), (None, False)])
+def test_data_of_one_class_are_warned_of(label, warned):
+    class Labelled(Numbered):
+        def load(self):
+            x, y = super().load()
+            return x, y if label is None else torch.full_like(y, label)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ready(Labelled, partitioner=IID())
+    said = [str(warning.message) for warning in caught]
+    sentence = "Labelled: all 1003 samples are of class 3, so that every method has an accuracy of 1."
+    assert said == ([sentence] if warned else [])
+
+
 def test_refuses_bad_pools():
     class Bad(Numbered):
         pool = (torch.zeros(3, 1), torch.tensor([0, 1, 5]))
@@ -347,6 +395,7 @@ def test_hyperparameters_are_plain():
         "test_fraction": 0.25,
         "val_fraction": 0.1,
         "max_samples": None,
+        "client_test": "own",
         "central_test": None,
         "server_fraction": 0.0,
         "public_samples": 3000,

@@ -134,8 +134,9 @@ def test_missing_files_are_one_sentence(tmp_path, no_network, data, folder, down
     sentence = str(refusal.value)
     assert sentence.startswith(f"data.root='{tmp_path}': no usable {data.__name__} files in {tmp_path / folder}")
     assert ("downloading failed" in sentence) == download
+    assert ("set data.download=true to fetch them" in sentence) != download
     assert "\n" not in sentence
-    assert "there, or set data.root" in sentence
+    assert "or set data.root to the folder" in sentence
     # no chain of network errors under it
     assert refusal.value.__suppress_context__
     assert refusal.value.__cause__ is None
@@ -241,6 +242,10 @@ def test_image_folder_refuses_bad_settings(tmp_path):
     write_images(tmp_path)
     with pytest.raises(MisconfigurationException, match=r"data.size=0 must be at least 1"):
         ImageFolder(root=str(tmp_path), size=0)
+    with pytest.raises(
+        MisconfigurationException, match=r"data.size=\(8,\) must be at least 1 pixel, or \(height, width\)"
+    ):
+        ImageFolder(root=str(tmp_path), size=(8,))
     with pytest.raises(MisconfigurationException, match=r"data.channels=4 must be 1"):
         ImageFolder(root=str(tmp_path), channels=4)
 

@@ -15,6 +15,7 @@ ALL = [
     DominantLabels(samples_per_client=5),
     DominantLabels(samples_per_client=None, grouping="mod"),
     RandomClasses(),
+    RandomClasses(equalize=True),
 ]
 # clients, classes, samples
 POOLS = [(1, 3, 90), (2, 4, 301), (7, 4, 2000), (20, 10, 2000), (13, 26, 3000), (40, 100, 20000)]
@@ -385,6 +386,33 @@ def test_clients_draw_their_classes_on_their_own():
 def test_all_classes_a_client_is_an_even_division():
     table = counts(CIFAR10, RandomClasses(10)(CIFAR10, 20, 10, seed=1), 10)
     assert table.unique().tolist() == [300]
+
+
+@pytest.mark.parametrize("per_client", [1, 2, 5])
+@pytest.mark.parametrize("num_clients", [20, 100])
+def test_equalized_random_classes_use_all_of_an_even_pool(num_clients, per_client):
+    table = counts(CIFAR10_TRAIN, RandomClasses(per_client, equalize=True)(CIFAR10_TRAIN, num_clients, 10, seed=3), 10)
+    assert set(table.flatten().tolist()) == {0, 50_000 // (num_clients * per_client)}
+    assert table.sum(dim=1).unique().tolist() == [50_000 // num_clients]
+    # and which classes go together is left to chance
+    assert len({tuple(row) for row in (table > 0).tolist()}) >= min(num_clients, 10) * 2 // 3
+
+
+@pytest.mark.parametrize(("num_clients", "num_classes", "n"), POOLS)
+def test_equalized_random_classes_for_any_clients_and_classes(num_clients, num_classes, n):
+    labels = mixed_labels(n, num_classes)
+    table = counts(labels, RandomClasses(2, equalize=True)(labels, num_clients, num_classes, seed=4), num_classes)
+    assert len(table[table > 0].unique()) == 1
+    takers = (table > 0).sum(dim=0)
+    assert takers.max() - takers.min() <= 1
+    scarcest = min(int((labels == k).sum()) // int(takers[k]) for k in range(num_classes) if takers[k])
+    assert int(table.max()) == min(scarcest, n // (2 * num_clients))
+
+
+def test_the_scarce_class_is_the_one_that_is_refused():
+    labels = torch.tensor([0] * 100 + [1] * 100 + [2])
+    with pytest.raises(MisconfigurationException, match="leaves no sample of class 2 for each"):
+        RandomClasses(2, equalize=True)(labels, 10, 3, seed=1)
 
 
 def test_random_classes_refuses():

@@ -166,6 +166,26 @@ def test_refuses_alpha(alpha):
         Dirichlet(alpha=alpha)
 
 
+def test_a_huge_alpha_is_even():
+    clients = Dirichlet(alpha=1e308)(CIFAR10, 20, 10, seed=1)
+    counts = torch.stack([torch.bincount(CIFAR10[rows], minlength=10) for rows in clients])
+    # cuts are rounded down
+    assert (counts - 300).abs().max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Dirichlet(alpha="a"), "^Dirichlet alpha='a' must be a number"),
+        (lambda: Dirichlet(min_size=2.5), "^Dirichlet min_size=2.5 must be an integer"),
+        (lambda: Pathological(classes_per_client=2.0), "^Pathological classes_per_client=2.0 must be an integer"),
+    ],
+)
+def test_refuses_other_types_than_a_setting_has(make, says):
+    with pytest.raises(MisconfigurationException, match=says):
+        make()
+
+
 def test_refuses_min_size():
     with pytest.raises(MisconfigurationException, match="min_size=0 must be at least 1"):
         Dirichlet(min_size=0)

@@ -464,8 +464,9 @@ def test_resuming_with_other_public_samples_is_refused(tmp_path):
             return Part(part.x[:5], part.y[:5])
 
     last = fit(make_client(SMALL), root=tmp_path, max_rounds=1).last
+    changed = {"ckpt_path": last, "resume_changed": True}
     with pytest.raises(MisconfigurationException, match=r"ckpt_path: .* answers to 9 public samples, and there are 5"):
-        fit(make_client(SMALL), blobs(data=Fewer), root=tmp_path, max_rounds=2, ckpt_path=last)
+        fit(make_client(SMALL), blobs(data=Fewer), root=tmp_path, max_rounds=2, **changed)
 
 
 # Refusals

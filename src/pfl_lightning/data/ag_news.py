@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from pfl_lightning.data.checks import check_integers
 from pfl_lightning.data.datamodule import FederatedDataModule
 from pfl_lightning.data.words import encode, number_words, tokenize
 
@@ -50,6 +51,7 @@ class AGNews(FederatedDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(root=root, **kwargs)
+        check_integers("data.", max_length=max_length, vocab_size=vocab_size, min_count=min_count)
         limits = {"max_length": (max_length, 1), "vocab_size": (vocab_size, 2), "min_count": (min_count, 1)}
         for name, (value, least) in limits.items():
             if value < least:

@@ -6,17 +6,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from pfl_lightning.data.batches import LastBatch
-from pfl_lightning.data.checks import check_labels, check_settings
+from pfl_lightning.data.checks import ClientTest, check_halves, check_labels, check_partition, check_settings
 from pfl_lightning.data.client_data import ClientData, Part, Stage
 from pfl_lightning.data.loaders import ClientLoader
 from pfl_lightning.data.partitioners import Dirichlet, Partitioner
-from pfl_lightning.data.splits import split_client, stratified_rows
+from pfl_lightning.data.splits import draw_alike, hold_out, split_client, stratified_rows
 from pfl_lightning.exchange import num_bytes
 from pfl_lightning.memory import free_memory
 
@@ -47,6 +49,9 @@ class FederatedDataModule(LightningDataModule, ABC):
         test_fraction: Share of a client's samples to test on, in [0, 1).
         val_fraction: Share of a client's other samples to validate on, in [0, 1).
         max_samples: Use only so many samples of the pool, class proportions kept; all if None.
+        client_test: What a client is tested on: its ``own`` samples, or the ``original`` test half of the data set.
+            Then clients hold the other half alone and train and validate on all that they hold; each is tested on
+            ``test_fraction`` as many samples of the test half, drawn with its own class mix, which clients may share.
         central_test: Samples that no client holds and on which the server's model is tested: the ``original`` test
             half of the data set, or a share of the pool in (0, 1), class proportions kept; none if None.
         server_fraction: Share of the central test set, in [0, 1), that the server holds to learn from instead,
@@ -78,6 +83,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         test_fraction: float = 0.25,
         val_fraction: float = 0.1,
         max_samples: int | None = None,
+        client_test: ClientTest = "own",
         central_test: float | Literal["original"] | None = None,
         server_fraction: float = 0.0,
         public: FederatedDataModule | None = None,
@@ -86,13 +92,20 @@ class FederatedDataModule(LightningDataModule, ABC):
         download: bool = True,
     ) -> None:
         super().__init__()
+        if not (public is None or isinstance(public, FederatedDataModule)):
+            raise MisconfigurationException(
+                f"data.public={public!r} must be a data module, such as CIFAR100(), or null"
+            )
         check_settings(
+            root,
             num_clients,
+            partitioner,
             batch_size,
             last_batch,
             test_fraction,
             val_fraction,
             max_samples,
+            client_test,
             central_test,
             server_fraction,
             None if public is None else type(public).__name__,
@@ -110,6 +123,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.test_fraction = test_fraction
         self.val_fraction = val_fraction
         self.max_samples = max_samples
+        self.client_test = client_test
         self.central_test = central_test
         self.server_fraction = server_fraction
         self.public = public
@@ -179,14 +193,41 @@ class FederatedDataModule(LightningDataModule, ABC):
                 )
             kept = stratified_rows(y, self.max_samples, self.num_classes, self.seed)
             x, y, is_test = x[kept], y[kept], is_test[kept]
-        clients = self._hold_out(y, is_test)
-        parts = self.partitioner(y[clients], self.num_clients, self.num_classes, self.seed)
-        self._rows = [
-            split_client(clients[rows], client, self.test_fraction, self.val_fraction, self.seed)
-            for client, rows in enumerate(parts)
-        ]
+        if len(y) > 1 and bool((y == y[0]).all()):
+            rank_zero_warn(
+                f"{type(self).__name__}: all {len(y)} samples are of class {int(y[0])}, so that every method has an "
+                "accuracy of 1."
+            )
+        self._divide(y, is_test)
         self._public = None if self.public is None else self._public_part(self.public)
         self._pool = Part(x, y)
+
+    def _divide(self, y: Tensor, is_test: Tensor) -> None:
+        """Set the central test set and the server's samples aside, and divide the others among the clients."""
+        check_halves(type(self).__name__, bool(is_test.any()), self.client_test, self.central_test)
+        is_free = torch.ones(len(y), dtype=torch.bool)
+        if self.central_test is not None:
+            self._central_rows, self._server_rows = hold_out(
+                y, is_test, self.central_test, self.server_fraction, self.num_classes, self.seed
+            )
+            is_free[self._central_rows] = is_free[self._server_rows] = False
+        if self.client_test == "original":
+            is_free &= ~is_test
+        test_fraction = self.test_fraction if self.client_test == "own" else 0.0
+        free = is_free.nonzero().flatten()
+        parts = self.partitioner(y[free], self.num_clients, self.num_classes, self.seed)
+        least = 1 + (test_fraction > 0) + (self.val_fraction > 0)
+        check_partition(parts, self.partitioner, self.num_clients, len(free), least)
+        self._rows = [
+            split_client(free[rows], client, test_fraction, self.val_fraction, self.seed)
+            for client, rows in enumerate(parts)
+        ]
+        if self.client_test == "original" and self.test_fraction > 0:
+            is_test[self._server_rows] = False
+            classes = [((y == k) & is_test).nonzero().flatten() for k in range(self.num_classes)]
+            for client, rows in enumerate(parts):
+                size = int(np.ceil(self.test_fraction * len(rows)))
+                self._rows[client]["test"] = draw_alike(y[free[rows]], classes, size, client, self.seed)
 
     def _public_part(self, public: FederatedDataModule) -> Part:
         """Load another data set and keep what the server shall hold of it."""
@@ -209,27 +250,6 @@ class FederatedDataModule(LightningDataModule, ABC):
             )
         rows = rows[stratified_rows(y[rows], self.public_samples, public.num_classes, self.seed, draw=3)]
         return Part(x[rows], y[rows])
-
-    def _hold_out(self, y: Tensor, is_test: Tensor) -> Tensor:
-        """Set the central test set and the server's samples aside; return the positions left to the clients."""
-        if self.central_test is None:
-            return torch.arange(len(y))
-        if self.central_test == "original":
-            if not is_test.any():
-                raise MisconfigurationException(
-                    f"data.central_test=original: {type(self).__name__} has no test half of its own here; "
-                    "take a share of the pool, such as 0.1"
-                )
-            central = is_test.nonzero().flatten()
-        else:
-            size = round(self.central_test * len(y))
-            central = stratified_rows(y, size, self.num_classes, self.seed, draw=1)
-        size = round(self.server_fraction * len(central))
-        server = stratified_rows(y[central], size, self.num_classes, self.seed, draw=2)
-        is_central = torch.zeros(len(y), dtype=torch.bool).index_fill(0, central, True)
-        is_server = torch.zeros(len(central), dtype=torch.bool).index_fill(0, server, True)
-        self._server_rows, self._central_rows = central[is_server], central[~is_server]
-        return (~is_central).nonzero().flatten()
 
     def part(self, client: int, stage: Stage) -> Part:
         """Gather and transform one part of one client.

@@ -41,7 +41,7 @@ class EMNIST(MNIST):
 
     def __init__(self, split: Split = "letters", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if split not in NUM_CLASSES:
+        if split not in tuple(NUM_CLASSES):
             raise MisconfigurationException(f"data.split={split!r} must be one of {', '.join(NUM_CLASSES)}")
         self.split = split
         self.num_classes = NUM_CLASSES[split]

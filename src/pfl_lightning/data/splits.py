@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pfl_lightning.data.client_data import Stage
@@ -28,13 +29,59 @@ def stratified_rows(labels: Tensor, size: int, num_classes: int, seed: int, draw
     if size >= len(labels):
         return torch.arange(len(labels))
     y = labels.numpy()
-    quota = np.bincount(y, minlength=num_classes) * (size / len(y))
-    take = np.floor(quota).astype(np.int64)
-    take[np.argsort(take - quota, kind="stable")[: size - take.sum()]] += 1
-    # (seed, 0), (seed, 0, 1) here and (seed, 1 + client) below: no two draws share a stream
+    take = _in_proportion(np.bincount(y, minlength=num_classes), size)
+    # (seed, 0), (seed, 0, 1) here, (seed, 1 + client) and (seed, 1 + client, 1) below: no two draws share a stream
     rng = np.random.default_rng((seed, 0, draw) if draw else (seed, 0))
     chosen = [rng.permutation(np.flatnonzero(y == k))[: take[k]] for k in range(num_classes)]
     return torch.from_numpy(np.sort(np.concatenate(chosen)))
+
+
+def _in_proportion(counts: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Share a number out in proportion to counts; what rounding down leaves goes to the largest fractional parts."""
+    quota = counts * (size / counts.sum())
+    take: NDArray[np.int64] = np.floor(quota).astype(np.int64)
+    take[np.argsort(take - quota, kind="stable")[: size - take.sum()]] += 1
+    return take
+
+
+def hold_out(
+    labels: Tensor, is_test: Tensor, central_test: float | str, server_fraction: float, num_classes: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Choose the central test set and what the server holds instead.
+
+    Args:
+        labels: Labels of the pool, shape [N], in [0, num_classes).
+        is_test: Which samples are of the original test half, shape [N].
+        central_test: ``original`` for that half, or a share of the pool in (0, 1), class proportions kept.
+        server_fraction: Share of them, in [0, 1), that the server holds, class proportions kept.
+        num_classes: Number of classes K.
+        seed: Seed of the choices, 0 or more.
+
+    Returns:
+        Positions of the central test set and of the server's samples, ascending.
+
+    Raises:
+        MisconfigurationException: A share above 0 is less than one sample, or leaves none.
+    """
+    if central_test == "original":
+        central = is_test.nonzero().flatten()
+    else:
+        size = _size("central_test", float(central_test), len(labels))
+        central = stratified_rows(labels, size, num_classes, seed, draw=1)
+    size = _size("server_fraction", server_fraction, len(central)) if server_fraction else 0
+    server = stratified_rows(labels[central], size, num_classes, seed, draw=2)
+    is_server = torch.zeros(len(central), dtype=torch.bool).index_fill(0, server, True)
+    return central[~is_server], central[is_server]
+
+
+def _size(setting: str, share: float, whole: int) -> int:
+    size = round(share * whole)
+    if 0 < size < whole:
+        return size
+    raise MisconfigurationException(
+        f"data.{setting}={share} of {whole} samples is {size}, which leaves none on one side; take another share, or "
+        "more samples"
+    )
 
 
 def split_client(
@@ -47,22 +94,14 @@ def split_client(
     classes that the train part lacks. A part whose fraction is not 0 gets a sample, and so does train.
 
     Args:
-        rows: Pool positions of the client's samples, shape [n].
+        rows: Pool positions of the client's samples, shape [n], at least one for each part whose fraction is not 0 and
+            for train.
         client: Which client; clients are shuffled independently of each other.
         test_fraction: Share of test in all samples, in [0, 1).
         val_fraction: Share of val in what test leaves, in [0, 1).
         seed: Seed of the shuffle, 0 or more.
-
-    Raises:
-        MisconfigurationException: The client has fewer samples than parts.
     """
-    wants_test, wants_val = test_fraction > 0, val_fraction > 0
-    least = 1 + wants_test + wants_val
-    if len(rows) < least:
-        raise MisconfigurationException(
-            f"client {client} has {len(rows)} samples, too few for {least} non-empty parts; use a larger "
-            f"alpha, fewer clients or Dirichlet min_size={least} or more"
-        )
+    wants_val = val_fraction > 0
     num_test = min(int(np.ceil(test_fraction * len(rows))), len(rows) - 1 - wants_val)
     rest = len(rows) - num_test
     num_val = min(max(round(val_fraction * rest), 1), rest - 1) if wants_val else 0
@@ -73,3 +112,35 @@ def split_client(
         "val": shuffled[num_test : num_test + num_val],
         "train": shuffled[num_test + num_val :],
     }
+
+
+def draw_alike(labels: Tensor, classes: list[Tensor], size: int, client: int, seed: int) -> Tensor:
+    """Draw samples with the class mix of one client.
+
+    Class k gets floor(size * n_k / n) samples; the rest goes, one each, to the largest fractional parts. No sample is
+    drawn again before all others of its class are.
+
+    Args:
+        labels: Labels of the client's samples, shape [n].
+        classes: For each class, the positions to draw from.
+        size: Number of samples to draw.
+        client: Which client; clients draw independently of each other, so that they may share samples.
+        seed: Seed of the draw, 0 or more.
+
+    Returns:
+        The drawn positions, shape [size], int64.
+
+    Raises:
+        MisconfigurationException: There is no sample of a class that is to be drawn.
+    """
+    take = _in_proportion(np.bincount(labels.numpy(), minlength=len(classes)), size)
+    for k in np.flatnonzero(take):
+        if not len(classes[k]):
+            raise MisconfigurationException(
+                f"data.client_test=original: the original test half has no sample of class {k}, on which client "
+                f"{client} is to be tested; use a larger data.max_samples, or own"
+            )
+    rng = np.random.default_rng((seed, 1 + client, 1))
+    # np.resize begins again at the first where a class runs out
+    drawn = [np.resize(rng.permutation(classes[k]), take[k]) for k in np.flatnonzero(take)]
+    return torch.from_numpy(np.concatenate(drawn))

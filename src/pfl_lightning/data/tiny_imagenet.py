@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
 from pfl_lightning.data.image_folder import ImageFolder
 
@@ -13,25 +15,47 @@ from pfl_lightning.data.image_folder import ImageFolder
 class TinyImageNet(ImageFolder):
     """100,000 colour images, 3x64x64, 200 classes, in ``root/tiny-imagenet-200/train/CLASS/images``.
 
-    Only the train folder is used, as in PFLlib and the papers after it: the labels of the original test images are
-    not public. The decoded images take 1.2 GB of memory.
+    Only the train folder is used, as in PFLlib and the papers after it, unless ``central_test`` or ``client_test`` is
+    ``original``: the 10,000 images of the val folder then are the original test half, since the labels of those of the
+    test folder are not public. The decoded images take 1.2 GB of memory.
 
     Args:
         root: Folder that tiny-imagenet-200 is in.
         **kwargs: Settings of :class:`ImageFolder`; ``download`` has no effect.
 
     Raises:
-        MisconfigurationException: There is no such folder, or it has no images.
+        MisconfigurationException: There is no such folder, it has no images, or val/ is asked for and is not as in the
+            original archive.
 
     Source: Y. Le and X. Yang, "Tiny ImageNet Visual Recognition Challenge", Stanford CS 231N, 2015.
     """
 
     folder = "tiny-imagenet-200/train"
+    labels = "tiny-imagenet-200/val/val_annotations.txt"
+    """Where names and classes of val/images are, relative to ``root``."""
 
     def __init__(self, root: str = "data", **kwargs: Any) -> None:
-        if not (folder := Path(root, self.folder)).is_dir():
+        if not (folder := Path(str(root), self.folder)).is_dir():
             raise MisconfigurationException(
                 f"data.root={root!r}: there is no folder {folder}; unpack tiny-imagenet-200.zip in {root}, or set "
                 "data.root to the folder that tiny-imagenet-200 is in"
             )
         super().__init__(root=root, **kwargs)
+        self._train_size = len(self._files)
+        if "original" in (self.client_test, self.central_test):
+            self._files += self._labelled(Path(root, self.labels))
+
+    def _labelled(self, path: Path) -> list[tuple[Path, int]]:
+        """File and class of each image that a table names."""
+        numbers = {name: k for k, name in enumerate(self.classes)}
+        try:
+            rows = [line.split("\t")[:2] for line in path.read_text().splitlines()]
+            return [(path.parent / "images" / image, numbers[name]) for image, name in rows]
+        except (OSError, ValueError, KeyError) as error:
+            raise MisconfigurationException(
+                f"data.root={self.root!r}: {path} cannot be read as a table of images and their classes ({error!r}); "
+                "unpack tiny-imagenet-200.zip again, whose val/ is the original test half"
+            ) from None
+
+    def _test_rows(self) -> Tensor:
+        return torch.arange(self._train_size, len(self._files))

@@ -65,10 +65,11 @@ class TorchvisionDataModule(FederatedDataModule):
         # RuntimeError: missing or unreachable; OSError: no network or permission; others: damaged idx files
         except (OSError, RuntimeError, ValueError, AssertionError) as error:
             failed = ", and downloading failed" if download else ""
+            fetch = "" if self.download else "set data.download=true to fetch them, "
             reason = shorten(str(error), 90, placeholder="...")
             raise MisconfigurationException(
                 f"data.root={self.root!r}: no usable {type(self).__name__} files in "
-                f"{Path(self.root, self.folder)}{failed} ({reason}); put {self.files} there, or set "
+                f"{Path(self.root, self.folder)}{failed} ({reason}); put {self.files} there, {fetch}or set "
                 f"data.root to the folder that {self.folder} is in"
             ) from None
 

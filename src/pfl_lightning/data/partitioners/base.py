@@ -42,7 +42,7 @@ class Partitioner(ABC):
         classes = [np.flatnonzero(y == k) for k in range(num_classes)]
         # the legacy generator: published partitions were drawn from this stream
         rng = np.random.RandomState(seed)
-        return [torch.from_numpy(rows) for rows in self.split(classes, num_clients, rng)]
+        return [torch.as_tensor(rows) for rows in self.split(classes, num_clients, rng)]
 
     @abstractmethod
     def split(self, classes: list[Rows], num_clients: int, rng: np.random.RandomState) -> list[Rows]:

@@ -6,6 +6,7 @@ import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 
+from pfl_lightning.data.checks import check_integers, check_numbers
 from pfl_lightning.data.partitioners.base import Partitioner, Rows
 
 
@@ -37,6 +38,7 @@ class Dirichlet(Partitioner):
 
     def __init__(self, alpha: float = 0.1, min_size: int = 1, equalize: bool = False) -> None:
         self._check_concentration("alpha", alpha)
+        check_integers(f"{type(self).__name__} ", min_size=min_size)
         if min_size < 1:
             raise MisconfigurationException(f"{type(self).__name__} min_size={min_size} must be at least 1")
         self.alpha = alpha
@@ -71,7 +73,8 @@ class Dirichlet(Partitioner):
         return [np.concatenate(mine) for mine in pieces]
 
     def _shares(self, alpha: float, is_open: NDArray[np.bool_], rng: np.random.RandomState) -> NDArray[np.float64]:
-        shares = rng.dirichlet(np.full(len(is_open), alpha)) * is_open
+        # even to the last bit from long before 1e100 on, and beyond it their sum may overflow
+        shares = rng.dirichlet(np.full(len(is_open), min(alpha, 1e100))) * is_open
         total = shares.sum()
         if total > 0:
             return np.asarray(shares / total)
@@ -81,6 +84,7 @@ class Dirichlet(Partitioner):
         return shares
 
     def _check_concentration(self, name: str, value: float) -> None:
+        check_numbers(f"{type(self).__name__} ", **{name: value})
         if not 0 < value < float("inf"):
             raise MisconfigurationException(
                 f"{type(self).__name__} {name}={value} must be above 0 and finite, for example 0.1 (skewed) or "

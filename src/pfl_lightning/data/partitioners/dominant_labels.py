@@ -9,6 +9,7 @@ import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 
+from pfl_lightning.data.checks import check_integers, check_numbers
 from pfl_lightning.data.partitioners.base import Partitioner, Rows
 
 Grouping = Literal["block", "mod"]
@@ -54,6 +55,10 @@ class DominantLabels(Partitioner):
         dominant: int = 3,
         groups: int = 5,
     ) -> None:
+        check_numbers("DominantLabels ", iid_fraction=iid_fraction)
+        check_integers("DominantLabels ", dominant=dominant, groups=groups)
+        if samples_per_client is not None:
+            check_integers("DominantLabels ", samples_per_client=samples_per_client)
         wrong = [
             (not 0 <= iid_fraction <= 1, f"iid_fraction={iid_fraction} must be from 0 to 1"),
             (

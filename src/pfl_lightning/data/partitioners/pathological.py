@@ -6,6 +6,7 @@ import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 
+from pfl_lightning.data.checks import check_integers
 from pfl_lightning.data.partitioners.base import Partitioner, Rows
 
 
@@ -31,6 +32,7 @@ class Pathological(Partitioner):
     """
 
     def __init__(self, classes_per_client: int = 2, balanced: bool = False) -> None:
+        check_integers("Pathological ", classes_per_client=classes_per_client)
         if classes_per_client < 1:
             raise MisconfigurationException(f"Pathological classes_per_client={classes_per_client} must be at least 1")
         self.classes_per_client = classes_per_client

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from pfl_lightning.data.checks import check_integers
 from pfl_lightning.data.partitioners.base import Partitioner, Rows
 
 
@@ -20,6 +21,9 @@ class RandomClasses(Partitioner):
 
     Args:
         classes_per_client: Number of classes c of a client, 1 to K.
+        equalize: Bring all clients to the same size. Classes are dealt out so that none has two clients more than
+            another, and each client gets as many samples of each as the clients of the scarcest one; all samples are
+            used where M c is a multiple of K and all classes have the same number.
 
     Raises:
         MisconfigurationException: ``classes_per_client`` is out of range, or a client would get no sample of a
@@ -29,10 +33,12 @@ class RandomClasses(Partitioner):
     Heterogeneous Neural Networks", ICPP 2022.
     """
 
-    def __init__(self, classes_per_client: int = 2) -> None:
+    def __init__(self, classes_per_client: int = 2, equalize: bool = False) -> None:
+        check_integers("RandomClasses ", classes_per_client=classes_per_client)
         if classes_per_client < 1:
             raise MisconfigurationException(f"RandomClasses classes_per_client={classes_per_client} must be at least 1")
         self.classes_per_client = classes_per_client
+        self.equalize = equalize
 
     def split(self, classes: list[Rows], num_clients: int, rng: np.random.RandomState) -> list[Rows]:
         """Draw classes, then share each out among its clients; see :meth:`Partitioner.split`."""
@@ -42,19 +48,35 @@ class RandomClasses(Partitioner):
                 f"RandomClasses classes_per_client={self.classes_per_client} must be at most {len(present)}, "
                 "the number of classes that have samples"
             )
-        drawn = [rng.choice(present, self.classes_per_client, replace=False) for _ in range(num_clients)]
-        wanted = sum(map(len, classes)) // (self.classes_per_client * num_clients)
+        drawn = self._draw(present, num_clients, rng)
+        takers = [[client for client in range(num_clients) if k in drawn[client]] for k in range(len(classes))]
+        amounts = [len(rows) // max(len(mine), 1) for rows, mine in zip(classes, takers, strict=True)]
+        # at least 1, so that the class that is refused is one that lacks samples
+        most = max(1, sum(map(len, classes)) // (self.classes_per_client * num_clients))
+        if self.equalize:
+            most = max(1, min([most, *(amounts[k] for k in present if takers[k])]))
         pieces: list[list[Rows]] = [[] for _ in range(num_clients)]
         for k, rows in enumerate(classes):
-            takers = [client for client in range(num_clients) if k in drawn[client]]
-            amount = min(wanted, len(rows) // max(len(takers), 1))
-            if takers and not amount:
+            amount = min(most, amounts[k])
+            if takers[k] and not amount:
                 raise MisconfigurationException(
                     f"RandomClasses classes_per_client={self.classes_per_client} leaves no sample of class {k} "
-                    f"for each of the {len(takers)} clients that drew it; use more samples, fewer clients or "
+                    f"for each of the {len(takers[k])} clients that drew it; use more samples, fewer clients or "
                     "fewer classes_per_client"
                 )
             shuffled = rng.permutation(rows)
-            for place, client in enumerate(takers):
+            for place, client in enumerate(takers[k]):
                 pieces[client].append(shuffled[place * amount : (place + 1) * amount])
         return [np.concatenate(mine) for mine in pieces]
+
+    def _draw(self, present: list[int], num_clients: int, rng: np.random.RandomState) -> list[Rows]:
+        """Draw the classes of each client."""
+        if not self.equalize:
+            return [rng.choice(present, self.classes_per_client, replace=False) for _ in range(num_clients)]
+        drawn, times = [], np.zeros(max(present) + 1, dtype=np.int64)
+        for _ in range(num_clients):
+            mixed = rng.permutation(present)
+            mine = mixed[np.argsort(times[mixed], kind="stable")[: self.classes_per_client]]
+            times[mine] += 1
+            drawn.append(mine)
+        return drawn
