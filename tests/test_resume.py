@@ -193,6 +193,16 @@ def test_a_truncated_checkpoint_is_refused(tmp_path):
         fit(make_client(), root=tmp_path, ckpt_path=path)
 
 
+@pytest.mark.parametrize("lost", ["state_dict", "federation", "pytorch-lightning_version"])
+def test_a_checkpoint_without_an_entry_of_ours_is_refused(lost, tmp_path):
+    other = load(fit(make_client(), root=tmp_path, max_rounds=1).last)
+    del other[lost]
+    for name, content in {"one": other, "two": torch.ones(3), "three": [other]}.items():
+        torch.save(content, tmp_path / name)
+        with pytest.raises(MisconfigurationException, match=rf"{name}'.* is not of a federation; take another one"):
+            fit(make_client(), root=tmp_path, ckpt_path=tmp_path / name)
+
+
 def test_a_save_that_is_cut_short_keeps_the_checkpoint_before(tmp_path, monkeypatch):
     def cut(checkpoint, path):
         path.write_bytes(b"half")
