@@ -4,6 +4,7 @@ from urllib.error import URLError
 
 import pytest
 import torch
+import yaml
 
 from command import CONFIGS, QUICKSTART, QUIET, pfl, refusal
 from pfl_lightning import FedAvg
@@ -52,6 +53,16 @@ VALUES = {
     "--trainer.clients_per_round 0": "trainer.clients_per_round=0 must be a number of clients from 1 up",
     "--trainer.clients_per_round 1.5": "trainer.clients_per_round=1.5 must be a number of clients from 1 up",
     "--trainer.clients_per_round 11": "trainer.clients_per_round=11 is more than data.num_clients=10",
+    "--trainer.clients_per_round .nan": "trainer.clients_per_round=nan must be a number of clients from 1 up",
+    "--trainer.gradient_clip_val -1": "trainer.gradient_clip_val=-1.0 must be a number above 0, such as 1.0; leave it",
+    "--trainer.gradient_clip_val -.inf": "--trainer.gradient_clip_val needs a value; one that begins with a dash",
+    "--trainer.accelerator tpu": "trainer.accelerator=tpu is not on this machine, or torch is installed without it",
+    "--trainer.deterministic x": "trainer.deterministic=x must be true or false or one of warn.",
+    "--trainer null": "trainer=null must be settings by name, such as --trainer.accelerator.",
+    "--trainer.callbacks [Unknown]": "trainer.callbacks=Unknown is no known class.",
+    "--trainer.callbacks x.y": "trainer.callbacks=x.y: No module named 'x'.",
+    "--seed_everything -5": "seed_everything: -5 is not in bounds",
+    "--trainer.max_time x": "trainer.max_time: `Timer(duration='x')` is not a valid duration.",
     "--trainer.local_epochs 1 --trainer.local_steps 1": "exclude each other; give one of them.",
     "--trainer.evaluate befor": "must be one of before, after, both; did you mean before?",
     "--trainer.precision bf17": "did you mean bf16?",
@@ -64,9 +75,20 @@ VALUES = {
     "--trainer.overfit_batches 1": "trainer.overfit_batches=1 means nothing in a federation",
     "--trainer.callbacks+=ModelCheckpoint --trainer.callbacks.mode x": "`mode` can be min, max but got x.",
     "--trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor val/ac": "conditioned on metric `val/ac` which is",
-    "--model.optimizer.lr -1": "model.optimizer or model.lr_scheduler: Invalid learning rate: -1.0.",
+    "--model.optimizer.lr -1": "model.optimizer: Invalid learning rate: -1.0.",
+    "--model.optimizer.lr nan": "model.optimizer.lr=nan must be a number.",
+    "--model.optimizer.lr null": "model.optimizer.lr=None must be a number.",
+    "--model.optimizer.lr .nan": "model.optimizer.lr=nan must be finite.",
+    "--model.optimizer Adam --model.optimizer.betas [0.9]": "model.optimizer.betas=[0.9] must be a list of 2.",
+    "--model.optimizer null": "model.optimizer is null; give it a value, or leave it out.",
+    "--model.optimizer torch.optim.Optimizer": "model.optimizer: Optimizer needs defaults.",
+    "--model.lr_scheduler ReduceLROnPlateau": "model.lr_scheduler=ReduceLROnPlateau waits for a metric, and schedules",
+    "--model.lr_scheduler.gamma 3": "model.lr_scheduler.gamma is given, but no model.lr_scheduler; name its class too.",
     "--model.optimizer Adam --model.optimizer.betas [2,3]": "Invalid beta parameter at index 0: 2.0.",
     "--model.net.hidden x": "model.net.hidden=x must be a list.",
+    "--model.net.hidden [-3]": "model.net.hidden=[-3] must be 1 or more each, such as [64].",
+    "--model.net null": "model.net is null; give it a value, or leave it out.",
+    "--model.net torch.nn.Linear": "model.net=torch.nn.Linear is no Net.",
     "--model.net CNN": "net CNN takes images of at least 16 x 16 pixels",
     "--model.buffers x": "model.buffers=x must be one of average, local.",
     "--model FedProx --model.mu -1": "model.mu=-1.0 must be 0 (which is FedAvg) or more",
@@ -81,7 +103,7 @@ VALUES = {
     "--data ImageFolder --data.root nowhere": "data.root='nowhere' is no folder",
     "--data MNIST --data.root nowhere --data.download false": "data.root='nowhere': no usable MNIST files in",
     "--ckpt_path gone.ckpt": "ckpt_path='gone.ckpt': there is no such file.",
-    "--ckpt_path .": "ckpt_path='.' can't be read as a checkpoint",
+    "--ckpt_path .": "ckpt_path='.' can't be read as a checkpoint (it is a folder); take another one, such as",
 }
 
 FILES = {
@@ -97,6 +119,14 @@ FILES = {
     "model: {class_path: FedProx, mu: 3}": "model must be a class: class_path names it, and its settings belong",
     "model: {init_args: {net: {class_path: MLP, init_args: {hiden: [3]}}}}": "did you mean model.net.hidden?",
     "model: {init_args: {optimizer: {class_path: SGD, lr: 3}}}": "model.optimizer must be a class",
+    "model: {init_args: {optimizer: {class_path: SGD, init_args: {params: 3}}}}": "is not a setting of SGD; there is",
+    "model: {init_args: null}": "model: class_path or init_args is null; give it a value, or leave it out.",
+    "data: {init_args: {partitioner: null}}": "data.partitioner is null; give it a value, or leave it out.",
+    "trainer: null": "trainer=None must be settings of the Trainer, such as 'trainer: {max_rounds: 10}'; leave it out",
+    "trainer: {max_rounds: null}": "trainer.max_rounds is null; give it a value, or leave it out.",
+    "trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitor: val/acc, patience: x}}]}": "bad.yaml: "
+    "trainer.callbacks.patience=x must be an integer.",
+    "": "bad.yaml: the configuration holds no settings; it must be YAML of the form 'NAME: VALUE'.",
 }
 
 
@@ -114,6 +144,33 @@ def test_bad_values(line, capsys):
 def test_bad_files(text, capsys, tmp_path):
     (tmp_path / "bad.yaml").write_text(text)
     assert FILES[text] in refusal(f"fit {QUICKSTART} --config bad.yaml", capsys)
+
+
+@pytest.mark.parametrize("content", ["trainer: {max_rounds: 1} # \xe9".encode("latin-1"), bytes(range(256))])
+def test_a_file_that_is_no_text(content, capsys, tmp_path):
+    (tmp_path / "bad.yaml").write_bytes(content)
+    message = refusal(f"fit {QUICKSTART} --config bad.yaml", capsys)
+    assert message.startswith("bad.yaml: the configuration is no text in UTF-8 (")
+
+
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        ("--config epochs.yaml --config steps.yaml", {"local_epochs": None, "local_steps": 5}),
+        ("--config steps.yaml --config=epochs.yaml", {"local_epochs": 2, "local_steps": None}),
+        ("--config epochs.yaml --trainer.local_steps 7", {"local_epochs": None, "local_steps": 7}),
+        ("--config steps.yaml --trainer.local_epochs=3", {"local_epochs": 3, "local_steps": None}),
+        ("--trainer.local_steps 7 -c epochs.yaml", {"local_epochs": 2, "local_steps": None}),
+    ],
+)
+def test_the_later_of_epochs_and_steps_holds(line, kept, capsys, tmp_path):
+    (tmp_path / "epochs.yaml").write_text("trainer: {local_epochs: 2}")
+    (tmp_path / "steps.yaml").write_text("trainer: {local_steps: 5}")
+    with pytest.raises(SystemExit) as ended:
+        pfl(f"fit {SMALL} {line} --print_config")
+    assert ended.value.code == 0
+    trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
+    assert {name: trainer[name] for name in kept} == kept
 
 
 def test_an_error_in_a_file_names_the_file(capsys, tmp_path):
@@ -163,6 +220,22 @@ def test_a_checkpoint_of_something_else(command, line, sentence, checkpoint, cap
 def test_a_damaged_checkpoint(command, damage, checkpoint, capsys, tmp_path):
     (tmp_path / "bad.ckpt").write_bytes(damage(checkpoint.read_bytes()))
     assert "ckpt_path='bad.ckpt' can't be read as" in refusal(f"{command} {SMALL} --ckpt_path bad.ckpt", capsys)
+
+
+def test_an_empty_checkpoint_is_called_so_and_a_whole_one_beside_it_is_named(capsys, tmp_path, checkpoint):
+    (tmp_path / "bad.ckpt").touch()
+    (tmp_path / "best.ckpt").write_bytes(checkpoint.read_bytes())
+    message = refusal(f"test {SMALL} --ckpt_path bad.ckpt", capsys)
+    assert (
+        message
+        == "ckpt_path='bad.ckpt' can't be read as a checkpoint (it is empty); take another one, such as best.ckpt."
+    )
+
+
+def test_another_program_s_checkpoint(capsys, tmp_path):
+    torch.save({"model": torch.ones(3)}, tmp_path / "other.ckpt")
+    message = refusal(f"fit {SMALL} --ckpt_path other.ckpt", capsys)
+    assert message.startswith("ckpt_path='other.ckpt': the checkpoint is not of a federation; take another one")
 
 
 @pytest.mark.parametrize("which", ["best", "last"])

@@ -1,15 +1,18 @@
 from functools import partial
+from math import inf, nan
 
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from torch.optim import SGD
+from torch.optim import LBFGS, SGD, Adam
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from federations import CLASSES, blobs, equal, fit, make_client, noisy, plain
+from federations import CLASSES, Spy, blobs, equal, fit, make_client, noisy, plain
 from pfl_lightning import FedAvg, Phase, WeightedAverage
-from pfl_lightning.methods import FedPer
+from pfl_lightning.methods import FedLAW, FedPer
+from pfl_lightning.nets import Net
 
 
 def test_everything_of_the_net_is_shared_unless_buffers_stay_local():
@@ -73,6 +76,63 @@ def test_defaults_of_hooks():
 def test_a_bad_optimizer_setting_is_refused_at_once():
     with pytest.raises(MisconfigurationException, match=r"model\.optimizer"):
         make_client(optimizer=partial(SGD, lr=-1))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (partial(SGD, lr=nan), r"^model\.optimizer\.lr=nan must be finite"),
+        (partial(SGD, lr=0.1, momentum=inf), r"^model\.optimizer\.momentum=inf must be finite"),
+        (partial(SGD, lr=0.1, dampening=nan), r"^model\.optimizer\.dampening=nan must be finite"),
+        (partial(SGD, lr=None), r"^model\.optimizer: "),
+        (partial(Adam, betas=(nan, 0.9)), r"^model\.optimizer: "),
+        (partial(Adam, lr=inf), r"^model\.optimizer\.lr=inf must be finite"),
+        (LBFGS, r"^model\.optimizer=LBFGS computes the loss again"),
+        (None, r"^model\.optimizer=None is no optimizer; name a class"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_used_is_refused_by_its_setting(optimizer, words):
+    with pytest.raises(MisconfigurationException, match=words):
+        make_client(optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (ReduceLROnPlateau, "ReduceLROnPlateau waits for a metric"),
+        (
+            partial(StepLR, step_size=0),
+            r"StepLR can't go on after round 1 of trainer\.max_rounds=3: integer .* by zero",
+        ),
+        (partial(ExponentialLR, gamma=nan), "ExponentialLR gives round 2 the learning rate nan"),
+        (partial(ExponentialLR, gamma=-1), r"ExponentialLR gives round 2 the learning rate -0\.1"),
+        (
+            partial(OneCycleLR, max_lr=1, total_steps=2),
+            "OneCycleLR can't go on after round 3 .*: Tried to step",
+        ),
+    ],
+)
+def test_a_schedule_that_cannot_last_is_refused_before_the_first_round(schedule, words):
+    spy = Spy()
+    with pytest.raises(MisconfigurationException, match=rf"^model\.lr_scheduler={words}"):
+        fit(make_client(lr_scheduler=schedule), callbacks=[spy])
+    assert not spy.cohorts
+
+
+def test_a_server_s_optimizer_is_refused_by_its_setting():
+    with pytest.raises(MisconfigurationException, match=r"^aggregator\.optimizer\.lr=inf must be finite"):
+        FedLAW(optimizer=partial(SGD, lr=inf))
+
+
+@pytest.mark.parametrize("name", ["optimizer_lifetime", "buffers", "nets_by"])
+def test_what_is_none_of_the_choices_is_refused(name):
+    with pytest.raises(MisconfigurationException, match=rf"model\.{name}='other' must be one of "):
+        make_client(**{name: "other"})
+
+
+def test_a_net_that_is_not_cut_is_refused():
+    with pytest.raises(MisconfigurationException, match=r"^model\.net=Net has no modules for features and classifier"):
+        make_client(net=Net)
 
 
 def test_a_client_module_trains_and_predicts_under_a_plain_trainer(tmp_path):

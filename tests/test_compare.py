@@ -169,7 +169,7 @@ def test_the_partition_and_the_initial_net_have_fingerprints(tmp_path):
 
 def test_a_resumed_run_keeps_the_fingerprint_of_its_first_start(tmp_path):
     first = fit(make_client(seed=3), root=tmp_path, max_rounds=1)
-    resumed = fit(make_client(seed=4), root=tmp_path, max_rounds=2, ckpt_path=first.last)
+    resumed = fit(make_client(seed=4), root=tmp_path, max_rounds=2, ckpt_path=first.last, resume_changed=True)
     assert fingerprints(resumed) == fingerprints(first)
 
 
@@ -243,6 +243,23 @@ def test_a_folder_of_other_settings_is_refused(stand_in, capsys, tmp_path):
     data.write_text("data: {class_path: MNIST}")
     assert refused in refusal("compare --methods Local --config data.yaml --out a", capsys)
     assert len(calls()) == 1
+
+
+def test_methods_with_the_same_numbers_are_named(stand_in, capsys):
+    stand_in(FedAvg={"accuracy": 0.7}, FedPer_1={"accuracy": 0.61})
+    assert compare("--methods Local FedAvg FedPer FedProx Ditto --data Digits --seeds 0 1") == 0
+    # FedPer is like the others at one seed alone
+    sentence = (
+        "Local, FedProx and Ditto gave the same numbers to the last digit: what sets them apart has no effect here"
+    )
+    assert f"\n{sentence} here, such as a term whose weight is too small.\n" in capsys.readouterr().out
+    assert sentence in (OUT / "comparison.md").read_text()
+
+
+def test_methods_without_accuracies_are_not_called_the_same(stand_in, capsys):
+    stand_in(Local={"accuracy": None}, FedAvg={"accuracy": None})
+    assert compare("--methods Local FedAvg --data Digits") == 0
+    assert "the same numbers" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

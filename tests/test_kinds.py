@@ -113,7 +113,14 @@ def test_resuming_and_the_order_change_nothing(by, tmp_path):
     other = fit(make(), root=tmp_path / "other", clients_per_round=0.75, evaluate="both", engine=Shuffled)
     assert same_end(whole, other)
     fit(make(), root=tmp_path / "half", clients_per_round=0.75, evaluate="both", max_rounds=1)
-    resumed = fit(make(seed=9), root=tmp_path / "half", clients_per_round=0.75, evaluate="both", ckpt_path="last", resume_changed=True)
+    resumed = fit(
+        make(seed=9),
+        root=tmp_path / "half",
+        clients_per_round=0.75,
+        evaluate="both",
+        ckpt_path="last",
+        resume_changed=True,
+    )
     assert same_end(whole, resumed)
 
 

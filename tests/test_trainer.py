@@ -83,11 +83,32 @@ def test_callbacks_that_need_the_trainer_s_own_steps_are_refused(callback):
         ({"local_steps": -1}, "local_steps=-1"),
         ({"local_steps": 1, "local_epochs": 1}, "exclude each other"),
         ({"engine": "steam"}, "engine='steam'"),
+        ({"max_rounds": float("nan")}, "max_rounds=nan must be at least 1"),
+        ({"max_rounds": 2.5}, "max_rounds=2.5 must be at least 1"),
+        ({"max_rounds": None}, "max_rounds=None must be at least 1"),
+        ({"clients_per_round": float("nan")}, "clients_per_round=nan must be a number of clients"),
+        ({"clients_per_round": None}, "clients_per_round=None must be a number of clients"),
+        ({"local_epochs": 1.5}, "local_epochs=1.5 must be at least 1"),
+        ({"workers": float("nan")}, "workers=nan must be at least 1"),
+        ({"gradient_clip_val": -1}, "gradient_clip_val=-1 must be a number above 0"),
+        ({"gradient_clip_val": float("nan")}, "gradient_clip_val=nan must be a number above 0"),
+        ({"gradient_clip_val": float("inf")}, "gradient_clip_val=inf must be a number above 0"),
+        ({"gradient_clip_algorithm": "nrm"}, "gradient_clip_algorithm='nrm' must be one of norm, value"),
+        ({"evaluate": "befor"}, "evaluate='befor' must be one of before, after, both"),
+        ({"devices": -1}, "devices=-1 must be a number of processes from 1 up"),
+        ({"devices": [0]}, r"devices=\[0\] must be a number of processes from 1 up"),
+        ({"accelerator": "tpu"}, "accelerator=tpu is not on this machine"),
+        ({"check_val_every_n_epoch": 0}, "check_val_every_n_epoch=0 must be at least 1 round"),
+        ({"barebones": True}, "barebones=True means nothing in a federation: it forbids the record"),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(settings, words):
     with pytest.raises(MisconfigurationException, match=words):
         make_trainer(**settings)
+
+
+def test_a_bound_of_0_clips_nothing_as_in_lightning():
+    assert equal(fit(make_client(), gradient_clip_val=0).weights, fit(make_client()).weights)
 
 
 def test_more_clients_a_round_than_there_are_is_refused():

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import OptimizerCallable
+from torch import nn
 from torch.optim import Adam
 
 from pfl_lightning.exchange import Record, StateDict, Updates, weighted_mean
+from pfl_lightning.optimizers import checked_optimizer
 
 if TYPE_CHECKING:
     from pfl_lightning.client import FedAvg
@@ -246,8 +248,5 @@ def server_optimizer(given: OptimizerCallable | None, lr: float) -> OptimizerCal
         MisconfigurationException: if the optimizer refuses its settings.
     """
     optimizer = given or partial(Adam, lr=lr, betas=(0.5, 0.999))
-    try:
-        optimizer([torch.zeros(1, requires_grad=True)])
-    except ValueError as error:
-        raise MisconfigurationException(f"aggregator.optimizer: {error}.") from error
+    checked_optimizer(optimizer, [nn.Parameter(torch.zeros(1))], "aggregator.optimizer")
     return optimizer

@@ -36,20 +36,42 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Loads a checkpoint, after its bytes have been compared with the checksums that are in it.
 
         Raises:
-            MisconfigurationException: if the file isn't a whole checkpoint, or not what was saved.
+            MisconfigurationException: if the file isn't a whole checkpoint of a federation, or not what was saved.
         """
         try:
             if is_zipfile(path):
                 compare_checksums(path)
-            return super().load_checkpoint(path, *args, **kwargs)
+            checkpoint = super().load_checkpoint(path, *args, **kwargs)
         except FileNotFoundError as error:
             raise MisconfigurationException(f"ckpt_path={str(path)!r}: there is no such file.") from error
         except Exception as error:  # torch raises one of many kinds for a damaged file
-            # of advice on torch's own settings, which follows in some, only the first sentence is kept
-            reason = f"{type(error).__name__}: {str(error).split('. ')[0]}"[:120]
             raise MisconfigurationException(
-                f"ckpt_path={str(path)!r} can't be read as a checkpoint ({reason}); take another one."
+                f"ckpt_path={str(path)!r} can't be read as a checkpoint ({flaw(path, error)}); {another(path)}."
             ) from error
+        entries = {"state_dict", "federation", "pytorch-lightning_version"}
+        if not isinstance(checkpoint, dict) or not entries <= checkpoint.keys():
+            raise MisconfigurationException(
+                f"ckpt_path={str(path)!r}: the checkpoint is not of a federation; {another(path)}."
+            )
+        return checkpoint
+
+
+def flaw(path: Any, error: Exception) -> str:
+    """What is wrong with a file that torch can't load."""
+    file = Path(path)
+    if file.is_dir():
+        return "it is a folder"
+    if file.is_file() and not file.stat().st_size:
+        return "it is empty"
+    # of advice on torch's own settings, which follows in some, only the first sentence is kept
+    return f"it is cut short, damaged or of another kind: {type(error).__name__}: {str(error).split('. ')[0]}"[:150]
+
+
+def another(path: Any) -> str:
+    """What to take in a checkpoint's place: one that lies in the folder, or beside the file."""
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    others = sorted(file for file in folder.glob("**/*.ckpt") if file != Path(path) and file.stat().st_size)
+    return f"take another one, such as {others[0] if others else 'checkpoints/last.ckpt in a folder of a run'}"
 
 
 def save(content: Any, path: Path) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import yaml
-from jsonargparse import ActionConfigFile  # type: ignore[attr-defined]
+from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-defined]
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_only
@@ -19,9 +20,12 @@ import pfl_lightning.data
 import pfl_lightning.methods  # noqa: F401  # imported classes can be named without their module
 from pfl_lightning.client import FedAvg
 from pfl_lightning.commands import OTHERS
+from pfl_lightning.complaints import sentence
 from pfl_lightning.data import FederatedDataModule
+from pfl_lightning.exclusive import later_wins
 from pfl_lightning.federation import Federation
-from pfl_lightning.mistakes import mistake, sentence
+from pfl_lightning.mistakes import mistake
+from pfl_lightning.nulls import refuse_nulls
 from pfl_lightning.runs import run_folder
 from pfl_lightning.stopping import Stopped, stoppable
 from pfl_lightning.trainer import FederatedTrainer
@@ -39,9 +43,16 @@ class Parser(LightningArgumentParser):
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         """Remembers which file is read, for errors in it."""
         self._file = f"{path}: "
-        parsed = super().parse_path(path, *args, **kwargs)
+        try:
+            parsed = super().parse_path(path, *args, **kwargs)
+        except UnicodeDecodeError as error:
+            self.error(f"the configuration is no text in UTF-8 ({error.reason} at byte {error.start}); save it as such")
         self._file = ""
         return parsed
+
+    def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:
+        """Lets the later one hold of settings that exclude each other."""
+        return super().parse_args(later_wins(sys.argv[1:] if args is None else args), *rest, **kwargs)
 
     def error(self, message: str, *args: Any, **kwargs: Any) -> NoReturn:
         """Ends the program with exit code 2, unless the parser is only trying."""
@@ -118,6 +129,17 @@ class PflCLI(LightningCLI):
         """What the Trainer can do with a federation, and the arguments that the command line fills."""
         skip = {"model", "datamodule", "train_dataloaders", "val_dataloaders", "dataloaders"}
         return {"fit": skip, "validate": skip, "test": skip}
+
+    def before_instantiate_classes(self) -> None:
+        """Refuses nulls before they end in an error of some other kind."""
+        settings = self.config[self.subcommand]
+        if not isinstance(settings.trainer, Namespace):
+            raise MisconfigurationException(
+                f"trainer={settings.trainer} must be settings of the Trainer, such as 'trainer: {{max_rounds: 10}}'; "
+                "leave it out to take the defaults."
+            )
+        refuse_nulls(settings, type(self))
+        refuse_nulls(settings.trainer, self.trainer_class, "trainer.")
 
     def before_validate(self) -> None:
         """An evaluation keeps no checkpoints, so the folder that it would keep them in is of no interest."""

@@ -20,6 +20,7 @@ from pfl_lightning.aggregators import Aggregator, WeightedAverage
 from pfl_lightning.data import ClientData, Part
 from pfl_lightning.exchange import Record
 from pfl_lightning.nets import CNN, Net, NetFactory
+from pfl_lightning.optimizers import check_schedule, checked_optimizer
 from pfl_lightning.remembering import Remembering
 from pfl_lightning.seeds import derive_seed
 
@@ -104,7 +105,8 @@ class FedAvg(LightningModule, metaclass=Remembering):
             them like parameters, ``local`` leaves them with each client.
 
     Raises:
-        MisconfigurationException: if the optimizer or the schedule refuse their settings.
+        MisconfigurationException: if an argument is none of its choices, or the optimizer or the schedule can't be
+            used with their settings.
     """
 
     sends: ClassVar[frozenset[str]] = frozenset({"weights", "num_samples"})
@@ -139,6 +141,13 @@ class FedAvg(LightningModule, metaclass=Remembering):
         self.nets = net if isinstance(net, list) else [net]
         if not self.nets:
             raise MisconfigurationException("model.net=[] has no network; give one, or a list of some.")
+        for name, value, choices in (
+            ("optimizer_lifetime", optimizer_lifetime, ("round", "run")),
+            ("buffers", buffers, ("average", "local")),
+            ("nets_by", nets_by, ("turn", "block")),
+        ):
+            if value not in choices:
+                raise MisconfigurationException(f"model.{name}={value!r} must be one of {', '.join(choices)}.")
         self.nets_by = nets_by
         self._build = partial(self.nets[0], tuple(input_shape), num_classes)
         self.net = self.new_net()
@@ -156,14 +165,25 @@ class FedAvg(LightningModule, metaclass=Remembering):
         self.steps_done = 0
         self.learning_rate = 0.0
         self._buffer_names = frozenset(name for name, _ in self.named_buffers())
+        checked_optimizer(optimizer, list(self.parameters()), "model.optimizer")
         try:
-            self.configure_optimizers()
-        except ValueError as error:
-            raise MisconfigurationException(f"model.optimizer or model.lr_scheduler: {error}.") from error
+            check_schedule(self.configure_optimizers(), rounds=0)
+        except (ArithmeticError, TypeError, ValueError) as error:
+            raise MisconfigurationException(f"model.lr_scheduler: {error}.") from error
 
     def new_net(self) -> Net:
-        """A net of the same architecture with weights of its own, drawn from the global random state."""
-        return self._build()
+        """A net of the same architecture with weights of its own, drawn from the global random state.
+
+        Raises:
+            MisconfigurationException: if it isn't cut in two modules.
+        """
+        net = self._build()
+        if not all(isinstance(getattr(net, part, None), nn.Module) for part in ("features", "classifier")):
+            raise MisconfigurationException(
+                f"model.net={type(net).__name__} has no modules for features and classifier; give one of "
+                "pfl_lightning.nets that builds them, or a function that does."
+            )
+        return net
 
     def kinds(self) -> list["FedAvg"]:
         """Client modules like this one, one a network of the list; the first is this module itself."""

@@ -13,7 +13,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pfl_lightning.aggregators import Aggregator, Server
 from pfl_lightning.client import FedAvg
@@ -24,6 +23,7 @@ from pfl_lightning.evaluation import summarise
 from pfl_lightning.evaluations import Evaluations
 from pfl_lightning.exchange import StateDict, detached, num_bytes
 from pfl_lightning.hooks import check_hooks
+from pfl_lightning.optimizers import check_schedule
 from pfl_lightning.pairing import check_common, check_finite, check_pair
 from pfl_lightning.resuming import Settings, check_resumed, settings_of
 from pfl_lightning.rounds import Rounds
@@ -116,6 +116,8 @@ class Federation(LightningModule):
         for kind in self._kinds:
             self.rounds.check(kind, self.data)
             kind.num_rounds = self.trainer.max_epochs or 1
+        if self._fitting:
+            check_schedule(self.client.configure_optimizers(), cast(int, self.trainer.max_epochs))
         self.settings = settings_of(self)
         if self.seed is not None:
             return
@@ -148,13 +150,7 @@ class Federation(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer that carries the round's learning rate, and its schedule; engines read the rate."""
-        configured = self.client.configure_optimizers()
-        if isinstance(configured, Mapping) and isinstance(configured["lr_scheduler"], ReduceLROnPlateau):
-            raise MisconfigurationException(
-                "model.lr_scheduler=ReduceLROnPlateau waits for a metric, and schedules here count rounds; "
-                "take one that counts, such as ExponentialLR or CosineAnnealingLR."
-            )
-        return configured
+        return self.client.configure_optimizers()
 
     # Training
 

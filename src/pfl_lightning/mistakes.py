@@ -1,226 +1,24 @@
-"""What users get wrong, in one sentence: the parser's complaints and the errors of the classes that it makes."""
+"""What users get wrong, in one sentence: the errors of the classes that the command line makes and runs."""
 
 import re
-from ast import literal_eval
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from traceback import walk_tb
-from typing import NamedTuple
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.commands import OTHERS
 from pfl_lightning.federation import TrainingDiverged
-from pfl_lightning.settings import MEANINGLESS
-from pfl_lightning.suggestions import class_names, nearest_file, nearest_option, settings, suggestion
 
-OF_SETTINGS = (
-    "lightning.fabric.",
-    "lightning.pytorch.callbacks.",
-    "lightning.pytorch.loggers.",
-    "lightning.pytorch.trainer.",
-    "torch.optim.",
-)
-"""Modules whose complaints are about settings: they are raised where a setting is first used."""
-
-TYPES = {
-    "int": "an integer",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "a text",
-    "tuple": "a list",
-    "list": "a list",
-    "dict": "a mapping",
+OF_SETTINGS = {
+    "lightning.fabric.utilities.seed": "seed_everything",
+    "lightning.fabric.": "trainer",
+    "lightning.pytorch.callbacks.timer": "trainer.max_time",
+    "lightning.pytorch.callbacks.": "trainer.callbacks",
+    "lightning.pytorch.loggers.": "trainer.logger",
+    "lightning.pytorch.strategies.": "trainer.strategy",
+    "lightning.pytorch.trainer.": "trainer",
+    "torch.optim.": "model.optimizer",
 }
-MENTIONED = re.compile(r"""(?P<key>Parser key "[^"]+")|(?P<class>class_path '[^']+')""")
-NOISE = re.compile(
-    r"""\s*(-\s)*(Does not validate|Subtypes:|Errors:|Given value|Parser key "[^"]+":\s*$|Problem with given"""
-    r"""|Expected a path but|Expected a <class 'NoneType'>)"""
-)
-
-
-class Place(NamedTuple):
-    """Where in the configuration a complaint belongs."""
-
-    key: str
-    """The setting, dotted."""
-    owner: str
-    """The class path whose setting is at fault."""
-    value: str
-    """What was given, as ``=VALUE``; empty where it is long."""
-
-
-def sentence(message: str, options: list[str]) -> str:
-    """A complaint of the parser as one sentence.
-
-    Args:
-        message: the parser's message, of many lines where a setting could be of several types.
-        options: the command line's options, without dashes.
-    """
-    for pattern, explain in EXPLANATIONS.items():
-        if match := re.search(pattern, message):
-            return one_line(explain(message, match, options))
-    return one_line(remaining(message))
-
-
-def one_line(text: str) -> str:
-    """A text in one line, with a full stop."""
-    line = " ".join(text.split())
-    return line if line.endswith((".", "?", "!")) else f"{line}."
-
-
-def locate(message: str, match: re.Match[str]) -> Place:
-    """Finds the setting that a part of a message is about, by the indentation of what stands above it."""
-    above: list[tuple[int, str, str]] = []
-    for line in message[: match.start()].splitlines():
-        depth = len(line) - len(line.lstrip(" -"))
-        if line.strip():
-            above = [entry for entry in above if entry[0] < depth]
-        for found in MENTIONED.finditer(line):
-            above.append((depth, str(found.lastgroup), re.split("['\"]", found[0])[1]))
-    key = ".".join(name for _, kind, name in above if kind == "key")
-    given = re.search(r"(?:Got|Given) value: \[?Namespace\(class_path='([^']+)'", message[match.end() :])
-    if above and above[-1][1] == "class":
-        return Place(key, above[-1][2], value_after(message, match))
-    return Place(key, given[1] if given else "", value_after(message, match))
-
-
-def value_after(message: str, match: re.Match[str]) -> str:
-    """The value that a part of a message is about."""
-    found = re.search(r"(?:Got|Given) value: (.+?)(?:\. Got value: .*)?$", message[match.start() :], re.MULTILINE)
-    value = found[1] if found else ""
-    if nested := re.fullmatch(r"NestedArg\(key='.*?', val=(.*)\)", value):
-        value = nested[1].strip("'")
-    return f"={value}" if value and not value.startswith(("{", "Namespace", "[Namespace")) else ""
-
-
-def unknown_setting(message: str, match: re.Match[str], options: list[str]) -> str:
-    """A class has no such setting."""
-    place, name = locate(message, match), match[1]
-    if name == "class_path":
-        return no_class(message, match, options)
-    near = suggestion(name, settings(place.owner), f"{place.key}.")
-    return f"{place.key}.{name} is not a setting of {place.owner.rpartition('.')[2]}{near}"
-
-
-def unknown_option(message: str, match: re.Match[str], options: list[str]) -> str:
-    """The command has no such option, by command line or file."""
-    name = match[1].split("=")[0]
-    key = name.removeprefix("--")
-    if advice := MEANINGLESS.get(key.removeprefix("trainer.")):
-        return f"{key} means nothing in a federation: {advice}."
-    if not name.startswith("-") and "unrecognized" in match[0]:
-        return f"{name} is given without an option; options begin with --."
-    return f"{key} is not an option{nearest_option(key, options)}"
-
-
-def unknown_command(message: str, match: re.Match[str], options: list[str]) -> str:
-    """There is no such subcommand."""
-    commands = [*re.findall(r"\w+", match[2]), *OTHERS]
-    return f"{match[1]!r} is not a command{suggestion(match[1], commands)}"
-
-
-def missing_command(message: str, match: re.Match[str], options: list[str]) -> str:
-    """No subcommand is given."""
-    return f"a command is missing; there is {', '.join([*match[1].split(','), *OTHERS])}."
-
-
-def missing_setting(message: str, match: re.Match[str], options: list[str]) -> str:
-    """Something that has no default isn't given."""
-    names = [name.partition(".")[2] or name for name in match[1].split(", ")]
-    place = locate(message, match)
-    if place.key:
-        return f"{place.key}: {place.owner.rpartition('.')[2]} needs {' and '.join(names)}."
-    return f"nothing is given for {' and '.join(names)}; name it by --{' and --'.join(names)}, or in a --config."
-
-
-def no_file(message: str, match: re.Match[str], options: list[str]) -> str:
-    """A configuration file isn't there."""
-    path = Path(match[1])
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    if shown == Path("."):
-        return f"--config {path} is no file."
-    return f"--config {shown} is no file{nearest_file(shown)}"
-
-
-def no_yaml(message: str, match: re.Match[str], options: list[str]) -> str:
-    """A configuration file can't be read."""
-    reason = re.sub(r'in "<[a-z ]+>",', "at", match[1].partition("\n\n")[0])
-    return f"the configuration is not valid YAML: {reason}"
-
-
-def no_settings(message: str, match: re.Match[str], options: list[str]) -> str:
-    """A configuration file holds something else."""
-    return "the configuration holds no settings; it must be YAML of the form 'NAME: VALUE'."
-
-
-def no_class(message: str, match: re.Match[str], options: list[str]) -> str:
-    """Settings stand where a class with settings is asked for."""
-    place = locate(message, match)
-    names = class_names(place.key.rpartition(".")[2])
-    listed = f"; there is {', '.join(sorted(names))}" if len(names) < 9 else ""
-    return (
-        f"{place.key}{place.value} must be a class: class_path names it, and its settings belong under "
-        f"init_args{listed}."
-    )
-
-
-def abstract_class(message: str, match: re.Match[str], options: list[str]) -> str:
-    """A class lacks methods of its base."""
-    place = locate(message, match)
-    return f"{place.key}={match[1]} is abstract; define all methods that its base leaves open."
-
-
-def unknown_class(message: str, match: re.Match[str], options: list[str]) -> str:
-    """No class of this name is known."""
-    place = locate(message, match)
-    near = suggestion(match[1].rpartition(".")[2], class_names(place.key.rpartition(".")[2]))
-    return f"{place.key}={match[1]} is no known class{near}"
-
-
-def wrong_value(message: str, match: re.Match[str], options: list[str]) -> str:
-    """A value is not of the setting's type, or not one of its choices: the innermost of all complaints counts."""
-    found = [(locate(message, each), each[1]) for each in re.finditer(WRONG, message)]
-    place = max((place for place, _ in found), key=lambda place: place.key.count("."))
-    types = list(dict.fromkeys(kind for other, kind in found if other.key == place.key))
-    literals = [kind for kind in types if kind.startswith("typing.Literal")]
-    choices = [str(choice) for kind in literals for choice in literal_eval(kind.removeprefix("typing.Literal"))]
-    subject = f"{place.key}{place.value}"
-    if choices:
-        near = suggestion(place.value.removeprefix("="), choices)
-        return f"{subject} must be one of {', '.join(choices)}{near if 'mean' in near else '.'}"
-    names = [re.sub(r".*?([\w]+)'?>?$", r"\1", kind) for kind in types if "NoneType" not in kind]
-    return f"{subject} must be {' or '.join(TYPES.get(name, name) for name in names)}."
-
-
-def remaining(message: str) -> str:
-    """What a message says besides the types that a value could have had."""
-    lines = [match for match in re.finditer(r"^.*\S.*$", message, re.MULTILINE) if not NOISE.match(match[0])]
-    if not lines:
-        return message
-    place = locate(message, lines[0])
-    text = re.sub(r"\. Got value:.*|Type .* callable class: ", "", lines[0][0]).lstrip(" -")
-    return f"{place.key}{place.value}: {text}" if place.key else " ".join(line[0] for line in lines)
-
-
-WRONG = r"Expected a (<class '[\w.]+'>|typing\.Literal\[.*?\])"
-EXPLANATIONS: dict[str, Callable[[str, re.Match[str], list[str]], str]] = {
-    r"Option '([^']+)' is not accepted": unknown_setting,
-    r"does not accept option '([^']+)'": unknown_option,
-    r"unrecognized arguments: (\S+)": unknown_option,
-    r"subcommand: invalid choice: '([^']*)' \(choose from (.*)\)": unknown_command,
-    r'expected "subcommand" to be one of \{(.+)\}': missing_command,
-    r"arguments are required: (.+)": missing_setting,
-    r"(?:File does not exist|Path is not a file): '(.+)'": no_file,
-    r"(?s)Problems parsing config: (.+)": no_yaml,
-    r"Unexpected config: ": no_settings,
-    r"Expected an instantiatable class, but (\S+) is abstract": abstract_class,
-    r"Expected an instantiatable class|Not a valid subclass of \w+": no_class,
-    r"Expected a dot import path string: (\S+)": unknown_class,
-    r"Expected a path but (\S+) either(?=[\s\S]*has no attribute)": unknown_class,
-    r"Expected a (?:<class '(?!NoneType)[\w.]+'>|typing\.Literal)": wrong_value,
-}
-"""How a message is recognised, the most telling part first."""
+"""Modules whose complaints are about settings, and which: they are raised where a setting is first used."""
 
 
 def mistake(error: BaseException) -> str | None:
@@ -229,16 +27,26 @@ def mistake(error: BaseException) -> str | None:
     Args:
         error: what ended the run.
     """
+    root = list(causes(error))[-1]
     for cause in causes(error):
         if isinstance(cause, (MisconfigurationException, TrainingDiverged)):
-            return one_line(str(cause))
+            return one_line(about(cause))
         if type(cause).__module__.startswith("wandb.errors"):
             reason = str(cause).splitlines()[0].removesuffix(".")
             return f"WandbLogger: {reason}; or log on this machine alone, by --trainer.logger.offline true."
-    root = list(causes(error))[-1]
-    if isinstance(root, (ValueError, RuntimeError, ImportError)) and raised_in(root).startswith(OF_SETTINGS):
-        return one_line(str(root))
-    return None
+    return one_line(about(root)) if isinstance(root, (ValueError, RuntimeError, ImportError)) and owner(root) else None
+
+
+def about(error: BaseException) -> str:
+    """What an error says, behind the setting that it is about where it doesn't say so itself."""
+    said, setting = str(error), owner(error)
+    return said if setting is None or re.match(r"[\w.]+[=:]", said) else f"{setting}: {said}"
+
+
+def owner(error: BaseException) -> str | None:
+    """The setting that an error is about by the module that raised it, if there is one."""
+    module = raised_in(error)
+    return next((setting for start, setting in OF_SETTINGS.items() if module.startswith(start)), None)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -252,3 +60,9 @@ def raised_in(error: BaseException) -> str:
     """Name of the module in which an error was raised."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
+
+
+def one_line(text: str) -> str:
+    """A text in one line, with a full stop."""
+    line = " ".join(text.split())
+    return line if line.endswith((".", "?", "!")) else f"{line}."

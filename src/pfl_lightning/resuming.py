@@ -49,8 +49,8 @@ def settings_of(federation: "Federation") -> Settings:
 def rounds_of(federation: "Federation") -> Settings:
     """The Trainer's settings that rounds depend on, as far as they do."""
     rounds, trainer, clients = federation.rounds, federation.trainer, federation.data.num_clients
-    clip: Settings = {"gradient_clip_val": rounds.clip}
-    if rounds.clip is not None:
+    clip: Settings = {"gradient_clip_val": rounds.clip or None}
+    if rounds.clip:
         clip["gradient_clip_algorithm"] = rounds.clip_algorithm
     return {
         "clients_per_round": f"{rounds.cohort_size(clients)} of {clients}",

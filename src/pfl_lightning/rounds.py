@@ -1,7 +1,8 @@
 """How rounds are made: participation, local work and evaluation."""
 
 from dataclasses import dataclass
-from typing import Literal
+from math import inf
+from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -9,6 +10,11 @@ from pfl_lightning.client import FedAvg
 from pfl_lightning.data import FederatedDataModule, Stage
 from pfl_lightning.engines import ENGINES, Engine, LocalWork
 from pfl_lightning.nets.batch_norm import smallest_batch
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is an integer from 1 up."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Rounds:
 
     def __post_init__(self) -> None:
         per_round = self.clients_per_round
-        if per_round <= 0 or (isinstance(per_round, float) and per_round > 1):
+        if not is_count(per_round) and not (isinstance(per_round, float) and 0 < per_round <= 1):
             raise MisconfigurationException(
                 f"trainer.clients_per_round={per_round} must be a number of clients from 1 up, "
                 "or a fraction above 0.0 and up to 1.0."
@@ -44,8 +50,13 @@ class Rounds:
                 "exclude each other; give one of them."
             )
         for name in ("local_epochs", "local_steps", "workers"):
-            if (value := getattr(self, name)) is not None and value < 1:
+            if (value := getattr(self, name)) is not None and not is_count(value):
                 raise MisconfigurationException(f"trainer.{name}={value} must be at least 1.")
+        if self.clip is not None and not 0 <= self.clip < inf:
+            raise MisconfigurationException(
+                f"trainer.gradient_clip_val={self.clip} must be a number above 0, such as 1.0; leave it out to clip "
+                "nothing."
+            )
         if isinstance(self.engine, str) and self.engine not in ENGINES:
             raise MisconfigurationException(
                 f"trainer.engine={self.engine!r} is not an engine; there is {', '.join(map(repr, ENGINES))}."
@@ -55,8 +66,13 @@ class Rounds:
                 f"trainer.compile=true compiles steps of many clients, and trainer.engine={self.engine!r} makes those "
                 "of one; take engine='vectorised' or 'auto'."
             )
-        if self.client_states not in ("memory", "disk"):
-            raise MisconfigurationException(f"trainer.client_states={self.client_states!r} must be 'memory' or 'disk'.")
+        for name, value, choices in (
+            ("evaluate", self.evaluate, ("before", "after", "both")),
+            ("gradient_clip_algorithm", self.clip_algorithm, ("norm", "value")),
+            ("client_states", self.client_states, ("memory", "disk")),
+        ):
+            if value not in choices:
+                raise MisconfigurationException(f"trainer.{name}={value!r} must be one of {', '.join(choices)}.")
 
     @property
     def engine_class(self) -> type[Engine]:
@@ -76,7 +92,9 @@ class Rounds:
     def work(self, data: FederatedDataModule) -> LocalWork:
         """What each client does in a round."""
         epochs = 1 if self.local_epochs is None else self.local_epochs
-        return LocalWork(epochs, self.local_steps, data.batch_size, data.last_batch, self.clip, self.clip_algorithm)
+        # in Lightning a bound of 0 is none
+        clip = self.clip or None
+        return LocalWork(epochs, self.local_steps, data.batch_size, data.last_batch, clip, self.clip_algorithm)
 
     def after_name(self, stage: str) -> str:
         """Under which name the evaluation after local training of ``val``, ``test``, … is recorded."""

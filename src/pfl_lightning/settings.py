@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Callback,
@@ -31,6 +32,13 @@ REFUSED_CALLBACKS = (
     ModelPruning,
     StochasticWeightAveraging,
 )
+ACCELERATORS: dict[str, tuple[type[Accelerator], ...]] = {
+    "gpu": (CUDAAccelerator, MPSAccelerator),
+    "cuda": (CUDAAccelerator,),
+    "mps": (MPSAccelerator,),
+    "tpu": (XLAAccelerator,),
+}
+"""What can be there or not, by the names that the Trainer takes."""
 MEANINGLESS = {
     "max_epochs": "a round is an epoch; give max_rounds",
     "min_epochs": "a round is an epoch; leave it out",
@@ -41,6 +49,7 @@ MEANINGLESS = {
     "accumulate_grad_batches": "clients step on every batch; give a larger data.batch_size",
     "val_check_interval": "a round is one batch; give check_val_every_n_epoch",
     "use_distributed_sampler": "clients are no samples; leave it out",
+    "barebones": "it forbids the record; leave it out",
     "sync_batchnorm": "clients have their own batch statistics; see model.buffers",
 }
 
@@ -103,6 +112,30 @@ def fill_defaults(arguments: dict[str, Any], root: str, client_states: str) -> N
     several = str(arguments["devices"]) != "1" or arguments.get("num_nodes", 1) != 1
     if several and arguments.get("strategy") in (None, "auto"):
         arguments["strategy"] = ClientParallel()
+
+
+def check_machine(arguments: dict[str, Any]) -> None:
+    """Refuses devices that this machine doesn't have, and intervals of no length.
+
+    Args:
+        arguments: the Trainer's, with defaults.
+    """
+    accelerator, devices = arguments.get("accelerator", "auto"), arguments["devices"]
+    found = [name for name, kinds in ACCELERATORS.items() if any(kind.is_available() for kind in kinds)]
+    if accelerator in ACCELERATORS and accelerator not in found:
+        raise MisconfigurationException(
+            f"trainer.accelerator={accelerator} is not on this machine, or torch is installed without it; there is "
+            f"{', '.join(['cpu', *found])}."
+        )
+    on_cpu = accelerator == "cpu" or (accelerator == "auto" and not found)
+    if on_cpu and not (str(devices).isdigit() and int(devices) > 0):
+        raise MisconfigurationException(
+            f"trainer.devices={devices} must be a number of processes from 1 up, because trainer.accelerator is the "
+            "CPU."
+        )
+    every = arguments.get("check_val_every_n_epoch")
+    if every is not None and every < 1:
+        raise MisconfigurationException(f"trainer.check_val_every_n_epoch={every} must be at least 1 round.")
 
 
 def check_ranks(strategy: Strategy, engine: type[Engine], ranks: int) -> None:

@@ -15,9 +15,9 @@ from pfl_lightning.client import FedAvg
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine
 from pfl_lightning.federation import Federation
-from pfl_lightning.rounds import Rounds
+from pfl_lightning.rounds import Rounds, is_count
 from pfl_lightning.runs import at_work, checkpoint_of_run
-from pfl_lightning.settings import check_ranks, fill_defaults, refuse_loaders, refuse_meaningless
+from pfl_lightning.settings import check_machine, check_ranks, fill_defaults, refuse_loaders, refuse_meaningless
 from pfl_lightning.stopping import Stopped, stoppable
 
 
@@ -53,7 +53,8 @@ class FederatedTrainer(Trainer):
         test_every_round: whether the test parts, and the server's model on the central test set where the data have
             one, are evaluated with the validation parts, every round, which the papers' protocol asks for; they are
             evaluated at the end of ``fit`` in any case.
-        gradient_clip_val: largest norm or value of a client's gradients; None doesn't clip.
+        gradient_clip_val: largest norm or value of a client's gradients, above 0; None or, as in Lightning, 0 doesn't
+            clip.
         gradient_clip_algorithm: whether ``gradient_clip_val`` bounds their ``norm`` or each ``value``.
         client_states: where clients' personal entries and optimizers are between rounds: in ``memory``; or on the
             ``disk``, in files that go when the run does and are read as far as a client is at work, with the same
@@ -86,7 +87,7 @@ class FederatedTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         refuse_meaningless(kwargs)
-        if max_rounds < 1:
+        if not is_count(max_rounds):
             raise MisconfigurationException(f"trainer.max_rounds={max_rounds} must be at least 1.")
         self.rounds = Rounds(
             clients_per_round=clients_per_round,
@@ -103,6 +104,7 @@ class FederatedTrainer(Trainer):
         )
         self._own_logger = kwargs.get("logger") in (None, True) and not kwargs.get("fast_dev_run")
         fill_defaults(kwargs, default_root_dir, client_states)
+        check_machine(kwargs)
         super().__init__(max_epochs=max_rounds, default_root_dir=default_root_dir, **kwargs)
         if self.world_size > 1:
             check_ranks(self.strategy, self.rounds.engine_class, self.world_size)

@@ -100,3 +100,14 @@ def test_word_numbers_are_refused_where_they_cannot_be_looked_up():
         FastText((4,), 3, vocab_size=5)(torch.tensor([[2, 5, 2, 0]]))
     with pytest.raises(MisconfigurationException, match=r"^net FastText: vocab_size=0 and width=32 must be at least 1"):
         FastText((4,), 3, vocab_size=0)
+
+
+@pytest.mark.parametrize("hidden", [(-3,), (64, 0)])
+def test_widths_below_1_are_refused(hidden):
+    with pytest.raises(MisconfigurationException, match=r"^model\.net\.hidden=\[.*\] must be 1 or more each"):
+        MLP((4,), 3, hidden=hidden)
+
+
+def test_an_unknown_head_is_refused():
+    with pytest.raises(MisconfigurationException, match=r"^model\.net\.head='first' must be one of last, all_fc"):
+        MLP((4,), 3, head="first")

@@ -4,7 +4,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pfl_lightning.comparison.results import CAPTION, COLUMNS, Result, differences, reasons, summarise, table
+from pfl_lightning.comparison.results import (
+    CAPTION,
+    COLUMNS,
+    Result,
+    differences,
+    reasons,
+    same_numbers,
+    summarise,
+    table,
+)
 from pfl_lightning.comparison.runs import Run
 from pfl_lightning.plots.runs import plot_mean_curves
 from pfl_lightning.report import Row, write_rows
@@ -27,6 +36,7 @@ def write(out: Path, methods: Mapping[str, Sequence[Result]], failures: Mapping[
     over = "mean ± sample standard deviation over seeds" if len(seeds) > 1 else "seed"
     caption = CAPTION.format(over=f"{over} {', '.join(map(str, seeds))}")
     notes = [reason for method in methods for reason in reasons(method, failures)]
+    notes += same_numbers(methods)
     notes += differences(methods) or ["Same partition, cohorts and initial weights for all methods at each seed."]
     write_rows(out / "runs.csv", [row_of(result, out) for results in methods.values() for result in results])
     write_rows(out / "comparison.csv", [row_of_method(name, methods[name], failures, out) for name in methods])

@@ -86,6 +86,12 @@ class Result:
         values["seconds"] = self.summary["seconds"]
         return {column.name: values[column.name] for column in COLUMNS if values.get(column.name) is not None}
 
+    @property
+    def accuracies(self) -> list[Any]:
+        """All accuracies of the run: of each round, and those of its columns."""
+        rounds = [value for row in self.rows for name, value in row.items() if name.endswith("acc") and value]
+        return rounds + [self.values[column.name] for column in COLUMNS if column.spread and column.name in self.values]
+
     @cached_property
     def common(self) -> dict[str, Any]:
         """What methods share at a seed, among other things."""
@@ -172,6 +178,25 @@ def differences(methods: Mapping[str, Sequence[Result]]) -> list[str]:
                 f"{' and '.join(unlike)}."
             )
     return found
+
+
+def same_numbers(methods: Mapping[str, Sequence[Result]]) -> list[str]:
+    """A sentence for the methods whose accuracies are the same to the last digit at all seeds, for each set of them.
+
+    Args:
+        methods: finished runs by method.
+    """
+    alike: dict[str, list[str]] = {}
+    for method, results in methods.items():
+        accuracies = {result.run.seed: result.accuracies for result in results}
+        if any(accuracies.values()):
+            alike.setdefault(repr(accuracies), []).append(method)
+    return [
+        f"{', '.join(names[:-1])} and {names[-1]} gave the same numbers to the last digit: what sets them apart has no "
+        "effect here, such as a term whose weight is too small."
+        for names in alike.values()
+        if len(names) > 1
+    ]
 
 
 def differ(one: str | list[str], other: str | list[str]) -> bool:

@@ -1,8 +1,9 @@
 """What every network of the library looks like: a feature extractor and a classifier."""
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 Head: TypeAlias = Literal["last", "all_fc"]
@@ -41,7 +42,12 @@ def cut(body: list[nn.Module], dense: list[nn.Module], head: Head) -> tuple[nn.S
         body: the layers up to and with the flattening.
         dense: the fully connected layers and their activations; the last one gives the logits.
         head: ``last`` gives the classifier the last layer only, ``all_fc`` all of ``dense``.
+
+    Raises:
+        MisconfigurationException: if ``head`` is something else.
     """
+    if head not in get_args(Head):
+        raise MisconfigurationException(f"model.net.head={head!r} must be one of {', '.join(get_args(Head))}.")
     if head == "all_fc":
         return nn.Sequential(*body), nn.Sequential(*dense)
     return nn.Sequential(*body, *dense[:-1]), nn.Sequential(dense[-1])

@@ -17,11 +17,11 @@ class MLP(Net):
     Args:
         input_shape: shape of one sample, without the batch; it is flattened.
         num_classes: number of classes.
-        hidden: widths of the hidden layers.
+        hidden: widths of the hidden layers, at least 1 each; none makes a linear classifier.
         head: which layers are the classifier, the ``last`` linear layer or ``all_fc`` of them.
 
     Raises:
-        MisconfigurationException: if the inputs are integers, in use.
+        MisconfigurationException: if a width is out of range; in use, if the inputs are integers.
     """
 
     def __init__(
@@ -31,6 +31,8 @@ class MLP(Net):
         hidden: tuple[int, ...] = (64,),
         head: Head = "last",
     ) -> None:
+        if any(width < 1 for width in hidden):
+            raise MisconfigurationException(f"model.net.hidden={list(hidden)} must be 1 or more each, such as [64].")
         widths = (prod(input_shape), *hidden)
         dense: list[nn.Module] = []
         for width_in, width_out in zip(widths, hidden, strict=False):
