@@ -13,7 +13,7 @@ import pytest
 from command import CONFIGS, QUIET, forked, pfl, refusal, wait_for
 from federations import blobs, equal, fit, load, make_client, read_csv
 from pfl_lightning.comparison import runs
-from pfl_lightning.comparison.choices import choose
+from pfl_lightning.comparison.choices import Choice, choose
 from pfl_lightning.comparison.runs import Run
 from pfl_lightning.methods import FedProx
 from pfl_lightning.plots.runs import plot_curves, plot_mean_curves
@@ -394,15 +394,23 @@ def test_a_method_is_a_name_a_path_or_a_class(configs):
     files = [("--config", str(configs / "fedavg.yaml")), ("--config", str(configs / "fedprox.yaml"))]
     assert [choice.arguments for choice in chosen[:2]] == files
     assert [choice.arguments for choice in chosen[2:4]] == [("--model", "FedPer"), ("--model", "mine.Mine")]
-    assert chosen[4].arguments == (*files[1], "--config", "mu.yaml")
+    assert (chosen[4].arguments, chosen[4].winning) == (files[1], ("--config", "mu.yaml"))
+
+
+def test_files_behind_a_plus_win_over_all_files_and_flags_over_them():
+    choice = Choice("a+b", ("--config", "a"), ("--config", "b"))
+    mine = ["--config", "a", "--config", "b"]
+    assert list(choice.among(["--x", "1"])) == [*mine, "--x", "1"]
+    for data in (["--config", "data"], ["-c", "data"], ["--config=data"], ["--y=2", "-c", "first", "--config=data"]):
+        assert list(choice.among([*data, "--x", "1"])) == [*mine[:2], *data, *mine[2:], "--x", "1"]
 
 
 def test_options_of_fit_stand_behind_the_method(stand_in, configs):
     compare("--methods FedProx+mu.yaml --data Digits --model.mu=-0 -c mu.yaml --seeds 4")
     words = calls()[0]["words"]
     options = words[words.index("--model") :]
-    assert options[:4] == ["--model", "FedProx", "--config", "mu.yaml"]
-    assert options[4:11] == ["--data", "Digits", "--model.mu=-0", "-c", "mu.yaml", "--seed_everything", "4"]
+    assert options[:7] == ["--model", "FedProx", "--data", "Digits", "--model.mu=-0", "-c", "mu.yaml"]
+    assert options[7:11] == ["--config", "mu.yaml", "--seed_everything", "4"]
 
 
 MISTAKES = {

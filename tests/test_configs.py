@@ -6,6 +6,9 @@ import pytest
 import yaml
 
 from command import CONFIGS, QUICKSTART, QUIET, pfl, summary
+from pfl_lightning import FedAvg
+from pfl_lightning.methods.fedrema import is_over
+from pfl_lightning.nets import ResNet18
 from tiny_datasets import write
 
 METHODS = sorted((CONFIGS / "methods").glob("*.yaml"))
@@ -87,6 +90,20 @@ def test_a_papers_own_value_follows_the_file_of_its_method(path, capsys):
     files = [CONFIGS / "methods" / f"{path.stem.rpartition('_')[0]}.yaml", CONFIGS / "data" / "digits_dir0.1.yaml"]
     assert holds(printed([*files, path], capsys), load(path))
     assert not holds(printed(files, capsys), load(path))
+
+
+def test_the_ablation_without_an_end_of_its_period_never_ends_it():
+    aggregator = load(CONFIGS / "methods" / "fedrema_mds.yaml")["aggregator"]["init_args"]
+    assert not is_over([1.0, 1e-9], aggregator["delta"])
+
+
+@pytest.mark.parametrize("data", [path for path in DATA if path.stem.startswith("tinyimagenet")], ids=lambda p: p.stem)
+def test_statistics_of_a_net_with_batch_norm_stay_with_clients_as_in_the_papers_code(data):
+    assert load(data)["model"]["init_args"]["buffers"] == "local"
+    given = {"net": ResNet18, "input_shape": (3, 64, 64), "num_classes": 200, "buffers": "local"}
+    client = FedAvg(**given)
+    statistics = [name for name in client.state_dict() if name.endswith(("running_mean", "running_var"))]
+    assert statistics and not any(map(client.is_shared, statistics))
 
 
 def test_the_order_of_a_pair_does_not_matter(capsys):

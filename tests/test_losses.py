@@ -7,6 +7,8 @@ import torch
 
 from pfl_lightning.losses import proximal, supervised_contrastive
 
+OFFICIAL = {"tau": 100.0, "base_tau": 0.07, "normalize": False}
+
 
 def features(n=8, d=5, seed=0):
     return torch.randn(n, d, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -28,7 +30,7 @@ def slow(f, y, tau, base_tau):
 @pytest.mark.parametrize(("tau", "base_tau"), [(100.0, 0.07), (0.5, 0.5), (1.0, 2.0)])
 def test_contrast_is_its_formula_and_so_is_its_gradient(labels, tau, base_tau):
     f, y = features().requires_grad_(), torch.tensor(labels)
-    ours, reference = supervised_contrastive(f, y, tau, base_tau), slow(f, y, tau, base_tau)
+    ours, reference = supervised_contrastive(f, y, tau, base_tau, False), slow(f, y, tau, base_tau)
     torch.testing.assert_close(ours, reference)
     if len(set(labels)) < 8:
         torch.testing.assert_close(torch.autograd.grad(ours, f), torch.autograd.grad(reference, f))
@@ -40,12 +42,17 @@ def test_contrast_is_its_formula_and_so_is_its_gradient(labels, tau, base_tau):
 @pytest.mark.parametrize("labels", [[0, 1, 2, 3], [0, 0, 1, 1], [2] * 4])
 def test_equal_features_give_a_loss_that_no_label_enters(labels):
     f = torch.full((8, 3), 0.5)
-    loss = supervised_contrastive(f, torch.tensor(labels).repeat(2))
+    loss = supervised_contrastive(f, torch.tensor(labels).repeat(2), **OFFICIAL)
     assert float(loss) == pytest.approx(100 / 0.07 * math.log(7), rel=1e-6)
 
 
+def test_with_unit_vectors_it_is_of_the_size_of_cross_entropy_at_the_start():
+    loss = supervised_contrastive(features(128, 512), torch.arange(64).repeat(2))
+    assert 0 < float(loss) < 2 * math.log(127)
+
+
 def test_at_the_start_of_a_batch_of_64_it_is_what_the_official_code_shows():
-    loss = supervised_contrastive(torch.zeros(128, 4), torch.arange(64).repeat(2))
+    loss = supervised_contrastive(torch.zeros(128, 4), torch.arange(64).repeat(2), **OFFICIAL)
     assert float(loss) == pytest.approx(6920, abs=1)
 
 
@@ -63,7 +70,7 @@ def test_one_view_of_one_sample_is_no_nan():
 
 def test_large_features_are_finite_and_so_is_their_gradient():
     f = (1e4 * features(16, 512)).float().requires_grad_()
-    loss = supervised_contrastive(f, torch.arange(8).repeat(2))
+    loss = supervised_contrastive(f, torch.arange(8).repeat(2), **OFFICIAL)
     assert loss.isfinite() and loss > 0
     assert torch.autograd.grad(loss, f)[0].isfinite().all()
 
@@ -88,19 +95,19 @@ def test_normalised_features_have_no_length():
     f, y = features(), torch.tensor([0, 0, 1, 2]).repeat(2)
     unit = f / f.norm(dim=1, keepdim=True)
     lengths = torch.rand(8, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 0.1
-    expected = supervised_contrastive(unit, y, tau=0.07)
-    torch.testing.assert_close(supervised_contrastive(lengths * f, y, tau=0.07, normalize=True), expected)
-    assert not torch.isclose(supervised_contrastive(lengths * f, y, tau=0.07), expected)
+    expected = supervised_contrastive(unit, y, normalize=False)
+    torch.testing.assert_close(supervised_contrastive(lengths * f, y), expected)
+    assert not torch.isclose(supervised_contrastive(lengths * f, y, normalize=False), expected)
     zeros = torch.zeros(4, 3, requires_grad=True)
-    loss = supervised_contrastive(zeros, torch.tensor([0, 1, 0, 1]), normalize=True)
+    loss = supervised_contrastive(zeros, torch.tensor([0, 1, 0, 1]))
     assert torch.autograd.grad(loss, zeros)[0].isfinite().all()
 
 
 def test_half_precision_is_left_for_the_inner_products():
     f, y = 300 * features(8, 64).half(), torch.tensor([0, 0, 1, 2]).repeat(2)
-    expected = supervised_contrastive(f.float(), y)
+    expected = supervised_contrastive(f.float(), y, **OFFICIAL)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(supervised_contrastive(f, y), expected)
+        assert torch.equal(supervised_contrastive(f, y, **OFFICIAL), expected)
     assert expected.isfinite() and expected.dtype == torch.float32
 
 

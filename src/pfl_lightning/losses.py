@@ -22,7 +22,7 @@ def proximal(parameters: Iterable[Tensor], anchors: Iterable[Tensor]) -> Tensor:
 
 
 def supervised_contrastive(
-    features: Tensor, target: Tensor, tau: float = 100.0, base_tau: float = 0.07, normalize: bool = False
+    features: Tensor, target: Tensor, tau: float = 0.07, base_tau: float = 0.07, normalize: bool = True
 ) -> Tensor:
     r"""The supervised contrastive loss: features of one class attract each other, all features repel each other.
 
@@ -33,12 +33,11 @@ def supervised_contrastive(
         P(i) = \{p \ne i : y_p = y_i\}
 
     A feature without another of its class adds 0 to the mean; with two views of each sample there is none. Source:
-    Khosla et al., 2020, equation 2 (https://arxiv.org/abs/2004.11362), whose official code has the factor. The defaults
-    are those of FedClassAvg's official code (https://arxiv.org/abs/2210.14226); Khosla et al. take 0.07 for both
-    temperatures and unit vectors.
+    Khosla et al., 2020, equation 2 (https://arxiv.org/abs/2004.11362), whose official code has the factor and the
+    defaults: 0.07 for both temperatures, and unit vectors.
 
     >>> views = torch.tensor([[3.0, 0.0], [0.0, 2.0], [3.0, 0.0], [0.0, 2.0]])
-    >>> supervised_contrastive(views, torch.tensor([0, 1, 0, 1]), tau=1.0, base_tau=1.0)
+    >>> supervised_contrastive(views, torch.tensor([0, 1, 0, 1]), tau=1.0, base_tau=1.0, normalize=False)
     tensor(0.0181)
 
     Args:

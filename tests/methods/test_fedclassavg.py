@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam
 
+from command import CONFIGS, QUIET, pfl, summary
 from federations import HIDDEN, Shuffled, Sizes, Spy, blobs, equal, fit, make_client, noisy, same_end
 from pfl_lightning import FedAvg
 from pfl_lightning.data import FederatedDataModule
@@ -282,6 +283,14 @@ def test_it_learns(cls, shape):
     settings = {"shape": shape, "optimizer": partial(Adam, lr=0.01), "tau": 10.0, "base_tau": 10.0}
     ended = run(settings, pictures(60, 60, cls=cls))
     assert ended.rows[-1]["train/loss"] < ended.rows[0]["train/loss"]
+
+
+@pytest.mark.parametrize("name", ["fedclassavg", "fedclassavg_weight"])
+def test_as_configured_it_learns_by_plain_sgd(name):
+    files = CONFIGS / "methods" / f"{name}.yaml", CONFIGS / "data" / "digits_dir0.1.yaml"
+    settings = "--data.num_clients 3 --trainer.max_rounds 2"
+    pfl(f"fit --config {files[0]} --config {files[1]} {settings} {QUIET}")
+    assert summary("FedClassAvg-Digits/version_0")["final"]["test/acc"] > 0.3
 
 
 def test_clients_of_one_class_run():

@@ -1,11 +1,15 @@
 """Which methods are compared: files of settings, or client modules by name."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.suggestions import class_names, nearest_file, suggestion
+
+FILE = ("--config", "-c")
+"""The options that name a file."""
 
 
 @dataclass(frozen=True)
@@ -15,10 +19,25 @@ class Choice:
     Args:
         label: its name in tables and folders.
         arguments: what ``fit`` is given for it.
+        winning: what ``fit`` is given for the files behind a ``+``.
     """
 
     label: str
     arguments: tuple[str, ...]
+    winning: tuple[str, ...] = ()
+
+    def among(self, passed: Sequence[str]) -> tuple[str, ...]:
+        """All that ``fit`` is given: what wins comes behind the last file, before the flags that follow it.
+
+        >>> Choice("x", ("--model", "X"), ("--config", "mine")).among(["--config", "data", "--model.mu", "1"])
+        ('--model', 'X', '--config', 'data', '--config', 'mine', '--model.mu', '1')
+
+        Args:
+            passed: the arguments that all methods have in common.
+        """
+        ends = [place + ("=" not in word) for place, word in enumerate(passed, 1) if word.split("=")[0] in FILE]
+        last = max(ends, default=0)
+        return (*self.arguments, *passed[:last], *self.winning, *passed[last:])
 
 
 def choose(words: list[str], folder: Path) -> list[Choice]:
@@ -26,7 +45,7 @@ def choose(words: list[str], folder: Path) -> list[Choice]:
 
     Args:
         words: a name of a file in the folder (``fedprox``), the path of a file, or a client module's class
-            (``FedProx``), each with more files after a ``+``, whose settings win.
+            (``FedProx``), each with more files after a ``+``, whose settings win over those of all other files.
         folder: the folder of the methods' files.
 
     Raises:
@@ -53,13 +72,14 @@ def choose_one(word: str, folder: Path) -> Choice:
         raise MisconfigurationException(
             f"compare: --methods {first} is no file in {folder}/ and no client module{suggestion(first, known)}"
         )
+    winning: list[str] = []
     for other in others:
         if (path := settings_file(other, folder)) is None:
             raise MisconfigurationException(
                 f"compare: --methods {word}: {other} is no file in {folder}/; behind a + give the path of a YAML file."
             )
-        label, arguments = f"{label}+{path.stem}", [*arguments, "--config", str(path)]
-    return Choice(label, tuple(arguments))
+        label, winning = f"{label}+{path.stem}", [*winning, "--config", str(path)]
+    return Choice(label, tuple(arguments), tuple(winning))
 
 
 def settings_file(word: str, folder: Path) -> Path | None:

@@ -68,8 +68,7 @@ def main(args: list[str]) -> int:
             seed,
             out / method.label / f"seed_{seed}",
             (
-                *method.arguments,
-                *passed,
+                *method.among(passed),
                 *("--seed_everything", str(seed)),
                 *(("--data.seed", str(seed)) if given.vary_data else ()),
             ),
@@ -136,7 +135,7 @@ def parse(args: list[str]) -> tuple[Namespace, list[str]]:
         required=True,
         metavar="METHOD",
         help="names of files in the --configs folder, paths of files, or client modules such as FedProx; "
-        "METHOD+FILE adds a file whose settings win",
+        "METHOD+FILE adds a file whose settings win over those of all other files",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="SEED", help="by default 0")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, by default 1")

@@ -44,7 +44,7 @@ class APPLE(FedAvg):
     :math:`\rho_{ii}` near 1/M; :math:`\rho_i` begins with 1/M each; in its gradient the mean over tensors of the mean
     of :math:`g \odot c_m` stands for the inner product, and is smaller by orders; the penalty fades a round later; and
     a client's next core, which it sends too, is its personalised model :math:`w_i`, by which it is evaluated as it
-    stands. There clients also see new cores of the clients before them in a round; here never.
+    stands. There :math:`w_i` lacks the last batch's step, and clients see new cores of those before them in a round.
     Source: Luo and Wu, 2022 (https://arxiv.org/abs/2110.08394).
 
     Args:

@@ -36,8 +36,8 @@ class FedALA(FedAvg):
 
     Source: Zhang et al., 2023, Algorithm 1 (https://arxiv.org/abs/2212.01197). In the official code and PFLlib all
     clients mix in all rounds, so that one that isn't drawn goes on from its last mix; here it goes on from its last
-    trained model. They sample a block of neighbouring samples, leave out its last, smaller batch, and count in
-    ``layer_idx`` tensors, a weight and a bias apiece, where the paper and ``layers`` count layers.
+    trained model. They sample a block of neighbouring samples, whose last, smaller batch their older versions left out,
+    and count in ``layer_idx`` tensors, a weight and a bias apiece, where the paper and ``layers`` count layers.
 
     Args:
         layers: the paper's p, how many of the net's last layers are mixed, at least 1; layers without parameters don't

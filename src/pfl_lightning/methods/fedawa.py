@@ -45,12 +45,16 @@ class FedAWA(WeightedAverage):
     down. Norms are over parameters; buffers are averaged alike. Every one-hot :math:`\lambda` makes the first term 0:
     a long optimisation ends with one client's model, and few steps a round are the method.
 
-    The objective is the paper's; the optimizer, and that logits live on, are the released code's. Source: FedAWA, CVPR
-    2025 (https://arxiv.org/abs/2503.15842).
+    The objective is the paper's. The optimizer, its one step a round, and that logits live on are the released code's:
+    we know of no word of the paper on them. That logits begin with the samples' shares (``log_size``), and that the
+    average takes the weights after the step (``post``), are choices of ours, where the code's own look like slips:
+    nearly equal weights whatever the sizes, and weights that are a round old.
+    Source: FedAWA, CVPR 2025 (https://arxiv.org/abs/2503.15842).
 
     Args:
         preset: sets ``init``, ``reg_term`` and ``apply`` where they are None: ``paper`` to ``log_size``, ``aggregate``
-            and ``post``, ``official`` (the released code) to ``raw_size``, ``per_client`` and ``pre``.
+            and ``post``, of which ``reg_term`` is the paper's and the others are ours; ``official`` to the released
+            code's ``raw_size``, ``per_client`` and ``pre``.
         init: a client's logit when it first takes part: ``log_size``, the logarithm of its number of samples, with
             which the weights begin as `WeightedAverage`'s; ``raw_size``, its share of the samples of the round, with
             which they begin nearly equal; ``uniform``, 0; ``disco``, the logarithm of its weight in `FedDisco` with

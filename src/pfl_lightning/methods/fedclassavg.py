@@ -35,6 +35,12 @@ class FedClassAvg(FedAvg):
     ablation is ``contrastive=False, rho=0`` ("CA"), ``contrastive=False`` ("+PR") and ``rho=0`` ("+CL"). Without the
     contrastive term there are no views: clients learn x itself.
 
+    The paper names no temperature. The defaults are those of supervised contrastive learning (Khosla et al., 2020,
+    https://arxiv.org/abs/2004.11362), with which the contrastive term is of the size of cross-entropy and learns under
+    any optimizer. The official code's are ``tau=100, base_tau=0.07, normalize=False``: with them the term is some 6,900
+    at the start, in proportion to ``tau / base_tau``, plain SGD ends at chance, and Adam, which the official code has,
+    follows it alone for some hundred epochs (``configs/paper/fedclassavg_official.yaml``).
+
     Both views go through the net together, as in the official code: BatchNorm normalises by both. "+weight", whose code
     isn't released, is this objective with ``share=all``. Source: Jang et al., 2022 (https://arxiv.org/abs/2210.14226).
 
@@ -44,8 +50,8 @@ class FedClassAvg(FedAvg):
             sum over tensors of the mean of squares, whose gradient is some thousand times smaller.
         contrastive: whether there is a contrastive term; it needs images.
         tau: its temperature, above 0.
-        base_tau: what it is scaled to, above 0. Both are the official code's; the paper names neither.
-        normalize: whether it is of features of length 1, with which ``tau`` is mostly 0.07.
+        base_tau: what it is scaled to, above 0.
+        normalize: whether it is of features of length 1.
         share: what is averaged: the ``classifier``, or ``all`` of one network that all clients have ("+weight"); the
             proximal term is on the classifier in any case.
         input_shape: as for `FedAvg`.
@@ -60,9 +66,9 @@ class FedClassAvg(FedAvg):
         rho: float = 0.1,
         prox: Literal["l2", "l2sq", "mse_half"] = "l2",
         contrastive: bool = True,
-        tau: float = 100.0,
+        tau: float = 0.07,
         base_tau: float = 0.07,
-        normalize: bool = False,
+        normalize: bool = True,
         share: Literal["classifier", "all"] = "classifier",
         input_shape: tuple[int, ...] = (1, 28, 28),
         **kwargs: Any,
@@ -72,7 +78,7 @@ class FedClassAvg(FedAvg):
             raise MisconfigurationException(f"model.rho={rho} must be 0 (no proximal term) or more, such as 0.1.")
         if not (tau > 0 and base_tau > 0):
             raise MisconfigurationException(
-                f"model.tau={tau} and model.base_tau={base_tau} must be above 0, such as 100 and 0.07."
+                f"model.tau={tau} and model.base_tau={base_tau} must be above 0, such as 0.07 both."
             )
         if contrastive and (len(input_shape) != 3 or input_shape[0] not in (1, 3)):
             raise MisconfigurationException(

@@ -17,7 +17,7 @@ from pfl_lightning.pool import Weighting, shares
 
 
 def is_over(mean_gaps: list[float], delta: float) -> bool:
-    r"""Whether the critical co-learning period ends with the last of its rounds (equation 8).
+    r"""Whether the critical co-learning period ends with the last of its rounds (equation 9).
 
     .. math:: \bar\Delta^t \le \delta \max_{\tau \le t} \bar\Delta^\tau
 

@@ -27,7 +27,7 @@ class WDR(FedAvg):
 
     Args:
         wdr_lambda: weight of the regulariser, at least 0; 0 is `FedAvg` bit for bit. What is needed grows with the
-            number of classes: the paper takes 10 for 10 classes, 1000 for 100.
+            number of classes: the paper takes 10 for 10 classes, 1000 for 100, and its numbers are most likely of half.
         wdr_scale: kappa: the official code trains with half of the lambda that it is given (0.5), the paper prints 1.
         output_layer: name of the linear layer with a row a class, where the net's classifier has more than one.
         **kwargs: the arguments of `FedAvg`.
