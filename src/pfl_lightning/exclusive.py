@@ -13,7 +13,8 @@ PAIR = ("local_epochs", "local_steps")
 def later_wins(words: Sequence[str]) -> list[str]:
     """A command line on which a file or an option that gives one of the pair takes the other one back.
 
-    A file that gives both, and a command line that does so by its own options, stay as they are, and are refused.
+    A file that gives both, and a command line that does so by its own options, stay as they are, and are refused. What
+    this gives stays as it is when it comes here again, as parsers of commands are asked by that of the program.
 
     >>> later_wins(["fit", "--config", "gone.yaml", "--trainer.local_steps", "5"])
     ['fit', '--config', 'gone.yaml', '--trainer.local_steps', '5', '--trainer.local_epochs', 'null']
@@ -28,7 +29,8 @@ def later_wins(words: Sequence[str]) -> list[str]:
         if option in ("-c", "--config"):
             given = in_file(value or words[place + taken - 1])
         else:
-            given = [name for name in PAIR if option == f"--trainer.{name}" and not both]
+            is_null = (value or words[place + taken - 1]).lower() in ("null", "none")
+            given = [name for name in PAIR if option == f"--trainer.{name}" and not both and not is_null]
         taken = taken if given else 1
         result += words[place : place + taken]
         if len(given) == 1:
