@@ -705,7 +705,8 @@ def test_a_server_draws_from_the_run_s_seed_also_when_another_process_goes_on(tm
     whole = fit(make_client(Echo), root=tmp_path / "whole", aggregator=Draws(), max_rounds=4)
     fit(make_client(Echo), root=tmp_path / "halves", aggregator=Draws(), max_rounds=2)
     again = make_client(Echo, seed=99)
-    resumed = fit(again, root=tmp_path / "halves", aggregator=Draws(), max_rounds=4, ckpt_path="last")
+    settings = {"root": tmp_path / "halves", "aggregator": Draws(), "ckpt_path": "last", "resume_changed": True}
+    resumed = fit(again, max_rounds=4, **settings)
     assert same_end(whole, resumed)
 
 

@@ -336,7 +336,7 @@ def test_the_order_of_uploads_and_of_training_changes_nothing():
 def test_partial_participation_resumes_bit_for_bit_without_samples_in_the_checkpoint(tmp_path, method):
     def run(root, rounds, ckpt_path=None, seed=3):
         client = make_client(method, seed=seed, net=noisy)
-        settings = {"max_rounds": rounds, "clients_per_round": 0.5, "ckpt_path": ckpt_path}
+        settings = {"max_rounds": rounds, "clients_per_round": 0.5, "ckpt_path": ckpt_path, "resume_changed": seed != 3}
         return fit(client, blobs(data=Closed), root, FedLAW(proxy_fraction=0.2), **settings)
 
     whole = run(tmp_path / "whole", 4)

@@ -233,7 +233,7 @@ def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     for engine in (Shuffled, Backwards):
         assert same_end(whole, fit(make(), engine=engine, **settings))
     fit(make(), root=tmp_path, **{**settings, "max_rounds": 2})
-    assert same_end(whole, fit(make(seed=9), root=tmp_path, ckpt_path="last", **settings))
+    assert same_end(whole, fit(make(seed=9), root=tmp_path, ckpt_path="last", resume_changed=True, **settings))
 
 
 @pytest.mark.parametrize("data", [partial(blobs, 40), partial(blobs, 30, 60, by_class=True)], ids=["one client", "two"])

@@ -447,7 +447,7 @@ def test_resuming_and_the_order_change_nothing(c_update, tmp_path):
     whole = run(tmp_path / "whole", max_rounds=4)
     assert same_end(whole, run(tmp_path / "other", engine=Shuffled, max_rounds=4))
     run(tmp_path / "half", max_rounds=2)
-    assert same_end(whole, run(tmp_path / "half", seed=9, max_rounds=4, ckpt_path="last"))
+    assert same_end(whole, run(tmp_path / "half", seed=9, max_rounds=4, ckpt_path="last", resume_changed=True))
 
 
 def test_a_client_comes_out_of_a_checkpoint(tmp_path):
@@ -465,7 +465,7 @@ def test_resuming_with_other_public_samples_is_refused(tmp_path):
 
     last = fit(make_client(SMALL), root=tmp_path, max_rounds=1).last
     with pytest.raises(MisconfigurationException, match=r"ckpt_path: .* answers to 9 public samples, and there are 5"):
-        fit(make_client(SMALL), blobs(data=Fewer), root=tmp_path, max_rounds=2, ckpt_path=last)
+        fit(make_client(SMALL), blobs(data=Fewer), tmp_path, max_rounds=2, ckpt_path=last, resume_changed=True)
 
 
 # Refusals
@@ -566,7 +566,7 @@ def test_models_resume_and_their_order_changes_nothing(tmp_path):
     whole = run(tmp_path / "whole", max_rounds=4)
     assert same_end(whole, run(tmp_path / "other", engine=Shuffled, max_rounds=4))
     run(tmp_path / "half", max_rounds=2)
-    assert same_end(whole, run(tmp_path / "half", seed=9, max_rounds=4, ckpt_path="last"))
+    assert same_end(whole, run(tmp_path / "half", seed=9, max_rounds=4, ckpt_path="last", resume_changed=True))
 
 
 def test_models_of_which_nothing_is_shared_are_refused():

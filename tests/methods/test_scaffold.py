@@ -239,7 +239,7 @@ def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(option, tmp_path
     for engine in (Shuffled, Backwards):
         assert same_end(whole, fit(make(), engine=engine, **settings))
     fit(make(), root=tmp_path, **{**settings, "max_rounds": 2})
-    resumed = fit(make(seed=9), root=tmp_path, ckpt_path="last", **settings)
+    resumed = fit(make(seed=9), root=tmp_path, ckpt_path="last", resume_changed=True, **settings)
     assert same_end(whole, resumed)
     assert load(resumed.last)["federation"]["aggregator"]["control"].any()
 
