@@ -150,7 +150,8 @@ def test_settings_come_from_the_config_and_not_from_the_checkpoint(monkeypatch):
     monkeypatch.setattr(
         cli.PflCLI, "after_fit", lambda self: rates.append(self.model.optimizer([torch.ones(1)])), raising=False
     )
-    pfl(f"fit {SMALL} --trainer.max_rounds 2 --model.optimizer.lr 0.03 --ckpt_path {CHECKPOINTS}/last.ckpt")
+    changed = "--model.optimizer.lr 0.03 --resume_changed true"
+    pfl(f"fit {SMALL} --trainer.max_rounds 2 {changed} --ckpt_path {CHECKPOINTS}/last.ckpt")
     assert rates[0].defaults["lr"] == 0.03
 
 

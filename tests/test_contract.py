@@ -677,8 +677,6 @@ def test_random_numbers_of_a_download_depend_on_seed_round_and_client_alone():
 class Modes(Drawing):
     """Sets its net to evaluation mode in its hooks, and leaves it so."""
 
-    caches = frozenset({"drawn"})
-
     def on_download(self, payload, data):
         super().on_download(payload, data)
         self.net.eval()
@@ -715,8 +713,8 @@ def test_a_server_draws_from_the_run_s_seed_also_when_another_process_goes_on(tm
     whole = fit(make_client(Echo), root=tmp_path / "whole", aggregator=Draws(), max_rounds=4)
     fit(make_client(Echo), root=tmp_path / "halves", aggregator=Draws(), max_rounds=2)
     again = make_client(Echo, seed=99)
-    settings = {"max_rounds": 4, "ckpt_path": "last", "resume_changed": True}
-    resumed = fit(again, root=tmp_path / "halves", aggregator=Draws(), **settings)
+    settings = {"root": tmp_path / "halves", "aggregator": Draws(), "ckpt_path": "last", "resume_changed": True}
+    resumed = fit(again, max_rounds=4, **settings)
     assert same_end(whole, resumed)
 
 

@@ -112,15 +112,9 @@ def test_resuming_and_the_order_change_nothing(by, tmp_path):
     whole = fit(make(), root=tmp_path / "whole", clients_per_round=0.75, evaluate="both")
     other = fit(make(), root=tmp_path / "other", clients_per_round=0.75, evaluate="both", engine=Shuffled)
     assert same_end(whole, other)
-    fit(make(), root=tmp_path / "half", clients_per_round=0.75, evaluate="both", max_rounds=1)
-    resumed = fit(
-        make(seed=9),
-        root=tmp_path / "half",
-        clients_per_round=0.75,
-        evaluate="both",
-        ckpt_path="last",
-        resume_changed=True,
-    )
+    settings = {"root": tmp_path / "half", "clients_per_round": 0.75, "evaluate": "both"}
+    fit(make(), max_rounds=1, **settings)
+    resumed = fit(make(seed=9), ckpt_path="last", resume_changed=True, **settings)
     assert same_end(whole, resumed)
 
 

@@ -3,6 +3,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -239,6 +240,12 @@ def test_a_run_of_the_command_line_goes_on_from_python():
     client = WDR(wdr_lambda=5, net=MLP, input_shape=data.input_shape, num_classes=data.num_classes, **optimizer)
     FederatedTrainer(max_rounds=2, enable_progress_bar=False).fit(client, datamodule=data, ckpt_path="last")
     assert len(read_csv(FOLDER / "rounds.csv")) == 2
+
+
+def test_settings_of_other_types_are_kept_as_plain_values(tmp_path):
+    server = FedLAW(server_epochs=0, proxy_fraction=np.float64(0.25))
+    path = fit(make_client(), root=tmp_path, aggregator=server, max_rounds=1).last
+    assert type(load(path)["federation"]["settings"]["aggregator.proxy_fraction"]) is float
 
 
 def test_settings_are_the_same_in_every_round_s_checkpoint(tmp_path):

@@ -152,5 +152,5 @@ def test_a_damaged_checkpoint_is_refused_as_in_memory(tmp_path):
 
 
 def test_a_place_that_is_neither_is_refused():
-    with pytest.raises(MisconfigurationException, match=r"trainer\.client_states='tape' must be 'memory' or 'disk'"):
+    with pytest.raises(MisconfigurationException, match=r"trainer\.client_states='tape' must be one of memory, disk"):
         make_trainer(client_states="tape")

@@ -10,6 +10,11 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from pfl_lightning.whole_files import replacing
 
+ENTRIES = {"state_dict", "federation", "pytorch-lightning_version"}
+"""What every checkpoint of a federation has."""
+HANDED_OVER = ".temp.ckpt"
+"""Name of the file in which Lightning's processes hand their weights to the first one, and nothing else."""
+
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's checkpoint files, put in place in one step: a run killed while it saves keeps the last one.
@@ -48,8 +53,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise MisconfigurationException(
                 f"ckpt_path={str(path)!r} can't be read as a checkpoint ({flaw(path, error)}); {another(path)}."
             ) from error
-        entries = {"state_dict", "federation", "pytorch-lightning_version"}
-        if not isinstance(checkpoint, dict) or not entries <= checkpoint.keys():
+        if Path(path).name != HANDED_OVER and not (isinstance(checkpoint, dict) and ENTRIES <= checkpoint.keys()):
             raise MisconfigurationException(
                 f"ckpt_path={str(path)!r}: the checkpoint is not of a federation; {another(path)}."
             )

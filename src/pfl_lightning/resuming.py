@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Settings: TypeAlias = dict[str, Any]
 """Numbers, texts, truth values, None, and lists of them, by dotted names as on the command line."""
 
-PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str)
 BUILT = {"net", "optimizer", "lr_scheduler", "input_shape", "num_classes"}
 """Arguments of client modules that are described by what they build, whoever wrote them down."""
 UNTOLD = {"root", "download", "params", "initial_lr", "base_lrs", "_last_lr", "_class_path", "_instantiator"}
@@ -93,15 +93,15 @@ def flat(name: str, value: Any) -> Settings:
     """
     if name.rpartition(".")[2] in UNTOLD:
         return {}
-    if isinstance(value, PLAIN):
-        return {name: value}
+    if is_plain(value):
+        return {name: plain(value)}
     if isinstance(value, Counter):
         value = sorted(value.elements())
     if isinstance(value, (set, frozenset)):
         value = sorted(value, key=str)
     if isinstance(value, (list, tuple)):
-        if all(isinstance(item, PLAIN) for item in value):
-            return {name: list(value)}
+        if all(map(is_plain, value)):
+            return {name: list(map(plain, value))}
         value = dict(enumerate(value))
     if isinstance(value, Mapping):
         # the command line's form of an object
@@ -116,6 +116,16 @@ def flat(name: str, value: Any) -> Settings:
     else:
         named, parts = {name: type(value).__name__}, arguments_of(value)
     return named | {key: each for part in parts for key, each in flat(f"{name}.{part}", parts[part]).items()}
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value can be kept as it is."""
+    return value is None or isinstance(value, PLAIN)
+
+
+def plain(value: Any) -> Any:
+    """A plain value without a type of its own, such as NumPy's, which checkpoints don't take."""
+    return next((kind(value) for kind in PLAIN if isinstance(value, kind)), None)
 
 
 def arguments_of(made: Any) -> Settings:

@@ -260,7 +260,8 @@ def test_resuming_and_the_order_change_nothing(tmp_path):
     assert whole.rows[-1]["clients_diverged"] == 0
     assert same_end(whole, run(settings, root=tmp_path / "other", engine=Shuffled, **trainer))
     run(settings, root=tmp_path / "half", max_rounds=1, **trainer)
-    assert same_end(whole, run(settings | {"seed": 9}, root=tmp_path / "half", ckpt_path="last", **trainer))
+    trainer |= {"ckpt_path": "last", "resume_changed": True}
+    assert same_end(whole, run(settings | {"seed": 9}, root=tmp_path / "half", **trainer))
 
 
 def test_rounds_and_clients_draw_views_of_their_own(monkeypatch):
