@@ -382,7 +382,7 @@ def test_precisions(precision):
     run = fit(make_client(net=noisy, optimizer=MOMENTUM), aggregator=FedLAW(), precision=precision)
     dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64, "bf16-mixed": torch.float32}[precision]
     assert run.weights["net.classifier.weight"].dtype == dtype
-    assert all(row["server/gamma"] > 0 and row["clients_failed"] == 0 for row in run.rows)
+    assert all(row["server/gamma"] > 0 and row["clients_diverged"] == 0 for row in run.rows)
 
 
 def test_half_precision_uploads_are_mixed_in_float32():

@@ -341,7 +341,7 @@ def test_any_networks_teach_each_other():
         return Net(nn.Sequential(nn.Linear(input_shape[0], 9), nn.BatchNorm1d(9), nn.ReLU()), nn.Linear(9, num_classes))
 
     run = fit(make_client(SMALL, net=[noisy, wide], optimizer=partial(SGD, lr=0.05)))
-    assert run.rows[-1]["clients_failed"] == 0
+    assert run.rows[-1]["clients_diverged"] == 0
     widths = [len(run.federation.clients[client].personal["net.features.0.bias"]) for client in range(4)]
     assert widths == [5, 9, 5, 9]
     assert all(predictions.shape == (N, C) for predictions in run.federation.aggregator.state["predictions"].values())
@@ -357,7 +357,7 @@ def test_one_or_two_public_samples_are_enough(public):
     run, alone = (
         fit(make_client(partial(SMALL, distill_epochs=epochs), net=noisy), blobs(data=Few)) for epochs in (1, 0)
     )
-    assert run.rows[-1]["clients_failed"] == 0
+    assert run.rows[-1]["clients_diverged"] == 0
     same = equal(run.federation.clients[0].personal, alone.federation.clients[0].personal)
     # BatchNorm has no statistics of one
     assert same == (public == 1)
@@ -367,7 +367,7 @@ def test_one_or_two_public_samples_are_enough(public):
 def test_precisions(precision):
     spy = Spy()
     run = fit(make_client(SMALL), precision=precision, callbacks=[spy], max_rounds=2)
-    assert run.rows[-1]["clients_failed"] == 0
+    assert run.rows[-1]["clients_diverged"] == 0
     dtype = torch.float64 if precision == "64-true" else torch.float32
     assert spy.updates[-1][0]["predictions"].dtype == dtype
 
