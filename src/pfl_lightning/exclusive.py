@@ -13,37 +13,51 @@ PAIR = ("local_epochs", "local_steps")
 def later_wins(words: Sequence[str]) -> list[str]:
     """A command line on which a file or an option that gives one of the pair takes the other one back.
 
-    A file that gives both, and a command line that does so by its own options, stay as they are, and are refused. What
-    this gives stays as it is when it comes here again, as parsers of commands are asked by that of the program.
+    A file that gives both, and a command line that does so by its own options, stay as they are, and are refused.
 
     >>> later_wins(["fit", "--config", "gone.yaml", "--trainer.local_steps", "5"])
     ['fit', '--config', 'gone.yaml', '--trainer.local_steps', '5', '--trainer.local_epochs', 'null']
     """
-    options = [word.partition("=")[0] for word in words]
-    both = all(f"--trainer.{name}" in options for name in PAIR)
+    arguments = grouped(words)
+    options = {name for argument in arguments for name in by_option(argument)}
     result: list[str] = []
-    place = 0
-    while place < len(words):
-        option, has_value, value = words[place].partition("=")
-        taken = 1 if has_value or place + 1 == len(words) else 2
-        if option in ("-c", "--config"):
-            given = in_file(value or words[place + taken - 1])
-        else:
-            is_null = (value or words[place + taken - 1]).lower() in ("null", "none")
-            given = [name for name in PAIR if option == f"--trainer.{name}" and not both and not is_null]
-        taken = taken if given else 1
-        result += words[place : place + taken]
+    for argument in arguments:
+        given = by_file(argument) + (by_option(argument) if len(options) == 1 else [])
+        result += argument
         if len(given) == 1:
             (other,) = set(PAIR) - set(given)
             result += [f"--trainer.{other}", "null"]
-        place += taken
     return result
 
 
-def in_file(path: str) -> list[str]:
+def grouped(words: Sequence[str]) -> list[list[str]]:
+    """Words, each with its value if it is an option that has one behind it."""
+    groups: list[list[str]] = []
+    for word in words:
+        last = groups[-1] if groups else [""]
+        if len(last) == 1 and last[0].startswith("-") and "=" not in last[0] and not word.startswith("-"):
+            last.append(word)
+        else:
+            groups.append([word])
+    return groups
+
+
+def value_of(argument: list[str], *options: str) -> str | None:
+    """The value that an argument gives to one of some options."""
+    option, _, value = "=".join(argument).partition("=")
+    return value if option in options and value else None
+
+
+def by_option(argument: list[str]) -> list[str]:
+    """Which of the pair an option gives; null gives none."""
+    return [name for name in PAIR if value_of(argument, f"--trainer.{name}") not in (None, "null")]
+
+
+def by_file(argument: list[str]) -> list[str]:
     """Which of the pair a file gives; a file that can't be read is for the parser to refuse."""
+    path = value_of(argument, "-c", "--config")
     try:
-        settings: Any = yaml.safe_load(Path(path).read_text())
+        settings: Any = None if path is None else yaml.safe_load(Path(path).read_text())
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return []
     trainer = settings.get("trainer") if isinstance(settings, dict) else None
