@@ -23,7 +23,7 @@ from pfl_lightning.methods import FedAvg, FedPer
 from pfl_lightning.methods.cfl import CFL, split
 
 # splits whatever it may
-EAGER = partial(CFL, eps1=math.inf, eps2=0.0, warmup=0)
+EAGER = partial(CFL, eps1=1e9, eps2=0.0, warmup=0)
 
 
 class Uniform(WeightedAverage):
