@@ -252,7 +252,7 @@ def test_methods_with_the_same_numbers_are_named(stand_in, capsys):
     sentence = (
         "Local, FedProx and Ditto gave the same numbers to the last digit: what sets them apart has no effect here"
     )
-    assert f"\n{sentence} here, such as a term whose weight is too small.\n" in capsys.readouterr().out
+    assert f"\n{sentence}, such as a term whose weight is too small.\n" in capsys.readouterr().out
     assert sentence in (OUT / "comparison.md").read_text()
 
 

@@ -47,7 +47,6 @@ CHANGES = {
     "trainer.local_epochs: 1 then, 2 now": {"trainer": {"local_epochs": 2}},
     "trainer.local_steps: null then, 3 now": {"trainer": {"local_steps": 3}},
     "trainer.gradient_clip_val: null then, 1.0 now": {"trainer": {"gradient_clip_val": 1.0}},
-    "trainer.evaluate: before then, both now": {"trainer": {"evaluate": "both"}},
     "trainer.precision: 32-true then, bf16-mixed now": {"trainer": {"precision": "bf16-mixed"}},
     "seed_everything: 3 then, 4 now": {"model": {"seed": 4}},
 }
