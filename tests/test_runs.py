@@ -147,7 +147,7 @@ def test_a_folder_that_is_moved_away_is_missed_and_not_made_again(states, tmp_pa
     assert same_end(fit(make_client(), root=tmp_path / "whole"), resumed)
 
 
-LINE = f"fit --model FedAvg --model.net MLP --data Digits --data.max_samples 200 --trainer.max_rounds 1 {QUIET}"
+LINE = f"fit --model FedAvg --model.net MLP --data Digits --data.max_samples 400 --trainer.max_rounds 1 {QUIET}"
 
 
 @pytest.mark.parametrize(
