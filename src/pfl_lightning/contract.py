@@ -4,15 +4,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from pfl_lightning.aggregators import Aggregator, Together
 from pfl_lightning.attributes import Attributes
 from pfl_lightning.exchange import Record, StateDict, Updates
+
+Shapes: TypeAlias = dict[str, Size]
+"""Shapes of weights, by name."""
 
 
 class Remembered:
@@ -75,11 +78,14 @@ def sound_updates(updates: Updates, aggregator: Aggregator, method: str, shared:
     Raises:
         MisconfigurationException: if no update can be used.
     """
+    shapes = shapes_of(shared)
+    if not any(fault(update, aggregator, shapes) for update in updates.values()):
+        return updates
     if "weights" in aggregator.needs:
         names = Counter(frozenset(u["weights"]) for u in updates.values() if isinstance(u, Mapping) and "weights" in u)
-        usual = names.most_common(1)[0][0] if names else shared.keys()
-        shared = {name: tensor for name, tensor in shared.items() if name in usual}
-    wrong = {client: reason for client in updates if (reason := fault(updates[client], aggregator, shared))}
+        usual = names.most_common(1)[0][0] if names else shapes.keys()
+        shapes = {name: shape for name, shape in shapes.items() if name in usual}
+    wrong = {client: reason for client in updates if (reason := fault(updates[client], aggregator, shapes))}
     if wrong and len(wrong) == len(updates):
         client, reason = next(iter(wrong.items()))
         raise MisconfigurationException(
@@ -91,24 +97,29 @@ def sound_updates(updates: Updates, aggregator: Aggregator, method: str, shared:
     return {client: update for client, update in updates.items() if client not in wrong}
 
 
-def fault(update: Any, aggregator: Aggregator, shared: StateDict) -> str:
+def fault(update: Any, aggregator: Aggregator, shapes: Shapes) -> str:
     """What an update lacks; empty if nothing."""
     if not isinstance(update, Mapping):
         return f"a {type(update).__name__} and no dict of entries"
     if missing := sorted(aggregator.needs - update.keys()):
         return f"no {' and '.join(missing)}"
-    return unlike(update["weights"], shared) if "weights" in aggregator.needs else ""
+    return unlike(update["weights"], shapes) if "weights" in aggregator.needs else ""
 
 
-def unlike(weights: Mapping[str, Tensor], shared: StateDict) -> str:
+def shapes_of(weights: Mapping[str, Tensor]) -> Shapes:
+    """The names and shapes of weights."""
+    return {name: tensor.shape for name, tensor in weights.items()}
+
+
+def unlike(weights: Mapping[str, Tensor], shapes: Shapes) -> str:
     """How weights differ from the entries that clients share; empty if in nothing."""
-    if weights.keys() != shared.keys():
-        differing = sorted(weights.keys() ^ shared.keys())
-        return f"weights {'without' if differing[0] in shared else 'with'} {differing[0]}"
-    for name, tensor in weights.items():
-        if tensor.shape != shared[name].shape:
-            return f"weights whose {name} has the shape {tuple(tensor.shape)} and not {tuple(shared[name].shape)}"
-    return ""
+    given = shapes_of(weights)
+    if given == shapes:
+        return ""
+    if differing := sorted(given.keys() ^ shapes.keys()):
+        return f"weights {'without' if differing[0] in shapes else 'with'} {differing[0]}"
+    name = next(name for name in given if given[name] != shapes[name])
+    return f"weights whose {name} has the shape {tuple(given[name])} and not {tuple(shapes[name])}"
 
 
 def check_payload(payload: Record, client: int, aggregator: Aggregator, shared: StateDict) -> None:
@@ -117,7 +128,7 @@ def check_payload(payload: Record, client: int, aggregator: Aggregator, shared: 
     Raises:
         MisconfigurationException: if they aren't.
     """
-    if "weights" in payload and (reason := unlike(payload["weights"], shared)):
+    if "weights" in payload and (reason := unlike(payload["weights"], shapes_of(shared))):
         raise MisconfigurationException(
             f"{aggregator.name}.download({client}) gave {reason}; give every entry that upload sends, and no other."
         )

@@ -184,10 +184,13 @@ class Federation(LightningModule):
             self._read_rate()
 
     def _tasks(self, clients: list[int]) -> Iterator[Task]:
+        checked = None
         for client in clients:
             self._call("on_client_fit_start", client)
             task = self.task(client, self.rounds.stages_after)
-            check_payload(task.payload, client, self.aggregator, self._shared)
+            if (weights := task.payload.get("weights")) is not checked:
+                check_payload(task.payload, client, self.aggregator, self._shared)
+                checked = weights
             self.record["bytes/down"] += num_bytes(task.payload)
             yield task
 

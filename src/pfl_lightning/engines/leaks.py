@@ -11,8 +11,12 @@ from torch import Tensor
 from pfl_lightning.attributes import Attributes
 from pfl_lightning.client import FedAvg
 
-ENGINES_OWN = {*vars(LightningModule()), "_logged", "client_id", "learning_rate", "phase", "round", "steps_done"}
-"""Attributes of client modules that are Lightning's or set by engines."""
+ENGINES_OWN = {
+    *vars(LightningModule()),
+    *("_hparams_initial", "_hparams_name", "_made_with"),
+    *("_logged", "client_id", "learning_rate", "phase", "round", "steps_done"),
+}
+"""Attributes of client modules that are Lightning's, that tell how one was made, or that engines set."""
 
 CLOSELY = 2
 """Rounds in which each hook of each client is watched; afterwards each round as a whole."""
