@@ -14,7 +14,7 @@ import time
 import torch
 
 from pfl_lightning import FedAvg, Server
-from pfl_lightning.exchange import Updates, num_bytes
+from pfl_lightning.messages import Updates, num_bytes
 from pfl_lightning.methods import CwFedAvg
 from pfl_lightning.nets import CNN
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pfl_lightning import FedAvg, Server
 from pfl_lightning.data import IID, FederatedDataModule
-from pfl_lightning.exchange import Record, detached, num_bytes
+from pfl_lightning.messages import Message, detached, num_bytes
 from pfl_lightning.methods import FedDistill, FedProto
 from pfl_lightning.methods.fedclassavg import FedClassAvg
 from pfl_lightning.methods.kt_pfl import KnowledgeTransfer
@@ -50,7 +50,7 @@ class Noise(FederatedDataModule):
         return torch.randint(0, 256, (3000, *self.input_shape), dtype=torch.uint8), torch.arange(3000) % 10
 
 
-def exchange(make: type[FedAvg], net: NetFactory) -> tuple[Record, Record]:
+def exchange(make: type[FedAvg], net: NetFactory) -> tuple[Message, Message]:
     """A client's update, and its payload of the round after that; without training, which changes no size.
 
     Args:
@@ -72,7 +72,7 @@ def exchange(make: type[FedAvg], net: NetFactory) -> tuple[Record, Record]:
     return update, aggregator.download(0)
 
 
-def file_size(record: Record) -> int:
+def file_size(record: Message) -> int:
     """Bytes of the file that `torch.save` makes."""
     buffer = io.BytesIO()
     torch.save(record, buffer)

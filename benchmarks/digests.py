@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from pfl_lightning.cli import main as command
-from pfl_lightning.exchange import digest
+from pfl_lightning.cli.main import main as command
+from pfl_lightning.messages import digest
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SETTINGS = "--data.num_clients 5 --trainer.clients_per_round 3 --trainer.max_rounds 3 --data.batch_size 32"

@@ -1,4 +1,4 @@
-r"""Rounds a second, accuracy and the GPU's utilisation by engine, precision and number of clients, on real data.
+r"""FederationOptions a second, accuracy and the GPU's utilisation by engine, precision and number of clients, on real data.
 
     python benchmarks/gpu.py --config configs/data/cifar10_dir0.1.yaml --data.root DATA
 
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from pfl_lightning.comparison.results import read
+from pfl_lightning.cli.compare.results import read
 
 METHOD = Path(__file__).parent.parent / "configs" / "methods" / "fedavg.yaml"
 QUERY = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", "--id=0"]
@@ -60,7 +60,7 @@ def run(options: list[str]) -> Run:
     """Makes a run."""
     with tempfile.TemporaryDirectory() as folder:
         quiet = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
-        command = [sys.executable, "-m", "pfl_lightning.cli", "fit", "--config", str(METHOD), *options, *quiet]
+        command = [sys.executable, "-m", "pfl_lightning.cli.main", "fit", "--config", str(METHOD), *options, *quiet]
         with (Path(folder) / "output.txt").open("wb") as output:
             process = subprocess.Popen(
                 [*command, "--trainer.default_root_dir", folder], stdout=output, stderr=subprocess.STDOUT

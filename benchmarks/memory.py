@@ -29,7 +29,7 @@ from rounds import Noise
 from torch.optim import SGD
 
 from pfl_lightning import FedAvg, FederatedTrainer
-from pfl_lightning.exchange import num_bytes
+from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import FedPer, Local
 from pfl_lightning.nets import CNN, NetFactory, ResNet18
 

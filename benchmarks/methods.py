@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from pfl_lightning.cli import main as command
-from pfl_lightning.comparison.results import read
+from pfl_lightning.cli.compare.results import read
+from pfl_lightning.cli.main import main as command
 
 METHODS = Path(__file__).parent.parent / "configs" / "methods"
 

@@ -16,8 +16,8 @@ import time
 import torch
 
 from pfl_lightning import FedAvg, Server, WeightedAverage
-from pfl_lightning.data import Part
-from pfl_lightning.exchange import StateDict, Updates
+from pfl_lightning.data import Samples
+from pfl_lightning.messages import StateDict, Updates
 from pfl_lightning.methods import LDAWA, FedAWA, FedAWAL, FedDisco, FedLAW
 from pfl_lightning.nets import CifarResNet
 
@@ -28,9 +28,9 @@ REPORTED = {"FedAWAL": 18.5, "FedLAW": 12.3, "LDAWA": 3.1}
 class Public:
     """What FedLAW asks of a data module."""
 
-    def server_data(self) -> Part:
+    def server_data(self) -> Samples:
         """Random images with random labels."""
-        return Part(torch.randn(1000, *SHAPE), torch.randint(0, CLASSES, (1000,)))
+        return Samples(torch.randn(1000, *SHAPE), torch.randint(0, CLASSES, (1000,)))
 
 
 def walk(weights: StateDict, size: float = 0.01) -> StateDict:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pfl_lightning.cli import main
+from pfl_lightning.cli.main import main
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 QUICKSTART = f"--config {CONFIGS / 'quickstart.yaml'}"

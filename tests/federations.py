@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from pfl_lightning import Aggregator, FedAvg, FederatedTrainer, Federation
-from pfl_lightning.callbacks import FederatedCallback, RoundRecord
-from pfl_lightning.data import FederatedDataModule, Part, Partitioner, Stage
+from pfl_lightning.callbacks import FederatedCallback, RoundLogger
+from pfl_lightning.data import FederatedDataModule, Partitioner, Samples, Split
 from pfl_lightning.engines import Outcome, Sequential, Task
-from pfl_lightning.exchange import Updates, detached
+from pfl_lightning.messages import Updates, detached
 from pfl_lightning.nets import Net
 
 FEATURES, CLASSES, HIDDEN = 6, 3, 5
@@ -46,17 +46,17 @@ class Blobs(FederatedDataModule):
     def load(self) -> tuple[Tensor, Tensor]:
         return points(120, seed=0)
 
-    def server_data(self) -> Part:
-        return Part(*points(9, seed=1))
+    def server_data(self) -> Samples:
+        return Samples(*points(9, seed=1))
 
 
 class Altered(Blobs):
     """Clients whose samples are changed."""
 
-    def alter(self, part: Part, client: int, stage: Stage) -> Part:
+    def alter(self, part: Samples, client: int, stage: Split) -> Samples:
         raise NotImplementedError
 
-    def parts(self, clients: Sequence[int], stage: Stage, device: torch.device | str = "cpu") -> list[Part]:
+    def parts(self, clients: Sequence[int], stage: Split, device: torch.device | str = "cpu") -> list[Samples]:
         parts = super().parts(clients, stage, device)
         return [self.alter(part, client, stage) for client, part in zip(clients, parts, strict=True)]
 
@@ -64,8 +64,8 @@ class Altered(Blobs):
 class TwoGroups(Altered):
     """Clients with odd ids call the classes by other names."""
 
-    def alter(self, part: Part, client: int, stage: Stage) -> Part:
-        return Part(part.x, (part.y + client % 2) % CLASSES)
+    def alter(self, part: Samples, client: int, stage: Split) -> Samples:
+        return Samples(part.x, (part.y + client % 2) % CLASSES)
 
 
 class OneClient:
@@ -73,13 +73,13 @@ class OneClient:
 
     num_classes = CLASSES
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Samples) -> None:
         self.part = part
 
-    def parts(self, clients: Sequence[int], stage: Stage, device: torch.device | str = "cpu") -> list[Part]:
+    def parts(self, clients: Sequence[int], stage: Split, device: torch.device | str = "cpu") -> list[Samples]:
         return [self.part for _ in clients]
 
-    def size(self, client: int, stage: Stage) -> int:
+    def size(self, client: int, stage: Split) -> int:
         return len(self.part)
 
 
@@ -125,8 +125,8 @@ class Run:
         return self.trainer.lightning_module
 
     @property
-    def record(self) -> RoundRecord:
-        return next(callback for callback in self.trainer.callbacks if isinstance(callback, RoundRecord))
+    def record(self) -> RoundLogger:
+        return next(callback for callback in self.trainer.callbacks if isinstance(callback, RoundLogger))
 
     @property
     def rows(self) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from federations import Spy, blobs, equal, fit, load, make_client, make_trainer, noisy, read_csv, same_end
 from pfl_lightning.engines import Sequential
-from pfl_lightning.evaluation import summarise
+from pfl_lightning.federation.summary import summarise
 from pfl_lightning.methods import FedBABU, FedPer
 from test_evaluation_phases import central
 from test_federation import Poison, Poisoned

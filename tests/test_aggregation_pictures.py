@@ -9,11 +9,12 @@ from lightning.pytorch.callbacks import Callback
 from matplotlib.figure import Figure
 
 from federations import blobs, equal, fit, load, make_client, noisy, read_csv, same_end
-from pfl_lightning import Aggregator, WeightedAverage, pool
-from pfl_lightning.aggregators import Together
+from pfl_lightning import Aggregator, WeightedAverage
+from pfl_lightning.aggregators import model_pool as pool
+from pfl_lightning.aggregators.aggregator_list import AggregatorList
 from pfl_lightning.callbacks import AggregationPictures
 from pfl_lightning.callbacks import aggregation_pictures as module
-from pfl_lightning.exchange import detached, tree_map
+from pfl_lightning.messages import detached, tree_map
 from pfl_lightning.methods import APPLE, FedPer, Local
 
 ALL = {"weights", "weights_heatmap", "weights_vs_norms", "objective", "distances"}
@@ -261,15 +262,19 @@ def test_the_weights_of_one_server_side_of_several_are_found(shown, tmp_path):
         return (run.folder / "aggregation.csv").read_bytes()
 
     alone = table(Tilted())
-    assert table(Together([Nothing(), Tilted()])) == alone != table(WeightedAverage())
-    assert table(Together([Together([Nothing(), Tilted()]), Nothing()])) == alone
+    assert table(AggregatorList([Nothing(), Tilted()])) == alone != table(WeightedAverage())
+    assert table(AggregatorList([AggregatorList([Nothing(), Tilted()]), Nothing()])) == alone
 
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
     ("method", "aggregator", "name"),
-    [(Local, None, "Aggregator"), (Local, Together([Nothing(), Nothing()]), "Together"), (APPLE, None, "CorePool")],
-    ids=["Local", "Together", "APPLE"],
+    [
+        (Local, None, "Aggregator"),
+        (Local, AggregatorList([Nothing(), Nothing()]), "AggregatorList"),
+        (APPLE, None, "CorePool"),
+    ],
+    ids=["Local", "AggregatorList", "APPLE"],
 )
 def test_a_server_without_weights_gets_a_warning_and_no_pictures(method, aggregator, name, tmp_path):
     callbacks = [AggregationPictures(every=1)]

@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 from federations import FEATURES, Spy, blobs, equal, fit, make_client, noisy
-from pfl_lightning import Aggregator, Server, Together, WeightedAverage
-from pfl_lightning.exchange import detached
+from pfl_lightning import Aggregator, AggregatorList, Server, WeightedAverage
+from pfl_lightning.messages import detached
 from pfl_lightning.methods import CwFedAvg, FedPer
 from pfl_lightning.nets import Net
 
@@ -84,9 +84,9 @@ def test_the_first_of_a_kind_is_found_alone_and_among_others():
     average, other = WeightedAverage(), Aggregator()
     assert average.find(WeightedAverage) is average.find(Aggregator) is average
     assert average.find(CwFedAvg) is other.find(WeightedAverage) is None
-    together = Together([other, Together([Aggregator(), average])])
+    together = AggregatorList([other, AggregatorList([Aggregator(), average])])
     assert together.find(WeightedAverage) is average and together.find(CwFedAvg) is None
-    assert together.find(Together) is together
+    assert together.find(AggregatorList) is together
 
 
 def test_a_server_names_the_parameters_that_clients_share():

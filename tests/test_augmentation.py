@@ -5,8 +5,8 @@ import torch
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as TF
 
-from pfl_lightning import augmentation
-from pfl_lightning.augmentation import cropped, jittered, random_views
+from pfl_lightning.methods import random_views as augmentation
+from pfl_lightning.methods.random_views import cropped, jittered, random_views
 
 
 def pictures(n=12, channels=3, height=32, width=32, seed=0):

@@ -6,7 +6,7 @@ from lightning.pytorch.plugins.precision import Precision
 
 from federations import blobs, fit, make_client, same_end
 from pfl_lightning.engines import Auto, ClientState, LocalWork, Processes, Sequential, Task, Vectorised, auto, threads
-from pfl_lightning.exchange import detached
+from pfl_lightning.messages import detached
 from test_vectorised import Values
 
 

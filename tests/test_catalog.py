@@ -11,10 +11,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from command import CONFIGS, pfl, refusal
 from pfl_lightning import Aggregator, FedAvg, WeightedAverage, methods
-from pfl_lightning.catalog import METHODS, Method
-from pfl_lightning.exchange import digest
+from pfl_lightning.cli.methods_table import CLIENTS, FORMATS, describe, quiet, works
+from pfl_lightning.messages import digest
+from pfl_lightning.methods.registry import METHODS, Method
 from pfl_lightning.nets import MLP
-from pfl_lightning.survey import CLIENTS, FORMATS, describe, quiet, works
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- methods: printed by `pfl-lightning methods --format markdown` -->", "<!-- end of methods -->"
@@ -159,7 +159,7 @@ def test_formats(rows):
 
 
 def test_the_command_prints_it(monkeypatch, capsys):
-    monkeypatch.setattr("pfl_lightning.survey.METHODS", METHODS[:2])
+    monkeypatch.setattr("pfl_lightning.cli.methods_table.METHODS", METHODS[:2])
     with pytest.raises(SystemExit) as ended:
         pfl("methods --format csv")
     assert ended.value.code == 0

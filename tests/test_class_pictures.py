@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import WandbLogger
 
 from federations import blobs, fit, make_client, noisy, same_end, untimed
-from pfl_lightning import Aggregator, FedAvg, Together
+from pfl_lightning import Aggregator, AggregatorList, FedAvg
 from pfl_lightning.callbacks import ClassPictures
 from pfl_lightning.callbacks import class_pictures as module
 from pfl_lightning.methods import WDR, CwFedAvg, FedPer, Local
@@ -41,7 +41,7 @@ def wdr(**settings):
     [
         (wdr, CwFedAvg, PARTITION | UPLOADS | SERVER | TRACE),
         (make_client, CwFedAvg, PARTITION | UPLOADS | SERVER),
-        (make_client, lambda: Together([Aggregator(), CwFedAvg()]), PARTITION | UPLOADS | SERVER),
+        (make_client, lambda: AggregatorList([Aggregator(), CwFedAvg()]), PARTITION | UPLOADS | SERVER),
         (make_client, lambda: None, PARTITION | UPLOADS),
         (lambda: make_client(Local), lambda: None, PARTITION),
         (lambda: make_client(FedPer), lambda: None, PARTITION),

@@ -123,7 +123,7 @@ def test_a_server_s_optimizer_is_refused_by_its_setting():
         FedLAW(optimizer=partial(SGD, lr=inf))
 
 
-@pytest.mark.parametrize("name", ["optimizer_lifetime", "buffers", "nets_by"])
+@pytest.mark.parametrize("name", ["optimizer_lifetime", "buffers", "assign_nets"])
 def test_what_is_none_of_the_choices_is_refused(name):
     with pytest.raises(MisconfigurationException, match=rf"model\.{name}='other' must be one of "):
         make_client(**{name: "other"})

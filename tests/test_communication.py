@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pfl_lightning.exchange import num_bytes
+from pfl_lightning.messages import num_bytes
 
 FILE = Path(__file__).parents[1] / "benchmarks" / "communication.py"
 

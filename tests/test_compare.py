@@ -12,9 +12,9 @@ import pytest
 
 from command import CONFIGS, QUIET, forked, pfl, refusal, wait_for
 from federations import blobs, equal, fit, load, make_client, read_csv
-from pfl_lightning.comparison import runs
-from pfl_lightning.comparison.choices import Choice, choose
-from pfl_lightning.comparison.runs import Run
+from pfl_lightning.cli.compare import runs
+from pfl_lightning.cli.compare.choices import Choice, choose
+from pfl_lightning.cli.compare.runs import Run
 from pfl_lightning.methods import FedProx
 from pfl_lightning.plots.runs import plot_curves, plot_mean_curves
 from test_wandb import records

@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 from federations import CLASSES, FEATURES, HIDDEN, blobs, fit, make_client, noisy, plain, same_end
 from pfl_lightning.engines import Vectorised
-from pfl_lightning.engines.compiled import Compiled
+from pfl_lightning.engines.vmap.compiled import Compiled
 from pfl_lightning.methods import FedAvg, FedPer, FedRep, Local
 from pfl_lightning.nets import Net
 from test_vectorised import RAGGED, client_modules, compare

@@ -26,9 +26,9 @@ from federations import (
     same_end,
 )
 from pfl_lightning import Aggregator, FedAvg, Phase, WeightedAverage
-from pfl_lightning.exchange import weighted_mean
-from pfl_lightning.losses import proximal
+from pfl_lightning.messages import weighted_mean
 from pfl_lightning.methods import FedProx, Local
+from pfl_lightning.methods.losses import proximal
 from pfl_lightning.seeds import derive_seed
 
 PLAIN_SGD = partial(SGD, lr=0.1)

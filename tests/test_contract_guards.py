@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 from federations import Spy, blobs, equal, fit, make_client, noisy, same_end
 from pfl_lightning import Aggregator, FedAvg, FederatedTrainer, WeightedAverage
-from pfl_lightning.attributes import content
+from pfl_lightning.contract.attributes import content
 from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised
 from pfl_lightning.methods import FedAWA, FedPer
 

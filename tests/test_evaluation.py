@@ -7,14 +7,15 @@ from lightning.pytorch import Callback
 from torch.nn import functional as F
 
 from federations import Spy, blobs, equal, fit, make_client, make_trainer, noisy, points
-from pfl_lightning.data import Part
-from pfl_lightning.evaluation import CHUNK, evaluate, summarise
+from pfl_lightning.data import Samples
+from pfl_lightning.engines.evaluation import CHUNK, evaluate
+from pfl_lightning.federation.summary import summarise
 from pfl_lightning.methods import FedPer
 
 
 def test_metrics_are_those_of_the_whole_part_whatever_the_chunks():
     model = make_client(net=noisy)
-    part = Part(*points(CHUNK + 300, seed=2))
+    part = Samples(*points(CHUNK + 300, seed=2))
     values = evaluate(model, part, model.configure_metrics(), nullcontext)
     model.eval()
     logits = model(part.x)
@@ -25,7 +26,7 @@ def test_metrics_are_those_of_the_whole_part_whatever_the_chunks():
 def test_evaluation_restores_the_mode_and_moves_no_statistics():
     model = make_client(net=noisy).train()
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    evaluate(model, Part(*points(10, seed=2)), model.configure_metrics(), nullcontext)
+    evaluate(model, Samples(*points(10, seed=2)), model.configure_metrics(), nullcontext)
     assert model.training and model.net.training
     assert equal(before, dict(model.state_dict()))
 
@@ -33,7 +34,7 @@ def test_evaluation_restores_the_mode_and_moves_no_statistics():
 def test_metrics_do_not_add_up_over_clients():
     model = make_client()
     metrics = model.configure_metrics()
-    parts = [Part(*points(10, seed=seed)) for seed in (2, 3)]
+    parts = [Samples(*points(10, seed=seed)) for seed in (2, 3)]
     once = [evaluate(model, part, model.configure_metrics(), nullcontext) for part in parts]
     assert [evaluate(model, part, metrics, nullcontext) for part in parts] == once
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from pfl_lightning.exchange import detached, digest, is_finite, num_bytes, tensors, tree_map, weighted_mean
+from pfl_lightning.messages import detached, digest, is_finite, num_bytes, tensors, tree_map, weighted_mean
 
 RECORD = {
     "a": torch.ones(2),

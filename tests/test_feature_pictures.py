@@ -26,11 +26,11 @@ from federations import (
     same_end,
 )
 from pfl_lightning import FedAvg
-from pfl_lightning.attribution import layer_conductance
 from pfl_lightning.callbacks import feature_pictures as module
 from pfl_lightning.callbacks.feature_pictures import FeaturePictures, Seen, common_samples, embed
-from pfl_lightning.client import Phase
-from pfl_lightning.data import Part
+from pfl_lightning.callbacks.layer_conductance import layer_conductance
+from pfl_lightning.client.phases import Phase
+from pfl_lightning.data import Samples
 from pfl_lightning.methods import Local
 from pfl_lightning.nets import Net
 
@@ -239,7 +239,7 @@ def test_samples_of_the_central_test_set_come_first():
     class Central(Blobs):
         def central_data(self):
             y = torch.arange(30) % CLASSES
-            return Part(torch.arange(30.0)[:, None].expand(30, FEATURES), y)
+            return Samples(torch.arange(30.0)[:, None].expand(30, FEATURES), y)
 
     data = blobs(data=Central)
     data.setup()
@@ -283,7 +283,7 @@ def test_a_look_or_a_picture_that_fails_is_a_warning(monkeypatch, tmp_path):
 
 def test_where_no_two_clients_are_right_about_a_sample_there_is_no_conductance(tmp_path):
     run = fit(make_client(), root=tmp_path)
-    part = Part(torch.zeros(3, FEATURES), torch.tensor([0, 1, 2]))
+    part = Samples(torch.zeros(3, FEATURES), torch.tensor([0, 1, 2]))
     seen = Seen([0, 1, 2], part, [torch.zeros(3, HIDDEN)] * 3, torch.eye(3, dtype=torch.bool))
     with pytest.raises(ValueError, match="no two clients"):
         module.draw_conductance(run.federation, seen, 5)

@@ -48,10 +48,10 @@ HEAD = {"net.classifier.weight", "net.classifier.bias"}
 
 
 def test_networks_are_dealt_in_turn_or_in_blocks():
-    turn, block = (make_client(net=[Small, Wide, Small], nets_by=by) for by in ("turn", "block"))
-    assert [turn.kind_of(client, 7) for client in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-    assert [block.kind_of(client, 7) for client in range(7)] == [0, 0, 0, 1, 1, 1, 2]
-    assert [block.kind_of(client, 20) for client in range(20)] == [0] * 7 + [1] * 7 + [2] * 6
+    turn, block = (make_client(net=[Small, Wide, Small], assign_nets=by) for by in ("turn", "block"))
+    assert [turn.architecture_of(client, 7) for client in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert [block.architecture_of(client, 7) for client in range(7)] == [0, 0, 0, 1, 1, 1, 2]
+    assert [block.architecture_of(client, 20) for client in range(20)] == [0] * 7 + [1] * 7 + [2] * 6
 
 
 def test_there_is_one_module_a_network_and_each_is_whole():
@@ -99,7 +99,7 @@ def test_each_client_is_evaluated_with_its_own_network():
     run = fit(make_client(Local, net=NETS), max_rounds=2)
     federation = run.federation
     for client in range(4):
-        kind = federation.kinds[federation.kind_of(client)]
+        kind = federation.kinds[federation.architecture_of(client)]
         kind.receive(federation.clients[client].personal, {}, None)
         kind.eval()
         part = run.data.part(client, "test")
@@ -108,7 +108,7 @@ def test_each_client_is_evaluated_with_its_own_network():
 
 @pytest.mark.parametrize("by", ["turn", "block"])
 def test_resuming_and_the_order_change_nothing(by, tmp_path):
-    make = partial(make_client, HeadOnly, net=NETS, nets_by=by, optimizer_lifetime="run")
+    make = partial(make_client, HeadOnly, net=NETS, assign_nets=by, optimizer_lifetime="run")
     whole = fit(make(), root=tmp_path / "whole", clients_per_round=0.75, evaluate="both")
     other = fit(make(), root=tmp_path / "other", clients_per_round=0.75, evaluate="both", engine=Shuffled)
     assert same_end(whole, other)

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from federations import fit, load, make_client, plain, read_csv
-from pfl_lightning.cli import main
+from pfl_lightning.cli.main import main
 from pfl_lightning.data import IID, Digits
 from pfl_lightning.methods import FedAvg, FedPer, FedProx
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pfl_lightning.losses import proximal, supervised_contrastive
+from pfl_lightning.methods.losses import proximal, supervised_contrastive
 
 OFFICIAL = {"tau": 100.0, "base_tau": 0.07, "normalize": False}
 

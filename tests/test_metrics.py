@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, M
 from federations import CLASSES, blobs, fit, make_client, read_csv
 from pfl_lightning import FedAvg
 from pfl_lightning.callbacks import FederatedCallback
-from pfl_lightning.evaluation import summarise
+from pfl_lightning.federation.summary import summarise
 
 ENGINES = ["sequential", "vectorised"]
 

@@ -11,11 +11,11 @@ from torch.optim import SGD
 
 from command import QUICKSTART, QUIET, refusal
 from federations import fit, make_client
-from pfl_lightning import FedAvg, Together, WeightedAverage
-from pfl_lightning.catalog import METHODS
+from pfl_lightning import AggregatorList, FedAvg, WeightedAverage
+from pfl_lightning.contract.pairing import check_finite
 from pfl_lightning.methods import MOON, CloudProx, FedALA, FedAMP, FedProx, KTpFL, Local
+from pfl_lightning.methods.registry import METHODS
 from pfl_lightning.nets import MLP
-from pfl_lightning.pairing import check_finite
 
 CLIENTS: set[Any] = {method.client for method in METHODS}
 AGGREGATORS: set[Any] = {type(method.new_aggregator()) for method in METHODS}
@@ -78,7 +78,7 @@ def test_settings_that_are_given_by_position_have_their_names():
 
 def test_server_sides_of_one_server_side_must_be_finite_too():
     with pytest.raises(MisconfigurationException, match=r"aggregator\.aggregators\.1\.rho=inf"):
-        check_finite(make_client(), Together([WeightedAverage(), KTpFL(rho=math.inf)]))
+        check_finite(make_client(), AggregatorList([WeightedAverage(), KTpFL(rho=math.inf)]))
 
 
 def test_what_is_infinite_by_default_may_be_so():

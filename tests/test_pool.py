@@ -6,9 +6,9 @@ from torch.nn import functional as F
 
 from federations import Blobs, make_client, points
 from pfl_lightning import Server
-from pfl_lightning.data import Part
-from pfl_lightning.evaluation import CHUNK
-from pfl_lightning.pool import BLOCK, ModelPool, inner_products, mean_loss, shares
+from pfl_lightning.aggregators.model_pool import BLOCK, ModelPool, inner_products, mean_loss, shares
+from pfl_lightning.data import Samples
+from pfl_lightning.engines.evaluation import CHUNK
 
 
 def test_inner_products_are_those_of_the_long_vectors():
@@ -35,12 +35,12 @@ def test_the_loss_is_a_mean_over_samples_however_many_go_through_at_once():
     x, y = points(CHUNK + 5, seed=0)
     model = make_client()
     with torch.no_grad():
-        assert mean_loss(model, Part(x, y)) == pytest.approx(float(F.cross_entropy(model(x), y)), rel=1e-5)
+        assert mean_loss(model, Samples(x, y)) == pytest.approx(float(F.cross_entropy(model(x), y)), rel=1e-5)
 
 
 def test_a_loss_that_is_no_number_is_infinite():
     x, y = points(3, seed=0)
-    assert mean_loss(lambda x: torch.full((len(x), 3), math.nan), Part(x, y)) == math.inf
+    assert mean_loss(lambda x: torch.full((len(x), 3), math.nan), Samples(x, y)) == math.inf
 
 
 def test_shares_are_by_samples_or_alike():

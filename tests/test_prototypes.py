@@ -22,16 +22,17 @@ from federations import (
     points,
     same_end,
 )
-from pfl_lightning import Server, Together, WeightedAverage, prototypes
-from pfl_lightning.data import Part
-from pfl_lightning.exchange import detached
+from pfl_lightning import AggregatorList, Server, WeightedAverage
+from pfl_lightning.aggregators import class_means as prototypes
+from pfl_lightning.aggregators.class_means import ClassMeans, ClassVectors, class_means
+from pfl_lightning.data import Samples
+from pfl_lightning.messages import detached
 from pfl_lightning.methods import CwFedAvg, FedAvg, Local
 from pfl_lightning.methods.alternate_training import AlternateAlignment, AlternateTraining
 from pfl_lightning.methods.feature_alignment import FeatureAlignment
 from pfl_lightning.methods.feddistill import FedDistill
 from pfl_lightning.methods.fedpac import PACClient
 from pfl_lightning.methods.fedproto import FedProto
-from pfl_lightning.prototypes import ClassMeans, ClassVectors, class_means
 
 FAMILY = [FeatureAlignment, AlternateTraining, AlternateAlignment, FedProto, PACClient, FedDistill]
 
@@ -47,7 +48,7 @@ def family(function):
 def test_class_means_by_hand_in_chunks_of_any_size(monkeypatch, chunk):
     monkeypatch.setattr(prototypes, "CHUNK", chunk)
     x, y = points(20, seed=4)
-    means = class_means(torch.sin, Part(x, y * 2), 2 * CLASSES)
+    means = class_means(torch.sin, Samples(x, y * 2), 2 * CLASSES)
     assert list(means) == [0, 2, 4]
     for c, mean in means.items():
         torch.testing.assert_close(mean, x[y * 2 == c].sin().mean(0))
@@ -55,11 +56,11 @@ def test_class_means_by_hand_in_chunks_of_any_size(monkeypatch, chunk):
 
 def test_class_means_of_one_sample_are_its_value():
     x, y = points(1, seed=0)
-    assert equal(class_means(lambda x: 3 * x, Part(x, y), CLASSES), {int(y): 3 * x[0]})
+    assert equal(class_means(lambda x: 3 * x, Samples(x, y), CLASSES), {int(y): 3 * x[0]})
 
 
 def test_class_means_keep_the_type_and_sum_in_a_wide_one():
-    part = Part(torch.ones(1000, 2), torch.zeros(1000, dtype=torch.int64))
+    part = Samples(torch.ones(1000, 2), torch.zeros(1000, dtype=torch.int64))
     (mean,) = class_means(lambda x: (1.01 * x).bfloat16(), part, 1).values()
     assert mean.dtype == torch.bfloat16 and torch.equal(mean, torch.full((2,), 1.01).bfloat16())
     (mean,) = class_means(lambda x: x.double() / 3, part, 1).values()
@@ -281,17 +282,17 @@ def test_steps_of_many_clients_at_once_are_the_steps_of_each(method):
 
 
 def test_models_and_prototypes_go_by_any_two_server_sides():
-    class_wise = Together([CwFedAvg(), ClassMeans(weighted=False)])
+    class_wise = AggregatorList([CwFedAvg(), ClassMeans(weighted=False)])
     runs = (fit(make_client(FeatureAlignment), aggregator=server, max_rounds=2) for server in (class_wise, None))
     assert not equal(*(run.weights for run in runs))
-    fit(make_client(PACClient), aggregator=Together([WeightedAverage(), ClassMeans()]), max_rounds=1)
+    fit(make_client(PACClient), aggregator=AggregatorList([WeightedAverage(), ClassMeans()]), max_rounds=1)
 
 
 @pytest.mark.parametrize(
     ("method", "aggregator", "sentence"),
     [
         (FeatureAlignment, WeightedAverage(), "FeatureAlignment needs prototypes, which WeightedAverage does not send"),
-        (FedProto, Together([WeightedAverage(), ClassMeans()]), "which FedProto does not send"),
+        (FedProto, AggregatorList([WeightedAverage(), ClassMeans()]), "which FedProto does not send"),
         (FedDistill, ClassMeans(), "ClassMeans needs class_counts and prototypes, which FedDistill does not send"),
         (PACClient, ClassMeans(), "PACClient needs weights, which ClassMeans does not send"),
     ],

@@ -4,9 +4,9 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from federations import Spy, blobs, fit, make_client, read_csv
-from pfl_lightning.exchange import num_bytes
+from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import FedPer
-from pfl_lightning.report import append_row, columns_of, write_rows
+from pfl_lightning.runs.report import append_row, columns_of, write_rows
 
 ALWAYS = {
     "round",

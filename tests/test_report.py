@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from pfl_lightning.report import table
+from pfl_lightning.runs.report import table
 
 SUMMARY = {
     "method": "FedAvg",

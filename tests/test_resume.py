@@ -25,9 +25,9 @@ from federations import (
     untimed,
 )
 from pfl_lightning import Aggregator, WeightedAverage
-from pfl_lightning.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.methods import FedAvg, FedPer, FedProx, Local
-from pfl_lightning.states import MappedCheckpointIO
+from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
+from pfl_lightning.runs.client_states import MappedCheckpointIO
 
 EVERYTHING = {
     "net": noisy,

@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from command import QUIET, forked, refusal, wait_for
 from federations import fit, load, make_client, same_end
 from pfl_lightning.callbacks import FederatedCallback
-from pfl_lightning.runs import explained, held
+from pfl_lightning.runs.folder import explained, held
 
 
 def contents(folder):

@@ -12,9 +12,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from command import QUIET, pfl
 from federations import equal, fit, load, make_client, make_trainer, noisy, read_csv, untimed
 from pfl_lightning.callbacks import FederatedCallback
+from pfl_lightning.engines.client_parallel import ClientParallel
 from pfl_lightning.engines.sharded import deal
 from pfl_lightning.methods import FedAvg, FedBABU, FedPer, FedReMa, Local
-from pfl_lightning.strategy import ClientParallel
 from test_kinds import NETS
 
 MAKE = partial(make_client, FedPer, net=noisy, optimizer_lifetime="run")
@@ -140,7 +140,15 @@ def test_the_command_starts_ranks(tmp_path):
     line = "--model FedAvg --model.net MLP --data Digits --data.num_clients 3 --data.max_samples 150"
     line = f"fit {line} --trainer.max_rounds 1 {QUIET} --trainer.default_root_dir"
     pfl(f"{line} {tmp_path / '1'}")
-    command = [sys.executable, "-m", "pfl_lightning.cli", *line.split(), str(tmp_path / "2"), "--trainer.devices", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "pfl_lightning.cli.main",
+        *line.split(),
+        str(tmp_path / "2"),
+        "--trainer.devices",
+        "2",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("test accuracy, last round") == 1

@@ -7,8 +7,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from matplotlib.figure import Figure
 
 from federations import Sizes, Spy, blobs, equal, fit, load, make_client, same_end, untimed
-from pfl_lightning import FedAvg, Together
-from pfl_lightning.aggregators import Aggregator
+from pfl_lightning import AggregatorList, FedAvg
+from pfl_lightning.aggregators.base import Aggregator
 from pfl_lightning.callbacks import similarity_pictures as module
 from pfl_lightning.callbacks.similarity_pictures import SimilarityPictures, peer_precision
 from pfl_lightning.methods import FedPer, Local
@@ -71,7 +71,7 @@ class Nothing(Aggregator):
     [
         (lambda: None, LOOKS),
         (FedReMa, LOOKS | {"peer_counts"}),
-        (lambda: Together([Nothing(), FedReMa()]), LOOKS | {"peer_counts"}),
+        (lambda: AggregatorList([Nothing(), FedReMa()]), LOOKS | {"peer_counts"}),
     ],
     ids=["FedAvg", "FedReMa", "FedReMa beside another"],
 )

@@ -22,10 +22,10 @@ from federations import (
     read_csv,
     same_end,
 )
-from pfl_lightning.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.engines import ClientState
 from pfl_lightning.methods import FedPer, Local
-from pfl_lightning.states import DiskStates, MappedCheckpointIO
+from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
+from pfl_lightning.runs.client_states import DiskStates, MappedCheckpointIO
 
 RUN = {"optimizer_lifetime": "run"}
 

@@ -21,8 +21,8 @@ from federations import blobs, equal, fit, load, make_client, make_trainer, nois
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.engines import Sequential
 from pfl_lightning.methods import FedBABU, FedPer
-from pfl_lightning.runs import checkpoint_of_run
-from pfl_lightning.settings import MEANINGLESS
+from pfl_lightning.runs.folder import checkpoint_of_run
+from pfl_lightning.trainer_arguments import MEANINGLESS
 
 # Refusals
 

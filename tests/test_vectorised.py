@@ -29,12 +29,12 @@ from federations import (
     untimed,
 )
 from pfl_lightning import FedAvg, methods
-from pfl_lightning.client import Phase
-from pfl_lightning.data import ClientData, Part
+from pfl_lightning.client.phases import Phase
+from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.engines import ClientState, LocalWork, Sequential, Task, scoring, vectorised
-from pfl_lightning.engines.streams import Streams
-from pfl_lightning.engines.vectorised import Unvectorisable, Vectorised
-from pfl_lightning.exchange import detached, tensors
+from pfl_lightning.engines.vmap.dropout import Streams
+from pfl_lightning.engines.vmap.engine import Unvectorisable, Vectorised
+from pfl_lightning.messages import detached, tensors
 from pfl_lightning.methods import WDR, FedPer, FedProx, Local, PerFedAvg
 from pfl_lightning.nets import Net
 
@@ -499,7 +499,7 @@ class TestOnly:
     num_classes = CLASSES
 
     def parts(self, clients, stage, device="cpu"):
-        return [Part(*(t[: self.size(client, stage)] for t in points(9, seed=1))) for client in clients]
+        return [Samples(*(t[: self.size(client, stage)] for t in points(9, seed=1))) for client in clients]
 
     def size(self, client, stage):
         return 3 * (stage == "test")

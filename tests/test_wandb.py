@@ -11,7 +11,7 @@ import wandb
 from lightning.pytorch.loggers import WandbLogger
 
 from federations import fit, make_client
-from pfl_lightning.callbacks import RoundRecord, WandbReport
+from pfl_lightning.callbacks import RoundLogger, WandbReport
 from pfl_lightning.methods import FedPer
 
 BLOCK, HEADER = 32_768, 7
@@ -52,7 +52,7 @@ def logged(tmp_path_factory):
         before = set(Path.home().glob("*wandb*"))
         logger = WandbLogger(project="test", save_dir=root, offline=True)
         # first in the list, where it has to come last
-        callbacks = [WandbReport(), RoundRecord()]
+        callbacks = [WandbReport(), RoundLogger()]
         run = fit(make_client(FedPer), root=root, logger=logger, test_every_round=True, callbacks=callbacks)
         wandb.finish()
         # the service that writes the file may still be at it

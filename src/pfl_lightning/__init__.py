@@ -1,9 +1,12 @@
 """Personalized federated learning on PyTorch Lightning."""
 
-from pfl_lightning.aggregators import Aggregator, Server, Together, WeightedAverage
-from pfl_lightning.client import FedAvg, Phase
-from pfl_lightning.federation import Federation
-from pfl_lightning.prototypes import ClassMeans
+from pfl_lightning.aggregators.aggregator_list import AggregatorList
+from pfl_lightning.aggregators.base import Aggregator, Server
+from pfl_lightning.aggregators.class_means import ClassMeans
+from pfl_lightning.aggregators.weighted_average import WeightedAverage
+from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.phases import Phase
+from pfl_lightning.federation.federation import Federation
 from pfl_lightning.trainer import FederatedTrainer
 
 __version__ = "0.1.0"
@@ -16,7 +19,7 @@ __all__ = [
     "Federation",
     "Phase",
     "Server",
-    "Together",
+    "AggregatorList",
     "WeightedAverage",
     "__version__",
 ]

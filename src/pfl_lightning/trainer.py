@@ -9,16 +9,22 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
-from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.aggregators.base import Aggregator
 from pfl_lightning.callbacks import LastCheckpoint
-from pfl_lightning.client import FedAvg
+from pfl_lightning.client.module import FedAvg
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine
-from pfl_lightning.federation import Federation
-from pfl_lightning.rounds import Rounds, is_count
-from pfl_lightning.runs import at_work, checkpoint_of_run
-from pfl_lightning.settings import check_machine, check_ranks, fill_defaults, refuse_loaders, refuse_meaningless
-from pfl_lightning.stopping import Stopped, stoppable
+from pfl_lightning.federation.federation import Federation
+from pfl_lightning.federation.options import FederationOptions, is_count
+from pfl_lightning.runs.folder import at_work, checkpoint_of_run
+from pfl_lightning.runs.stopping import Stopped, stoppable
+from pfl_lightning.trainer_arguments import (
+    check_machine,
+    check_ranks,
+    fill_defaults,
+    refuse_loaders,
+    refuse_meaningless,
+)
 
 
 class FederatedTrainer(Trainer):
@@ -89,7 +95,7 @@ class FederatedTrainer(Trainer):
         refuse_meaningless(kwargs)
         if not is_count(max_rounds):
             raise MisconfigurationException(f"trainer.max_rounds={max_rounds} must be at least 1.")
-        self.rounds = Rounds(
+        self.rounds = FederationOptions(
             clients_per_round=clients_per_round,
             local_epochs=local_epochs,
             local_steps=local_steps,
@@ -111,7 +117,7 @@ class FederatedTrainer(Trainer):
 
     @property
     def global_step(self) -> int:
-        """Rounds done: no optimizer of the Trainer's own steps."""
+        """FederationOptions done: no optimizer of the Trainer's own steps."""
         federation = self.lightning_module
         return federation.round if isinstance(federation, Federation) else 0
 

@@ -9,9 +9,9 @@ from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 
-from pfl_lightning.data import IID, Digits, Dirichlet, FederatedDataModule, Part, Partitioner, datamodule, gather
+from pfl_lightning.data import IID, Digits, Dirichlet, FederatedDataModule, Partitioner, Samples, datamodule, gather
 from pfl_lightning.data.splits import stratified_rows
-from pfl_lightning.exchange import num_bytes
+from pfl_lightning.messages import num_bytes
 
 STAGES = ("train", "val", "test")
 
@@ -424,7 +424,7 @@ def test_server_has_no_data_by_default():
 
 
 def test_part_moves_and_compares():
-    part = Part(torch.zeros(2, 1), torch.tensor([0, 1]))
+    part = Samples(torch.zeros(2, 1), torch.tensor([0, 1]))
     moved = part.to("meta")
     assert moved.x.device.type == moved.y.device.type == "meta"
     # would raise if the dataclass compared tensors

@@ -26,10 +26,10 @@ from federations import (
     plain,
     points,
 )
-from pfl_lightning import Server, Together, WeightedAverage
-from pfl_lightning.client import Phase
-from pfl_lightning.data import ClientData, Part
-from pfl_lightning.exchange import num_bytes
+from pfl_lightning import AggregatorList, Server, WeightedAverage
+from pfl_lightning.client.phases import Phase
+from pfl_lightning.data import ClientData, Samples
+from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import Local
 from pfl_lightning.methods.apple import APPLE, CorePool
 
@@ -157,7 +157,7 @@ def test_steps_and_an_upload_of_pfllib_by_hand():
     model.eval()
     model.steps_done = len(batches)
     with torch.no_grad():
-        sent = model.upload(ClientData(OneClient(Part(*batches[0])), 0))["weights"]
+        sent = model.upload(ClientData(OneClient(Samples(*batches[0])), 0))["weights"]
         assert torch.equal(model(batches[0][0]), model.net(batches[0][0]))
     for name, tensor in personalised().items():
         torch.testing.assert_close(sent[name], tensor, rtol=0, atol=1e-7)
@@ -176,7 +176,7 @@ def test_under_pfllib_the_next_core_is_the_last_model_and_that_is_evaluated(tmp_
 def test_under_pfllib_a_client_without_a_batch_keeps_its_core():
     model, cores = client(mode="pfllib")
     with torch.no_grad():
-        sent = model.upload(ClientData(OneClient(Part(*points(4, seed=0))), 0))["weights"]
+        sent = model.upload(ClientData(OneClient(Samples(*points(4, seed=0))), 0))["weights"]
     assert equal(sent, {name: tensor.detach() for name, tensor in cores[1].items()})
 
 
@@ -329,7 +329,7 @@ def test_after_a_run_the_module_is_a_core_and_can_be_tested_on_checkpoints(tmp_p
 
 def test_a_global_model_beside_it_is_tested_as_it_is(tmp_path):
     data = partial(blobs, central_test=0.2)
-    together = Together([WeightedAverage(), CorePool()])
+    together = AggregatorList([WeightedAverage(), CorePool()])
     run = fit(make_client(FAST, net=plain), data(), tmp_path, aggregator=together, test_every_round=True)
     part = run.data.central_data()
     with torch.no_grad():

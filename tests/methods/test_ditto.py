@@ -19,8 +19,8 @@ from federations import (
     noisy,
     same_end,
 )
-from pfl_lightning.client import FedAvg
-from pfl_lightning.exchange import num_bytes
+from pfl_lightning.client.module import FedAvg
+from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods.ditto import Ditto
 from pfl_lightning.methods.local import Local
 

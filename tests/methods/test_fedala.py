@@ -20,8 +20,8 @@ from federations import (
     noisy,
     plain,
 )
-from pfl_lightning.client import FedAvg
-from pfl_lightning.exchange import num_bytes, weighted_mean
+from pfl_lightning.client.module import FedAvg
+from pfl_lightning.messages import num_bytes, weighted_mean
 from pfl_lightning.methods import fedala
 from pfl_lightning.methods.fedala import FedALA
 from pfl_lightning.seeds import derive_seed

@@ -25,7 +25,7 @@ from federations import (
     same_end,
 )
 from pfl_lightning import Server
-from pfl_lightning.exchange import num_bytes
+from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import FedAvg, Local
 from pfl_lightning.methods.fedamp import CloudProx, FedAMP, attention
 

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam
 
 from federations import Shuffled, Spy, equal, fit, load, make_client, noisy, plain, same_end
-from pfl_lightning import Server, WeightedAverage, pool
-from pfl_lightning.aggregators import sample_shares
-from pfl_lightning.exchange import detached, weighted_mean
+from pfl_lightning import Server, WeightedAverage
+from pfl_lightning.aggregators import model_pool as pool
+from pfl_lightning.aggregators.weighted_average import sample_shares
+from pfl_lightning.messages import detached, weighted_mean
 from pfl_lightning.methods import WDR, FedAvg, FedPer, FedProx, Local, fedawa
 from pfl_lightning.methods.fedawa import FedAWA
 from pfl_lightning.methods.feddisco import disco_shares

@@ -9,7 +9,7 @@ from torch import nn
 
 from federations import FEATURES, Shuffled, equal, fit, load, make_client, noisy, same_end
 from pfl_lightning import Server
-from pfl_lightning.exchange import detached, weighted_mean
+from pfl_lightning.messages import detached, weighted_mean
 from pfl_lightning.methods import WDR, FedAvg, FedPer, FedProx
 from pfl_lightning.methods.fedawa import FedAWA
 from pfl_lightning.methods.fedawa_l import FedAWAL

@@ -16,7 +16,7 @@ from federations import (
     make_client,
     noisy,
 )
-from pfl_lightning.exchange import weighted_mean
+from pfl_lightning.messages import weighted_mean
 from pfl_lightning.methods import FedPer
 from pfl_lightning.methods.fedbabu import FedBABU
 

@@ -15,9 +15,9 @@ from command import CONFIGS, QUIET, pfl, summary
 from federations import HIDDEN, Shuffled, Sizes, Spy, blobs, equal, fit, make_client, noisy, same_end
 from pfl_lightning import FedAvg
 from pfl_lightning.data import FederatedDataModule
-from pfl_lightning.losses import supervised_contrastive
 from pfl_lightning.methods import fedclassavg
 from pfl_lightning.methods.fedclassavg import FedClassAvg
+from pfl_lightning.methods.losses import supervised_contrastive
 from pfl_lightning.nets import AlexNetFeatures, GoogLeNetFeatures, Net, ResNet18Features, ShuffleNetV2Features
 
 CLASSES = 3

@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import Shuffled, Spy, blobs, equal, fit, make_client, noisy, same_end
 from pfl_lightning import Server, WeightedAverage
-from pfl_lightning.aggregators import sample_shares
+from pfl_lightning.aggregators.weighted_average import sample_shares
 from pfl_lightning.methods import WDR, FedPer, FedProx, Local
 from pfl_lightning.methods.feddisco import FedDisco, disco_shares
 

@@ -22,7 +22,7 @@ from federations import (
     same_end,
 )
 from pfl_lightning import Server
-from pfl_lightning.exchange import detached, num_bytes, weighted_mean
+from pfl_lightning.messages import detached, num_bytes, weighted_mean
 from pfl_lightning.methods import Local
 from pfl_lightning.methods.fedfomo import AffinityPool, FedFomo
 

@@ -29,9 +29,9 @@ from federations import (
     same_end,
 )
 from pfl_lightning import Server, WeightedAverage
-from pfl_lightning.aggregators import sample_shares
-from pfl_lightning.data import Part, epoch_order
-from pfl_lightning.exchange import weighted_mean
+from pfl_lightning.aggregators.weighted_average import sample_shares
+from pfl_lightning.data import Samples, epoch_order
+from pfl_lightning.messages import weighted_mean
 from pfl_lightning.methods import WDR, FedPer, FedProx, Local
 from pfl_lightning.methods.fedlaw import FedLAW
 from pfl_lightning.nets import Net
@@ -53,7 +53,7 @@ class Served(Blobs):
     served = 40
 
     def server_data(self):
-        return Part(*points(self.served, seed=1))
+        return Samples(*points(self.served, seed=1))
 
 
 class Empty(Served):
@@ -103,7 +103,7 @@ def uploads(aggregator, clients=3, scale=0.7):
 
 def learned(updates, module, seed, epochs=20, batch_size=128, halving=20, round=0):
     """z of Adam on the cross-entropy of the shrunk mix on the 40 points, step by step, of nets without buffers."""
-    part = Part(*points(40, seed=1))
+    part = Samples(*points(40, seed=1))
     p = list(sample_shares(updates).values())
     z = torch.tensor([*p, 1.0], dtype=torch.float64).log().requires_grad_()
     generator = torch.Generator().manual_seed(derive_seed(seed, "fedlaw", round))
@@ -315,7 +315,7 @@ def test_clients_are_gathered_one_at_a_time_and_keep_what_they_lend(monkeypatch)
 
 
 def test_the_server_s_own_samples_come_before_lent_ones():
-    assert rows_of(server(data=Served).proxy) == rows_of(Part(*points(40, seed=1)))
+    assert rows_of(server(data=Served).proxy) == rows_of(Samples(*points(40, seed=1)))
     assert len(server(data=Closed, proxy_fraction=0.4).proxy) == 24
 
 
@@ -440,7 +440,7 @@ def test_samples_of_other_classes_are_refused():
     class Foreign(Blobs):
         def server_data(self):
             part = super().server_data()
-            return Part(part.x, part.y + CLASSES)
+            return Samples(part.x, part.y + CLASSES)
 
     with pytest.raises(MisconfigurationException, match=r"data\.public has labels up to 5, .* with 3 classes"):
         fit(make_client(), blobs(data=Foreign), aggregator=FedLAW())

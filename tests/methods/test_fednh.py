@@ -26,7 +26,7 @@ from federations import (
     same_end,
 )
 from pfl_lightning import Server, WeightedAverage
-from pfl_lightning.exchange import num_bytes
+from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import FedAvg
 from pfl_lightning.methods.fednh import PROTOTYPES, CosineClassifier, FedNH, NormalizedHead
 from pfl_lightning.nets import MLP, Net

@@ -8,12 +8,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim import SGD
 
 from federations import CLASSES, HIDDEN, Spy, blobs, equal, fit, make_client, noisy, same_end
-from pfl_lightning import Server, Together, WeightedAverage
-from pfl_lightning.exchange import weighted_mean
+from pfl_lightning import AggregatorList, Server, WeightedAverage
+from pfl_lightning.aggregators.class_means import ClassMeans, class_means
+from pfl_lightning.messages import weighted_mean
 from pfl_lightning.methods import FedAvg, fedpac
 from pfl_lightning.methods.alternate_training import AlternateAlignment
 from pfl_lightning.methods.fedpac import ClassifierCombination, FedPAC, PACClient, combination_weights, least_on_simplex
-from pfl_lightning.prototypes import ClassMeans, class_means
 
 
 def draw(*shape, seed=0):
@@ -251,7 +251,7 @@ def test_bytes_are_counted_exactly():
 
 
 def test_statistics_and_counts_travel_only_where_they_are_asked_for():
-    spy, server = Spy(), Together([WeightedAverage(), ClassMeans(weighted=False)])
+    spy, server = Spy(), AggregatorList([WeightedAverage(), ClassMeans(weighted=False)])
     fit(make_client(PACClient), aggregator=server, callbacks=[spy], max_rounds=1)
     assert all(set(update) == {"weights", "num_samples", "prototypes"} for update in spy.updates[0].values())
 
@@ -269,7 +269,7 @@ def test_clients_are_evaluated_with_classifiers_of_their_own():
 
 
 def test_it_is_the_two_sides_together():
-    both = fit(make_client(PACClient), aggregator=Together([ClassifierCombination(), ClassMeans()]))
+    both = fit(make_client(PACClient), aggregator=AggregatorList([ClassifierCombination(), ClassMeans()]))
     one = fit(make_client(PACClient))
     assert one.federation.method == "PACClient" and type(one.federation.aggregator) is FedPAC
     assert equal(one.weights, both.weights) and equal(one.federation.aggregator.state, both.federation.aggregator.state)

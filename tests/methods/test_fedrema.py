@@ -24,9 +24,10 @@ from federations import (
     make_client,
     same_end,
 )
-from pfl_lightning import Server, Together, WeightedAverage
-from pfl_lightning.aggregators import Aggregator, sample_shares
-from pfl_lightning.exchange import weighted_mean
+from pfl_lightning import AggregatorList, Server, WeightedAverage
+from pfl_lightning.aggregators.base import Aggregator
+from pfl_lightning.aggregators.weighted_average import sample_shares
+from pfl_lightning.messages import weighted_mean
 from pfl_lightning.methods import FedAvg, FedPer, FedProx, Local
 from pfl_lightning.methods.fedrema import FedReMa, is_over
 from pfl_lightning.methods.relevance import probe_similarity, segment
@@ -474,7 +475,7 @@ def test_beside_other_servers_it_does_the_same(whole):
     class Nothing(Aggregator):
         sends = frozenset({"nothing"})
 
-    together = run(aggregator=Together([Nothing(), FedReMa(delta=0.9)]))
+    together = run(aggregator=AggregatorList([Nothing(), FedReMa(delta=0.9)]))
     assert equal(together.weights, whole.weights)
     assert equal(together.federation.aggregator.state["1"], whole.federation.aggregator.state)
 

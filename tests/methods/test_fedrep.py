@@ -18,7 +18,7 @@ from federations import (
     noisy,
     plain,
 )
-from pfl_lightning.exchange import weighted_mean
+from pfl_lightning.messages import weighted_mean
 from pfl_lightning.methods import FedPer
 from pfl_lightning.methods.alternate_training import AlternateTraining
 from pfl_lightning.methods.fedrep import FedRep

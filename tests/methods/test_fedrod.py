@@ -20,9 +20,9 @@ from federations import (
     noisy,
     points,
 )
-from pfl_lightning.client import FedAvg
-from pfl_lightning.data import ClientData, Part
-from pfl_lightning.exchange import num_bytes
+from pfl_lightning.client.module import FedAvg
+from pfl_lightning.data import ClientData, Samples
+from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods.fedprox import FedProx
 from pfl_lightning.methods.fedrod import FedRoD
 
@@ -43,7 +43,7 @@ def heads(run):
 
 def holding(model, y, x=None):
     """The client after a download, with training samples of these classes."""
-    part = Part(torch.zeros(len(y), 1) if x is None else x, torch.tensor(y))
+    part = Samples(torch.zeros(len(y), 1) if x is None else x, torch.tensor(y))
     model.on_download({"weights": {}}, ClientData(OneClient(part), 0))
     return model
 

@@ -22,7 +22,7 @@ from federations import (
     same_end,
 )
 from pfl_lightning import Server
-from pfl_lightning.exchange import num_bytes, weighted_mean
+from pfl_lightning.messages import num_bytes, weighted_mean
 from pfl_lightning.methods import FedAvg
 from pfl_lightning.methods.ifca import IFCA, ClusterModels
 

@@ -12,8 +12,8 @@ from torch.optim import SGD
 
 from federations import FEATURES, Blobs, Shuffled, Sizes, Spy, blobs, equal, fit, load, make_client, noisy, same_end
 from pfl_lightning import Aggregator, FedAvg, Phase, Server
-from pfl_lightning.data import FederatedDataModule, Part
-from pfl_lightning.exchange import num_bytes, weighted_mean
+from pfl_lightning.data import FederatedDataModule, Samples
+from pfl_lightning.messages import num_bytes, weighted_mean
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
 from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients, official_rates, project
 from pfl_lightning.methods.kt_pfl import KnowledgeTransfer, KTpFL
@@ -352,7 +352,7 @@ def test_one_or_two_public_samples_are_enough(public):
     class Few(Blobs):
         def server_data(self):
             part = super().server_data()
-            return Part(part.x[:public], part.y[:public])
+            return Samples(part.x[:public], part.y[:public])
 
     run, alone = (
         fit(make_client(partial(SMALL, distill_epochs=epochs), net=noisy), blobs(data=Few)) for epochs in (1, 0)
@@ -461,7 +461,7 @@ def test_resuming_with_other_public_samples_is_refused(tmp_path):
     class Fewer(Blobs):
         def server_data(self):
             part = super().server_data()
-            return Part(part.x[:5], part.y[:5])
+            return Samples(part.x[:5], part.y[:5])
 
     last = fit(make_client(SMALL), root=tmp_path, max_rounds=1).last
     with pytest.raises(MisconfigurationException, match=r"ckpt_path: .* answers to 9 public samples, and there are 5"):
@@ -588,7 +588,7 @@ class Schooled(Local):
     caches = frozenset({"sizes"})
 
     def local_phases(self):
-        part = Part(torch.full((5, FEATURES), 7.0, device=self.device), torch.ones(5, 3, device=self.device))
+        part = Samples(torch.full((5, FEATURES), 7.0, device=self.device), torch.ones(5, 3, device=self.device))
         return [Phase("school", data=part, batch_size=2, epochs=2), Phase()]
 
     def training_step(self, batch, batch_idx):
@@ -613,7 +613,7 @@ def test_a_phase_trains_on_samples_of_its_own_and_leaves_none_out(last_batch, ow
 def test_a_phase_without_samples_makes_no_step():
     class Empty(Schooled):
         def local_phases(self):
-            return [Phase("school", data=Part(torch.zeros(0, FEATURES), torch.zeros(0, 3))), Phase()]
+            return [Phase("school", data=Samples(torch.zeros(0, FEATURES), torch.zeros(0, 3))), Phase()]
 
     model = make_client(Empty)
     model.sizes = []

@@ -5,7 +5,7 @@ from torch import nn
 
 from federations import FEATURES, HIDDEN, Shuffled, Spy, blobs, equal, fit, make_client, noisy, same_end
 from pfl_lightning import Server, WeightedAverage
-from pfl_lightning.exchange import weighted_mean
+from pfl_lightning.messages import weighted_mean
 from pfl_lightning.methods import WDR, FedAvg, FedPer, FedProx, Local
 from pfl_lightning.methods.ldawa import LDAWA
 from pfl_lightning.nets import Net

@@ -18,7 +18,7 @@ from federations import (
     noisy,
     plain,
 )
-from pfl_lightning.exchange import weighted_mean
+from pfl_lightning.messages import weighted_mean
 from pfl_lightning.methods import FedAvg, Local
 from pfl_lightning.methods.lg_fedavg import LGFedAvg
 from pfl_lightning.nets import Net

@@ -21,7 +21,7 @@ from federations import (
     noisy,
     points,
 )
-from pfl_lightning.exchange import num_bytes
+from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import FedAvg
 from pfl_lightning.methods.moon import MOON, model_contrast
 from pfl_lightning.nets import Net

@@ -21,8 +21,8 @@ from federations import (
     points,
     same_end,
 )
-from pfl_lightning.aggregators import WeightedAverage
-from pfl_lightning.exchange import num_bytes, weighted_mean
+from pfl_lightning.aggregators.weighted_average import WeightedAverage
+from pfl_lightning.messages import num_bytes, weighted_mean
 from pfl_lightning.methods.fedper import FedPer
 from pfl_lightning.methods.local import Local
 from pfl_lightning.methods.pfedme import PFedMe, RelaxedAverage

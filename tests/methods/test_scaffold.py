@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam
 
 from federations import Backwards, Shuffled, Spy, blobs, equal, fit, load, make_client, noisy, plain, points, same_end
 from pfl_lightning import Server, WeightedAverage
-from pfl_lightning.exchange import num_bytes, weighted_mean
+from pfl_lightning.messages import num_bytes, weighted_mean
 from pfl_lightning.methods import FedAvg, scaffold
 from pfl_lightning.methods.scaffold import SCAFFOLD, ControlVariates
 from pfl_lightning.nets import Net

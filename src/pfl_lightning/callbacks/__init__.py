@@ -8,7 +8,7 @@ from pfl_lightning.callbacks.class_pictures import ClassPictures
 from pfl_lightning.callbacks.distribution_estimate import DistributionEstimate
 from pfl_lightning.callbacks.feature_pictures import FeaturePictures
 from pfl_lightning.callbacks.progress import RoundProgress
-from pfl_lightning.callbacks.record import RoundRecord
+from pfl_lightning.callbacks.round_logger import RoundLogger
 from pfl_lightning.callbacks.similarity_pictures import SimilarityPictures
 from pfl_lightning.callbacks.wandb_report import WandbReport
 
@@ -22,7 +22,7 @@ __all__ = [
     "FederatedCallback",
     "LastCheckpoint",
     "RoundProgress",
-    "RoundRecord",
+    "RoundLogger",
     "SimilarityPictures",
     "WandbReport",
 ]

@@ -7,10 +7,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from pfl_lightning.aggregators import WeightedAverage
+from pfl_lightning.aggregators.model_pool import inner_products
+from pfl_lightning.aggregators.weighted_average import WeightedAverage
 from pfl_lightning.callbacks.pictures import Pictures
-from pfl_lightning.callbacks.record import RoundRecord
-from pfl_lightning.exchange import StateDict, Updates
+from pfl_lightning.callbacks.round_logger import RoundLogger
+from pfl_lightning.messages import StateDict, Updates
 from pfl_lightning.plots import (
     plot_distances,
     plot_server_terms,
@@ -18,11 +19,10 @@ from pfl_lightning.plots import (
     plot_weights,
     plot_weights_against,
 )
-from pfl_lightning.pool import inner_products
-from pfl_lightning.report import Row, write_rows
+from pfl_lightning.runs.report import Row, write_rows
 
 if TYPE_CHECKING:
-    from pfl_lightning.federation import Federation
+    from pfl_lightning.federation.federation import Federation
 
 COLUMNS = ("round", "client", "share", "sample_share", "norm")
 
@@ -213,6 +213,6 @@ def csv_row(values: list[float]) -> Row:
 
 def record_so_far(trainer: Trainer, federation: "Federation") -> list[Row]:
     """The rows of the run's record, and the round at hand, which has no row yet while the server works."""
-    records = [callback for callback in trainer.callbacks if isinstance(callback, RoundRecord)]  # type: ignore[attr-defined]
+    records = [callback for callback in trainer.callbacks if isinstance(callback, RoundLogger)]  # type: ignore[attr-defined]
     rows = [*(row for record in records[:1] for row in record.rows), federation.record]
     return list({row["round"]: row for row in rows if row}.values())

@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch import Callback, Trainer
 
-from pfl_lightning.exchange import Updates
+from pfl_lightning.messages import Updates
 
 if TYPE_CHECKING:
     from pfl_lightning.engines import Outcome
-    from pfl_lightning.federation import Federation
+    from pfl_lightning.federation.federation import Federation
 
 
 class FederatedCallback(Callback):

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from pfl_lightning.callbacks.pictures import Pictures
-from pfl_lightning.exchange import Record, Updates
+from pfl_lightning.messages import Message, Updates
 from pfl_lightning.methods.cwfedavg import CwFedAvg
 from pfl_lightning.methods.wdr import WDR
 from pfl_lightning.nets import find_output_layer
@@ -26,7 +26,7 @@ from pfl_lightning.plots.trace import copy_client
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from pfl_lightning.federation import Federation
+    from pfl_lightning.federation.federation import Federation
 
 
 class ClassPictures(Pictures):
@@ -77,7 +77,7 @@ class ClassPictures(Pictures):
             if client in self._starts and (norms := self._norms(update)) is not None:
                 self._received[client], self._trained[client] = self._starts[client], norms
 
-    def _norms(self, record: Record) -> Tensor | None:
+    def _norms(self, record: Message) -> Tensor | None:
         """Norms ``[K]`` of the output layer's rows in what travels; None where it doesn't."""
         rows = record.get("weights", {}).get(f"{self._layer}.weight")
         return None if rows is None else torch.linalg.vector_norm(rows.detach().float(), dim=1).cpu()

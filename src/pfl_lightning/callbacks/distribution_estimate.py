@@ -7,12 +7,12 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from pfl_lightning.callbacks.base import FederatedCallback
-from pfl_lightning.exchange import Updates
+from pfl_lightning.messages import Updates
 from pfl_lightning.methods.cwfedavg import row_distribution
 from pfl_lightning.nets import find_output_layer
 
 if TYPE_CHECKING:
-    from pfl_lightning.federation import Federation
+    from pfl_lightning.federation.federation import Federation
 
 
 def estimation_error(estimate: Tensor, counts: Tensor) -> tuple[float, float]:

@@ -13,20 +13,20 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from pfl_lightning.attribution import layer_conductance
+from pfl_lightning.callbacks.layer_conductance import layer_conductance
 from pfl_lightning.callbacks.pictures import Pictures
-from pfl_lightning.data import FederatedDataModule, Part
+from pfl_lightning.data import FederatedDataModule, Samples
 from pfl_lightning.engines import Engine
-from pfl_lightning.evaluation import CHUNK
+from pfl_lightning.engines.evaluation import CHUNK
 from pfl_lightning.nets import Net
 from pfl_lightning.plots.features import TSNE_COLUMNS, plot_conductance, plot_tsne
-from pfl_lightning.report import write_rows
+from pfl_lightning.runs.report import write_rows
 from pfl_lightning.seeds import derive_seed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from pfl_lightning.federation import Federation
+    from pfl_lightning.federation.federation import Federation
 
 FEWEST_POINTS = 5
 
@@ -122,7 +122,7 @@ class Seen:
     """
 
     clients: list[int]
-    part: Part
+    part: Samples
     features: list[Tensor]
     correct: Tensor
 
@@ -147,7 +147,7 @@ def look_at_all(federation: "Federation", clients: list[int], count: int) -> See
     return Seen(clients, part, list(features), torch.stack(correct))
 
 
-def common_samples(data: FederatedDataModule, count: int) -> Part:
+def common_samples(data: FederatedDataModule, count: int) -> Samples:
     """Samples that all clients are compared on: of the central test set, else as many of each client's test part.
 
     Args:
@@ -161,12 +161,12 @@ def common_samples(data: FederatedDataModule, count: int) -> Part:
         _draw(data.part(k, "test"), each + (k < rest), derive_seed(data.seed, "feature pictures", k))
         for k in range(data.num_clients)
     ]
-    return Part(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
+    return Samples(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
 
 
-def _draw(part: Part, count: int, seed: int) -> Part:
+def _draw(part: Samples, count: int, seed: int) -> Samples:
     rows = torch.randperm(len(part), generator=torch.Generator().manual_seed(seed))[:count]
-    return Part(part.x[rows], part.y[rows])
+    return Samples(part.x[rows], part.y[rows])
 
 
 def as_used(federation: "Federation", client: int) -> Engine:
@@ -176,7 +176,7 @@ def as_used(federation: "Federation", client: int) -> Engine:
         federation: the federation.
         client: id of the client.
     """
-    engine, task = federation.engines[federation.kind_of(client)], federation.task(client)
+    engine, task = federation.engines[federation.architecture_of(client)], federation.task(client)
     data = engine.become(task)
     if phases := engine.module.evaluation_phases():
         with torch.enable_grad():
@@ -185,7 +185,7 @@ def as_used(federation: "Federation", client: int) -> Engine:
 
 
 @torch.no_grad()
-def look(engine: Engine, part: Part) -> tuple[Tensor, Tensor]:
+def look(engine: Engine, part: Samples) -> tuple[Tensor, Tensor]:
     """Features ``[n, d]`` of samples, and which of them are classified correctly ``[n]``, both on the CPU.
 
     Args:
@@ -270,7 +270,7 @@ def draw_conductance(federation: "Federation", seen: Seen, steps: int) -> "Figur
     clients = [client for client, right in zip(seen.clients, seen.correct[:, sample], strict=True) if right]
     if len(clients) < 2:
         raise ValueError("no two clients classify the same sample correctly")
-    part = Part(seen.part.x[sample : sample + 1], seen.part.y[sample : sample + 1])
+    part = Samples(seen.part.x[sample : sample + 1], seen.part.y[sample : sample + 1])
     rows = []
     for client in clients:
         module = as_used(federation, client).module

@@ -10,12 +10,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.callbacks.wandb_report import wandb_loggers
-from pfl_lightning.runs import run_folder
+from pfl_lightning.runs.folder import run_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from pfl_lightning.federation import Federation
+    from pfl_lightning.federation.federation import Federation
 
 
 class Pictures(FederatedCallback):

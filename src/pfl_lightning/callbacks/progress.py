@@ -9,7 +9,7 @@ from pfl_lightning.callbacks.base import FederatedCallback
 
 if TYPE_CHECKING:
     from pfl_lightning.engines import Outcome
-    from pfl_lightning.federation import Federation
+    from pfl_lightning.federation.federation import Federation
 
 
 class RoundProgress(FederatedCallback):

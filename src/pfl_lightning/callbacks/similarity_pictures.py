@@ -9,9 +9,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from pfl_lightning.aggregators import Server
+from pfl_lightning.aggregators.base import Server
 from pfl_lightning.callbacks.pictures import Pictures
-from pfl_lightning.exchange import Updates
+from pfl_lightning.messages import Updates
 from pfl_lightning.methods.fedrema import FedReMa
 from pfl_lightning.methods.relevance import Relevance
 from pfl_lightning.plots.similarity import plot_gaps, plot_peer_counts, plot_peers, plot_similarity
@@ -19,7 +19,7 @@ from pfl_lightning.plots.similarity import plot_gaps, plot_peer_counts, plot_pee
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from pfl_lightning.federation import Federation
+    from pfl_lightning.federation.federation import Federation
 
 
 def peer_precision(peers: Mapping[int, Sequence[int]], groups: Sequence[int]) -> float:

@@ -6,18 +6,18 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 
 from pfl_lightning.callbacks.base import FederatedCallback
-from pfl_lightning.callbacks.record import RoundRecord
+from pfl_lightning.callbacks.round_logger import RoundLogger
 from pfl_lightning.plots import plot_partition
 
 if TYPE_CHECKING:
-    from pfl_lightning.federation import Federation
+    from pfl_lightning.federation.federation import Federation
 
 
 class WandbReport(FederatedCallback):
     """Gives a `WandbLogger` the round as x axis, the partition's heatmap, the table of clients and the summary.
 
     Does nothing where there is no WandbLogger. The rows of the record, and the configuration, come to it from
-    `RoundRecord` and from the command line as they come to every logger.
+    `RoundLogger` and from the command line as they come to every logger.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -32,7 +32,7 @@ class WandbReport(FederatedCallback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Shows the final table of clients and the summary."""
-        records = [callback for callback in trainer.callbacks if isinstance(callback, RoundRecord)]  # type: ignore[attr-defined]
+        records = [callback for callback in trainer.callbacks if isinstance(callback, RoundLogger)]  # type: ignore[attr-defined]
         for record in records:
             if not record.clients:
                 continue

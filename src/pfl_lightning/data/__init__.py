@@ -4,7 +4,7 @@ from pfl_lightning.data.ag_news import AGNews
 from pfl_lightning.data.batches import LastBatch, epoch_order
 from pfl_lightning.data.cifar10 import CIFAR10
 from pfl_lightning.data.cifar100 import CIFAR100
-from pfl_lightning.data.client_data import ClientData, Part, Stage, gather
+from pfl_lightning.data.client_data import ClientData, Samples, Split, gather
 from pfl_lightning.data.datamodule import FederatedDataModule
 from pfl_lightning.data.digits import Digits
 from pfl_lightning.data.emnist import EMNIST
@@ -39,12 +39,12 @@ __all__ = [
     "FederatedDataModule",
     "ImageFolder",
     "LastBatch",
-    "Part",
+    "Samples",
     "Partitioner",
     "Pathological",
     "RandomClasses",
     "RoundedDirichlet",
-    "Stage",
+    "Split",
     "TinyImageNet",
     "epoch_order",
     "gather",

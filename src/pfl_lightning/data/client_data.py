@@ -10,13 +10,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-Stage = Literal["train", "val", "test"]
+Split = Literal["train", "val", "test"]
 """The part of a client's samples that is meant."""
 
 
 # eq=False: comparing tensors gives a tensor, so a generated __eq__ would raise
 @dataclass(frozen=True, eq=False)
-class Part:
+class Samples:
     """One part (train, val or test) of one client's samples.
 
     Args:
@@ -30,7 +30,7 @@ class Part:
     def __len__(self) -> int:
         return len(self.y)
 
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Part:
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Samples:
         """Return the same samples on another device; nothing is copied if they are there already.
 
         Args:
@@ -38,7 +38,7 @@ class Part:
             dtype: Floating type of the inputs; None, and inputs that are integers, keep theirs.
         """
         x, y = self.x.to(device, dtype if self.x.is_floating_point() else None), self.y.to(device)
-        return self if x is self.x and y is self.y else Part(x, y)
+        return self if x is self.x and y is self.y else Samples(x, y)
 
 
 class Source(Protocol):
@@ -46,10 +46,10 @@ class Source(Protocol):
 
     num_classes: int
 
-    def parts(self, clients: Sequence[int], stage: Stage, device: torch.device | str = ...) -> list[Part]:
+    def parts(self, clients: Sequence[int], stage: Split, device: torch.device | str = ...) -> list[Samples]:
         """One part of each client."""
 
-    def size(self, client: int, stage: Stage) -> int:
+    def size(self, client: int, stage: Split) -> int:
         """Number of samples in one part of one client."""
 
 
@@ -72,21 +72,21 @@ class ClientData:
         self._place = (device, dtype)
 
     @cached_property
-    def train(self) -> Part:
+    def train(self) -> Samples:
         """Samples to train on, never empty."""
         return self.part("train")
 
     @cached_property
-    def val(self) -> Part:
+    def val(self) -> Samples:
         """Samples to select on; empty when the data module's ``val_fraction`` is 0."""
         return self.part("val")
 
     @cached_property
-    def test(self) -> Part:
+    def test(self) -> Samples:
         """Samples to report on; empty when the data module's ``test_fraction`` is 0."""
         return self.part("test")
 
-    def part(self, stage: Stage) -> Part:
+    def part(self, stage: Split) -> Samples:
         """One part by its name, gathered anew.
 
         Args:
@@ -95,7 +95,7 @@ class ClientData:
         (part,) = self.source.parts([self.client], stage, self._place[0])
         return part.to(*self._place)
 
-    def size(self, stage: Stage) -> int:
+    def size(self, stage: Split) -> int:
         """Number of samples in a part, which needn't be gathered for it."""
         return self.source.size(self.client, stage)
 
@@ -114,7 +114,7 @@ class ClientData:
         return torch.bincount(self.train.y, minlength=self.num_classes)
 
 
-def gather(clients: Sequence[ClientData], stage: Stage) -> list[Part]:
+def gather(clients: Sequence[ClientData], stage: Split) -> list[Samples]:
     """Return the same part of several clients, gathered at once where all of them come from one source.
 
     Each client keeps its part, as if it had been asked for it.

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from pfl_lightning.data.batches import LastBatch
 from pfl_lightning.data.checks import ClientTest, check_halves, check_labels, check_partition, check_settings
-from pfl_lightning.data.client_data import ClientData, Part, Stage
+from pfl_lightning.data.client_data import ClientData, Samples, Split
 from pfl_lightning.data.loaders import ClientLoader
+from pfl_lightning.data.memory import free_memory
 from pfl_lightning.data.partitioners import Dirichlet, Partitioner
 from pfl_lightning.data.splits import draw_alike, hold_out, split_client, stratified_rows
-from pfl_lightning.exchange import num_bytes
-from pfl_lightning.memory import free_memory
+from pfl_lightning.messages import num_bytes
 
 
 def net_inputs(x: Tensor) -> Tensor:
@@ -130,11 +130,11 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.public_samples = public_samples
         self.seed = seed
         self.download = download
-        self._pool: Part | None = None
-        self._pools: dict[torch.device, Part] = {}
-        self._rows: list[dict[Stage, Tensor]] = []
+        self._pool: Samples | None = None
+        self._pools: dict[torch.device, Samples] = {}
+        self._rows: list[dict[Split, Tensor]] = []
         self._central_rows = self._server_rows = torch.empty(0, dtype=torch.int64)
-        self._public: Part | None = None
+        self._public: Samples | None = None
 
     @abstractmethod
     def load(self) -> tuple[Tensor, Tensor]:
@@ -152,7 +152,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         """
         return net_inputs(x)
 
-    def server_samples(self) -> Part | None:
+    def server_samples(self) -> Samples | None:
         """Return the samples that the server holds, as loaded, or None: ``public`` ones, or its ``server_fraction``.
 
         The labels of public samples are those of their own data set.
@@ -160,15 +160,15 @@ class FederatedDataModule(LightningDataModule, ABC):
         if self._public is not None or not len(self._server_rows):
             return self._public
         pool = self._ready()
-        return Part(pool.x[self._server_rows], pool.y[self._server_rows])
+        return Samples(pool.x[self._server_rows], pool.y[self._server_rows])
 
-    def server_data(self) -> Part | None:
+    def server_data(self) -> Samples | None:
         """Return the same samples, transformed, or None."""
         samples = self.server_samples()
         source = self if self.public is None else self.public
-        return None if samples is None else Part(source.transform(samples.x), samples.y)
+        return None if samples is None else Samples(source.transform(samples.x), samples.y)
 
-    def central_data(self) -> Part | None:
+    def central_data(self) -> Samples | None:
         """Return the samples that the server's model is tested on, transformed, or None."""
         return self._gather(self._central_rows) if len(self._central_rows) else None
 
@@ -200,7 +200,7 @@ class FederatedDataModule(LightningDataModule, ABC):
             )
         self._divide(y, is_test)
         self._public = None if self.public is None else self._public_part(self.public)
-        self._pool = Part(x, y)
+        self._pool = Samples(x, y)
 
     def _divide(self, y: Tensor, is_test: Tensor) -> None:
         """Set the central test set and the server's samples aside, and divide the others among the clients."""
@@ -229,7 +229,7 @@ class FederatedDataModule(LightningDataModule, ABC):
                 size = int(np.ceil(self.test_fraction * len(rows)))
                 self._rows[client]["test"] = draw_alike(y[free[rows]], classes, size, client, self.seed)
 
-    def _public_part(self, public: FederatedDataModule) -> Part:
+    def _public_part(self, public: FederatedDataModule) -> Samples:
         """Load another data set and keep what the server shall hold of it."""
         if tuple(public.input_shape) != tuple(self.input_shape):
             raise MisconfigurationException(
@@ -249,9 +249,9 @@ class FederatedDataModule(LightningDataModule, ABC):
                 f"{type(public).__name__} has outside its original test half"
             )
         rows = rows[stratified_rows(y[rows], self.public_samples, public.num_classes, self.seed, draw=3)]
-        return Part(x[rows], y[rows])
+        return Samples(x[rows], y[rows])
 
-    def part(self, client: int, stage: Stage) -> Part:
+    def part(self, client: int, stage: Split) -> Samples:
         """Gather and transform one part of one client.
 
         Args:
@@ -261,7 +261,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         (part,) = self.parts([client], stage)
         return part
 
-    def parts(self, clients: Sequence[int], stage: Stage, device: torch.device | str = "cpu") -> list[Part]:
+    def parts(self, clients: Sequence[int], stage: Split, device: torch.device | str = "cpu") -> list[Samples]:
         """Gather and transform one part of each of several clients, all at once.
 
         Whatever looks at clients' samples comes here; override it to change what clients hold.
@@ -275,14 +275,14 @@ class FederatedDataModule(LightningDataModule, ABC):
         rows = [self._rows[client][stage] for client in clients]
         whole = self._gather(torch.cat(rows), device)
         sizes = [len(r) for r in rows]
-        return [Part(x, y) for x, y in zip(torch.split(whole.x, sizes), torch.split(whole.y, sizes), strict=True)]
+        return [Samples(x, y) for x, y in zip(torch.split(whole.x, sizes), torch.split(whole.y, sizes), strict=True)]
 
-    def _gather(self, rows: Tensor, device: torch.device | str = "cpu") -> Part:
+    def _gather(self, rows: Tensor, device: torch.device | str = "cpu") -> Samples:
         pool = self._pool_on(torch.device(device))
         rows = rows.to(pool.y.device)
-        return Part(self.transform(pool.x[rows]), pool.y[rows])
+        return Samples(self.transform(pool.x[rows]), pool.y[rows])
 
-    def _pool_on(self, device: torch.device) -> Part:
+    def _pool_on(self, device: torch.device) -> Samples:
         """Return the pool, on the device if it has room for it.
 
         From a copy there clients' samples need not be gathered, transformed and sent over anew in every round.
@@ -312,7 +312,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         self._ready()
         return ClientData(self, client)
 
-    def size(self, client: int, stage: Stage) -> int:
+    def size(self, client: int, stage: Split) -> int:
         """Number of samples in one part of one client.
 
         Args:
@@ -322,7 +322,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         self._ready()
         return len(self._rows[client][stage])
 
-    def class_counts(self, stage: Stage) -> Tensor:
+    def class_counts(self, stage: Split) -> Tensor:
         """Count the samples of each client and class.
 
         Args:
@@ -356,7 +356,7 @@ class FederatedDataModule(LightningDataModule, ABC):
     def _one_by_one(self, fraction: float) -> ClientLoader:
         return ClientLoader([[client] for client in range(self.num_clients)] if fraction > 0 else [])
 
-    def _ready(self) -> Part:
+    def _ready(self) -> Samples:
         if self._pool is None:
             raise MisconfigurationException(
                 f"{type(self).__name__} has no clients yet; call prepare_data() and setup() first, or "

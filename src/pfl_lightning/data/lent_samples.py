@@ -2,11 +2,11 @@
 
 import torch
 
-from pfl_lightning.data.client_data import Part
+from pfl_lightning.data.client_data import Samples
 from pfl_lightning.data.datamodule import FederatedDataModule
 
 
-def lent_samples(data: FederatedDataModule, fraction: float, generator: torch.Generator) -> Part:
+def lent_samples(data: FederatedDataModule, fraction: float, generator: torch.Generator) -> Samples:
     """Training samples of all clients, as many of each class, drawn without replacement.
 
     A class that has fewer gives all that it has. One client's samples are gathered at a time.
@@ -31,4 +31,4 @@ def lent_samples(data: FederatedDataModule, fraction: float, generator: torch.Ge
         rows = torch.cat([order[part.y[order] == j][: lent[client, j]] for j in range(data.num_classes)])
         x.append(part.x[rows])
         y.append(part.y[rows])
-    return Part(torch.cat(x), torch.cat(y))
+    return Samples(torch.cat(x), torch.cat(y))

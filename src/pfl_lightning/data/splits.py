@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pfl_lightning.data.client_data import Stage
+from pfl_lightning.data.client_data import Split
 
 
 def stratified_rows(labels: Tensor, size: int, num_classes: int, seed: int, draw: int = 0) -> Tensor:
@@ -86,7 +86,7 @@ def _size(setting: str, share: float, whole: int) -> int:
 
 def split_client(
     rows: Tensor, client: int, test_fraction: float, val_fraction: float, seed: int
-) -> dict[Stage, Tensor]:
+) -> dict[Split, Tensor]:
     """Shuffle the samples of one client and cut them into train, val and test.
 
     n_test = ceil(test_fraction * n) as in scikit-learn's ``train_test_split`` (PFLlib uses 0.25), then

@@ -5,7 +5,7 @@ from pfl_lightning.engines.base import ClientState, Engine, Evaluated, LocalWork
 from pfl_lightning.engines.processes import Processes
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.sharded import Sharded
-from pfl_lightning.engines.vectorised import Unvectorisable, Vectorised
+from pfl_lightning.engines.vmap.engine import Unvectorisable, Vectorised
 
 ENGINES: dict[str, type[Engine]] = {
     "sequential": Sequential,

@@ -9,14 +9,14 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import distributed
 
-from pfl_lightning.client import Phase
+from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.engines import threads
 from pfl_lightning.engines.base import Engine, Evaluated, Outcome, Task
 from pfl_lightning.engines.processes import Processes, cores
 from pfl_lightning.engines.sequential import Sequential
-from pfl_lightning.engines.vectorised import Unvectorisable, Vectorised, outputs_of
-from pfl_lightning.exchange import tensors
+from pfl_lightning.engines.vmap.engine import Unvectorisable, Vectorised, outputs_of
+from pfl_lightning.messages import tensors
 
 PARAMETERS = 50_000
 OUTPUTS = 20_000

@@ -10,10 +10,11 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torchmetrics import Metric
 
-from pfl_lightning.client import FedAvg, Phase
-from pfl_lightning.data import ClientData, LastBatch, Part, Stage
-from pfl_lightning.evaluation import evaluate, metrics_of
-from pfl_lightning.exchange import Record, StateDict
+from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.phases import Phase
+from pfl_lightning.data import ClientData, LastBatch, Samples, Split
+from pfl_lightning.engines.evaluation import evaluate, metrics_of
+from pfl_lightning.messages import Message, StateDict
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,11 @@ class Task:
     client: int
     round: int
     state: ClientState
-    payload: Record
+    payload: Message
     data: ClientData
     seed: int
     lr_factor: float = 1.0
-    evaluate: tuple[Stage, ...] = ()
+    evaluate: tuple[Split, ...] = ()
 
 
 Evaluated: TypeAlias = tuple[int, dict[str, dict[str, float]]]
@@ -96,7 +97,7 @@ class Outcome:
     """
 
     client: int
-    update: Record
+    update: Message
     state: ClientState
     metrics: dict[str, float]
     finite: bool
@@ -175,7 +176,7 @@ class Engine(ABC):
         adapted = self.metrics_on(data, task.evaluate)
         return adapted | {f"{part}_received": values for part, values in received.items()}
 
-    def evaluate_model(self, model: StateDict, part: Part) -> dict[str, float]:
+    def evaluate_model(self, model: StateDict, part: Samples) -> dict[str, float]:
         """Metrics of a model that is no client's.
 
         Args:
@@ -213,7 +214,7 @@ class Engine(ABC):
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def metrics_on(self, data: ClientData, stages: tuple[Stage, ...]) -> dict[str, dict[str, float]]:
+    def metrics_on(self, data: ClientData, stages: tuple[Split, ...]) -> dict[str, dict[str, float]]:
         """Metrics of the module as it stands, by part; parts without samples are left out."""
         parts = {stage: getattr(data, stage) for stage in stages}
         return {

@@ -8,8 +8,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from pfl_lightning.attributes import Attributes
-from pfl_lightning.client import FedAvg
+from pfl_lightning.client.module import FedAvg
+from pfl_lightning.contract.attributes import Attributes
 
 ENGINES_OWN = {
     *vars(LightningModule()),
@@ -19,7 +19,7 @@ ENGINES_OWN = {
 """Attributes of client modules that are Lightning's, that tell how one was made, or that engines set."""
 
 CLOSELY = 2
-"""Rounds in which each hook of each client is watched; afterwards each round as a whole."""
+"""FederationOptions in which each hook of each client is watched; afterwards each round as a whole."""
 
 
 class Leaks:

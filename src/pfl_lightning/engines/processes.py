@@ -15,8 +15,8 @@ from typing import Any, TypeVar, cast
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.bound import end_with
 from pfl_lightning.engines.base import Evaluated, Outcome, Task
+from pfl_lightning.engines.parent import end_with
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.threads import one_thread
 

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pfl_lightning.client import Batch, Phase
-from pfl_lightning.data import ClientData, LastBatch, Part, epoch_order
+from pfl_lightning.client.hooks import overrides
+from pfl_lightning.client.module import Batch
+from pfl_lightning.client.phases import Phase
+from pfl_lightning.data import ClientData, LastBatch, Samples, epoch_order
 from pfl_lightning.engines.base import ClientState, Engine, Outcome, Task
 from pfl_lightning.engines.leaks import Leaks
 from pfl_lightning.engines.threads import is_for_one_thread, one_thread
-from pfl_lightning.exchange import detached, is_finite
-from pfl_lightning.hooks import overrides
+from pfl_lightning.messages import detached, is_finite
 from pfl_lightning.nets.batch_norm import smallest_batch
 
 Step: TypeAlias = tuple[int, dict[str, Tensor]]
@@ -120,7 +121,7 @@ class Sequential(Engine):
         self,
         phase: Phase,
         task: Task,
-        part: Part,
+        part: Samples,
         generator: torch.Generator,
         state: ClientState,
     ) -> list[Step]:
@@ -153,7 +154,7 @@ class Sequential(Engine):
         module.steps_done += len(steps)
         return steps
 
-    def _batches(self, part: Part, phase: Phase, generator: torch.Generator) -> Iterator[Batch]:
+    def _batches(self, part: Samples, phase: Phase, generator: torch.Generator) -> Iterator[Batch]:
         """The batches of a phase: an order an epoch, gathered at once and cut into views."""
         size, last, epochs, steps = self._extent(phase)
 

@@ -1,6 +1,6 @@
 """Methods of personalised federated learning, one file each."""
 
-from pfl_lightning.client import FedAvg
+from pfl_lightning.client.module import FedAvg
 from pfl_lightning.methods.alternate_training import AlternateAlignment, AlternateTraining
 from pfl_lightning.methods.apple import APPLE, CorePool
 from pfl_lightning.methods.cfl import CFL

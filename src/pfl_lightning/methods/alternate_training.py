@@ -4,7 +4,8 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.client import FedAvg, Phase, in_body, in_classifier
+from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.phases import Phase, in_body, in_classifier
 from pfl_lightning.methods.feature_alignment import FeatureAlignment
 
 

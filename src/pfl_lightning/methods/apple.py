@@ -15,11 +15,12 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from pfl_lightning.aggregators import Aggregator, Server
-from pfl_lightning.client import Batch, FedAvg, Phase
+from pfl_lightning.aggregators.base import Aggregator, Server
+from pfl_lightning.aggregators.model_pool import ModelPool
+from pfl_lightning.client.module import Batch, FedAvg
+from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
-from pfl_lightning.exchange import Record, StateDict
-from pfl_lightning.pool import ModelPool
+from pfl_lightning.messages import Message, StateDict
 
 
 class APPLE(FedAvg):
@@ -112,7 +113,7 @@ class APPLE(FedAvg):
         if "rho" in entries:
             self.rho.data, self.others = self.rho.new_empty(entries["rho"].shape), {}
 
-    def on_download(self, payload: Record, data: ClientData | None) -> None:
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Takes the cores of the others; the own is in place."""
         cores, self.p = payload["models"], payload["shares"].to(self.rho)
         clients = range(len(self.p))
@@ -159,7 +160,7 @@ class APPLE(FedAvg):
         rounds = self.penalty_share * self.num_rounds
         return (1 + math.cos(math.pi * r / rounds)) / 2 if r < rounds else 0.0
 
-    def upload(self, data: ClientData) -> Record:
+    def upload(self, data: ClientData) -> Message:
         """The core."""
         if self.pfllib and self.steps_done:
             self.assign({f"net.{name}": tensor for name, tensor in self.mixture().items()})
@@ -191,6 +192,6 @@ class CorePool(ModelPool):
         n = torch.tensor([server.data.size(client, "train") for client in clients], dtype=torch.float64)
         self.state |= {"models": dict.fromkeys(clients, server.weights), "shares": (n / n.sum()).float()}
 
-    def download(self, client: int) -> Record:
+    def download(self, client: int) -> Message:
         """The cores by client id, and p ``[M]``."""
         return super().download(client) | {"shares": self.state["shares"]}

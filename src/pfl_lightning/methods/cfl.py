@@ -10,9 +10,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator, Server
-from pfl_lightning.exchange import Record, StateDict, Updates
-from pfl_lightning.pool import Weighting, inner_products, mean_weights, shares
+from pfl_lightning.aggregators.base import Aggregator, Server
+from pfl_lightning.aggregators.model_pool import Weighting, inner_products, mean_weights, shares
+from pfl_lightning.messages import Message, StateDict, Updates
 
 
 class CFL(Aggregator):
@@ -99,12 +99,12 @@ class CFL(Aggregator):
         means, largest = zip(*norms, strict=True)
         return {"clusters": float(len(clusters)), "mean_norm": min(means), "max_norm": max(largest)}
 
-    def _delta(self, client: int, update: Record) -> Record:
+    def _delta(self, client: int, update: Message) -> Message:
         """Delta_i, and the number of samples that it is from."""
         start, end = self.download(client)["weights"], update["weights"]
         return {"delta": {name: end[name] - start[name] for name in self.names}, "num_samples": update["num_samples"]}
 
-    def download(self, client: int) -> Record:
+    def download(self, client: int) -> Message:
         """The model of the client's cluster."""
         cluster = next(place for place, members in enumerate(self.state["clusters"]) if client in members)
         return {"weights": self.state["models"][cluster]}

@@ -11,8 +11,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Server, WeightedAverage
-from pfl_lightning.exchange import Record, StateDict, Updates
+from pfl_lightning.aggregators.base import Server
+from pfl_lightning.aggregators.weighted_average import WeightedAverage
+from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.nets import find_output_layer
 
 
@@ -114,7 +115,7 @@ class CwFedAvg(WeightedAverage):
         self.state["mix"] = torch.cat([q.T, torch.eye(len(fed), dtype=torch.float64)[:, ~fed]], 1)
         return {"classes_fed": float(fed.sum())}
 
-    def _distribution_of(self, update: Record) -> Tensor:
+    def _distribution_of(self, update: Message) -> Tensor:
         """P_i, in float64."""
         if self.distribution == "norms":
             return row_distribution(update["weights"][self.rows].double())
@@ -145,7 +146,7 @@ class CwFedAvg(WeightedAverage):
             mixed[name] = (shares.to(wide.dtype) @ wide).to(entries.dtype).view(len(shares), *entries.shape[1:])
         return mixed
 
-    def download(self, client: int) -> Record:
+    def download(self, client: int) -> Message:
         """The client's mix of the class models, over the global model."""
         return {"weights": self.state["weights"] | self._start(client)}
 

@@ -7,10 +7,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.client import Batch, FedAvg, Phase
+from pfl_lightning.client.module import Batch, FedAvg
+from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
-from pfl_lightning.exchange import Record
-from pfl_lightning.losses import proximal
+from pfl_lightning.messages import Message
+from pfl_lightning.methods.losses import proximal
 
 
 class Ditto(FedAvg):
@@ -81,7 +82,7 @@ class Ditto(FedAvg):
         logits: Tensor = (self.personal if self.has_personal else self.net)(x)
         return logits
 
-    def upload(self, data: ClientData) -> Record:
+    def upload(self, data: ClientData) -> Message:
         """The global model alone."""
         if self.steps_done:
             self.has_personal.fill_(True)

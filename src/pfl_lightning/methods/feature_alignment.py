@@ -7,12 +7,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators import Aggregator, Together, WeightedAverage
-from pfl_lightning.client import FedAvg
+from pfl_lightning.aggregators.aggregator_list import AggregatorList
+from pfl_lightning.aggregators.base import Aggregator
+from pfl_lightning.aggregators.class_means import ClassMeans, ClassVectors, class_means
+from pfl_lightning.aggregators.weighted_average import WeightedAverage
+from pfl_lightning.client.module import FedAvg
 from pfl_lightning.data import ClientData
-from pfl_lightning.exchange import Record
+from pfl_lightning.messages import Message
 from pfl_lightning.nets import feature_size
-from pfl_lightning.prototypes import ClassMeans, ClassVectors, class_means
 
 
 class FeatureAlignment(FedAvg):
@@ -24,7 +26,7 @@ class FeatureAlignment(FedAvg):
     mode.
 
     The "+F" of FedReMa (https://arxiv.org/abs/2411.01825), over any server side that sends a model, such as
-    ``Together([CwFedAvg(), ClassMeans(weighted=False)])``.
+    ``AggregatorList([CwFedAvg(), ClassMeans(weighted=False)])``.
 
     Args:
         align_lambda: weight of the alignment, at least 0; 0 is `FedAvg` bit for bit.
@@ -49,7 +51,7 @@ class FeatureAlignment(FedAvg):
         self.align = align
         self.prototypes = ClassVectors(self.num_classes, feature_size(self.net))
 
-    def on_download(self, payload: Record, data: ClientData | None) -> None:
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Takes the global prototypes too."""
         super().on_download(payload, data)
         self.prototypes.take(payload["prototypes"])
@@ -66,10 +68,10 @@ class FeatureAlignment(FedAvg):
         distances: Tensor = torch.linalg.vector_norm(features - aim, dim=1)
         return loss + self.align_lambda * distances.mean()
 
-    def upload(self, data: ClientData) -> Record:
+    def upload(self, data: ClientData) -> Message:
         """The model, and the client's own prototypes by it."""
         return super().upload(data) | {"prototypes": class_means(self.net.features, data.train, self.num_classes)}
 
     def configure_aggregator(self) -> Aggregator:
         """Averages models by samples, and prototypes plainly."""
-        return Together([WeightedAverage(), ClassMeans(weighted=False)])
+        return AggregatorList([WeightedAverage(), ClassMeans(weighted=False)])

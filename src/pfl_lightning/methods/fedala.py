@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from pfl_lightning.client import FedAvg
-from pfl_lightning.data import ClientData, Part
-from pfl_lightning.evaluation import CHUNK
-from pfl_lightning.exchange import Record, StateDict
+from pfl_lightning.client.module import FedAvg
+from pfl_lightning.data import ClientData, Samples
+from pfl_lightning.engines.evaluation import CHUNK
+from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.seeds import derive_seed
 
 
@@ -92,7 +92,7 @@ class FedALA(FedAvg):
             self.weights.register_buffer(name.replace(".", "/"), torch.ones_like(parameter))
         self.register_buffer("rounds_trained", torch.tensor(0))
 
-    def on_download(self, payload: Record, data: ClientData | None) -> None:
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Learns weights, and mixes by them."""
         super().on_download(payload, data)
         if self.names and self.rounds_trained > 0:
@@ -107,7 +107,7 @@ class FedALA(FedAvg):
         own = zip(self.names, self.own.buffers(), strict=True)
         return {name: torch.lerp(mine, self.net.get_parameter(name).detach(), weights[name]) for name, mine in own}
 
-    def learn(self, weights: StateDict, part: Part) -> StateDict:
+    def learn(self, weights: StateDict, part: Samples) -> StateDict:
         """Goes on learning weights on a random share of some samples."""
         # a generator of its own leaves the draws of training as they are
         generator = torch.Generator().manual_seed(derive_seed(torch.initial_seed(), "ala"))
@@ -134,7 +134,7 @@ class FedALA(FedAvg):
                 break
         return weights
 
-    def upload(self, data: ClientData) -> Record:
+    def upload(self, data: ClientData) -> Message:
         """The trained model, whose last layers are the client's own from now on."""
         for name, mine in zip(self.names, self.own.buffers(), strict=True):
             mine.copy_(self.net.get_parameter(name))

@@ -12,11 +12,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator, Server
+from pfl_lightning.aggregators.base import Aggregator, Server
+from pfl_lightning.aggregators.model_pool import ModelPool, inner_products
 from pfl_lightning.data import ClientData
-from pfl_lightning.exchange import Record, Updates, weighted_mean
+from pfl_lightning.messages import Message, Updates, weighted_mean
 from pfl_lightning.methods.fedprox import FedProx
-from pfl_lightning.pool import ModelPool, inner_products
 
 ALONE = 0.999
 """The mean weight of clients' own models above which nobody learns from anybody."""
@@ -54,7 +54,7 @@ class CloudProx(FedProx):
         """The model stays with its client."""
         return True
 
-    def on_download(self, payload: Record, data: ClientData | None) -> None:
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Takes u_i as what the own model is held near."""
         for anchor, (name, _) in zip(self.received.buffers(), self.net.named_parameters(), strict=True):
             anchor.copy_(payload["weights"][f"net.{name}"])
@@ -136,7 +136,7 @@ class FedAMP(ModelPool):
             )
         return {"own_weight": own_weight}
 
-    def download(self, client: int) -> Record:
+    def download(self, client: int) -> Message:
         """u_i; the common initial model for who hasn't taken part."""
         return {"weights": self.state["clouds"].get(client, self.state["initial"])}
 

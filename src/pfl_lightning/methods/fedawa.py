@@ -13,10 +13,11 @@ from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from pfl_lightning.aggregators import Server, WeightedAverage, sample_shares, server_optimizer
-from pfl_lightning.exchange import StateDict, Updates
+from pfl_lightning.aggregators.base import Server
+from pfl_lightning.aggregators.model_pool import inner_products
+from pfl_lightning.aggregators.weighted_average import WeightedAverage, sample_shares, server_optimizer
+from pfl_lightning.messages import StateDict, Updates
 from pfl_lightning.methods.feddisco import disco_shares
-from pfl_lightning.pool import inner_products
 
 Init: TypeAlias = Literal["log_size", "raw_size", "uniform", "disco"]
 """What a client's logit is when it first takes part."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from pfl_lightning.exchange import StateDict, Updates, weighted_mean
+from pfl_lightning.messages import StateDict, Updates, weighted_mean
 from pfl_lightning.methods.fedawa import FedAWA
 
 

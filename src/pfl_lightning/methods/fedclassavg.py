@@ -12,11 +12,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pfl_lightning.augmentation import random_views
-from pfl_lightning.client import Batch, FedAvg, in_classifier
+from pfl_lightning.client.module import Batch, FedAvg
+from pfl_lightning.client.phases import in_classifier
 from pfl_lightning.data import ClientData
-from pfl_lightning.exchange import Record
-from pfl_lightning.losses import supervised_contrastive
+from pfl_lightning.messages import Message
+from pfl_lightning.methods.losses import supervised_contrastive
+from pfl_lightning.methods.random_views import random_views
 
 
 class FedClassAvg(FedAvg):
@@ -99,7 +100,7 @@ class FedClassAvg(FedAvg):
         """The classifier, or everything."""
         return super().is_shared(name) and (self.share == "all" or in_classifier(name))
 
-    def on_download(self, payload: Record, data: ClientData | None) -> None:
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Remembers the received classifier."""
         super().on_download(payload, data)
         for anchor, parameter in zip(self.received.buffers(), self.net.classifier.parameters(), strict=True):

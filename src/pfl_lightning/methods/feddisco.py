@@ -13,8 +13,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators import WeightedAverage, sample_shares
-from pfl_lightning.exchange import Updates
+from pfl_lightning.aggregators.weighted_average import WeightedAverage, sample_shares
+from pfl_lightning.messages import Updates
 
 Discrepancy: TypeAlias = Literal["kl", "cosine", "l1", "l2"]
 """How far a class distribution is from the uniform one: KL divergence, 1 - cosine, or the norm of the difference."""

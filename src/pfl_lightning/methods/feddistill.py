@@ -6,11 +6,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.aggregators.base import Aggregator
+from pfl_lightning.aggregators.class_means import ClassMeans, ClassVectors, class_means
 from pfl_lightning.data import ClientData
-from pfl_lightning.exchange import Record
+from pfl_lightning.messages import Message
 from pfl_lightning.methods.local import Local
-from pfl_lightning.prototypes import ClassMeans, ClassVectors, class_means
 
 
 class FedDistill(Local):
@@ -44,7 +44,7 @@ class FedDistill(Local):
         self.target = target
         self.outputs = ClassVectors(self.num_classes, self.num_classes)
 
-    def on_download(self, payload: Record, data: ClientData | None) -> None:
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Takes the others' outputs."""
         self.outputs.take(payload["outputs"])
 
@@ -56,7 +56,7 @@ class FedDistill(Local):
         # soft targets that are all zero, of a class that isn't known, add nothing
         return loss + self.gamma * F.cross_entropy(logits, self.outputs.vectors[target])
 
-    def upload(self, data: ClientData) -> Record:
+    def upload(self, data: ClientData) -> Message:
         """F_k: the mean output of each of the client's classes."""
         return {"outputs": class_means(self._output, data.train, self.num_classes)}
 

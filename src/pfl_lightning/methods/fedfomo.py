@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.aggregators import Aggregator, Server
-from pfl_lightning.client import FedAvg
-from pfl_lightning.data import ClientData, Part
-from pfl_lightning.exchange import Record, StateDict, Updates, detached, weighted_mean
-from pfl_lightning.pool import ModelPool, mean_loss
+from pfl_lightning.aggregators.base import Aggregator, Server
+from pfl_lightning.aggregators.model_pool import ModelPool, mean_loss
+from pfl_lightning.client.module import FedAvg
+from pfl_lightning.data import ClientData, Samples
+from pfl_lightning.messages import Message, StateDict, Updates, detached, weighted_mean
 from pfl_lightning.seeds import derive_seed
 
 
@@ -67,7 +67,7 @@ class FedFomo(FedAvg):
         """Everything: what is sent stays too."""
         return True
 
-    def on_download(self, payload: Record, data: ClientData | None) -> None:
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Mixes; outside a federation, where there is nothing to weigh models on, the own model stays."""
         if data is None:
             return
@@ -87,7 +87,7 @@ class FedFomo(FedAvg):
         self.assign(weighted_mean([models[m] for m in helpful], a) if helpful else own)
         self.old.load_state_dict(self.net.state_dict())
 
-    def _gain(self, model: StateDict, before: float, part: Part) -> float:
+    def _gain(self, model: StateDict, before: float, part: Samples) -> float:
         """Delta_m; 0 where it isn't finite."""
         self.assign(model)
         pairs = zip(self.net.parameters(), self.old.parameters(), strict=True)
@@ -95,7 +95,7 @@ class FedFomo(FedAvg):
         gain = (before - mean_loss(self, part)) / (float(torch.linalg.vector_norm(gaps, ord=self.order)) + 1e-5)
         return gain if math.isfinite(gain) else 0.0
 
-    def upload(self, data: ClientData) -> Record:
+    def upload(self, data: ClientData) -> Message:
         """The trained model, and what the received ones were worth."""
         gains = {m: torch.tensor(gain, dtype=torch.float64) for m, gain in self.gains.items()}
         return super().upload(data) | {"affinity": gains}
@@ -154,7 +154,7 @@ class AffinityPool(ModelPool):
         self.state["round"] = round + 1
         return {}
 
-    def download(self, client: int) -> Record:
+    def download(self, client: int) -> Message:
         """The chosen models, by client id."""
         models = super().download(client)["models"]
         if self.num_models is None or self.num_models >= len(models):

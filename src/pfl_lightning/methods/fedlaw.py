@@ -15,10 +15,11 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
-from pfl_lightning.aggregators import Server, WeightedAverage, sample_shares, server_optimizer
-from pfl_lightning.data import Part, epoch_order
+from pfl_lightning.aggregators.base import Server
+from pfl_lightning.aggregators.weighted_average import WeightedAverage, sample_shares, server_optimizer
+from pfl_lightning.data import Samples, epoch_order
 from pfl_lightning.data.lent_samples import lent_samples
-from pfl_lightning.exchange import Updates, detached
+from pfl_lightning.messages import Updates, detached
 from pfl_lightning.nets.batch_norm import on_batch_statistics, smallest_batch
 from pfl_lightning.seeds import derive_seed
 
@@ -120,7 +121,7 @@ class FedLAW(WeightedAverage):
         weights |= {name: gamma * weights[name] for name in self.names}
         return logs
 
-    def _learn(self, updates: Updates, proxy: Part, round: int) -> tuple[Tensor, float]:
+    def _learn(self, updates: Updates, proxy: Samples, round: int) -> tuple[Tensor, float]:
         """z, and the last epoch's mean loss; the module is left as it is."""
         module = self.server.module
         # uploads may be of half precision

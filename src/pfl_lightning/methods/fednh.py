@@ -11,13 +11,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators import Aggregator, WeightedAverage
-from pfl_lightning.client import FedAvg
+from pfl_lightning.aggregators.base import Aggregator
+from pfl_lightning.aggregators.class_means import class_means
+from pfl_lightning.aggregators.model_pool import shares
+from pfl_lightning.aggregators.weighted_average import WeightedAverage
+from pfl_lightning.client.module import FedAvg
 from pfl_lightning.data import ClientData
-from pfl_lightning.exchange import Record, Updates
+from pfl_lightning.messages import Message, Updates
 from pfl_lightning.nets import feature_size
-from pfl_lightning.pool import shares
-from pfl_lightning.prototypes import class_means
 
 PROTOTYPES = "net.classifier.prototypes"
 """The entry of V in a client's ``state_dict``."""
@@ -78,7 +79,7 @@ class NormalizedHead(FedAvg):
             raise MisconfigurationException(f"model.scale={scale} must be above 0, such as 1 or 20.")
         self.net.classifier = CosineClassifier(feature_size(self.net), self.num_classes, scale, learn_scale)
 
-    def upload(self, data: ClientData) -> Record:
+    def upload(self, data: ClientData) -> Message:
         """The model, and where it is asked for the direction of each class, by number."""
         update = super().upload(data)
         if "directions" not in self.requested:

@@ -13,13 +13,15 @@ from scipy.optimize import nnls
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pfl_lightning.aggregators import Aggregator, Server, Together, WeightedAverage
-from pfl_lightning.client import Phase, in_classifier
+from pfl_lightning.aggregators.aggregator_list import AggregatorList
+from pfl_lightning.aggregators.base import Aggregator, Server
+from pfl_lightning.aggregators.class_means import ClassMeans, ClassVectors, class_means
+from pfl_lightning.aggregators.weighted_average import WeightedAverage
+from pfl_lightning.client.phases import Phase, in_classifier
 from pfl_lightning.data import ClientData
-from pfl_lightning.exchange import Record, StateDict, Updates, weighted_mean
+from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
 from pfl_lightning.methods.alternate_training import AlternateAlignment
 from pfl_lightning.nets import feature_size
-from pfl_lightning.prototypes import ClassMeans, ClassVectors, class_means
 
 NEGLIGIBLE = 1e-3
 """The weight below which a classifier is left out of a combination."""
@@ -60,7 +62,7 @@ class PACClient(AlternateAlignment):
         # mu_c and E[||h||^2 | c] as received
         self.own = ClassVectors(self.num_classes, feature_size(self.net) + 1)
 
-    def on_download(self, payload: Record, data: ClientData | None) -> None:
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Takes the model and the prototypes, and the client's statistics by them."""
         super().on_download(payload, data)
         if data is None:
@@ -83,12 +85,12 @@ class PACClient(AlternateAlignment):
                 group["lr"] = self.head_lr
         return optimizer
 
-    def upload(self, data: ClientData) -> Record:
+    def upload(self, data: ClientData) -> Message:
         """The model, its prototypes, and the statistics from before training."""
         update = super().upload(data)
         return update | ({"statistics": self._statistics(data)} if "statistics" in self.requested else {})
 
-    def _statistics(self, data: ClientData) -> Record:
+    def _statistics(self, data: ClientData) -> Message:
         """V, and H without the rows of absent classes, which are 0."""
         n = len(data.train)
         pi = data.class_counts.to(self.own.vectors) / n
@@ -140,15 +142,15 @@ class ClassifierCombination(WeightedAverage):
         mixed = float((weights > 0).sum(1).double().mean())
         return {"own_classifier": float(weights.diagonal().mean()), "classifiers_mixed": mixed}
 
-    def download(self, client: int) -> Record:
+    def download(self, client: int) -> Message:
         """The averaged feature extractor under the client's own classifier."""
         return {"weights": self.state["weights"] | self.state["classifiers"].get(client, self.state["initial"])}
 
 
-class FedPAC(Together):
+class FedPAC(AggregatorList):
     """FedPAC's server: a combination of classifiers for each client, and prototypes averaged by class counts.
 
-    It is ``Together([ClassifierCombination(), ClassMeans()])``; each of the two also goes with other server sides.
+    It is ``AggregatorList([ClassifierCombination(), ClassMeans()])``; each of the two also goes with other server sides.
     Source: Xu et al., 2023 (https://arxiv.org/abs/2306.11867).
     """
 

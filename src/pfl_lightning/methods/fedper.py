@@ -1,6 +1,7 @@
 """FedPer: a shared body under personal classifiers."""
 
-from pfl_lightning.client import FedAvg, in_body
+from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.phases import in_body
 
 
 class FedPer(FedAvg):

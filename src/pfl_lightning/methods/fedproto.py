@@ -5,12 +5,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.aggregators.base import Aggregator
+from pfl_lightning.aggregators.class_means import ClassMeans
 from pfl_lightning.data import ClientData
-from pfl_lightning.exchange import Record
+from pfl_lightning.messages import Message
 from pfl_lightning.methods.feature_alignment import FeatureAlignment
 from pfl_lightning.methods.local import Local
-from pfl_lightning.prototypes import ClassMeans
 
 
 class FedProto(FeatureAlignment, Local):
@@ -48,7 +48,7 @@ class FedProto(FeatureAlignment, Local):
         distances = torch.cdist(features.to(wide), vectors.to(wide), compute_mode="donot_use_mm_for_euclid_dist")
         return torch.where(known.any(), torch.where(known, -distances.square(), -torch.inf), logits)
 
-    def upload(self, data: ClientData) -> Record:
+    def upload(self, data: ClientData) -> Message:
         """The client's prototypes, and its class counts where they are asked for."""
         return super().upload(data) | ({"class_counts": data.class_counts} if "class_counts" in self.requested else {})
 

@@ -5,10 +5,10 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from pfl_lightning.client import FedAvg
+from pfl_lightning.client.module import FedAvg
 from pfl_lightning.data import ClientData
-from pfl_lightning.exchange import Record
-from pfl_lightning.losses import proximal
+from pfl_lightning.messages import Message
+from pfl_lightning.methods.losses import proximal
 
 
 class FedProx(FedAvg):
@@ -34,7 +34,7 @@ class FedProx(FedAvg):
         for name, parameter in self.net.named_parameters():
             self.received.register_buffer(name.replace(".", "/"), parameter.detach().clone(), persistent=False)
 
-    def on_download(self, payload: Record, data: ClientData | None) -> None:
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Remembers the received model."""
         super().on_download(payload, data)
         for anchor, parameter in zip(self.received.buffers(), self.net.parameters(), strict=True):

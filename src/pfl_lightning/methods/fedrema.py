@@ -10,10 +10,11 @@ from statistics import fmean
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.aggregators import Server, WeightedAverage
-from pfl_lightning.exchange import Record, Updates, weighted_mean
+from pfl_lightning.aggregators.base import Server
+from pfl_lightning.aggregators.model_pool import Weighting, shares
+from pfl_lightning.aggregators.weighted_average import WeightedAverage
+from pfl_lightning.messages import Message, Updates, weighted_mean
 from pfl_lightning.methods.relevance import Relevance, Segmentation
-from pfl_lightning.pool import Weighting, shares
 
 
 def is_over(mean_gaps: list[float], delta: float) -> bool:
@@ -50,7 +51,7 @@ class FedReMa(WeightedAverage):
 
     Sums are over the clients of the round. Those that stay away receive the new body and keep their classifier, which
     is the common initial one until they first take part; one that first does so after the period keeps its own.
-    Rounds of fewer than three clients show no gap and don't end the period. What counts as the classifier is the net's
+    FederationOptions of fewer than three clients show no gap and don't end the period. What counts as the classifier is the net's
     choice; the paper's is ``head: all_fc``. The global model is the body with the mean of all classifiers.
 
     The official code pairs classifiers and clients by position in lists of different orders, averages classifiers in
@@ -151,6 +152,6 @@ class FedReMa(WeightedAverage):
             shares[k] = {i: count / total for i, count in counts.items() if count} or {k: 1.0}
         return shares
 
-    def download(self, client: int) -> Record:
+    def download(self, client: int) -> Message:
         """The body, and the client's own classifier."""
         return {"weights": self.state["weights"] | self.state["classifiers"].get(client, self.state["initial"])}

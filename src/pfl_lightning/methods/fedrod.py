@@ -8,9 +8,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.client import FedAvg
+from pfl_lightning.client.module import FedAvg
 from pfl_lightning.data import ClientData
-from pfl_lightning.exchange import Record
+from pfl_lightning.messages import Message
 
 
 class FedRoD(FedAvg):
@@ -61,7 +61,7 @@ class FedRoD(FedAvg):
         self.register_buffer("has_personal", torch.tensor(False))
         self.register_buffer("log_prior", torch.zeros(self.num_classes), persistent=False)
 
-    def on_download(self, payload: Record, data: ClientData | None) -> None:
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Counts the client's classes."""
         super().on_download(payload, data)
         if data is not None:
@@ -81,7 +81,7 @@ class FedRoD(FedAvg):
             logits = logits + self.personal(features)
         return logits
 
-    def upload(self, data: ClientData) -> Record:
+    def upload(self, data: ClientData) -> Message:
         """The generic model."""
         if self.steps_done:
             self.has_personal.fill_(True)

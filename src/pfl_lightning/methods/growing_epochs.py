@@ -4,7 +4,8 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.client import FedAvg, Phase
+from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.phases import Phase
 
 
 class GrowingEpochs(FedAvg):

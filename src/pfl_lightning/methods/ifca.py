@@ -10,11 +10,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator, Server
-from pfl_lightning.client import FedAvg
+from pfl_lightning.aggregators.base import Aggregator, Server
+from pfl_lightning.aggregators.model_pool import Weighting, mean_loss, mean_weights
+from pfl_lightning.client.module import FedAvg
 from pfl_lightning.data import ClientData
-from pfl_lightning.exchange import Record, StateDict, Updates
-from pfl_lightning.pool import Weighting, mean_loss, mean_weights
+from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.seeds import derive_seed
 
 
@@ -38,7 +38,7 @@ class IFCA(FedAvg):
         # kept for use without data: what the client trained last
         self.register_buffer("cluster", torch.tensor(0))
 
-    def on_download(self, payload: Record, data: ClientData | None) -> None:
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Chooses a model and takes it."""
         models = payload["cluster_models"]
         if data is not None:
@@ -49,7 +49,7 @@ class IFCA(FedAvg):
             self.cluster.fill_(losses.index(min(losses)))
         self.assign(models[int(self.cluster)])
 
-    def upload(self, data: ClientData) -> Record:
+    def upload(self, data: ClientData) -> Message:
         """The trained model, and which it is."""
         return super().upload(data) | {"cluster": self.cluster}
 
@@ -107,7 +107,7 @@ class ClusterModels(Aggregator):
         self.state["models"] = [means.get(j, model) for j, model in enumerate(self.state["models"])]
         return {"clusters": float(len(groups))} if updates else {}
 
-    def download(self, client: int) -> Record:
+    def download(self, client: int) -> Message:
         """All of the models."""
         return {"cluster_models": self.state["models"]}
 

@@ -11,12 +11,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators import Aggregator, Server
-from pfl_lightning.client import Batch, Phase
-from pfl_lightning.data import ClientData, FederatedDataModule, Part
+from pfl_lightning.aggregators.base import Aggregator, Server
+from pfl_lightning.client.module import Batch
+from pfl_lightning.client.phases import Phase
+from pfl_lightning.data import ClientData, FederatedDataModule, Samples
 from pfl_lightning.data.datamodule import net_inputs
-from pfl_lightning.evaluation import CHUNK
-from pfl_lightning.exchange import Record, Updates, weighted_mean
+from pfl_lightning.engines.evaluation import CHUNK
+from pfl_lightning.messages import Message, Updates, weighted_mean
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
 from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
 from pfl_lightning.methods.local import Local
@@ -74,7 +75,7 @@ class KnowledgeTransfer(GrowingEpochs, Local):
         self.register_buffer("public", None, persistent=False)
         self.register_buffer("targets", None, persistent=False)
 
-    def on_download(self, payload: Record, data: ClientData | None) -> None:
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Takes the public samples, and q_k if there is one."""
         self.public = payload["public"].to(self.device)
         self.targets = payload["targets"].to(self.device) if "targets" in payload else None
@@ -89,7 +90,7 @@ class KnowledgeTransfer(GrowingEpochs, Local):
         private = super().local_phases()
         if self.targets is None or self.distill_epochs == 0:
             return private
-        taught = Part(self.public_inputs(), self.targets)
+        taught = Samples(self.public_inputs(), self.targets)
         return [Phase("distill", epochs=self.distill_epochs, data=taught, batch_size=self.distill_batch_size), *private]
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
@@ -107,7 +108,7 @@ class KnowledgeTransfer(GrowingEpochs, Local):
         z: Tensor = self.net(x)
         return z.to(torch.promote_types(z.dtype, torch.float32)) / self.temperature
 
-    def upload(self, data: ClientData) -> Record:
+    def upload(self, data: ClientData) -> Message:
         """p_k: the trained model's answers to the public samples."""
         answers = [self.tempered(x).softmax(1) for x in torch.split(self.public_inputs(), CHUNK)]
         return {"predictions": torch.cat(answers)}
@@ -147,7 +148,7 @@ class KTpFL(KnowledgeCoefficients):
         p = torch.stack(list(answers.values())).flatten(1).double()
         return self.learn(list(answers), p @ p.T / p.shape[1])
 
-    def download(self, client: int) -> Record:
+    def download(self, client: int) -> Message:
         """The public samples, and q_k once the client has answered itself."""
         predictions = self.state["predictions"]
         if client not in predictions:

@@ -6,10 +6,11 @@ w_l the model of client l.
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.aggregators import Server, WeightedAverage
-from pfl_lightning.exchange import Record, Updates, weighted_mean
+from pfl_lightning.aggregators.base import Server
+from pfl_lightning.aggregators.model_pool import inner_products, shares
+from pfl_lightning.aggregators.weighted_average import WeightedAverage
+from pfl_lightning.messages import Message, Updates, weighted_mean
 from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
-from pfl_lightning.pool import inner_products, shares
 
 
 class KTpFLWeight(KnowledgeCoefficients, WeightedAverage):
@@ -50,6 +51,6 @@ class KTpFLWeight(KnowledgeCoefficients, WeightedAverage):
         self.state["models"] = self.state["models"] | mixes
         return logs
 
-    def download(self, client: int) -> Record:
+    def download(self, client: int) -> Message:
         """The client's mix."""
         return {"weights": self.state["models"].get(client, self.state["weights"])}

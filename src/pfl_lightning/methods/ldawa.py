@@ -11,9 +11,10 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Server, WeightedAverage
-from pfl_lightning.exchange import Updates, weighted_mean
-from pfl_lightning.pool import shares
+from pfl_lightning.aggregators.base import Server
+from pfl_lightning.aggregators.model_pool import shares
+from pfl_lightning.aggregators.weighted_average import WeightedAverage
+from pfl_lightning.messages import Updates, weighted_mean
 
 
 class LDAWA(WeightedAverage):

@@ -1,6 +1,7 @@
 """LG-FedAvg: personal features under a shared classifier."""
 
-from pfl_lightning.client import FedAvg, in_classifier
+from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.phases import in_classifier
 
 
 class LGFedAvg(FedAvg):

@@ -1,9 +1,9 @@
 """Local: every client trains on its own data alone."""
 
-from pfl_lightning.aggregators import Aggregator
-from pfl_lightning.client import FedAvg
+from pfl_lightning.aggregators.base import Aggregator
+from pfl_lightning.client.module import FedAvg
 from pfl_lightning.data import ClientData
-from pfl_lightning.exchange import Record
+from pfl_lightning.messages import Message
 
 
 class Local(FedAvg):
@@ -21,10 +21,10 @@ class Local(FedAvg):
         """Nothing travels."""
         return False
 
-    def on_download(self, payload: Record, data: ClientData | None) -> None:
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
         """There is nothing to take."""
 
-    def upload(self, data: ClientData) -> Record:
+    def upload(self, data: ClientData) -> Message:
         """There is nothing to send."""
         return {}
 

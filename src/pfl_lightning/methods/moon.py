@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from pfl_lightning.client import Batch, FedAvg
+from pfl_lightning.client.module import Batch, FedAvg
 from pfl_lightning.data import ClientData
-from pfl_lightning.exchange import Record
+from pfl_lightning.messages import Message
 
 
 def model_contrast(z: Tensor, z_glob: Tensor, z_prev: Tensor, tau: float) -> Tensor:
@@ -102,7 +102,7 @@ class MOON(FedAvg):
             self.previous = Frozen(self.net.features, persistent=True)
             self.register_buffer("has_previous", torch.tensor(False))
 
-    def on_download(self, payload: Record, data: ClientData | None) -> None:
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Remembers the received feature extractor."""
         super().on_download(payload, data)
         if self.mu > 0:
@@ -119,7 +119,7 @@ class MOON(FedAvg):
         contrast = model_contrast(z, self.received(x), self.previous(x), self.tau)
         return {"loss": self.loss(z, self.net.classifier(z), target) + self.mu * contrast, "contrast": contrast}
 
-    def upload(self, data: ClientData) -> Record:
+    def upload(self, data: ClientData) -> Message:
         """The model, which is the previous one from now on."""
         if self.mu > 0:
             self.previous.take(self.net.features)

@@ -13,12 +13,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.func import functional_call, grad_and_value
 
-from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage
-from pfl_lightning.client import Batch, FedAvg
+from pfl_lightning.aggregators.base import Aggregator, Server
+from pfl_lightning.aggregators.model_pool import shares
+from pfl_lightning.aggregators.weighted_average import WeightedAverage
+from pfl_lightning.client.module import Batch, FedAvg
 from pfl_lightning.data import ClientData
-from pfl_lightning.exchange import Record, StateDict, Updates
-from pfl_lightning.losses import proximal
-from pfl_lightning.pool import shares
+from pfl_lightning.messages import Message, StateDict, Updates
+from pfl_lightning.methods.losses import proximal
 
 
 class PFedMe(FedAvg):
@@ -120,7 +121,7 @@ class PFedMe(FedAvg):
         logits: Tensor = (self.personal if self.has_personal else self.net)(x)
         return logits
 
-    def upload(self, data: ClientData) -> Record:
+    def upload(self, data: ClientData) -> Message:
         """The client's model w_i, with the running statistics of theta_i."""
         if self.steps_done:
             self.has_personal.fill_(True)

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators import Server
-from pfl_lightning.client import CLASSIFIER, in_classifier
-from pfl_lightning.exchange import Record, StateDict, Updates
+from pfl_lightning.aggregators.base import Server
+from pfl_lightning.client.phases import CLASSIFIER, in_classifier
+from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.nets import feature_size
 from pfl_lightning.seeds import derive_seed
 
@@ -151,7 +151,7 @@ class Relevance:
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "fedrema", *key))
         return self.probe_max * torch.rand(self.probe_size, generator=generator, dtype=torch.float64)
 
-    def probabilities(self, update: Record, probes: Tensor) -> Tensor:
+    def probabilities(self, update: Message, probes: Tensor) -> Tensor:
         """Class probabilities p ``[n, C]`` of probes ``[n, d]``, by the classifier of an update."""
         entries = {
             name.removeprefix(CLASSIFIER): tensor.double() if tensor.is_floating_point() else tensor
@@ -159,6 +159,6 @@ class Relevance:
         }
         return F.softmax(functional_call(self.head, entries, (probes,)) / self.temperature, dim=1)
 
-    def classifier(self, update: Record) -> StateDict:
+    def classifier(self, update: Message) -> StateDict:
         """phi^, the entries of an update that are its classifier's."""
         return {name: update["weights"][name] for name in self.names}

@@ -14,12 +14,13 @@ from torch.func import functional_call, grad
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
-from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage
-from pfl_lightning.client import FedAvg
-from pfl_lightning.data import ClientData, Part
-from pfl_lightning.evaluation import CHUNK
-from pfl_lightning.exchange import Record, StateDict, Updates, weighted_mean
-from pfl_lightning.pool import shares
+from pfl_lightning.aggregators.base import Aggregator, Server
+from pfl_lightning.aggregators.model_pool import shares
+from pfl_lightning.aggregators.weighted_average import WeightedAverage
+from pfl_lightning.client.module import FedAvg
+from pfl_lightning.data import ClientData, Samples
+from pfl_lightning.engines.evaluation import CHUNK
+from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
 
 
 class ControlVariates(FedAvg):
@@ -63,7 +64,7 @@ class ControlVariates(FedAvg):
         vector: Tensor = parameters_to_vector(self.net.parameters())
         return vector
 
-    def on_download(self, payload: Record, data: ClientData | None) -> None:
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Takes x and c."""
         super().on_download(payload, data)
         self.correction.copy_(payload["control"]).sub_(self.own)
@@ -71,7 +72,7 @@ class ControlVariates(FedAvg):
         if self.option == "I" and data is not None:
             self.gradient.copy_(self.mean_gradient(data.train))
 
-    def mean_gradient(self, part: Part) -> Tensor:
+    def mean_gradient(self, part: Samples) -> Tensor:
         """The gradient of the mean cross-entropy of some samples ``[P]``."""
 
         def objective(weights: StateDict, x: Tensor, y: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ class ControlVariates(FedAvg):
         term = (self.vector() * self.correction).sum()
         return super().loss(features, logits, target) + (term - term.detach())
 
-    def upload(self, data: ClientData) -> Record:
+    def upload(self, data: ClientData) -> Message:
         """The model, and by how much the control variate changed."""
         way = self.steps_done * self.learning_rate  # K eta
         if self.option == "I":
@@ -151,6 +152,6 @@ class SCAFFOLD(WeightedAverage):
         self.state |= weighted_mean([*changes, {"control": c}], [*[1 / self.num_clients] * len(changes), 1.0])
         return {"control_norm": float(torch.linalg.vector_norm(self.state["control"]))}
 
-    def download(self, client: int) -> Record:
+    def download(self, client: int) -> Message:
         """The model and the control variate."""
         return super().download(client) | {"control": self.state["control"]}

@@ -11,10 +11,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator
-from pfl_lightning.client import Batch, FedAvg
+from pfl_lightning.aggregators.base import Aggregator
+from pfl_lightning.client.module import Batch, FedAvg
 from pfl_lightning.data import ClientData
-from pfl_lightning.exchange import Record
+from pfl_lightning.messages import Message
 from pfl_lightning.methods.cwfedavg import CwFedAvg, row_distribution
 from pfl_lightning.nets import find_output_layer
 
@@ -67,14 +67,14 @@ class WDR(FedAvg):
         distance = self.distance()
         return values | {"loss": values["loss"] + self.wdr_weight * distance, "wdr": distance}
 
-    def on_download(self, payload: Record, data: ClientData | None) -> None:
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Counts the client's classes."""
         super().on_download(payload, data)
         if data is not None:
             self.distribution.copy_(data.class_counts / len(data.train))
         self.received_distance.copy_(self.distance())
 
-    def upload(self, data: ClientData) -> Record:
+    def upload(self, data: ClientData) -> Message:
         """The model; warns where the regulariser clearly took the rows away from its aim."""
         before, after = float(self.received_distance), float(self.distance())
         if self.wdr_weight > 0 and after > max(before + 0.05, 0.2):

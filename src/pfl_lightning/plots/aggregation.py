@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from pfl_lightning.report import columns_of, numbers
+from pfl_lightning.runs.report import columns_of, numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -142,7 +142,7 @@ def plot_server_terms(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     """What the server logs, round by round, and the seconds that it takes, a panel each.
 
     Args:
-        rows: rows of `RoundRecord`: ``round``, ``server/NAME``, ``time/aggregate``.
+        rows: rows of `RoundLogger`: ``round``, ``server/NAME``, ``time/aggregate``.
     """
     from matplotlib.figure import Figure
 

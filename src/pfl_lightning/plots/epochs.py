@@ -17,10 +17,10 @@ def plot_against_local_epochs(
 ) -> "Figure":
     """A metric against the local epochs of a client that took part in all rounds so far, a line a run.
 
-    Rounds favour methods that train long in each, such as KT-pFL with up to 20 epochs.
+    FederationOptions favour methods that train long in each, such as KT-pFL with up to 20 epochs.
 
     Args:
-        runs: by the run's name, its rows of ``rounds.csv`` (or of `RoundRecord`), and the local epochs of a round,
+        runs: by the run's name, its rows of ``rounds.csv`` (or of `RoundLogger`), and the local epochs of a round,
             which the record doesn't say: a number, or one for each round from the first, of which the last goes on for
             later rounds.
         metric: the column to draw.

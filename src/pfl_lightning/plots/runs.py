@@ -39,7 +39,7 @@ def plot_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], metric: str = "
     """A metric against the rounds, a line a run.
 
     Args:
-        runs: rows of ``rounds.csv`` (or of `RoundRecord`) by the run's name.
+        runs: rows of ``rounds.csv`` (or of `RoundLogger`) by the run's name.
         metric: the column to draw.
     """
     return plot_mean_curves({name: [rows] for name, rows in runs.items()}, metric)

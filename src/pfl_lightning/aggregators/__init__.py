@@ -1,0 +1,1 @@
+"""The server side: what combines the updates of a round, and leaves each client's next payload."""

@@ -1,0 +1,78 @@
+"""Several server sides at once."""
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from pfl_lightning.messages import Message, StateDict, Updates
+
+if TYPE_CHECKING:
+    pass
+from pfl_lightning.aggregators.base import Aggregator, AnyAggregator, Server
+
+
+class AggregatorList(Aggregator):
+    """Several server sides at once, each for entries of its own: models by one, prototypes by another.
+
+    A payload is the union of theirs; the global model is the first one's that has one.
+
+    Args:
+        aggregators: the server sides, at least one; no two send the same entry.
+
+    Raises:
+        MisconfigurationException: if there are none, or two send the same entry.
+    """
+
+    def __init__(self, aggregators: list[Aggregator]) -> None:
+        super().__init__()
+        entries = [entry for aggregator in aggregators for entry in aggregator.sends]
+        if not aggregators or len(set(entries)) < len(entries):
+            names = ", ".join(type(aggregator).__name__ for aggregator in aggregators)
+            raise MisconfigurationException(
+                f"aggregator.aggregators=[{names}] must be at least one, and no two may send the same entry."
+            )
+        self.aggregators = aggregators
+        self.needs = frozenset().union(*(aggregator.needs for aggregator in aggregators))
+        self.sends = frozenset(entries)
+
+    @property
+    def name(self) -> str:
+        """The names of all; a subclass has its own."""
+        return super().name if type(self) is not AggregatorList else "+".join(each.name for each in self.aggregators)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The states of all, by position."""
+        return {str(place): aggregator.state for place, aggregator in enumerate(self.aggregators)}
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        for place, aggregator in enumerate(getattr(self, "aggregators", ())):
+            aggregator.state = state[str(place)]
+
+    def setup(self, server: Server) -> None:
+        """Sets all up."""
+        for aggregator in self.aggregators:
+            aggregator.setup(server)
+
+    def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
+        """Hands the updates to each, and returns what all of them log."""
+        logs: dict[str, float] = {}
+        for aggregator in self.aggregators:
+            logs |= aggregator.aggregate(updates, round)
+        return logs
+
+    def download(self, client: int) -> Message:
+        """The union of their payloads."""
+        payload: Message = {}
+        for aggregator in self.aggregators:
+            payload |= aggregator.download(client)
+        return payload
+
+    def global_model(self) -> StateDict:
+        """The first one's that has one."""
+        return next((model for a in self.aggregators if (model := a.global_model())), {})
+
+    def find(self, kind: type[AnyAggregator]) -> AnyAggregator | None:
+        """The first of a kind."""
+        return super().find(kind) or next((found for a in self.aggregators if (found := a.find(kind))), None)

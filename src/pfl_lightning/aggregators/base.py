@@ -1,0 +1,104 @@
+"""The server side of a method: its base class, and averaging by sample counts."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pfl_lightning.messages import Message, StateDict, Updates
+
+if TYPE_CHECKING:
+    from pfl_lightning.client.module import FedAvg
+    from pfl_lightning.data import FederatedDataModule
+
+AnyAggregator = TypeVar("AnyAggregator", bound="Aggregator")
+
+
+@dataclass(frozen=True)
+class Server:
+    """What a server knows before the first round.
+
+    Args:
+        num_clients: clients of the federation, with ids ``0 .. num_clients - 1``.
+        weights: the common initial model, as far as clients share it.
+        module: a client module to run nets through, best with `torch.func.functional_call` and weights of the
+            server's own. It stands on the device of the clients, while `Aggregator.state` is on the CPU, and engines
+            train in it: what an aggregator leaves in it is overwritten. Its `FedAvg.new_net` gives further nets.
+        data: the data module; its `server_data` is the server's own public or proxy set, if there is one.
+        seed: seed of the federation; draw from ``derive_seed(seed, NAME, round)``.
+    """
+
+    num_clients: int
+    weights: StateDict
+    module: "FedAvg"
+    data: "FederatedDataModule"
+    seed: int
+
+    def parameter_names(self, remove_duplicate: bool = True) -> list[str]:
+        """Names of the parameters that clients share: entries of `weights` without buffers.
+
+        Args:
+            remove_duplicate: whether a tied parameter has its first name alone, as where models are compared, or all
+                its names, as where each entry of `weights` is changed.
+        """
+        parameters = self.module.named_parameters(remove_duplicate=remove_duplicate)
+        return [name for name, _ in parameters if name in self.weights]
+
+
+class Aggregator:
+    """A method's server side: takes the updates of a round, leaves each client's next payload.
+
+    The base class sends nothing and learns nothing: the server of clients that don't communicate. A method overrides
+    `aggregate` and `download`, keeps all that it remembers in `state` (tensors, numbers, strings, and dicts and
+    lists of them: it goes into the checkpoint as it is) and names the entries it `needs` from an update and `sends`
+    in a payload, so that a pair of client and aggregator that doesn't fit is refused before the first round.
+    """
+
+    needs: frozenset[str] = frozenset()
+    """Entries that it reads from updates; an instance may set its own by its settings."""
+    sends: frozenset[str] = frozenset()
+    """Entries of its payloads."""
+    caches: frozenset[str] = frozenset()
+    """Attributes besides `state` that may change after `setup`, as they are made from `state` alone."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    @property
+    def name(self) -> str:
+        """What records and checkpoints call it."""
+        return type(self).__name__
+
+    def setup(self, server: Server) -> None:
+        """Fills `state` before the first round; on resume the checkpoint's state replaces it.
+
+        Args:
+            server: the server's knowledge; keep a reference to what later rounds need of it.
+        """
+
+    def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
+        """Takes a round's updates.
+
+        Args:
+            updates: by client id, sorted by it; only clients that took part and did not diverge. Pair by id: a
+                rule that pairs lists by position is wrong. If it is empty, the state stays as it is.
+            round: the round's number, from 0.
+
+        Returns:
+            Numbers for the round's record, logged as ``server/NAME``.
+        """
+        return {}
+
+    def download(self, client: int) -> Message:
+        """What a client receives now.
+
+        It is asked for often (training, evaluation, counting, checkpoints), so let it be pure and cheap: tensors of
+        `state` are returned as they are, and the client copies them.
+        """
+        return {}
+
+    def global_model(self) -> StateDict:
+        """The server's one model, as far as it has one; empty where every model is somebody's own."""
+        return {}
+
+    def find(self, kind: type[AnyAggregator]) -> AnyAggregator | None:
+        """Itself if it is of a kind, else None; `AggregatorList` looks into its server sides, and the first counts."""
+        return self if isinstance(self, kind) else None

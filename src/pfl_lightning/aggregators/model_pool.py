@@ -1,0 +1,126 @@
+"""Models of many clients side by side: a server that hands them out, and what compares and averages them."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pfl_lightning.aggregators.base import Aggregator, Server
+from pfl_lightning.aggregators.weighted_average import sample_shares
+from pfl_lightning.data import Samples
+from pfl_lightning.engines.evaluation import CHUNK
+from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
+
+Weighting: TypeAlias = Literal["samples", "uniform"]
+"""How clients count in a mean: by their training ``samples``, or all alike."""
+
+BLOCK = 20_000
+"""Columns of the matrices that inner products are summed from: they bound memory and stay in the processor's cache."""
+DOZEN = 12
+"""Products of rows by the dozen are up to twice as fast as of one more or less."""
+
+
+class ModelPool(Aggregator):
+    """Keeps every client's last upload, averages nothing, and sends each client the models of all others.
+
+    Payloads are references to what is kept: each model is in memory once, however many clients it is sent to.
+    """
+
+    needs = frozenset({"weights"})
+    sends = frozenset({"models"})
+
+    def setup(self, server: Server) -> None:
+        """Starts empty."""
+        self.state["models"] = {}
+
+    def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
+        """Replaces the models of those who took part."""
+        models = self.state["models"] | {client: update["weights"] for client, update in updates.items()}
+        self.state["models"] = dict(sorted(models.items()))
+        return {}
+
+    def download(self, client: int) -> Message:
+        """The models of the others that have taken part, by client id; its own a client has itself."""
+        return {"models": {other: model for other, model in self.state["models"].items() if other != client}}
+
+
+def shares(updates: Updates, weighting: Weighting) -> dict[int, float]:
+    """The weight of each client in a mean over all; they sum to 1.
+
+    >>> shares({2: {"num_samples": torch.tensor(30)}, 5: {"num_samples": torch.tensor(10)}}, "uniform")
+    {2: 0.5, 5: 0.5}
+
+    Args:
+        updates: by client id, at least one, with ``num_samples``.
+        weighting: how clients count.
+    """
+    return sample_shares(updates) if weighting == "samples" else dict.fromkeys(updates, 1 / len(updates))
+
+
+def mean_weights(updates: Updates, weighting: Weighting) -> StateDict:
+    """The mean of what clients uploaded.
+
+    Args:
+        updates: by client id, at least one, with ``weights`` and ``num_samples``.
+        weighting: how clients count.
+    """
+    return weighted_mean([update["weights"] for update in updates.values()], list(shares(updates, weighting).values()))
+
+
+def inner_products(models: Sequence[StateDict], names: Sequence[str], origin: StateDict | None = None) -> Tensor:
+    r"""Inner products of models as long vectors, in float64.
+
+    >>> inner_products([{"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.0, 3.0])}], ["w"])
+    tensor([[5., 6.],
+            [6., 9.]], dtype=torch.float64)
+
+    Args:
+        models: n of them.
+        names: the entries that count.
+        origin: a model :math:`\theta_g`; given, products are of the differences :math:`\tau_k = \theta_k - \theta_g`,
+            and of :math:`\theta_g` itself as the last.
+
+    Returns:
+        ``[n, n]``, in the order of the models; ``[n + 1, n + 1]`` with an origin.
+    """
+    vectors = [*models, *([] if origin is None else [origin])]
+    size = len(vectors)
+    width = min(BLOCK, max((vectors[0][name].numel() for name in names), default=0))
+    # one buffer for all: where memory is new each time, getting it takes longer than the product
+    buffer = torch.zeros(DOZEN * math.ceil(size / DOZEN), width, dtype=torch.float64)
+    products = torch.zeros(len(buffer), len(buffer), dtype=torch.float64)
+    for name in names:
+        for block in blocks([vector[name] for vector in vectors]):
+            rows = buffer[:, : block.shape[1]]
+            rows[:size] = block
+            if origin is not None:
+                # in float64: differences are small beside models
+                rows[: size - 1] -= rows[size - 1]
+            products.addmm_(rows, rows.T)
+    return products[:size, :size]
+
+
+def blocks(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """Tensors of one shape as the rows of a matrix, so many columns at a time."""
+    if tensors[0].numel() <= BLOCK:
+        yield torch.stack(tensors).reshape(len(tensors), tensors[0].numel())
+        return
+    for parts in zip(*(torch.split(tensor.flatten(), BLOCK) for tensor in tensors), strict=True):
+        yield torch.stack(parts)
+
+
+@torch.no_grad()
+def mean_loss(model: Callable[[Tensor], Tensor], part: Samples) -> float:
+    """Mean cross-entropy of a model on samples; infinite where it isn't a number.
+
+    Args:
+        model: gives logits ``[n, num_classes]`` of inputs, such as a net in evaluation mode.
+        part: the samples, on the model's device, at least one.
+    """
+    chunks = zip(torch.split(part.x, CHUNK), torch.split(part.y, CHUNK), strict=True)
+    losses = [F.cross_entropy(model(x), y, reduction="sum").double() for x, y in chunks]
+    loss = float(torch.stack(losses).sum()) / len(part)
+    return math.inf if math.isnan(loss) else loss

@@ -1,0 +1,191 @@
+"""The record of a run: one row a round, a table of clients, a summary."""
+
+import math
+import time
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+
+from pfl_lightning.callbacks.base import FederatedCallback
+from pfl_lightning.callbacks.checkpoints import BestCheckpoint
+from pfl_lightning.federation.evaluation import split_of
+from pfl_lightning.messages import digest
+from pfl_lightning.runs.folder import run_folder
+from pfl_lightning.runs.report import Row, append_row, environment, numbers, table, write_json, write_rows
+
+if TYPE_CHECKING:
+    from pfl_lightning.client.module import FedAvg
+    from pfl_lightning.federation.federation import Federation
+
+
+class RoundLogger(FederatedCallback):
+    """Writes ``rounds.csv``, ``clients.csv`` and ``summary.json`` into the run's folder; logs one record a round.
+
+    The rows are part of the checkpoint: a resumed run's record is whole, and without the round that was lost. At the
+    end of ``fit`` all clients are tested, with the last round's models and with those of the round that validation
+    selects, and a table is printed. With ``logger=False`` nothing is written or printed; `rows` holds the record.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.clients: list[Row] = []
+        self.summary: dict[str, Any] = {}
+        self.fingerprints: dict[str, str] = {}
+        self._seconds = 0.0
+        self._start = time.perf_counter()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows so far, the seconds that they took, and what they began with."""
+        return {"rows": self.rows, "seconds": self._elapsed(), "fingerprints": self.fingerprints}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from earlier rows."""
+        self.rows, self._seconds = list(state_dict["rows"]), state_dict["seconds"]
+        self.fingerprints = dict(state_dict["fingerprints"])
+
+    def _elapsed(self) -> float:
+        return self._seconds + time.perf_counter() - self._start
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Makes the run's folder, and takes fingerprints of what runs that are compared have in common.
+
+        That is the partition, and the initial nets.
+        """
+        if stage == "fit" and (folder := run_folder(trainer)):
+            # not by each writer: a folder that is moved away is not to be made again
+            folder.mkdir(parents=True, exist_ok=True)
+        federation = cast("Federation", pl_module)
+        if federation.seed is None:
+            nets = [cast("FedAvg", kind).net.state_dict() for kind in federation.kinds]
+            counts = [federation.data.class_counts(part) for part in ("train", "val", "test")]
+            self.fingerprints = {"partition": digest(counts), "initial": digest(nets)}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the rows so far: a run has its file from the start, and a resumed one those that it goes on from.
+
+        A CSVLogger, which starts its own file anew, gets them again.
+        """
+        self._start = time.perf_counter()
+        self._write(trainer)
+        federation = cast("Federation", pl_module)
+        settings = {f"data.{name}": value for name, value in federation.data.hparams.items() if name[0] != "_"}
+        for logger in trainer.loggers:
+            logger.log_hyperparams(
+                {"method": federation.method, "data.name": type(federation.data).__name__, **settings}
+            )
+            if isinstance(logger, CSVLogger):
+                for row in self.rows:
+                    logger.log_metrics(numbers(row), step=row["round"])
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Records the round, before a checkpoint is saved at this point."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._record(trainer, cast("Federation", pl_module))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Records a round that had no validation."""
+        self._record(trainer, cast("Federation", pl_module))
+
+    def _record(self, trainer: Trainer, federation: "Federation") -> None:
+        row = federation.record
+        if not row or (self.rows and self.rows[-1]["round"] == row["round"]):
+            return
+        self.rows.append(dict(row))
+        if len(self.rows) == 1 or set(row) - {name for earlier in self.rows[:-1] for name in earlier}:
+            self._write(trainer)
+        elif folder := run_folder(trainer):
+            append_row(folder / "rounds.csv", row)
+        for logger in trainer.loggers:
+            logger.log_metrics(numbers(row), step=row["round"])
+            logger.save()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tests every client, and writes and prints the final tables."""
+        federation = cast("Federation", pl_module)
+        if not self.rows or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        evaluations = federation.evaluations
+        tested = evaluations.results.get("test", {})
+        if len(tested) < federation.data.num_clients:
+            tested = evaluations.evaluate_all("test")
+        accuracy = evaluations.summary_of("test", tested).get("test/acc")
+        # the last round's record has them already where rounds are tested
+        central = {name: value for name, value in self.rows[-1].items() if name.startswith("test/global_")}
+        central = central or evaluations.evaluate_global()
+        final = {"test/acc": accuracy, **central}
+        counts = federation.data.counts
+        self.clients = [
+            {
+                "client": client,
+                "samples": federation.data.size(client, "train"),
+                "classes": int((counts[client] > 0).sum()),
+                **{
+                    f"{part}/{name}": value
+                    for part in evaluations.results
+                    if split_of(part) == "test"
+                    for name, value in evaluations.results[part].get(client, {}).items()
+                },
+            }
+            for client in range(federation.data.num_clients)
+        ]
+        self.summary = {
+            "method": type(federation.client).__name__,
+            "aggregator": federation.aggregator.name,
+            "final": {"round": self.rows[-1]["round"], **final},
+            "selected": self._selected(trainer, federation, final),
+            "best_on_test": self._best("test/acc"),
+            **({"best_global": self._best("test/global_acc") | self._ten_best("test/global_acc")} if central else {}),
+            "seed": federation.seed,
+            **self.fingerprints,
+            "seconds": round(self._elapsed(), 3),
+            **environment(federation.device),
+        }
+        if folder := run_folder(trainer):
+            write_rows(folder / "clients.csv", self.clients)
+            write_json(folder / "summary.json", self.summary)
+            print(table(self.summary, self.rows, self.clients, folder))
+
+    def _best(self, column: str) -> Row:
+        """The round with the highest value of a column; of several the first."""
+        best = max(self._known(column), key=lambda row: (row[column], -row["round"]), default={})
+        return {name: best.get(name) for name in ("round", column)}
+
+    def _ten_best(self, column: str) -> Row:
+        """Mean and standard deviation of the ten highest values of a column, as the FedAWA code reports them."""
+        values = sorted((row[column] for row in self._known(column)), reverse=True)[:10]
+        return {"ten_best_mean": fmean(values), "ten_best_std": pstdev(values)} if values else {}
+
+    def _known(self, column: str) -> list[Row]:
+        """The rounds that have a value in a column."""
+        return [row for row in self.rows if not math.isnan(row.get(column, math.nan))]
+
+    def _selected(self, trainer: Trainer, federation: "Federation", final: Row) -> Row:
+        """The round with the best validation accuracy, and its test accuracy where that can be known."""
+        validated = self._known("val/acc")
+        if not validated:
+            return {"round": None, "val/acc": None, "test/acc": None}
+        # in float32, as ModelCheckpoint compares: of rounds that differ by less it keeps the first
+        row = max(validated, key=lambda row: (torch.tensor(row["val/acc"]).item(), -row["round"]))
+        tested = final if row is self.rows[-1] else row
+        if "test/acc" not in tested and (path := best_checkpoint(trainer)):
+            # mapped: else all clients' states would be in memory twice
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            tested = row | federation.evaluations.test_at(checkpoint, row["round"])
+        central = {name: tested[name] for name in ("test/global_acc",) if name in tested}
+        return {"round": row["round"], "val/acc": row["val/acc"], "test/acc": tested.get("test/acc"), **central}
+
+    def _write(self, trainer: Trainer) -> None:
+        if folder := run_folder(trainer):
+            write_rows(folder / "rounds.csv", self.rows)
+
+
+def best_checkpoint(trainer: Trainer) -> str | None:
+    """The file of the round with the best ``val/acc``, if it is kept."""
+    kept = [
+        callback.best_model_path for callback in trainer.checkpoint_callbacks if isinstance(callback, BestCheckpoint)
+    ]
+    return next((path for path in kept if path and Path(path).exists()), None)

@@ -1,0 +1,97 @@
+"""Which methods are compared: files of settings, or client modules by name."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from pfl_lightning.cli.suggestions import class_names, nearest_file, suggestion
+
+FILE = ("--config", "-c")
+"""The options that name a file."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method as it was asked for.
+
+    Args:
+        label: its name in tables and folders.
+        arguments: what ``fit`` is given for it.
+        winning: what ``fit`` is given for the files behind a ``+``.
+    """
+
+    label: str
+    arguments: tuple[str, ...]
+    winning: tuple[str, ...] = ()
+
+    def among(self, passed: Sequence[str]) -> tuple[str, ...]:
+        """All that ``fit`` is given: what wins comes behind the last file, before the flags that follow it.
+
+        >>> Choice("x", ("--model", "X"), ("--config", "mine")).among(["--config", "data", "--model.mu", "1"])
+        ('--model', 'X', '--config', 'data', '--config', 'mine', '--model.mu', '1')
+
+        Args:
+            passed: the arguments that all methods have in common.
+        """
+        ends = [place + ("=" not in word) for place, word in enumerate(passed, 1) if word.split("=")[0] in FILE]
+        last = max(ends, default=0)
+        return (*self.arguments, *passed[:last], *self.winning, *passed[last:])
+
+
+def choose(words: list[str], folder: Path) -> list[Choice]:
+    """Finds out what each word means.
+
+    Args:
+        words: a name of a file in the folder (``fedprox``), the path of a file, or a client module's class
+            (``FedProx``), each with more files after a ``+``, whose settings win over those of all other files.
+        folder: the folder of the methods' files.
+
+    Raises:
+        MisconfigurationException: if a word means nothing, or two mean the same.
+    """
+    choices = [choose_one(word, folder) for word in words]
+    labels = [choice.label for choice in choices]
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        raise MisconfigurationException(
+            f"compare: --methods has two called {twice[0]}; leave one out, or rename one of the files."
+        )
+    return choices
+
+
+def choose_one(word: str, folder: Path) -> Choice:
+    """Finds out what a word means."""
+    first, *others = word.split("+")
+    if (path := settings_file(first, folder)) is not None:
+        label, arguments = path.stem, ["--config", str(path)]
+    elif "." in first or first in class_names("model"):
+        label, arguments = first.rpartition(".")[2], ["--model", first]
+    else:
+        known = {file.stem for file in folder.glob("*.yaml")} | class_names("model")
+        raise MisconfigurationException(
+            f"compare: --methods {first} is no file in {folder}/ and no client module{suggestion(first, known)}"
+        )
+    winning: list[str] = []
+    for other in others:
+        if (path := settings_file(other, folder)) is None:
+            raise MisconfigurationException(
+                f"compare: --methods {word}: {other} is no file in {folder}/; behind a + give the path of a YAML file."
+            )
+        label, winning = f"{label}+{path.stem}", [*winning, "--config", str(path)]
+    return Choice(label, tuple(arguments), tuple(winning))
+
+
+def settings_file(word: str, folder: Path) -> Path | None:
+    """The file that a word means: by its path if it ends as YAML does, else by its name in the folder, if it's there.
+
+    Raises:
+        MisconfigurationException: if there is no file under the path.
+    """
+    path = Path(word)
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise MisconfigurationException(f"compare: {path} is no file{nearest_file(path)}")
+        return path
+    named = folder / f"{word}.yaml"
+    return named if named.is_file() else None

@@ -1,0 +1,79 @@
+"""The files that a comparison leaves: the table in four forms, a row a run, and a picture of the curves."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pfl_lightning.cli.compare.results import (
+    CAPTION,
+    COLUMNS,
+    Result,
+    differences,
+    reasons,
+    same_numbers,
+    summarise,
+    table,
+)
+from pfl_lightning.cli.compare.runs import Run
+from pfl_lightning.plots.runs import plot_mean_curves
+from pfl_lightning.runs.report import Row, write_rows
+from pfl_lightning.runs.tables import latex, latex_table, markdown_table, text_table
+
+METRICS = ("test/acc", "test/global_acc", "val/acc")
+"""What curves are drawn of: the first that there is."""
+
+
+def write(out: Path, methods: Mapping[str, Sequence[Result]], failures: Mapping[Run, str], seeds: Sequence[int]) -> str:
+    """Writes all files, and returns the table and what else is to be said.
+
+    Args:
+        out: the folder.
+        methods: finished runs by method; empty where none has.
+        failures: why others failed.
+        seeds: all seeds.
+    """
+    cells = table(methods, failures)
+    over = "mean ± sample standard deviation over seeds" if len(seeds) > 1 else "seed"
+    caption = CAPTION.format(over=f"{over} {', '.join(map(str, seeds))}")
+    notes = [reason for method in methods for reason in reasons(method, failures)]
+    notes += same_numbers(methods)
+    notes += differences(methods) or ["Same partition, cohorts and initial weights for all methods at each seed."]
+    write_rows(out / "runs.csv", [row_of(result, out) for results in methods.values() for result in results])
+    write_rows(out / "comparison.csv", [row_of_method(name, methods[name], failures, out) for name in methods])
+    (out / "comparison.md").write_text("\n\n".join([markdown_table(cells), caption, *notes]) + "\n")
+    comments = "\n".join(f"% {latex(line)}" for line in [*caption.splitlines(), *notes])
+    (out / "comparison.tex").write_text(f"{comments}\n{latex_table(cells)}\n")
+    curves(out / "curves.png", methods)
+    closing = f"table, curves and a folder a run: {out}"
+    return "\n".join(["", text_table(cells), "", caption, "", *notes, closing])
+
+
+def row_of(result: Result, out: Path) -> Row:
+    """A run's row in ``runs.csv``."""
+    return {
+        "method": result.run.method,
+        "seed": result.run.seed,
+        **{column.name: result.values.get(column.name) for column in COLUMNS},
+        "partition": result.common["partition"],
+        "initial": result.common["initial"],
+        "config": str((result.folder / "config.yaml").relative_to(out)),
+    }
+
+
+def row_of_method(method: str, results: Sequence[Result], failures: Mapping[Run, str], out: Path) -> Row:
+    """A method's row in ``comparison.csv``."""
+    row: dict[str, Any] = {"method": method, "seeds": " ".join(str(result.run.seed) for result in results)}
+    summary = summarise(results)
+    for column in COLUMNS:
+        row[f"{column.name} mean"], row[f"{column.name} std"] = summary.get(column.name, (None, None))
+    configs = " ".join(str((result.folder / "config.yaml").relative_to(out)) for result in results)
+    return row | {"configs": configs, "failed": " ".join(reasons(method, failures))}
+
+
+def curves(path: Path, methods: Mapping[str, Sequence[Result]]) -> None:
+    """Draws the curves of what has finished."""
+    runs = {name: [result.rows for result in results] for name, results in methods.items() if results}
+    known = {name for records in runs.values() for rows in records for row in rows for name in row if row[name]}
+    metric = next((metric for metric in METRICS if metric in known), None)
+    if metric is not None:
+        plot_mean_curves(runs, metric).savefig(path, dpi=150)

@@ -1,0 +1,275 @@
+"""What users get wrong, in one sentence: the complaints of the parser."""
+
+import re
+from ast import literal_eval
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from pfl_lightning.cli.commands import OTHERS
+from pfl_lightning.cli.errors import one_line
+from pfl_lightning.cli.suggestions import class_names, nearest_file, nearest_option, settings, suggestion
+from pfl_lightning.client.optimizers import PLATEAU
+from pfl_lightning.trainer_arguments import MEANINGLESS
+
+TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text",
+    "tuple": "a list",
+    "list": "a list",
+    "dict": "a mapping",
+}
+MENTIONED = re.compile(r"""(?P<key>Parser key "[^"]+")|(?P<class>class_path '[^']+')""")
+NOISE = re.compile(
+    r"""\s*(-\s)*(Does not validate|Subtypes:|Errors:|Given value|Parser key "[^"]+":\s*$|Problem with given"""
+    r"""|Expected a path but|Expected a <class 'NoneType'>)"""
+)
+
+
+class Place(NamedTuple):
+    """Where in the configuration a complaint belongs."""
+
+    key: str
+    """The setting, dotted."""
+    owner: str
+    """The class path whose setting is at fault."""
+    value: str
+    """What was given, as ``=VALUE``; empty where it is long."""
+
+
+def sentence(message: str, options: list[str]) -> str:
+    """A complaint of the parser as one sentence.
+
+    Args:
+        message: the parser's message, of many lines where a setting could be of several types.
+        options: the command line's options, without dashes.
+    """
+    for pattern, explain in EXPLANATIONS.items():
+        if match := re.search(pattern, message):
+            return one_line(explain(message, match, options))
+    return one_line(remaining(message))
+
+
+def locate(message: str, match: re.Match[str]) -> Place:
+    """Finds the setting that a part of a message is about, by the indentation of what stands above it."""
+    above: list[tuple[int, str, str]] = []
+    for line in message[: match.start()].splitlines():
+        depth = len(line) - len(line.lstrip(" -"))
+        if line.strip():
+            above = [entry for entry in above if entry[0] < depth]
+        for found in MENTIONED.finditer(line):
+            above.append((depth, str(found.lastgroup), re.split("['\"]", found[0])[1]))
+    key = ".".join(name for _, kind, name in above if kind == "key")
+    given = re.search(r"(?:Got|Given) value: \[?Namespace\(class_path='([^']+)'", message[match.end() :])
+    if above and above[-1][1] == "class":
+        return Place(key, above[-1][2], value_after(message, match))
+    return Place(key, given[1] if given else "", value_after(message, match))
+
+
+def value_after(message: str, match: re.Match[str]) -> str:
+    """The value that a part of a message is about."""
+    found = re.search(r"(?:Got|Given) value: (.+?)(?:\. Got value: .*)?$", message[match.start() :], re.MULTILINE)
+    value = found[1] if found else ""
+    if nested := re.fullmatch(r"NestedArg\(key='.*?', val=(.*)\)", value):
+        value = nested[1].strip("'")
+    return f"={value}" if value and not value.startswith(("{", "Namespace", "[Namespace")) else ""
+
+
+def unknown_setting(message: str, match: re.Match[str], options: list[str]) -> str:
+    """A class has no such setting."""
+    place, name = locate(message, match), match[1]
+    if name == "class_path":
+        return no_class(message, match, options)
+    if place.owner.startswith("typing."):
+        return f"{place.key}.{name} is given, but no {place.key}; name its class too."
+    names = [known for known in settings(place.owner) if known != name]
+    near = suggestion(name, names, f"{place.key}.")
+    return f"{place.key}.{name} is not a setting of {place.owner.rpartition('.')[2]}{near}"
+
+
+def unknown_option(message: str, match: re.Match[str], options: list[str]) -> str:
+    """The command has no such option, by command line or file."""
+    name = match[1].split("=")[0]
+    key = name.removeprefix("--")
+    if advice := MEANINGLESS.get(key.removeprefix("trainer.")):
+        return f"{key} means nothing in a federation: {advice}."
+    if not name.startswith("-") and "unrecognized" in match[0]:
+        return f"{name} is given without an option; options begin with --."
+    return f"{key} is not an option{nearest_option(key, options)}"
+
+
+def unknown_command(message: str, match: re.Match[str], options: list[str]) -> str:
+    """There is no such subcommand."""
+    commands = [*re.findall(r"\w+", match[2]), *OTHERS]
+    return f"{match[1]!r} is not a command{suggestion(match[1], commands)}"
+
+
+def missing_command(message: str, match: re.Match[str], options: list[str]) -> str:
+    """No subcommand is given."""
+    return f"a command is missing; there is {', '.join([*match[1].split(','), *OTHERS])}."
+
+
+def missing_setting(message: str, match: re.Match[str], options: list[str]) -> str:
+    """Something that has no default isn't given."""
+    names = [name.partition(".")[2] or name for name in match[1].split(", ")]
+    place = locate(message, match)
+    if place.key:
+        return f"{place.key}: {place.owner.rpartition('.')[2]} needs {' and '.join(names)}."
+    return f"nothing is given for {' and '.join(names)}; name it by --{' and --'.join(names)}, or in a --config."
+
+
+def no_file(message: str, match: re.Match[str], options: list[str]) -> str:
+    """A configuration file isn't there."""
+    path = Path(match[1])
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    if shown == Path("."):
+        return f"--config {path} is no file."
+    return f"--config {shown} is no file{nearest_file(shown)}"
+
+
+def no_yaml(message: str, match: re.Match[str], options: list[str]) -> str:
+    """A configuration file can't be read."""
+    reason = re.sub(r'in "<[a-z ]+>",', "at", match[1].partition("\n\n")[0])
+    return f"the configuration is not valid YAML: {reason}"
+
+
+def no_settings(message: str, match: re.Match[str], options: list[str]) -> str:
+    """A configuration file holds something else."""
+    return "the configuration holds no settings; it must be YAML of the form 'NAME: VALUE'."
+
+
+def no_class(message: str, match: re.Match[str], options: list[str]) -> str:
+    """Settings stand where a class with settings is asked for."""
+    place = locate(message, match)
+    names = class_names(place.key.rpartition(".")[2])
+    listed = f"; there is {', '.join(sorted(names))}" if len(names) < 9 else ""
+    return (
+        f"{place.key}{place.value} must be a class: class_path names it, and its settings belong under "
+        f"init_args{listed}."
+    )
+
+
+def abstract_class(message: str, match: re.Match[str], options: list[str]) -> str:
+    """A class lacks methods of its base."""
+    place = locate(message, match)
+    return f"{place.key}={match[1]} is abstract; define all methods that its base leaves open."
+
+
+def unknown_class(message: str, match: re.Match[str], options: list[str]) -> str:
+    """No class of this name is known."""
+    place = locate(message, match)
+    near = suggestion(match[1].rpartition(".")[2], class_names(place.key.rpartition(".")[2]))
+    return f"{place.key}={match[1]} is no known class{near}"
+
+
+def wrong_value(message: str, match: re.Match[str], options: list[str]) -> str:
+    """A value is not of the setting's type, or not one of its choices: the innermost of all complaints counts."""
+    found = [(locate(message, each), each[1]) for each in re.finditer(WRONG, message)]
+    place = max((place for place, _ in found), key=lambda place: place.key.count("."))
+    types = list(dict.fromkeys(kind for other, kind in found if other.key == place.key))
+    literals = [kind for kind in types if kind.startswith("typing.Literal")]
+    choices = [str(choice) for kind in literals for choice in literal_eval(kind.removeprefix("typing.Literal"))]
+    names = [
+        re.sub(r".*?([\w]+)'?>?$", r"\1", kind) for kind in types if "NoneType" not in kind and kind not in literals
+    ]
+    allowed = [TYPES.get(name, name) for name in names]
+    near = "."
+    if choices:
+        choices = list(dict.fromkeys(choices))
+        near = suggestion(place.value.removeprefix("="), choices)
+        allowed.append(f"one of {', '.join(choices)}")
+    return f"{place.key}{place.value} must be {' or '.join(allowed)}{near if 'mean' in near else '.'}"
+
+
+def no_number(message: str, match: re.Match[str], options: list[str]) -> str:
+    """A number is asked for, or a tensor of one, whose complaint is about a class."""
+    place = locate(message, match)
+    return f"{place.key}{place.value} must be a number."
+
+
+def wrong_length(message: str, match: re.Match[str], options: list[str]) -> str:
+    """A list has too many values or too few."""
+    place = locate(message, match)
+    return f"{place.key}{place.value} must be a list of {match[1]}."
+
+
+def other_class(message: str, match: re.Match[str], options: list[str]) -> str:
+    """A class is known, and of another kind."""
+    place = locate(message, match)
+    names = class_names(place.key.rpartition(".")[2])
+    return f"{place.key}={match[1]} is no {match[2]}{suggestion(match[1].rpartition('.')[2], names)}"
+
+
+def no_module(message: str, match: re.Match[str], options: list[str]) -> str:
+    """A class is named by a module that isn't there."""
+    place = locate(message, match)
+    return f"{place.key}={match[1]}: {match[2]}"
+
+
+def no_value(message: str, match: re.Match[str], options: list[str]) -> str:
+    """An option stands without its value, or with one that looks like an option."""
+    name = match[1].rpartition("/")[2]
+    below = " or a setting below it" if any(f"--{option}".startswith(f"{name}.") for option in options) else ""
+    return f"{name}{below} needs a value; one that begins with a dash is given as --NAME=VALUE."
+
+
+def no_mapping(message: str, match: re.Match[str], options: list[str]) -> str:
+    """One value stands where many settings are asked for."""
+    return f"{match[1]}={match[2]} must be settings by name, such as {nested(match[1], options)}."
+
+
+def null_class(message: str, match: re.Match[str], options: list[str]) -> str:
+    """A class, or its settings, are null."""
+    return f"{locate(message, match).key}: class_path or init_args is null; give it a value, or leave it out."
+
+
+def plateau(message: str, match: re.Match[str], options: list[str]) -> str:
+    """There are two classes of this name, and neither will do."""
+    return PLATEAU
+
+
+def nested(name: str, options: list[str]) -> str:
+    """An example of an option below another, as it is given."""
+    return f"--{next((option for option in sorted(options) if option.startswith(f'{name}.')), name)}"
+
+
+def remaining(message: str) -> str:
+    """What a message says besides the types that a value could have had."""
+    lines = [match for match in re.finditer(r"^.*\S.*$", message, re.MULTILINE) if not NOISE.match(match[0])]
+    if not lines:
+        return message
+    place = locate(message, lines[0])
+    text = re.sub(r"\. Got value:.*|Type .* callable class: ", "", lines[0][0]).lstrip(" -")
+    return f"{place.key}{place.value}: {text}" if place.key else " ".join(line[0] for line in lines)
+
+
+WRONG = r"Expected a (<class '[\w.]+'>|typing\.Literal\[.*?\])"
+EXPLANATIONS: dict[str, Callable[[str, re.Match[str], list[str]], str]] = {
+    r"Option '([^']+)' is not accepted": unknown_setting,
+    r"does not accept option '([^']+)'": unknown_option,
+    r"unrecognized arguments: (\S+)": unknown_option,
+    r"subcommand: invalid choice: '([^']*)' \(choose from (.*)\)": unknown_command,
+    r'expected "subcommand" to be one of \{(.+)\}': missing_command,
+    r"(?m)arguments are required: (.+?)(?=\. Got value: |$)": missing_setting,
+    r"argument (\S+): expected one argument": no_value,
+    r"(?:File does not exist|Path is not a file): '(.+)'": no_file,
+    r"(?s)Problems parsing config: (.+)": no_yaml,
+    r"Unexpected config: ": no_settings,
+    r"Multiple subclasses with name ReduceLROnPlateau": plateau,
+    r"Parser key \"([\w.]+)\":\s+Unable to load config '(.*)'": no_mapping,
+    r"'NoneType' object has no attribute 'keys'|argument of type 'NoneType' is not iterable": null_class,
+    r"Subtypes: \[<class 'float'>, <class 'torch.Tensor'>\]": no_number,
+    r"Expected a tuple with (\d+) elements": wrong_length,
+    r"Expected '([\w.]+)' to be a subclass of <class '(\w+)'>": other_class,
+    r"Problem with given class_path '([^']+)':\s+(No module named '\w+')": no_module,
+    r"Parser key \"\w+\":\s+Expected a <class '(?!NoneType)\w+'>": wrong_value,
+    r"Expected a dot import path string: (\S+)(?=[\s\S]*Not a valid subclass of Callback)": unknown_class,
+    r"Expected an instantiatable class, but (\S+) is abstract": abstract_class,
+    r"Expected an instantiatable class|Not a valid subclass of \w+": no_class,
+    r"Expected a dot import path string: (\S+)": unknown_class,
+    r"Expected a path but (\S+) either(?=[\s\S]*has no attribute)": unknown_class,
+    r"Expected a (?:<class '(?!NoneType)[\w.]+'>|typing\.Literal)": wrong_value,
+}
+"""How a message is recognised, the most telling part first."""

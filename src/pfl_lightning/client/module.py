@@ -1,0 +1,360 @@
+"""The client module: one client of a federation as a LightningModule, and the hooks that methods override."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+
+from pfl_lightning.aggregators.base import Aggregator
+from pfl_lightning.aggregators.weighted_average import WeightedAverage
+from pfl_lightning.client.optimizers import check_schedule, checked_optimizer
+from pfl_lightning.client.phases import Phase
+from pfl_lightning.data import ClientData
+from pfl_lightning.messages import Message
+from pfl_lightning.nets import CNN, Net, NetFactory
+from pfl_lightning.remembering import Remembering
+from pfl_lightning.seeds import derive_seed
+
+Batch: TypeAlias = tuple[Tensor, Tensor]
+
+
+class FedAvg(LightningModule, metaclass=Remembering):
+    """Federated averaging's client: receives the global model, trains all of it, sends all of it back.
+
+    It is also the base of every other client module. A method overrides the hooks it needs: `loss` or
+    `training_step`, `local_phases`, `is_shared`, `is_personal`, `on_download`, `upload`, `configure_aggregator`.
+
+    **A client is its** ``state_dict``. Engines run many clients through one module, so all that a client owns is an
+    entry of it, *shared* (travels), *personal* (stays with its client between rounds), or both. What is rebuilt at
+    each download and needs no keeping is a buffer registered with ``persistent=False``. Nothing in other attributes
+    survives a round.
+
+    Engines call `on_download` and `upload` in evaluation mode, without gradients and in full precision. They tell the
+    module where it is: ``client_id``, ``round`` (from 0), ``num_rounds`` (of the run), ``phase``, ``learning_rate`` (of
+    the phase), ``steps_done`` (batches trained in this round, right in `upload`), and ``requested`` (what the
+    aggregator needs of the `offers`).
+
+    As a LightningModule it is complete: a plain ``lightning.Trainer`` can train it further or predict with it.
+    Source: McMahan et al., 2017 (https://arxiv.org/abs/1602.05629).
+
+    Args:
+        net: builds the network from the shape of the data: a `Net` class, or a function; a list of them gives clients
+            different networks, for methods that share only what all networks have alike.
+        assign_nets: how a list of networks is dealt: ``turn`` gives client i the network i modulo their number, ``block``
+            gives the first clients the first network, the next ones the second, in blocks of one size.
+        input_shape: shape of one sample, without the batch; on the command line it comes from the data.
+        num_classes: number of classes; on the command line it comes from the data.
+        optimizer: builds the local optimizer from the trained parameters.
+        lr_scheduler: builds the schedule of the learning rate from the optimizer; it steps once a round.
+        optimizer_lifetime: ``round`` starts each round with a new optimizer; ``run`` lets its state (momentum)
+            live on with the client from round to round.
+        buffers: what becomes of the floating buffers of the net (BatchNorm's running statistics): ``average`` shares
+            them like parameters, ``local`` leaves them with each client.
+
+    Raises:
+        MisconfigurationException: if an argument is none of its choices, or the optimizer or the schedule can't be
+            used with their settings.
+    """
+
+    sends: ClassVar[frozenset[str]] = frozenset({"weights", "num_samples"})
+    """Entries of this client's updates."""
+    offers: ClassVar[frozenset[str]] = frozenset({"class_counts"})
+    """Entries that an update has only where the aggregator needs them, because they reveal something."""
+    needs: ClassVar[frozenset[str]] = frozenset({"weights"})
+    """Entries that a payload must have."""
+    caches: ClassVar[frozenset[str]] = frozenset()
+    """Plain attributes, such as ``gains`` or ``net.mask``, that each round makes anew from the client's state, payload
+    and data. Another one that changes ends the run, as it would be taken from client to client."""
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __init__(
+        self,
+        # the list first: jsonargparse writes a value as the first type that takes it
+        net: list[NetFactory] | NetFactory = CNN,
+        input_shape: tuple[int, ...] = (1, 28, 28),
+        num_classes: int = 10,
+        optimizer: OptimizerCallable = lambda params: SGD(params, lr=0.01),
+        lr_scheduler: LRSchedulerCallable | None = None,
+        optimizer_lifetime: Literal["round", "run"] = "round",
+        buffers: Literal["average", "local"] = "average",
+        assign_nets: Literal["turn", "block"] = "turn",
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        for name, value in list(self.hparams.items()):
+            # under the command line these are their plain configuration; live objects don't belong in a checkpoint
+            if callable(value) or (isinstance(value, list) and any(map(callable, value))):
+                del self.hparams[name]
+        self.nets = net if isinstance(net, list) else [net]
+        if not self.nets:
+            raise MisconfigurationException("model.net=[] has no network; give one, or a list of some.")
+        for name, value, choices in (
+            ("optimizer_lifetime", optimizer_lifetime, ("round", "run")),
+            ("buffers", buffers, ("average", "local")),
+            ("assign_nets", assign_nets, ("turn", "block")),
+        ):
+            if value not in choices:
+                raise MisconfigurationException(f"model.{name}={value!r} must be one of {', '.join(choices)}.")
+        self.assign_nets = assign_nets
+        self._build = partial(self.nets[0], tuple(input_shape), num_classes)
+        self.net = self.new_net()
+        self.num_classes = num_classes
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.optimizer_lifetime = optimizer_lifetime
+        self.buffers_policy = buffers
+        self.phase = Phase()
+        self.requested: frozenset[str] = frozenset()
+        self._logged: dict[str, Tensor] | None = None
+        self.client_id = 0
+        self.round = 0
+        self.num_rounds = 1
+        self.steps_done = 0
+        self.learning_rate = 0.0
+        self._buffer_names = frozenset(name for name, _ in self.named_buffers())
+        checked_optimizer(optimizer, list(self.parameters()), "model.optimizer")
+        try:
+            check_schedule(self.configure_optimizers(), rounds=0)
+        except (ArithmeticError, TypeError, ValueError) as error:
+            raise MisconfigurationException(f"model.lr_scheduler: {error}.") from error
+
+    def new_net(self) -> Net:
+        """A net of the same architecture with weights of its own, drawn from the global random state.
+
+        Raises:
+            MisconfigurationException: if it isn't cut in two modules.
+        """
+        net = self._build()
+        if not all(isinstance(getattr(net, part, None), nn.Module) for part in ("features", "classifier")):
+            raise MisconfigurationException(
+                f"model.net={type(net).__name__} has no modules for features and classifier; give one of "
+                "pfl_lightning.nets that builds them, or a function that does."
+            )
+        return net
+
+    def kinds(self) -> list["FedAvg"]:
+        """Client modules like this one, one a network of the list; the first is this module itself."""
+        args, kwargs = self._made_with
+        made: list[FedAvg] = [self]
+        for place, net in enumerate(self.nets[1:], start=1):
+            with isolate_rng():
+                torch.manual_seed(derive_seed(torch.initial_seed(), "net", place))
+                own: list[Any] = [net if value is self.nets else value for value in args]
+                named: dict[str, Any] = {name: net if v is self.nets else v for name, v in kwargs.items()}
+                made.append(type(self)(*own, **named))
+        return made
+
+    def architecture_of(self, client: int, num_clients: int) -> int:
+        """Which of the `kinds` a client is.
+
+        Args:
+            client: its id.
+            num_clients: clients of the federation.
+        """
+        if self.assign_nets == "turn":
+            return client % len(self.nets)
+        return client // -(-num_clients // len(self.nets))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``[n, num_classes]`` that evaluation and prediction use, of inputs ``[n, *input_shape]``."""
+        logits: Tensor = self.net(x)
+        return logits
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """The local objective on one batch.
+
+        Free of ``.item()`` and counters, so that engines can run many clients at once.
+
+        Args:
+            batch: inputs ``[n, *input_shape]`` and targets ``[n]``.
+            batch_idx: number of the batch in the epoch.
+
+        Returns:
+            ``loss``, which is minimised, and any other scalars; their means over the round are in its record as
+            ``train/NAME``, as are those of what is given to ``self.log``. An override may return the loss alone.
+        """
+        x, target = batch
+        features = self.net.features(x)
+        return {"loss": self.loss(features, self.net.classifier(features), target)}
+
+    def step_values(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """What `training_step` returns and logs, as scalars by name; engines call it.
+
+        Raises:
+            MisconfigurationException: if it has no ``loss``, or if something is no scalar tensor.
+        """
+        logged: dict[str, Tensor] = {}
+        # past `nn.Module.__setattr__`, which looks for parameters first
+        table = vars(self)
+        table["_logged"] = logged
+        try:
+            returned: Any = self.training_step(batch, batch_idx)
+        finally:
+            table["_logged"] = None
+        values = {"loss": returned} if isinstance(returned, Tensor) else returned
+        if not isinstance(values, Mapping) or "loss" not in values:
+            raise MisconfigurationException(
+                f"{type(self).__name__}.training_step returned {type(returned).__name__} without a loss; return the "
+                "loss, or a dict of scalar tensors with 'loss' among them."
+            )
+        values = {**logged, **values}
+        for name, value in values.items():
+            if not isinstance(value, Tensor) or value.dim():
+                what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                raise MisconfigurationException(
+                    f"{type(self).__name__}.training_step: {name} is {what}; return a dict of scalar tensors."
+                )
+        return values
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Adds to what `training_step` returns, where a federation runs it; elsewhere Lightning's own.
+
+        Args:
+            name: its name in the record, without ``train/`` before it.
+            value: a scalar.
+            *args: what Lightning's takes; without effect in a federation.
+            **kwargs: the same by name.
+        """
+        if self._logged is None:
+            super().log(name, value, *args, **kwargs)
+        else:
+            self._logged[name.removeprefix("train/")] = torch.as_tensor(value).detach()
+
+    def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+        """Cross-entropy; methods add their terms.
+
+        Args:
+            features: the classifier's input ``[n, d]``.
+            logits: its output ``[n, num_classes]``.
+            target: class numbers ``[n]``.
+        """
+        return F.cross_entropy(logits, target)
+
+    def local_phases(self) -> list[Phase]:
+        """The phases of local training, in order; by default one that trains everything."""
+        return [Phase()]
+
+    def evaluation_phases(self) -> list[Phase]:
+        """Phases of training that a client goes through before its model is used, by default none.
+
+        They run on a copy whenever a client is evaluated: ``val`` and ``test`` are then of the adapted model,
+        ``val_received`` and ``test_received`` of the same model without them.
+        """
+        return []
+
+    def is_shared(self, name: str) -> bool:
+        """Whether an entry of the ``state_dict`` travels; by default all of the net, `buffers` as configured."""
+        return name.startswith("net.") and (self.buffers_policy == "average" or name not in self._buffer_names)
+
+    def is_personal(self, name: str) -> bool:
+        """Whether an entry of the ``state_dict`` stays with its client between rounds; by default what isn't shared."""
+        return not self.is_shared(name)
+
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
+        """Takes what the server sent; the personal entries are already in place.
+
+        Args:
+            payload: the aggregator's payload for this client.
+            data: the client's data on the module's device; None outside a federation.
+        """
+        self.assign(payload["weights"])
+
+    def upload(self, data: ClientData) -> Message:
+        """What goes to the server after local training, with an entry for each name in `sends`.
+
+        References will do: the engine copies them.
+        """
+        shared = {name: tensor for name, tensor in self.state_dict().items() if self.is_shared(name)}
+        update = {"weights": shared, "num_samples": torch.tensor(len(data.train))}
+        return update | ({"class_counts": data.class_counts} if "class_counts" in self.requested else {})
+
+    def configure_aggregator(self) -> Aggregator:
+        """The server side that this client belongs to when no other is chosen."""
+        return WeightedAverage()
+
+    def configure_metrics(self) -> MetricCollection | Metric:
+        """Metrics of one client's evaluation, computed on logits and targets, each a number; ``acc`` selects rounds.
+
+        A client for which a metric is NaN, because it isn't defined there, is left out of its mean.
+        """
+        return MetricCollection({"acc": MulticlassAccuracy(self.num_classes, average="micro", validate_args=False)})
+
+    def local_optimizer(self, phase: Phase, parameters: list[nn.Parameter]) -> Optimizer:
+        """A new optimizer for one phase of local training.
+
+        Args:
+            phase: the phase.
+            parameters: those that it trains.
+        """
+        return self.optimizer(parameters)
+
+    def configure_optimizers(self) -> Any:
+        """What Lightning sees: an optimizer that carries the learning rate, and its schedule if there is one."""
+        optimizer = self.optimizer([p for p in self.parameters() if p.requires_grad])
+        if self.lr_scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
+
+    def predict_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+        """Logits of a batch of inputs, or of inputs and targets."""
+        x = batch[0] if isinstance(batch, (list, tuple)) else batch
+        logits: Tensor = self(x)
+        return logits
+
+    @torch.no_grad()
+    def assign(self, entries: Mapping[str, Tensor]) -> None:
+        """Copies named tensors into the entries of the same names.
+
+        Raises:
+            MisconfigurationException: if there is no such entry, or one of another shape.
+        """
+        own = self.state_dict() if entries else {}
+        for name, tensor in entries.items():
+            if name not in own or own[name].shape != tensor.shape:
+                is_there = f"of shape {tuple(own[name].shape)}" if name in own else f"not in {sorted(own)}"
+                raise MisconfigurationException(
+                    f"client {self.client_id}, {type(self).__name__}.on_download: the server sent {name!r} of shape "
+                    f"{tuple(tensor.shape)}, which is {is_there} in the client's state_dict; let the aggregator send "
+                    "what upload gave it, by the same names."
+                )
+            own[name].copy_(tensor)
+
+    def receive(self, personal: Mapping[str, Tensor], payload: Message, data: ClientData | None) -> None:
+        """Becomes a client: its personal entries, then what the server sends it."""
+        self.assign(personal)
+        self.on_download(payload, data)
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, client: int | None = None, **kwargs: Any) -> Any:
+        """A model out of a federation's checkpoint, for use without a federation.
+
+        Args:
+            checkpoint_path: a checkpoint of `FederatedTrainer`.
+            client: id of the client whose model it shall be, as the next round would hand it over; None gives the
+                global model.
+            *args: as for ``LightningModule.load_from_checkpoint``.
+            **kwargs: as for ``LightningModule.load_from_checkpoint``; a run from Python needs ``net=`` and
+                ``optimizer=`` here if they are not the defaults.
+        """
+        model = super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+        if client is not None:
+            saved = torch.load(checkpoint_path, map_location=model.device, weights_only=True)["federation"]
+            if client not in saved["payloads"]:
+                raise MisconfigurationException(
+                    f"client={client} is not in {checkpoint_path}: it has clients 0 to {len(saved['payloads']) - 1}."
+                )
+            kind = model.architecture_of(client, len(saved["payloads"]))
+            model = model.kinds()[kind].to(model.device)
+            personal = saved["clients"].get(client, {}).get("personal", saved["initial"][kind])
+            model.receive(personal, saved["payloads"][client], data=None)
+        return model

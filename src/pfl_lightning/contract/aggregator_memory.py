@@ -1,0 +1,59 @@
+"""What an aggregator remembers outside its state, which no checkpoint would have."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from pfl_lightning.aggregators.aggregator_list import AggregatorList
+from pfl_lightning.aggregators.base import Aggregator
+from pfl_lightning.contract.attributes import Attributes
+
+
+class Remembered:
+    """Ends a run whose aggregator remembers something outside its ``state``, which no checkpoint has.
+
+    Args:
+        aggregator: the server side, set up.
+        modules: the client modules, whose parameters an aggregator may refer to.
+    """
+
+    def __init__(self, aggregator: Aggregator, modules: Iterable[nn.Module]) -> None:
+        self._aggregators = list(parts_of(aggregator))
+        self._modules = list(modules)
+        self._attributes = [Attributes({a.name: a}, {"state", *a.caches}, self._is_entry) for a in self._aggregators]
+        self._looks = [attributes.look() for attributes in self._attributes]
+
+    def _is_entry(self, tensor: Tensor) -> bool:
+        entries = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in self._modules)
+        return any(entry is tensor for entry in entries)
+
+    @contextmanager
+    def aggregation(self) -> Iterator[None]:
+        """Looks before, for what `download` has changed since the last one, and after."""
+        self._compare("download or global_model")
+        yield
+        self._compare("aggregate")
+
+    def _compare(self, hook: str) -> None:
+        looks = [attributes.look() for attributes in self._attributes]
+        for aggregator, attributes, *both in zip(self._aggregators, self._attributes, self._looks, looks, strict=True):
+            if name := attributes.changed(*both):
+                attribute = name.removeprefix(f"{aggregator.name}.")
+                raise MisconfigurationException(
+                    f"{aggregator.name}: {hook} changes the attribute {attribute}, which no checkpoint would have; "
+                    f"keep what a server remembers in self.state, or name it in {type(aggregator).__name__}.caches if "
+                    "it is made from state alone."
+                )
+        self._looks = looks
+
+
+def parts_of(aggregator: Aggregator) -> Iterator[Aggregator]:
+    """The aggregator, or those that it runs together."""
+    if isinstance(aggregator, AggregatorList):
+        for part in aggregator.aggregators:
+            yield from parts_of(part)
+    else:
+        yield aggregator

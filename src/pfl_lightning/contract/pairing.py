@@ -1,0 +1,81 @@
+"""Whether a client and an aggregator fit together."""
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from pfl_lightning.aggregators.base import Aggregator
+from pfl_lightning.client.module import FedAvg
+from pfl_lightning.messages import StateDict
+
+
+def check_finite(client: FedAvg, aggregator: Aggregator) -> None:
+    """Refuses settings that are NaN or infinite, but for those that are so by default."""
+    for name, value in (*numbers("model", client), *numbers("aggregator", aggregator)):
+        if not math.isfinite(value):
+            raise MisconfigurationException(f"{name}={value} must be finite.")
+
+
+def numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """The floating numbers of a setting under their dotted names, also those within what was made with settings.
+
+    >>> list(numbers("model.optimizer", partial(dict, lr=0.1, betas=[0.5, 0.9])))
+    [('model.optimizer.lr', 0.1), ('model.optimizer.betas.0', 0.5), ('model.optimizer.betas.1', 0.9)]
+    """
+    if isinstance(value, float):
+        yield name, value
+        return
+    if isinstance(value, FedAvg | Aggregator):
+        value = given(value)
+    elif isinstance(value, partial):
+        value = value.keywords
+    elif isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from numbers(f"{name}.{key}", part)
+
+
+def given(made: FedAvg | Aggregator) -> dict[str, Any]:
+    """The settings that something was made with, as far as it keeps them, without numbers that are the defaults."""
+    inits = [vars(cls).get("__init__", cls) for cls in reversed(type(made).__mro__)]
+    parameters = [each for init in inits for each in inspect.signature(init).parameters.values()]
+    defaults = {parameter.name: parameter.default for parameter in parameters}
+    settings = {name: vars(made)[name] for name in defaults if name in vars(made)} | dict(getattr(made, "hparams", {}))
+    return {n: value for n, value in settings.items() if not (isinstance(value, float) and value == defaults.get(n))}
+
+
+def check_pair(client: FedAvg, aggregator: Aggregator) -> None:
+    """Refuses a client and an aggregator that don't exchange what the other needs."""
+    names = type(client).__name__, aggregator.name
+    for needed, sent, (one, other) in (
+        (aggregator.needs, client.sends | client.offers, names[::-1]),
+        (client.needs, aggregator.sends, names),
+    ):
+        if missing := sorted(needed - sent):
+            raise MisconfigurationException(
+                f"{one} needs {' and '.join(missing)}, which {other} does not send; choose another aggregator for "
+                f"model {names[0]}, or leave it out to take {client.configure_aggregator().name}."
+            )
+
+
+def check_common(kinds: Sequence[FedAvg], shared: Sequence[StateDict]) -> None:
+    """Refuses networks whose shared entries are not the same in all of them.
+
+    Args:
+        kinds: the client modules, one a network.
+        shared: what each of them shares.
+    """
+    first = {name: tensor.shape for name, tensor in shared[0].items()}
+    for kind, entries in zip(kinds, shared, strict=True):
+        own = {name: tensor.shape for name, tensor in entries.items()}
+        if different := [name for name in {**first, **own} if first.get(name) != own.get(name)]:
+            raise MisconfigurationException(
+                f"model.net: {type(kinds[0].net).__name__} and {type(kind.net).__name__} differ in {different[0]}, "
+                f"which {type(kind).__name__} shares; give one network, or take a method that shares only what all "
+                "have alike, such as FedClassAvg."
+            )

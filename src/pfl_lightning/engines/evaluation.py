@@ -1,0 +1,92 @@
+"""One client's evaluation, and the summary over clients."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, MultilabelAccuracy
+
+from pfl_lightning.client.module import FedAvg
+from pfl_lightning.data import Samples
+
+CHUNK = 1024
+"""Samples that go through the net at once."""
+
+
+def metrics_of(module: FedAvg) -> MetricCollection:
+    """The metrics of a client module, on its device.
+
+    A single metric is named after its class, as `MetricCollection` does, and an accuracy ``acc``.
+
+    Args:
+        module: the client module.
+
+    Raises:
+        MisconfigurationException: if its ``configure_metrics`` gives something else.
+    """
+    made: object = module.configure_metrics()
+    if isinstance(made, (BinaryAccuracy, MulticlassAccuracy, MultilabelAccuracy)):
+        made = MetricCollection({"acc": made})
+    elif isinstance(made, Metric):
+        made = MetricCollection(made)
+    if not isinstance(made, MetricCollection):
+        raise MisconfigurationException(
+            f"{type(module).__name__}.configure_metrics gives a {type(made).__name__}; "
+            "return a torchmetrics.MetricCollection, or a single metric."
+        )
+    return made.to(module.device)
+
+
+def computed(metrics: MetricCollection) -> dict[str, float]:
+    """What metrics have come to, by name.
+
+    Raises:
+        MisconfigurationException: if one isn't a number.
+    """
+    values = metrics.compute()
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            found = f"values of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise MisconfigurationException(
+                f"configure_metrics: {name} gives {found} and not a number; take its average, or wrap it in "
+                "torchmetrics.ClasswiseWrapper, which names the value of each class."
+            )
+    return {name: float(value) for name, value in values.items()}
+
+
+@torch.no_grad()
+def evaluate(
+    module: FedAvg,
+    part: Samples,
+    metrics: MetricCollection,
+    forward_context: Callable[[], AbstractContextManager[None]],
+) -> dict[str, float]:
+    """Metrics of a client module on one part of a client's data.
+
+    Args:
+        module: the module in the state to look at; left in training mode or not as it was.
+        part: the samples, on the module's device, at least one.
+        metrics: what to compute on logits and targets, besides the mean cross-entropy ``loss``.
+        forward_context: gives the context for a forward pass.
+
+    Returns:
+        Values by name.
+    """
+    training = module.training
+    if training:
+        module.eval()
+    metrics.reset()
+    losses = []
+    for x, target in zip(torch.split(part.x, CHUNK), torch.split(part.y, CHUNK), strict=True):
+        with forward_context():
+            logits = module(x)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        metrics.update(logits, target)
+        losses.append(F.cross_entropy(logits, target, reduction="sum"))
+    if training:
+        module.train()
+    return computed(metrics) | {"loss": float(torch.stack(losses).sum()) / len(part)}

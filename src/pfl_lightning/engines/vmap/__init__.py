@@ -1,0 +1,1 @@
+"""The vectorised engine: many clients of one architecture in one computation."""

@@ -1,0 +1,139 @@
+"""The vectorised engine: many clients of one architecture at once, each with its own weights, batches and optimizer."""
+
+import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from pfl_lightning.data.memory import free_memory
+from pfl_lightning.engines.base import Evaluated, Outcome, Task
+from pfl_lightning.engines.vmap.block import Block
+from pfl_lightning.engines.vmap.checks import Unvectorisable
+from pfl_lightning.engines.vmap.hand_over import Stacking
+from pfl_lightning.messages import num_bytes
+
+__all__ = ["Unvectorisable", "Vectorised"]
+
+
+class Vectorised(Stacking):
+    """Trains many clients in one computation, by ``torch.func.vmap``, with the results of `Sequential`.
+
+    All parameters and buffers of a block of clients are stacked, ``[clients, ...]``. A step of all of them is one
+    `FedAvg.training_step` under vmap, its gradients, and one step of an optimizer of the stack. Clients with fewer
+    batches stop earlier: the stack is sorted by their samples, and its first rows make a step. Short last batches go
+    through the net together with others of their size. Hooks run client by client; those that are `FedAvg`'s own are
+    done for the whole block. Evaluation is one forward pass of many clients, where a method's can be.
+
+    Results are those of `Sequential` but for the order in which sums are rounded. That goes for dropout too, whose
+    masks are drawn from each client's own stream; where its input isn't contiguous in memory, they are other masks.
+
+    What can't be done so is refused in one sentence: steps whose course depends on values, or that draw random numbers
+    otherwise than in ``F.dropout``; client modules that keep something of a client in plain attributes; phases with
+    samples of their own; loss scaling; optimizers that aren't elementwise. An optimizer's settings must not depend on
+    the client. Evaluation that can't be done so goes client by client.
+
+    Args:
+        *args: those of `Engine`; ``workers`` are not used, and ``compile`` is by `Compiled`.
+        block_size: clients at once, at least 1; None takes as many as half of the free memory should hold. A block that
+            a GPU can't hold is halved in any case. A block of one runs as in `Sequential`.
+        **kwargs: the same by name.
+    """
+
+    def __init__(self, *args: Any, block_size: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.block_size = block_size
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
+        """Yields outcomes in the order of the tasks, block by block.
+
+        Raises:
+            Unvectorisable: if the client module can't be vectorised; before the first outcome of a block.
+        """
+        self._look()
+        with self._leaks.of_a_round():
+            for block in self._blocks(tasks):
+                yield from self._run_block(block)
+
+    def evaluate_all(self, tasks: Iterable[Task]) -> Iterator[Evaluated]:
+        """Yields metrics in the order of the tasks, block by block."""
+        self._look()
+        blocks = self._blocks(tasks)
+        for block in blocks:
+            results = None if self._scores_alone or len(block) == 1 else self._evaluate_block(block)
+            if results is None:
+                yield from super().evaluate_all(block)
+            else:
+                yield from zip([task.client for task in block], results, strict=True)
+
+    # Blocks
+
+    def _blocks(self, tasks: Iterable[Task]) -> Iterator[list[Task]]:
+        tasks = iter(tasks)
+        for first in tasks:
+            if self.block_size is None:
+                self.block_size = self._room(first)
+            yield [first, *islice(tasks, self.block_size - 1)]
+
+    def _room(self, task: Task) -> int:
+        """Clients that half of the free memory should hold, judged by a forward pass of one."""
+        part = self.become(task).train
+        with torch.no_grad(), self.forward_context():
+            outputs = outputs_of(self.module.net, part.x[: self.work.batch_size])
+        entries = sum(tensor.nbytes for tensor in self._places.current().values())
+        # an entry, its gradient, two of the optimizer and one on the way; outputs and their gradients
+        need = 5 * entries + 2 * num_bytes(outputs) + 2 * num_bytes((part.x, part.y))
+        return max(1, free_memory(self.device) // (2 * need))
+
+    def _run_block(self, tasks: list[Task]) -> Iterator[Outcome]:
+        if len(tasks) == 1:
+            yield self._run(tasks[0])
+            return
+        try:
+            block = self._train_block(tasks)
+        except torch.cuda.OutOfMemoryError:
+            block = None
+        if block is not None:
+            yield from self._handed_over(tasks, block)
+            return
+        # not in the handler: while the error lives, so do the tensors
+        self.block_size = -(-len(tasks) // 2)
+        yield from self._run_block(tasks[: self.block_size])
+        yield from self._run_block(tasks[self.block_size :])
+
+    def _train_block(self, tasks: list[Task]) -> Block:
+        """Trains the clients of a block in a stack of their own."""
+        start = time.perf_counter()
+        if getattr(self.precision, "scaler", None) is not None:
+            self._watch.refuse("trainer.precision=16-mixed scales the loss of each client by itself")
+        if self._calls_after_backward or self._calls_before_step:
+            self._watch.refuse("its on_after_backward or on_before_optimizer_step sees the gradients of one client")
+        block = self._stack(tasks)
+        self._train_stack(block)
+        block.seconds = (time.perf_counter() - start) / len(tasks)
+        return block
+
+    def _evaluate_block(self, tasks: list[Task]) -> list[dict[str, dict[str, float]]] | None:
+        """Metrics of clients as they receive their models; None where it can't be done at once."""
+        try:
+            members, entries, _ = self._received(tasks)
+        except Unvectorisable:
+            self._scores_alone = True
+            return None
+        return self._score(members, entries)
+
+
+def outputs_of(net: nn.Module, x: Tensor) -> list[Any]:
+    """What each module of a net puts out.
+
+    Args:
+        net: the net.
+        x: its inputs, ``[n, ...]``.
+    """
+    outputs: list[Any] = []
+    with register_module_forward_hook(lambda module, args, output: outputs.append(output)):
+        net(x)
+    return outputs

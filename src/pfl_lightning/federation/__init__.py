@@ -1,0 +1,1 @@
+"""A federation's rounds, their evaluation, and what its checkpoints hold."""

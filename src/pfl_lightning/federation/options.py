@@ -1,0 +1,123 @@
+"""How rounds are made: participation, local work and evaluation."""
+
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Literal
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from pfl_lightning.client.module import FedAvg
+from pfl_lightning.data import FederatedDataModule, Split
+from pfl_lightning.engines import ENGINES, Engine, LocalWork
+from pfl_lightning.nets.batch_norm import smallest_batch
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is an integer from 1 up."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+@dataclass(frozen=True)
+class FederationOptions:
+    """The Trainer's federated settings; `FederatedTrainer` describes them.
+
+    Raises:
+        MisconfigurationException: if a value is out of its range.
+    """
+
+    clients_per_round: int | float = 1.0
+    local_epochs: int | None = None
+    local_steps: int | None = None
+    engine: str | type[Engine] = "sequential"
+    workers: int | None = None
+    compile: bool = False
+    evaluate: Literal["before", "after", "both"] = "before"
+    test_every_round: bool = False
+    clip: float | None = None
+    clip_algorithm: Literal["norm", "value"] = "norm"
+    client_states: Literal["memory", "disk"] = "memory"
+
+    def __post_init__(self) -> None:
+        per_round = self.clients_per_round
+        if not is_count(per_round) and not (isinstance(per_round, float) and 0 < per_round <= 1):
+            raise MisconfigurationException(
+                f"trainer.clients_per_round={per_round} must be a number of clients from 1 up, "
+                "or a fraction above 0.0 and up to 1.0."
+            )
+        if self.local_epochs is not None and self.local_steps is not None:
+            raise MisconfigurationException(
+                f"trainer.local_epochs={self.local_epochs} and trainer.local_steps={self.local_steps} "
+                "exclude each other; give one of them."
+            )
+        for name in ("local_epochs", "local_steps", "workers"):
+            if (value := getattr(self, name)) is not None and not is_count(value):
+                raise MisconfigurationException(f"trainer.{name}={value} must be at least 1.")
+        if self.clip is not None and not 0 <= self.clip < inf:
+            raise MisconfigurationException(
+                f"trainer.gradient_clip_val={self.clip} must be a number above 0, such as 1.0; leave it out to clip "
+                "nothing."
+            )
+        if isinstance(self.engine, str) and self.engine not in ENGINES:
+            raise MisconfigurationException(
+                f"trainer.engine={self.engine!r} is not an engine; there is {', '.join(map(repr, ENGINES))}."
+            )
+        if self.compile and self.engine in ("sequential", "processes"):
+            raise MisconfigurationException(
+                f"trainer.compile=true compiles steps of many clients, and trainer.engine={self.engine!r} makes those "
+                "of one; take engine='vectorised' or 'auto'."
+            )
+        for name, value, choices in (
+            ("evaluate", self.evaluate, ("before", "after", "both")),
+            ("gradient_clip_algorithm", self.clip_algorithm, ("norm", "value")),
+            ("client_states", self.client_states, ("memory", "disk")),
+        ):
+            if value not in choices:
+                raise MisconfigurationException(f"trainer.{name}={value!r} must be one of {', '.join(choices)}.")
+
+    @property
+    def engine_class(self) -> type[Engine]:
+        """The engine's class."""
+        return ENGINES[self.engine] if isinstance(self.engine, str) else self.engine
+
+    def cohort_size(self, num_clients: int) -> int:
+        """Clients that take part in a round, of all.
+
+        >>> FederationOptions(clients_per_round=0.1).cohort_size(25), FederationOptions(clients_per_round=3).cohort_size(25)
+        (2, 3)
+        """
+        if isinstance(self.clients_per_round, int):
+            return self.clients_per_round
+        return max(1, round(self.clients_per_round * num_clients))
+
+    def work(self, data: FederatedDataModule) -> LocalWork:
+        """What each client does in a round."""
+        epochs = 1 if self.local_epochs is None else self.local_epochs
+        # in Lightning a bound of 0 is none
+        clip = self.clip or None
+        return LocalWork(epochs, self.local_steps, data.batch_size, data.last_batch, clip, self.clip_algorithm)
+
+    def after_name(self, stage: str) -> str:
+        """Under which name the evaluation after local training of ``val``, ``test``, … is recorded."""
+        return stage if self.evaluate == "after" else f"{stage}_after"
+
+    @property
+    def splits_after(self) -> tuple[Split, ...]:
+        """The parts that a client's model is evaluated on when it has trained: both, as their metrics are kept."""
+        return () if self.evaluate == "before" else ("val", "test")
+
+    @property
+    def validation_splits(self) -> tuple[Split, ...]:
+        """The parts that each round's evaluation looks at."""
+        return ("val", "test") if self.test_every_round else ("val",)
+
+    def check(self, client: FedAvg, data: FederatedDataModule) -> None:
+        """Refuses what doesn't fit the data or the net, before the first round."""
+        if self.cohort_size(data.num_clients) > data.num_clients:
+            raise MisconfigurationException(
+                f"trainer.clients_per_round={self.clients_per_round} is more than data.num_clients="
+                f"{data.num_clients}; take at most that many, or a fraction such as 0.5."
+            )
+        if data.batch_size < smallest_batch(client):
+            raise MisconfigurationException(
+                f"data.batch_size={data.batch_size} gives BatchNorm nothing to normalise over; take at least 2."
+            )

@@ -1,0 +1,204 @@
+"""What a run is made with, as plain values, and whether a resumed run is still made with it."""
+
+import inspect
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from pfl_lightning.federation.federation import Federation
+
+Settings: TypeAlias = dict[str, Any]
+"""Numbers, texts, truth values, None, and lists of them, by dotted names as on the command line."""
+
+PLAIN = (bool, int, float, str)
+BUILT = {"net", "optimizer", "lr_scheduler", "input_shape", "num_classes"}
+"""Arguments of client modules that are described by what they build, whoever wrote them down."""
+UNTOLD = {"root", "download", "params", "initial_lr", "base_lrs", "_last_lr", "_class_path", "_instantiator"}
+"""Last parts of names of what can't matter, or is said by another setting."""
+
+
+def settings_of(federation: "Federation") -> Settings:
+    """What decides over a federation's rounds: all but how, where and for how long they are run.
+
+    Args:
+        federation: set up, and attached to its trainer.
+    """
+    own = {name: value for name, value in federation.client.hparams.items() if name not in BUILT}
+    nets = [str(kind.net) for kind in federation.kinds]
+    return {
+        **flat("trainer", rounds_of(federation)),
+        **flat("model", own),
+        "model.net": "\n".join(nets),
+        **optimizer_of(federation.client.configure_optimizers()),
+        **flat("aggregator", federation.aggregator),
+        **flat("data", federation.data),
+    }
+
+
+def rounds_of(federation: "Federation") -> Settings:
+    """The Trainer's settings that rounds depend on, as far as they do."""
+    rounds, trainer, clients = federation.rounds, federation.trainer, federation.data.num_clients
+    clip: Settings = {"gradient_clip_val": rounds.clip or None}
+    if rounds.clip:
+        clip["gradient_clip_algorithm"] = rounds.clip_algorithm
+    return {
+        "clients_per_round": f"{rounds.cohort_size(clients)} of {clients}",
+        "local_epochs": None if rounds.local_steps is not None else rounds.local_epochs or 1,
+        "local_steps": rounds.local_steps,
+        "evaluate": rounds.evaluate,
+        "test_every_round": rounds.test_every_round,
+        **clip,
+        "precision": trainer.precision,
+        "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
+        "limit_val_batches": trainer.limit_val_batches,
+    }
+
+
+def optimizer_of(configured: Any) -> Settings:
+    """The local optimizer with its settings, of each group if there are several, and the schedule with its own."""
+    optimizer, scheduler = configured, None
+    if isinstance(configured, Mapping):
+        optimizer, scheduler = configured["optimizer"], configured.get("lr_scheduler")
+    if not isinstance(optimizer, Optimizer):
+        return {}
+    # a schedule has moved the rate already
+    groups = [group | {"lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]
+    name, schedule = "model.optimizer", "model.lr_scheduler"
+    settings = {name: type(optimizer).__name__, schedule: scheduler and type(scheduler).__name__}
+    settings |= flat(name, groups[0]) if len(groups) == 1 else flat(f"{name}.groups", groups)
+    return settings if scheduler is None else settings | flat(schedule, scheduler.state_dict())
+
+
+def flat(name: str, value: Any) -> Settings:
+    """A value under its name, and what it consists of under longer names.
+
+    An object is its class and, as far as it keeps them, the arguments that it was made with; what tells nothing of
+    itself, such as a lambda, is left out.
+
+    >>> flat("data", {"seed": 1, "shape": (2, 3), "root": "here"})
+    {'data.seed': 1, 'data.shape': [2, 3]}
+    >>> flat("net", partial(nn.Linear, out_features=3))
+    {'net': 'Linear', 'net.out_features': 3}
+    """
+    if name.rpartition(".")[2] in UNTOLD:
+        return {}
+    if is_plain(value):
+        return {name: plain(value)}
+    if isinstance(value, Counter):
+        value = sorted(value.elements())
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value, key=str)
+    if isinstance(value, (list, tuple)):
+        if all(map(is_plain, value)):
+            return {name: list(map(plain, value))}
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        # the command line's form of an object
+        named = {name: value["class_path"].rpartition(".")[2]} if "class_path" in value else {}
+        parts = value.get("init_args", {}) if named else value
+    elif isinstance(value, partial):
+        # the command line's own has the class among its arguments
+        made = next((part for part in (value.func, *value.args) if inspect.isclass(part)), value.func)
+        named, parts = flat(name, made), value.keywords
+    elif inspect.isclass(value) or inspect.isroutine(value):
+        return {} if value.__name__ == "<lambda>" else {name: value.__name__}
+    else:
+        named, parts = {name: type(value).__name__}, arguments_of(value)
+    return named | {key: each for part in parts for key, each in flat(f"{name}.{part}", parts[part]).items()}
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value can be kept as it is."""
+    return value is None or isinstance(value, PLAIN)
+
+
+def plain(value: Any) -> Any:
+    """A plain value without a type of its own, such as NumPy's, which checkpoints don't take."""
+    return next((kind(value) for kind in PLAIN if isinstance(value, kind)), None)
+
+
+def arguments_of(made: Any) -> Settings:
+    """The arguments that an object was made with, as far as it keeps them: attributes of the same names."""
+    if isinstance(made, (nn.Module, torch.Tensor)):
+        return {}
+    inits = [kind.__dict__.get("__init__") for kind in type(made).__mro__]
+    names = [name for init in inits if inspect.isfunction(init) for name in inspect.signature(init).parameters]
+    kept = getattr(made, "__dict__", {})
+    return {name: kept[name] for name in names if name in kept} | dict(getattr(made, "hparams", {}))
+
+
+def changes(then: Settings, now: Settings) -> list[str]:
+    """A line for each setting that both know and that isn't the same.
+
+    >>> changes({"model.mu": 0.1, "data.seed": 1}, {"model.mu": 0.5, "data.seed": 1, "model.new": 3})
+    ['model.mu: 0.1 then, 0.5 now']
+    """
+    lines = []
+    for name in then:
+        if name in now and then[name] != now[name]:
+            one, other = shown(then[name], now[name])
+            lines.append(f"{name}: {one} then, {other} now")
+    return lines
+
+
+def shown(then: Any, now: Any) -> tuple[str, str]:
+    """Two different values as they are written, of texts with many lines the first that isn't the same."""
+    if isinstance(then, str) and isinstance(now, str):
+        pairs = zip_longest(then.splitlines(), now.splitlines(), fillvalue="nothing")
+        one, other = next(((one, other) for one, other in pairs if one != other), (then, now))
+        return one.strip(), other.strip()
+    one, other = (value if isinstance(value, str) else json.dumps(value) for value in (then, now))
+    return one, other
+
+
+def check_resumed(federation: "Federation", checkpoint: Mapping[str, Any]) -> bool:
+    """Checks that a run can go on from a checkpoint, and says what it does otherwise than the checkpoint's run did.
+
+    Args:
+        federation: with the checkpoint's state in place, and its own settings.
+        checkpoint: of the same method and data.
+
+    Returns:
+        Whether settings differ.
+
+    Raises:
+        MisconfigurationException: if the checkpoint has more rounds than shall be run or is of another net, or if
+            settings differ and `Federation.resume_changed` doesn't accept that.
+    """
+    done, asked = federation.round, federation.trainer.max_epochs
+    if asked is not None and done > asked:
+        raise MisconfigurationException(
+            f"trainer.max_rounds={asked} is less than the {done} rounds that the checkpoint has done; give {done} or "
+            "more."
+        )
+    # another net is no change that a run could go on with
+    federation.load_state_dict(checkpoint["state_dict"])
+    # those of earlier versions have no settings
+    then = checkpoint["federation"].get("settings", {})
+    seeds = {"seed_everything": federation.seed} if then else {}
+    lines = changes(then | seeds, federation.settings | chosen_seed())
+    for line in lines:
+        rank_zero_info(line)
+    if lines and not federation.resume_changed:
+        names = ", ".join(line.split(":")[0] for line in lines)
+        raise MisconfigurationException(
+            f"ckpt_path: the checkpoint's run had other settings of {names}; resume with those that it had, or go on "
+            "with these by resume_changed=true."
+        )
+    return bool(lines)
+
+
+def chosen_seed() -> Settings:
+    """The seed of this process, if `seed_everything` set one; a resumed run goes on with its checkpoint's."""
+    return {"seed_everything": torch.initial_seed()} if "PL_GLOBAL_SEED" in os.environ else {}

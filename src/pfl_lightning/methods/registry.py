@@ -1,0 +1,110 @@
+"""The methods there are: pairs of client module and aggregator, and the papers that they are from."""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from pfl_lightning import methods as m
+from pfl_lightning.aggregators.aggregator_list import AggregatorList
+from pfl_lightning.aggregators.base import Aggregator
+from pfl_lightning.aggregators.class_means import ClassMeans
+from pfl_lightning.client.module import FedAvg
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method: a client module and an aggregator under the name that the literature has for the pair.
+
+    Args:
+        name: the name.
+        client: the client module.
+        aggregator: makes the server side; None takes the client module's own.
+        source: the class or module whose docstring names the paper, as ``Source: AUTHORS, YEAR … (URL)``; None takes
+            the aggregator, or the client module where that has its own.
+    """
+
+    name: str
+    client: type[FedAvg]
+    aggregator: Callable[[], Aggregator] | None = None
+    source: type | None = None
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """Names of the client module and of the aggregator."""
+        return self.client.__name__, self.new_aggregator().name
+
+    def new_aggregator(self) -> Aggregator:
+        """The server side, before its first round."""
+        if self.aggregator is not None:
+            return self.aggregator()
+        with isolate_rng():
+            return self.client().configure_aggregator()
+
+    @property
+    def paper(self) -> tuple[str, str]:
+        """Authors and year, and the address; empty for what no paper claims.
+
+        >>> Method("FedPer", m.FedPer).paper
+        ('Arivazhagan et al., 2019', 'https://arxiv.org/abs/1912.00818')
+        """
+        bearer = self.source or (self.aggregator if isinstance(self.aggregator, type) else self.client)
+        for text in (bearer.__doc__, inspect.getmodule(bearer).__doc__):
+            if found := PAPER.search(text or ""):
+                return " ".join(found["paper"].split()), found["url"]
+        return "", ""
+
+
+PAPER = re.compile(r"Source:\s+(?P<paper>[^(]*?\d{4})[^(]*\((?P<url>https?://[^)\s]+)\)")
+
+
+def aligned_fedrema() -> Aggregator:
+    """FedReMa's server, beside the mean of the prototypes that aligned clients ask for."""
+    return AggregatorList([m.FedReMa(), ClassMeans(weighted=False)])
+
+
+METHODS = (
+    Method("Local", m.Local),
+    Method("FedAvg", m.FedAvg),
+    Method("FedProx", m.FedProx),
+    Method("SCAFFOLD", m.ControlVariates, m.SCAFFOLD),
+    Method("MOON", m.MOON),
+    Method("FedUV", m.FedUV),
+    Method("FedNH", m.NormalizedHead, m.FedNH),
+    Method("FedLAW", m.FedAvg, m.FedLAW),
+    Method("L-DAWA", m.FedAvg, m.LDAWA),
+    Method("FedDisco", m.FedAvg, m.FedDisco),
+    Method("FedAWA", m.FedAvg, m.FedAWA),
+    Method("FedAWA-L", m.FedAvg, m.FedAWAL),
+    Method("Per-FedAvg", m.PerFedAvg),
+    Method("pFedMe", m.PFedMe),
+    Method("Ditto", m.Ditto),
+    Method("FedPer", m.FedPer),
+    Method("LG-FedAvg", m.LGFedAvg),
+    Method("FedRep", m.FedRep),
+    Method("FedBABU", m.FedBABU),
+    Method("FedRoD", m.FedRoD),
+    Method("FedALA", m.FedALA),
+    Method("FedAMP", m.CloudProx, m.FedAMP),
+    Method("FedFomo", m.FedFomo),
+    Method("APPLE", m.APPLE),
+    Method("CFL", m.FedAvg, m.CFL),
+    Method("IFCA", m.IFCA),
+    Method("FedDistill", m.FedDistill),
+    Method("FedProto", m.FedProto),
+    Method("FedPAC", m.PACClient),
+    Method("KT-pFL", m.KnowledgeTransfer),
+    Method("KT-pFL+weight", m.GrowingEpochs, m.KTpFLWeight),
+    Method("FedClassAvg", m.FedClassAvg),
+    Method("cwFedAvg", m.WDR),
+    Method("cwFedAvg without WDR", m.FedAvg, m.CwFedAvg),
+    Method("cwFedAvg, Dist", m.FedAvg, partial(m.CwFedAvg, distribution="counts"), source=m.CwFedAvg),
+    Method("FedReMa", m.FedAvg, m.FedReMa),
+    Method("FedReMa+A", m.AlternateTraining, m.FedReMa),
+    Method("FedReMa+F", m.FeatureAlignment, aligned_fedrema, source=m.FedReMa),
+    Method("FedReMa+A&F", m.AlternateAlignment, aligned_fedrema, source=m.FedReMa),
+)
+"""All methods, in the table's order. A new one is one entry here; everything else in the table is found out."""

@@ -1,0 +1,159 @@
+"""The Trainer's arguments: what means nothing in a federation is refused, what is left open gets its default."""
+
+import inspect
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.strategies import Strategy
+
+from pfl_lightning.callbacks import BestCheckpoint, LastCheckpoint, RoundLogger, RoundProgress, WandbReport
+from pfl_lightning.engines import Engine, Processes
+from pfl_lightning.engines.client_parallel import ClientParallel
+from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
+from pfl_lightning.runs.client_states import MappedCheckpointIO
+
+REFUSED_CALLBACKS = (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+ACCELERATORS: dict[str, tuple[type[Accelerator], ...]] = {
+    "gpu": (CUDAAccelerator, MPSAccelerator),
+    "cuda": (CUDAAccelerator,),
+    "mps": (MPSAccelerator,),
+    "tpu": (XLAAccelerator,),
+}
+"""What can be there or not, by the names that the Trainer takes."""
+MEANINGLESS = {
+    "max_epochs": "a round is an epoch; give max_rounds",
+    "min_epochs": "a round is an epoch; leave it out",
+    "max_steps": "the Trainer takes no optimizer steps of its own; give max_rounds",
+    "min_steps": "the Trainer takes no optimizer steps of its own; leave it out",
+    "limit_train_batches": "a round is one batch; give clients_per_round or data.max_samples",
+    "overfit_batches": "a round is one batch; give data.max_samples",
+    "accumulate_grad_batches": "clients step on every batch; give a larger data.batch_size",
+    "val_check_interval": "a round is one batch; give check_val_every_n_epoch",
+    "use_distributed_sampler": "clients are no samples; leave it out",
+    "barebones": "it forbids the record; leave it out",
+    "sync_batchnorm": "clients have their own batch statistics; see model.buffers",
+}
+
+
+def refuse_meaningless(arguments: dict[str, Any]) -> None:
+    """Refuses Trainer arguments that have no meaning in a federation, where they aren't the Trainer's defaults."""
+    parameters = inspect.signature(Trainer).parameters
+    for name, advice in MEANINGLESS.items():
+        value = arguments.get(name)
+        if value is not None and value != parameters[name].default:
+            raise MisconfigurationException(f"trainer.{name}={value} means nothing in a federation: {advice}.")
+    for callback in as_list(arguments.get("callbacks")):
+        if isinstance(callback, REFUSED_CALLBACKS):
+            raise MisconfigurationException(
+                f"trainer.callbacks: {type(callback).__name__} works on the Trainer's own optimizer steps or weights, "
+                "and a federation has none; leave it out."
+            )
+        own = isinstance(callback, ModelCheckpoint) and not isinstance(callback, (BestCheckpoint, LastCheckpoint))
+        if own and callback.dirpath is None and callback.filename in ("best", "last"):
+            raise MisconfigurationException(
+                f"trainer.callbacks: ModelCheckpoint filename={callback.filename} is that of a checkpoint that every "
+                "run keeps; leave it out, or give it another filename or a dirpath."
+            )
+
+
+def refuse_loaders(*loaders: Any) -> None:
+    """Refuses data loaders: data come by client."""
+    if any(loader is not None for loader in loaders):
+        raise MisconfigurationException("data loaders hold no clients; give datamodule=, a FederatedDataModule.")
+
+
+def fill_defaults(arguments: dict[str, Any], root: str, client_states: str) -> None:
+    """Sets what the Trainer leaves open, in place.
+
+    Args:
+        arguments: the Trainer's.
+        root: the folder of runs.
+        client_states: as for `FederatedTrainer`.
+    """
+    callbacks = list(as_list(arguments.get("callbacks")))
+    kinds: list[type[Callback]] = [RoundLogger, RoundProgress, WandbReport]
+    if arguments.get("enable_checkpointing") is not False and not arguments.get("fast_dev_run"):
+        kinds += [LastCheckpoint] if arguments.get("limit_val_batches") == 0 else [BestCheckpoint, LastCheckpoint]
+    callbacks += [kind() for kind in kinds if not any(isinstance(callback, kind) for callback in callbacks)]
+    # it shows what others have made of the run
+    callbacks.sort(key=lambda callback: isinstance(callback, WandbReport))
+    plugins = list(as_list(arguments.get("plugins")))
+    if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+        plugins.append(MappedCheckpointIO() if client_states == "disk" else AtomicCheckpointIO())
+    arguments["callbacks"], arguments["plugins"] = callbacks, plugins
+    if arguments.get("logger") in (None, True):
+        arguments["logger"] = CSVLogger(root)
+    for name, value in {"num_sanity_val_steps": 0, "log_every_n_steps": 1}.items():
+        if arguments.get(name) is None:
+            arguments[name] = value
+    if arguments.get("devices") in (None, "auto"):
+        arguments["devices"] = 1
+    # every rank sees all clients, and takes its own
+    arguments["use_distributed_sampler"] = False
+    several = str(arguments["devices"]) != "1" or arguments.get("num_nodes", 1) != 1
+    if several and arguments.get("strategy") in (None, "auto"):
+        arguments["strategy"] = ClientParallel()
+
+
+def check_machine(arguments: dict[str, Any]) -> None:
+    """Refuses devices that this machine doesn't have, and intervals of no length.
+
+    Args:
+        arguments: the Trainer's, with defaults.
+    """
+    accelerator, devices = arguments.get("accelerator", "auto"), arguments["devices"]
+    found = [name for name, kinds in ACCELERATORS.items() if any(kind.is_available() for kind in kinds)]
+    if accelerator in ACCELERATORS and accelerator not in found:
+        raise MisconfigurationException(
+            f"trainer.accelerator={accelerator} is not on this machine, or torch is installed without it; there is "
+            f"{', '.join(['cpu', *found])}."
+        )
+    on_cpu = accelerator == "cpu" or (accelerator == "auto" and not found)
+    if on_cpu and not (str(devices).isdigit() and int(devices) > 0):
+        raise MisconfigurationException(
+            f"trainer.devices={devices} must be a number of processes from 1 up, because trainer.accelerator is the "
+            "CPU."
+        )
+    every = arguments.get("check_val_every_n_epoch")
+    if every is not None and every < 1:
+        raise MisconfigurationException(f"trainer.check_val_every_n_epoch={every} must be at least 1 round.")
+
+
+def check_ranks(strategy: Strategy, engine: type[Engine], ranks: int) -> None:
+    """Refuses several devices for what can't use them."""
+    if not isinstance(strategy, ClientParallel):
+        raise MisconfigurationException(
+            f"trainer.strategy={type(strategy).__name__} would cut models or batches over {ranks} devices, and a "
+            "federation shares out whole clients; leave it out, or take ClientParallel."
+        )
+    if issubclass(engine, Processes):
+        raise MisconfigurationException(
+            f"trainer.engine=processes has processes of its own on one machine, and trainer.devices asks for {ranks}; "
+            "take another engine, or devices=1."
+        )
+
+
+def as_list(value: Any) -> list[Any]:
+    """A list of what may be None, one thing or a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
