@@ -13,9 +13,10 @@ import time
 
 import torch
 
-from pfl_lightning import FedAvg, Server
+from pfl_lightning import Server
 from pfl_lightning.messages import Updates, num_bytes
 from pfl_lightning.methods import CwFedAvg
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import CNN
 
 

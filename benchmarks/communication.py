@@ -16,10 +16,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pfl_lightning import FedAvg, Server
+from pfl_lightning import Server
 from pfl_lightning.data import IID, FederatedDataModule
 from pfl_lightning.messages import Message, detached, num_bytes
 from pfl_lightning.methods import FedDistill, FedProto
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.fedclassavg import FedClassAvg
 from pfl_lightning.methods.kt_pfl import KnowledgeTransfer
 from pfl_lightning.nets import MLP, NetFactory, ResNet18Features

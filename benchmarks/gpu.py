@@ -1,4 +1,4 @@
-r"""FederationOptions a second, accuracy and the GPU's utilisation by engine, precision and number of clients, on real data.
+r"""Rounds a second, accuracy and the GPU's utilisation by engine, precision and number of clients, on real data.
 
     python benchmarks/gpu.py --config configs/data/cifar10_dir0.1.yaml --data.root DATA
 

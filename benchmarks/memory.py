@@ -28,9 +28,10 @@ from lightning.pytorch import seed_everything
 from rounds import Noise
 from torch.optim import SGD
 
-from pfl_lightning import FedAvg, FederatedTrainer
+from pfl_lightning import FederatedTrainer
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import FedPer, Local
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import CNN, NetFactory, ResNet18
 
 SAMPLES = 8

@@ -25,11 +25,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from pfl_lightning import FedAvg, FederatedTrainer
+from pfl_lightning import FederatedTrainer
 from pfl_lightning.callbacks import ChannelsLast
 from pfl_lightning.data import IID, FederatedDataModule
 from pfl_lightning.engines import ENGINES
 from pfl_lightning.engines.processes import cores
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import CNN, MLP, LeNet5, NetFactory, ResNet18
 
 LR = 0.01

@@ -15,10 +15,11 @@ import time
 
 import torch
 
-from pfl_lightning import FedAvg, Server, WeightedAverage
+from pfl_lightning import Server, WeightedAverage
 from pfl_lightning.data import Samples
 from pfl_lightning.messages import StateDict, Updates
 from pfl_lightning.methods import LDAWA, FedAWA, FedAWAL, FedDisco, FedLAW
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import CifarResNet
 
 CLASSES, SHAPE = 10, (3, 32, 32)

@@ -21,10 +21,10 @@ from lightning.pytorch.plugins.precision import Precision
 from rounds import BATCH, LR, Noise
 from torch.optim import SGD
 
-from pfl_lightning import FedAvg
 from pfl_lightning.engines import ClientState, Engine, LocalWork, Sequential, Task
 from pfl_lightning.engines.vmap.engine import Vectorised
 from pfl_lightning.messages import detached
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import CNN, MLP, NetFactory
 
 ENGINES: dict[str, Callable[..., Engine]] = {

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from pfl_lightning import Aggregator, FedAvg, FederatedTrainer, Federation
+from pfl_lightning import Aggregator, FederatedTrainer, Federation
 from pfl_lightning.callbacks import FederatedCallback, RoundLogger
 from pfl_lightning.data import FederatedDataModule, Partitioner, Samples, Split
 from pfl_lightning.engines import Outcome, Sequential, Task
 from pfl_lightning.messages import Updates, detached
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import Net
 
 FEATURES, CLASSES, HIDDEN = 6, 3, 5

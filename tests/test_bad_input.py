@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from command import CONFIGS, QUICKSTART, QUIET, pfl, refusal
-from pfl_lightning import FedAvg
+from pfl_lightning.methods.fedavg import FedAvg
 
 SMALL = f"{QUICKSTART} {QUIET} --data.max_samples 300"
 LAST = Path("runs/WDR-Digits/version_0/checkpoints/last.ckpt")

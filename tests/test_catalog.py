@@ -10,9 +10,10 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from command import CONFIGS, pfl, refusal
-from pfl_lightning import Aggregator, FedAvg, WeightedAverage, methods
+from pfl_lightning import Aggregator, WeightedAverage, methods
 from pfl_lightning.cli.methods_table import CLIENTS, FORMATS, describe, quiet, works
 from pfl_lightning.messages import digest
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.registry import METHODS, Method
 from pfl_lightning.nets import MLP
 

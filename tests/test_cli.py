@@ -10,7 +10,7 @@ import yaml
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from command import QUICKSTART, QUIET, pfl, summary
-from pfl_lightning import cli
+from pfl_lightning.cli import main as cli
 
 SMALL = f"{QUICKSTART} {QUIET} --data.max_samples 300"
 CHECKPOINTS = Path("runs/WDR-Digits/version_0/checkpoints")
@@ -195,7 +195,7 @@ def test_a_method_in_a_file_of_the_working_folder_can_be_named(tmp_path):
 def test_starting_loads_nothing_heavy_beyond_what_lightning_loads():
     heavy = ["sklearn", "matplotlib.pyplot", "wandb", "torchvision.datasets", "pandas", "PIL.Image"]
     loaded = f"print([name for name in {heavy} if name in sys.modules])"
-    program = f"import sys, lightning.pytorch.cli; {loaded}; import pfl_lightning.cli; {loaded}"
+    program = f"import sys, lightning.pytorch.cli; {loaded}; import pfl_lightning.cli.main; {loaded}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     before, after = done.stdout.splitlines()
     assert before == after

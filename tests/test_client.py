@@ -10,8 +10,9 @@ from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlatea
 from torch.utils.data import DataLoader, TensorDataset
 
 from federations import CLASSES, Spy, blobs, equal, fit, make_client, noisy, plain
-from pfl_lightning import FedAvg, Phase, WeightedAverage
+from pfl_lightning import Phase, WeightedAverage
 from pfl_lightning.methods import FedLAW, FedPer
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import Net
 
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from command import CONFIGS, QUICKSTART, QUIET, pfl, summary
-from pfl_lightning import FedAvg
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.fedrema import is_over
 from pfl_lightning.nets import ResNet18
 from tiny_datasets import write

@@ -25,9 +25,10 @@ from federations import (
     noisy,
     same_end,
 )
-from pfl_lightning import Aggregator, FedAvg, Phase, WeightedAverage
+from pfl_lightning import Aggregator, Phase, WeightedAverage
 from pfl_lightning.messages import weighted_mean
 from pfl_lightning.methods import FedProx, Local
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.losses import proximal
 from pfl_lightning.seeds import derive_seed
 

@@ -11,10 +11,11 @@ from torch import nn
 from torch.optim import SGD
 
 from federations import Spy, blobs, equal, fit, make_client, noisy, same_end
-from pfl_lightning import Aggregator, FedAvg, FederatedTrainer, WeightedAverage
+from pfl_lightning import Aggregator, FederatedTrainer, WeightedAverage
 from pfl_lightning.contract.attributes import content
 from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised
 from pfl_lightning.methods import FedAWA, FedPer
+from pfl_lightning.methods.fedavg import FedAvg
 
 ENGINES = [Sequential, Processes, Vectorised, Auto]
 

@@ -20,10 +20,10 @@ from federations import (
     plain,
     same_end,
 )
-from pfl_lightning import FedAvg
 from pfl_lightning.engines import ClientState, LocalWork, Sequential, Task
 from pfl_lightning.messages import detached
 from pfl_lightning.methods import FedPer, FedProx, Local
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.seeds import derive_seed
 
 

@@ -8,8 +8,9 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR
 
 from federations import Blobs, Shuffled, blobs, equal, fit, make_client, noisy, read_csv, same_end, untimed
-from pfl_lightning import FedAvg, Phase
+from pfl_lightning import Phase
 from pfl_lightning.methods import Local
+from pfl_lightning.methods.fedavg import FedAvg
 
 
 class Tuned(FedAvg):

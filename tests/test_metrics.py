@@ -10,9 +10,9 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassRecall
 
 from federations import CLASSES, blobs, fit, make_client, read_csv
-from pfl_lightning import FedAvg
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.federation.summary import summarise
+from pfl_lightning.methods.fedavg import FedAvg
 
 ENGINES = ["sequential", "vectorised"]
 

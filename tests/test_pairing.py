@@ -11,9 +11,10 @@ from torch.optim import SGD
 
 from command import QUICKSTART, QUIET, refusal
 from federations import fit, make_client
-from pfl_lightning import AggregatorList, FedAvg, WeightedAverage
+from pfl_lightning import AggregatorList, WeightedAverage
 from pfl_lightning.contract.pairing import check_finite
 from pfl_lightning.methods import MOON, CloudProx, FedALA, FedAMP, FedProx, KTpFL, Local
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.registry import METHODS
 from pfl_lightning.nets import MLP
 

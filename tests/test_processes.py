@@ -18,7 +18,7 @@ from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.engines import Processes, processes
 from pfl_lightning.engines import parent as bound
 from pfl_lightning.methods import WDR, FedAvg, FedBABU, FedPer, FedReMa, Local
-from test_kinds import NETS
+from test_architectures import NETS
 
 
 class Clock:

@@ -15,7 +15,7 @@ from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.engines.client_parallel import ClientParallel
 from pfl_lightning.engines.sharded import deal
 from pfl_lightning.methods import FedAvg, FedBABU, FedPer, FedReMa, Local
-from test_kinds import NETS
+from test_architectures import NETS
 
 MAKE = partial(make_client, FedPer, net=noisy, optimizer_lifetime="run")
 

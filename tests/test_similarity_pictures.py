@@ -7,11 +7,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from matplotlib.figure import Figure
 
 from federations import Sizes, Spy, blobs, equal, fit, load, make_client, same_end, untimed
-from pfl_lightning import AggregatorList, FedAvg
+from pfl_lightning import AggregatorList
 from pfl_lightning.aggregators.base import Aggregator
 from pfl_lightning.callbacks import similarity_pictures as module
 from pfl_lightning.callbacks.similarity_pictures import SimilarityPictures, peer_precision
 from pfl_lightning.methods import FedPer, Local
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.fedrema import FedReMa, is_over
 from pfl_lightning.plots.similarity import plot_gaps, plot_peer_counts, plot_peers, plot_similarity
 

@@ -28,7 +28,7 @@ from federations import (
     same_end,
     untimed,
 )
-from pfl_lightning import FedAvg, methods
+from pfl_lightning import methods
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.engines import ClientState, LocalWork, Sequential, Task, scoring, vectorised
@@ -36,6 +36,7 @@ from pfl_lightning.engines.vmap.dropout import Streams
 from pfl_lightning.engines.vmap.engine import Unvectorisable, Vectorised
 from pfl_lightning.messages import detached, tensors
 from pfl_lightning.methods import WDR, FedPer, FedProx, Local, PerFedAvg
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import Net
 
 RAGGED = (24, 7, 30, 20, 16)

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from pfl_lightning.aggregators.base import Aggregator
 from pfl_lightning.callbacks import LastCheckpoint
-from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine
 from pfl_lightning.federation.federation import Federation
@@ -137,7 +137,7 @@ class FederatedTrainer(Trainer):
 
     def fit(  # type: ignore[override]
         self,
-        model: FedAvg,
+        model: ClientModule,
         train_dataloaders: None = None,
         val_dataloaders: None = None,
         datamodule: FederatedDataModule | None = None,
@@ -179,7 +179,7 @@ class FederatedTrainer(Trainer):
 
     def validate(  # type: ignore[override]
         self,
-        model: FedAvg | None = None,
+        model: ClientModule | None = None,
         dataloaders: None = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
@@ -204,7 +204,7 @@ class FederatedTrainer(Trainer):
 
     def test(  # type: ignore[override]
         self,
-        model: FedAvg | None = None,
+        model: ClientModule | None = None,
         dataloaders: None = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
@@ -229,7 +229,7 @@ class FederatedTrainer(Trainer):
 
     def _evaluated(
         self,
-        model: FedAvg | None,
+        model: ClientModule | None,
         datamodule: FederatedDataModule | None,
         aggregator: Aggregator | None,
         ckpt_path: str | Path | None,
@@ -244,13 +244,13 @@ class FederatedTrainer(Trainer):
         return federation, path
 
     def _federation(
-        self, model: FedAvg, datamodule: FederatedDataModule | None, aggregator: Aggregator | None
+        self, model: ClientModule, datamodule: FederatedDataModule | None, aggregator: Aggregator | None
     ) -> Federation:
         """The federation of a client module, the one there is if it is of the same module."""
-        if not isinstance(model, FedAvg):
+        if not isinstance(model, ClientModule):
             raise MisconfigurationException(
                 f"model={type(model).__name__} is not a client module; take one of pfl_lightning.methods, or a "
-                "subclass of FedAvg."
+                "subclass of ClientModule."
             )
         if not isinstance(datamodule, FederatedDataModule) and (datamodule is not None or self._data is None):
             raise MisconfigurationException(

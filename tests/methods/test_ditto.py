@@ -19,9 +19,9 @@ from federations import (
     noisy,
     same_end,
 )
-from pfl_lightning.client.module import FedAvg
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods.ditto import Ditto
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.local import Local
 
 FREE, TIED = partial(Ditto, personal_lambda=0.0), partial(Ditto, personal_lambda=2.0)

@@ -20,10 +20,10 @@ from federations import (
     noisy,
     plain,
 )
-from pfl_lightning.client.module import FedAvg
 from pfl_lightning.messages import num_bytes, weighted_mean
 from pfl_lightning.methods import fedala
 from pfl_lightning.methods.fedala import FedALA
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.seeds import derive_seed
 
 ALL = ["features.0.weight", "features.0.bias", "classifier.weight", "classifier.bias"]

@@ -13,9 +13,9 @@ from torch.optim import SGD, Adam
 
 from command import CONFIGS, QUIET, pfl, summary
 from federations import HIDDEN, Shuffled, Sizes, Spy, blobs, equal, fit, make_client, noisy, same_end
-from pfl_lightning import FedAvg
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.methods import fedclassavg
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.fedclassavg import FedClassAvg
 from pfl_lightning.methods.losses import supervised_contrastive
 from pfl_lightning.nets import AlexNetFeatures, GoogLeNetFeatures, Net, ResNet18Features, ShuffleNetV2Features
@@ -309,7 +309,7 @@ def test_the_four_networks_of_the_paper_share_5130_numbers():
     data = pictures(8, 8, 8, 8, cls=LargePictures, batch_size=8)
     data.num_classes = 10
     ended = fit(model, data, callbacks=[spy], max_rounds=1)
-    assert [type(kind.net) for kind in ended.federation.kinds] == nets
+    assert [type(kind.net) for kind in ended.federation.architectures] == nets
     uploads = [update["weights"] for update in spy.updates[0].values()]
     assert [sum(tensor.numel() for tensor in upload.values()) for upload in uploads] == [5130] * 4
     assert ended.rows[0]["bytes/up"] == 4 * (4 * 5130 + 8) and ended.rows[0]["bytes/down"] == 4 * 4 * 5130

@@ -20,9 +20,9 @@ from federations import (
     noisy,
     points,
 )
-from pfl_lightning.client.module import FedAvg
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.messages import num_bytes
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.fedprox import FedProx
 from pfl_lightning.methods.fedrod import FedRoD
 

@@ -11,9 +11,10 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from federations import FEATURES, Blobs, Shuffled, Sizes, Spy, blobs, equal, fit, load, make_client, noisy, same_end
-from pfl_lightning import Aggregator, FedAvg, Phase, Server
+from pfl_lightning import Aggregator, Phase, Server
 from pfl_lightning.data import FederatedDataModule, Samples
 from pfl_lightning.messages import num_bytes, weighted_mean
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
 from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients, official_rates, project
 from pfl_lightning.methods.kt_pfl import KnowledgeTransfer, KTpFL
@@ -417,7 +418,7 @@ def test_a_round_takes_the_bytes_that_the_paper_tells():
 def test_clients_transform_what_comes_as_stored_and_take_the_rest_as_it_comes():
     for public in (ManyImages(), Brighter()):
         run = image_run(public)
-        module, payload = run.federation.kinds[0], run.federation.aggregator.download(0)
+        module, payload = run.federation.architectures[0], run.federation.aggregator.download(0)
         assert payload["public"].dtype == (torch.float32 if isinstance(public, Brighter) else torch.uint8)
         module.on_download(payload, None)
         assert torch.equal(module.public_inputs(), run.data.server_data().x)

@@ -9,10 +9,10 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 
 from federations import CLASSES, blobs, equal, make_client, noisy
-from pfl_lightning import FedAvg
 from pfl_lightning.engines import ClientState, LocalWork, Sequential, Task
 from pfl_lightning.methods import WDR, FedPer, FedProx, Local
 from pfl_lightning.methods.cwfedavg import row_distribution
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.plots import trace_distribution
 
 WORK = LocalWork(batch_size=5)

@@ -1,14 +1,11 @@
 """Several server sides at once."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.messages import Message, StateDict, Updates
-
-if TYPE_CHECKING:
-    pass
 from pfl_lightning.aggregators.base import Aggregator, AnyAggregator, Server
+from pfl_lightning.messages import Message, StateDict, Updates
 
 
 class AggregatorList(Aggregator):

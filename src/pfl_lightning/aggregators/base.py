@@ -1,13 +1,11 @@
-"""The server side of a method: its base class, and averaging by sample counts."""
+"""The server side of a method: its base class, and what it knows before the first round."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from pfl_lightning.client.module import ClientModule
+from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.messages import Message, StateDict, Updates
-
-if TYPE_CHECKING:
-    from pfl_lightning.client.module import FedAvg
-    from pfl_lightning.data import FederatedDataModule
 
 AnyAggregator = TypeVar("AnyAggregator", bound="Aggregator")
 
@@ -21,15 +19,15 @@ class Server:
         weights: the common initial model, as far as clients share it.
         module: a client module to run nets through, best with `torch.func.functional_call` and weights of the
             server's own. It stands on the device of the clients, while `Aggregator.state` is on the CPU, and engines
-            train in it: what an aggregator leaves in it is overwritten. Its `FedAvg.new_net` gives further nets.
+            train in it: what an aggregator leaves in it is overwritten. Its `ClientModule.new_net` gives further nets.
         data: the data module; its `server_data` is the server's own public or proxy set, if there is one.
         seed: seed of the federation; draw from ``derive_seed(seed, NAME, round)``.
     """
 
     num_clients: int
     weights: StateDict
-    module: "FedAvg"
-    data: "FederatedDataModule"
+    module: ClientModule
+    data: FederatedDataModule
     seed: int
 
     def parameter_names(self, remove_duplicate: bool = True) -> list[str]:

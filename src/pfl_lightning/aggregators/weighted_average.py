@@ -2,19 +2,15 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
 from torch import nn
 from torch.optim import Adam
 
+from pfl_lightning.aggregators.base import Aggregator, Server
 from pfl_lightning.client.optimizers import checked_optimizer
 from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
-
-if TYPE_CHECKING:
-    pass
-from pfl_lightning.aggregators.base import Aggregator, Server
 
 
 class WeightedAverage(Aggregator):

@@ -21,8 +21,8 @@ __all__ = [
     "FeaturePictures",
     "FederatedCallback",
     "LastCheckpoint",
-    "RoundProgress",
     "RoundLogger",
+    "RoundProgress",
     "SimilarityPictures",
     "WandbReport",
 ]

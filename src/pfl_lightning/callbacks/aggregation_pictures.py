@@ -1,6 +1,6 @@
 """Pictures and a table of the weights that a server gives its clients."""
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -11,6 +11,7 @@ from pfl_lightning.aggregators.model_pool import inner_products
 from pfl_lightning.aggregators.weighted_average import WeightedAverage
 from pfl_lightning.callbacks.pictures import Pictures
 from pfl_lightning.callbacks.round_logger import RoundLogger
+from pfl_lightning.federation.federation import Federation
 from pfl_lightning.messages import StateDict, Updates
 from pfl_lightning.plots import (
     plot_distances,
@@ -20,9 +21,6 @@ from pfl_lightning.plots import (
     plot_weights_against,
 )
 from pfl_lightning.runs.report import Row, write_rows
-
-if TYPE_CHECKING:
-    from pfl_lightning.federation.federation import Federation
 
 COLUMNS = ("round", "client", "share", "sample_share", "norm")
 
@@ -72,15 +70,15 @@ class AggregationPictures(Pictures):
         """Finds the folder, and forgets rounds that this federation hasn't made: they are of another run."""
         super().on_fit_start(trainer, pl_module)
         self._keeps = self.folder is not None
-        self._table = self._table[self._table[:, 0] <= cast("Federation", pl_module).round]
+        self._table = self._table[self._table[:, 0] <= cast(Federation, pl_module).round]
 
-    def on_aggregate_start(self, trainer: Trainer, federation: "Federation", updates: Updates) -> None:
+    def on_aggregate_start(self, trainer: Trainer, federation: Federation, updates: Updates) -> None:
         """Measures the client vectors, while the uploads and the old global model are there."""
         if self._keeps:
             self._clients = list(updates)
             self._gram = gram_matrix(updates, global_parameters(federation))
 
-    def on_aggregate_end(self, trainer: Trainer, federation: "Federation", logs: dict[str, float]) -> None:
+    def on_aggregate_end(self, trainer: Trainer, federation: Federation, logs: dict[str, float]) -> None:
         """Adds the round's rows; draws every so many rounds."""
         if not self._keeps:
             return
@@ -102,7 +100,7 @@ class AggregationPictures(Pictures):
         self._table = torch.cat([self._table, torch.tensor(rows, dtype=torch.float64)])
         super().on_aggregate_end(trainer, federation, logs)
 
-    def draw(self, trainer: Trainer, federation: "Federation", where: str) -> None:
+    def draw(self, trainer: Trainer, federation: Federation, where: str) -> None:
         """Writes the table and draws the pictures."""
         if self.folder is None or not len(self._table):
             return
@@ -125,7 +123,7 @@ class AggregationPictures(Pictures):
             self.show(trainer, "distances", lambda: plot_distances(labels, vectors, title), where)
 
 
-def global_parameters(federation: "Federation") -> StateDict:
+def global_parameters(federation: Federation) -> StateDict:
     """The floating parameters of the global model, without buffers."""
     names = {name for name, parameter in federation.client.named_parameters() if parameter.is_floating_point()}
     return {name: tensor for name, tensor in federation.aggregator.global_model().items() if name in names}
@@ -211,7 +209,7 @@ def csv_row(values: list[float]) -> Row:
     return dict(zip(COLUMNS, (int(round), int(client), *others), strict=True))
 
 
-def record_so_far(trainer: Trainer, federation: "Federation") -> list[Row]:
+def record_so_far(trainer: Trainer, federation: Federation) -> list[Row]:
     """The rows of the run's record, and the round at hand, which has no row yet while the server works."""
     records = [callback for callback in trainer.callbacks if isinstance(callback, RoundLogger)]  # type: ignore[attr-defined]
     rows = [*(row for record in records[:1] for row in record.rows), federation.record]

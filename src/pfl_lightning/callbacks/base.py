@@ -1,14 +1,10 @@
 """The base class of callbacks that look into rounds."""
 
-from typing import TYPE_CHECKING
-
 from lightning.pytorch import Callback, Trainer
 
+from pfl_lightning.engines import Outcome
+from pfl_lightning.federation.federation import Federation
 from pfl_lightning.messages import Updates
-
-if TYPE_CHECKING:
-    from pfl_lightning.engines import Outcome
-    from pfl_lightning.federation.federation import Federation
 
 
 class FederatedCallback(Callback):
@@ -18,7 +14,7 @@ class FederatedCallback(Callback):
     where it has them.
     """
 
-    def on_round_start(self, trainer: Trainer, federation: "Federation", cohort: list[int]) -> None:
+    def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
         """Called when the cohort is drawn.
 
         Args:
@@ -27,14 +23,14 @@ class FederatedCallback(Callback):
             cohort: the ids of the clients that take part, sorted.
         """
 
-    def on_client_fit_start(self, trainer: Trainer, federation: "Federation", client: int) -> None:
+    def on_client_fit_start(self, trainer: Trainer, federation: Federation, client: int) -> None:
         """Called when a client's task is handed to the engine."""
 
-    def on_client_fit_end(self, trainer: Trainer, federation: "Federation", client: int, outcome: "Outcome") -> None:
+    def on_client_fit_end(self, trainer: Trainer, federation: Federation, client: int, outcome: Outcome) -> None:
         """Called when a client's local training is done; engines may finish clients in any order."""
 
-    def on_aggregate_start(self, trainer: Trainer, federation: "Federation", updates: Updates) -> None:
+    def on_aggregate_start(self, trainer: Trainer, federation: Federation, updates: Updates) -> None:
         """Called before the aggregator, with the updates that it gets, by client id."""
 
-    def on_aggregate_end(self, trainer: Trainer, federation: "Federation", logs: dict[str, float]) -> None:
+    def on_aggregate_end(self, trainer: Trainer, federation: Federation, logs: dict[str, float]) -> None:
         """Called after the aggregator, with what it logs; payloads and client states are the new ones."""

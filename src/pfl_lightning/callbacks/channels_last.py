@@ -14,4 +14,4 @@ class ChannelsLast(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Changes the format before the common initial model is taken; what is copied into a weight later takes it."""
-        pl_module.kinds.to(memory_format=torch.channels_last)
+        pl_module.architectures.to(memory_format=torch.channels_last)

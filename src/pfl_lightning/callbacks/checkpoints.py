@@ -1,13 +1,12 @@
 """The two checkpoints that every run keeps, whatever others a user asks for."""
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-if TYPE_CHECKING:
-    from pfl_lightning.federation.federation import Federation
+from pfl_lightning.federation.federation import Federation
 
 
 class BestCheckpoint(ModelCheckpoint):
@@ -22,7 +21,7 @@ class BestCheckpoint(ModelCheckpoint):
         Raises:
             MisconfigurationException: if the client module has none of this name.
         """
-        federation = cast("Federation", pl_module)
+        federation = cast(Federation, pl_module)
         metric = cast(str, self.monitor).removeprefix("val/")
         names = [str(name) for name in federation.engines[0].metrics]
         if metric not in names:

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from pfl_lightning.callbacks.pictures import Pictures
+from pfl_lightning.federation.federation import Federation
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.methods.cwfedavg import CwFedAvg
 from pfl_lightning.methods.wdr import WDR
@@ -25,8 +26,6 @@ from pfl_lightning.plots.trace import copy_client
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from pfl_lightning.federation.federation import Federation
 
 
 class ClassPictures(Pictures):
@@ -55,14 +54,14 @@ class ClassPictures(Pictures):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Finds the folder, the output layer, and draws who holds what."""
         super().on_fit_start(trainer, pl_module)
-        federation = cast("Federation", pl_module)
+        federation = cast(Federation, pl_module)
         self._layer = output_layer_of(federation)
         shape = federation.data.num_clients, federation.client.num_classes
         self._starts: dict[int, Tensor] = {}
         self._received, self._trained = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
         self.show(trainer, "partition", lambda: plot_partition(federation.data.counts))
 
-    def on_round_start(self, trainer: Trainer, federation: "Federation", cohort: list[int]) -> None:
+    def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
         """Notes the rows that clients start from; follows a client in the first round."""
         if self.folder is None or self._layer is None:
             return
@@ -71,7 +70,7 @@ class ClassPictures(Pictures):
         if federation.round == 0 and isinstance(federation.client, WDR):
             self._show_trace(trainer, federation)
 
-    def on_aggregate_start(self, trainer: Trainer, federation: "Federation", updates: Updates) -> None:
+    def on_aggregate_start(self, trainer: Trainer, federation: Federation, updates: Updates) -> None:
         """Notes the rows that clients send."""
         for client, update in updates.items():
             if client in self._starts and (norms := self._norms(update)) is not None:
@@ -82,7 +81,7 @@ class ClassPictures(Pictures):
         rows = record.get("weights", {}).get(f"{self._layer}.weight")
         return None if rows is None else torch.linalg.vector_norm(rows.detach().float(), dim=1).cpu()
 
-    def draw(self, trainer: Trainer, federation: "Federation", where: str) -> None:
+    def draw(self, trainer: Trainer, federation: Federation, where: str) -> None:
         """Draws what uploads show, and what the server mixes."""
         p = shares(federation.data.counts)
         if not self._trained.isnan().all():
@@ -98,7 +97,7 @@ class ClassPictures(Pictures):
             if aggregator.rows in aggregator.names:
                 self.show(trainer, "class_models", lambda: draw_class_models(aggregator), where)
 
-    def _show_trace(self, trainer: Trainer, federation: "Federation") -> None:
+    def _show_trace(self, trainer: Trainer, federation: Federation) -> None:
         if self.trace_client not in range(federation.data.num_clients):
             rank_zero_warn(f"ClassPictures.trace_client={self.trace_client} is not a client; no round is followed.")
             return
@@ -114,7 +113,7 @@ class ClassPictures(Pictures):
             ends = {title: (p, trace[-1]) for title, trace in traces.items()}
             self.show(trainer, "trace_scatter", lambda: plot_distribution_scatter(ends))
 
-    def _trace(self, trainer: Trainer, federation: "Federation") -> dict[str, Tensor]:
+    def _trace(self, trainer: Trainer, federation: Federation) -> dict[str, Tensor]:
         """The coming round of one client, without and with the regulariser, ``[steps + 1, K]`` each."""
         plain = copy_client(federation.client)
         plain.wdr_weight = 0.0
@@ -125,7 +124,7 @@ class ClassPictures(Pictures):
         }
 
 
-def output_layer_of(federation: "Federation") -> str | None:
+def output_layer_of(federation: Federation) -> str | None:
     """The layer whose rows stand for classes; None where the net has no one such layer."""
     client, aggregator = federation.client, federation.aggregator.find(CwFedAvg)
     named = getattr(client, "output_layer", None) or (aggregator.output_layer if aggregator else None)

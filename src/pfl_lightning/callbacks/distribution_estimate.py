@@ -1,18 +1,14 @@
 """How much a server could learn of its clients' classes from what they send."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from pfl_lightning.callbacks.base import FederatedCallback
+from pfl_lightning.federation.federation import Federation
 from pfl_lightning.messages import Updates
 from pfl_lightning.methods.cwfedavg import row_distribution
 from pfl_lightning.nets import find_output_layer
-
-if TYPE_CHECKING:
-    from pfl_lightning.federation.federation import Federation
 
 
 def estimation_error(estimate: Tensor, counts: Tensor) -> tuple[float, float]:
@@ -52,7 +48,7 @@ class DistributionEstimate(FederatedCallback):
         federation: Federation = pl_module  # type: ignore[assignment]
         self._rows = find_output_layer(federation.client, federation.client.num_classes, self.output_layer) + ".weight"
 
-    def on_aggregate_start(self, trainer: Trainer, federation: "Federation", updates: Updates) -> None:
+    def on_aggregate_start(self, trainer: Trainer, federation: Federation, updates: Updates) -> None:
         """Compares estimates with the clients' training samples."""
         counts = federation.data.counts
         errors = [

@@ -18,6 +18,7 @@ from pfl_lightning.callbacks.pictures import Pictures
 from pfl_lightning.data import FederatedDataModule, Samples
 from pfl_lightning.engines import Engine
 from pfl_lightning.engines.evaluation import CHUNK
+from pfl_lightning.federation.federation import Federation
 from pfl_lightning.nets import Net
 from pfl_lightning.plots.features import TSNE_COLUMNS, plot_conductance, plot_tsne
 from pfl_lightning.runs.report import write_rows
@@ -25,8 +26,6 @@ from pfl_lightning.seeds import derive_seed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from pfl_lightning.federation.federation import Federation
 
 FEWEST_POINTS = 5
 
@@ -84,7 +83,7 @@ class FeaturePictures(Pictures):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Finds the run's folder, and the clients."""
         super().on_fit_start(trainer, pl_module)
-        known = range(cast("Federation", pl_module).data.num_clients)
+        known = range(cast(Federation, pl_module).data.num_clients)
         self._clients = list(known if self.clients is None else dict.fromkeys(self.clients))
         if strangers := sorted(set(self._clients) - set(known)):
             raise MisconfigurationException(
@@ -92,7 +91,7 @@ class FeaturePictures(Pictures):
                 f"{len(known) - 1}."
             )
 
-    def draw(self, trainer: Trainer, federation: "Federation", where: str) -> None:
+    def draw(self, trainer: Trainer, federation: Federation, where: str) -> None:
         """Looks at each client's model, and draws."""
         if self.folder is None:
             return
@@ -127,7 +126,7 @@ class Seen:
     correct: Tensor
 
 
-def look_at_all(federation: "Federation", clients: list[int], count: int) -> Seen:
+def look_at_all(federation: Federation, clients: list[int], count: int) -> Seen:
     """What the clients' models make of the same samples.
 
     Args:
@@ -169,7 +168,7 @@ def _draw(part: Samples, count: int, seed: int) -> Samples:
     return Samples(part.x[rows], part.y[rows])
 
 
-def as_used(federation: "Federation", client: int) -> Engine:
+def as_used(federation: Federation, client: int) -> Engine:
     """The engine of a client's kind, with its module made the client as it is evaluated now.
 
     Args:
@@ -255,7 +254,7 @@ def embed(features: Tensor) -> Tensor:
     return torch.from_numpy(tsne.fit_transform(features.numpy()))
 
 
-def draw_conductance(federation: "Federation", seen: Seen, steps: int) -> "Figure":
+def draw_conductance(federation: Federation, seen: Seen, steps: int) -> "Figure":
     """Conductance of the features for one sample, of all clients that classify it correctly.
 
     Args:

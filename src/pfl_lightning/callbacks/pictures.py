@@ -10,12 +10,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.callbacks.wandb_report import wandb_loggers
+from pfl_lightning.federation.federation import Federation
 from pfl_lightning.runs.folder import run_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from pfl_lightning.federation.federation import Federation
 
 
 class Pictures(FederatedCallback):
@@ -41,7 +40,7 @@ class Pictures(FederatedCallback):
         """Finds the run's folder."""
         self.folder = run_folder(trainer)
 
-    def on_aggregate_end(self, trainer: Trainer, federation: "Federation", logs: dict[str, float]) -> None:
+    def on_aggregate_end(self, trainer: Trainer, federation: Federation, logs: dict[str, float]) -> None:
         """Draws every so many rounds."""
         done = federation.round + 1
         if self.every and done % self.every == 0:
@@ -49,9 +48,9 @@ class Pictures(FederatedCallback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draws the end."""
-        self.draw(trainer, cast("Federation", pl_module), "")
+        self.draw(trainer, cast(Federation, pl_module), "")
 
-    def draw(self, trainer: Trainer, federation: "Federation", where: str) -> None:
+    def draw(self, trainer: Trainer, federation: Federation, where: str) -> None:
         """Draws what there is to see now.
 
         Args:

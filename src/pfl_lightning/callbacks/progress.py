@@ -1,31 +1,27 @@
 """Progress within a round, on Lightning's own bars."""
 
-from typing import TYPE_CHECKING
-
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from pfl_lightning.callbacks.base import FederatedCallback
-
-if TYPE_CHECKING:
-    from pfl_lightning.engines import Outcome
-    from pfl_lightning.federation.federation import Federation
+from pfl_lightning.engines import Outcome
+from pfl_lightning.federation.federation import Federation
 
 
 class RoundProgress(FederatedCallback):
     """Shows the round and the clients done in it on Lightning's TQDM or Rich bar."""
 
-    def on_round_start(self, trainer: Trainer, federation: "Federation", cohort: list[int]) -> None:
+    def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
         """Starts to count."""
         self._done, self._all = 0, len(cohort)
         self._show(trainer, federation)
 
-    def on_client_fit_end(self, trainer: Trainer, federation: "Federation", client: int, outcome: "Outcome") -> None:
+    def on_client_fit_end(self, trainer: Trainer, federation: Federation, client: int, outcome: Outcome) -> None:
         """Counts a client."""
         self._done += 1
         self._show(trainer, federation)
 
-    def _show(self, trainer: Trainer, federation: "Federation") -> None:
+    def _show(self, trainer: Trainer, federation: Federation) -> None:
         text = f"Round {federation.round + 1}/{trainer.max_epochs}, clients {self._done}/{self._all}"
         bar = trainer.progress_bar_callback
         if isinstance(bar, TQDMProgressBar) and bar.is_enabled:

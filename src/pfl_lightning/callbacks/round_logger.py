@@ -4,7 +4,7 @@ import math
 import time
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -12,14 +12,12 @@ from lightning.pytorch.loggers import CSVLogger
 
 from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.callbacks.checkpoints import BestCheckpoint
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.federation.evaluation import split_of
+from pfl_lightning.federation.federation import Federation
 from pfl_lightning.messages import digest
 from pfl_lightning.runs.folder import run_folder
 from pfl_lightning.runs.report import Row, append_row, environment, numbers, table, write_json, write_rows
-
-if TYPE_CHECKING:
-    from pfl_lightning.client.module import FedAvg
-    from pfl_lightning.federation.federation import Federation
 
 
 class RoundLogger(FederatedCallback):
@@ -58,9 +56,9 @@ class RoundLogger(FederatedCallback):
         if stage == "fit" and (folder := run_folder(trainer)):
             # not by each writer: a folder that is moved away is not to be made again
             folder.mkdir(parents=True, exist_ok=True)
-        federation = cast("Federation", pl_module)
+        federation = cast(Federation, pl_module)
         if federation.seed is None:
-            nets = [cast("FedAvg", kind).net.state_dict() for kind in federation.kinds]
+            nets = [cast(ClientModule, kind).net.state_dict() for kind in federation.architectures]
             counts = [federation.data.class_counts(part) for part in ("train", "val", "test")]
             self.fingerprints = {"partition": digest(counts), "initial": digest(nets)}
 
@@ -71,7 +69,7 @@ class RoundLogger(FederatedCallback):
         """
         self._start = time.perf_counter()
         self._write(trainer)
-        federation = cast("Federation", pl_module)
+        federation = cast(Federation, pl_module)
         settings = {f"data.{name}": value for name, value in federation.data.hparams.items() if name[0] != "_"}
         for logger in trainer.loggers:
             logger.log_hyperparams(
@@ -84,13 +82,13 @@ class RoundLogger(FederatedCallback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Records the round, before a checkpoint is saved at this point."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._record(trainer, cast("Federation", pl_module))
+            self._record(trainer, cast(Federation, pl_module))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Records a round that had no validation."""
-        self._record(trainer, cast("Federation", pl_module))
+        self._record(trainer, cast(Federation, pl_module))
 
-    def _record(self, trainer: Trainer, federation: "Federation") -> None:
+    def _record(self, trainer: Trainer, federation: Federation) -> None:
         row = federation.record
         if not row or (self.rows and self.rows[-1]["round"] == row["round"]):
             return
@@ -105,7 +103,7 @@ class RoundLogger(FederatedCallback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tests every client, and writes and prints the final tables."""
-        federation = cast("Federation", pl_module)
+        federation = cast(Federation, pl_module)
         if not self.rows or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         evaluations = federation.evaluations
@@ -163,7 +161,7 @@ class RoundLogger(FederatedCallback):
         """The rounds that have a value in a column."""
         return [row for row in self.rows if not math.isnan(row.get(column, math.nan))]
 
-    def _selected(self, trainer: Trainer, federation: "Federation", final: Row) -> Row:
+    def _selected(self, trainer: Trainer, federation: Federation, final: Row) -> Row:
         """The round with the best validation accuracy, and its test accuracy where that can be known."""
         validated = self._known("val/acc")
         if not validated:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pfl_lightning.aggregators.base import Server
 from pfl_lightning.callbacks.pictures import Pictures
+from pfl_lightning.federation.federation import Federation
 from pfl_lightning.messages import Updates
 from pfl_lightning.methods.fedrema import FedReMa
 from pfl_lightning.methods.relevance import Relevance
@@ -18,8 +19,6 @@ from pfl_lightning.plots.similarity import plot_gaps, plot_peer_counts, plot_pee
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from pfl_lightning.federation.federation import Federation
 
 
 def peer_precision(peers: Mapping[int, Sequence[int]], groups: Sequence[int]) -> float:
@@ -84,7 +83,7 @@ class SimilarityPictures(Pictures):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Finds what to compare by, and the true groups."""
         super().on_fit_start(trainer, pl_module)
-        federation = cast("Federation", pl_module)
+        federation = cast(Federation, pl_module)
         if federation.round == 0:
             self.rows, self.similarities = [], {}
         data = federation.data
@@ -93,7 +92,7 @@ class SimilarityPictures(Pictures):
         self._own = federation.aggregator.find(FedReMa)
         self._judge = self._own.relevance if self._own else onlooker(federation, self.temperature)
 
-    def on_aggregate_start(self, trainer: Trainer, federation: "Federation", updates: Updates) -> None:
+    def on_aggregate_start(self, trainer: Trainer, federation: Federation, updates: Updates) -> None:
         """Compares the classifiers of the round."""
         judge = self._judge
         if judge is None or not all(
@@ -113,7 +112,7 @@ class SimilarityPictures(Pictures):
         whole[torch.tensor(clients)[:, None], torch.tensor(clients)] = similarity
         self.similarities = {r: kept for r, kept in self.similarities.items() if r in self.rounds} | {round: whole}
 
-    def draw(self, trainer: Trainer, federation: "Federation", where: str) -> None:
+    def draw(self, trainer: Trainer, federation: Federation, where: str) -> None:
         """Draws the rounds so far."""
         if not self.rows:
             return
@@ -134,7 +133,7 @@ class SimilarityPictures(Pictures):
         return plot_peers(rounds, peers, [row["precision"] for row in self.rows], chance)
 
 
-def onlooker(federation: "Federation", temperature: float) -> Relevance | None:
+def onlooker(federation: Federation, temperature: float) -> Relevance | None:
     """FedReMa's judgement under another method; None where clients send no classifier.
 
     Args:

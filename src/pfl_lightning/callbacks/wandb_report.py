@@ -1,16 +1,14 @@
 """What Weights & Biases shows of a federation, beside the record of its rounds."""
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 
 from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.callbacks.round_logger import RoundLogger
+from pfl_lightning.federation.federation import Federation
 from pfl_lightning.plots import plot_partition
-
-if TYPE_CHECKING:
-    from pfl_lightning.federation.federation import Federation
 
 
 class WandbReport(FederatedCallback):
@@ -22,7 +20,7 @@ class WandbReport(FederatedCallback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sets the axes and shows who holds what."""
-        federation = cast("Federation", pl_module)
+        federation = cast(Federation, pl_module)
         for logger in wandb_loggers(trainer):
             logger.experiment.define_metric("round")
             logger.experiment.define_metric("*", step_metric="round")

@@ -23,7 +23,7 @@ from pfl_lightning.cli.errors import mistake
 from pfl_lightning.cli.exclusive import later_wins
 from pfl_lightning.cli.nulls import refuse_nulls
 from pfl_lightning.cli.parser_errors import sentence
-from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.runs.folder import run_folder
@@ -120,7 +120,8 @@ class PflCLI(LightningCLI):
         return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Lets the shape of the data flow to the net."""
+        """Lets the shape of the data flow to the net, and takes FedAvg where no method is named."""
+        parser.set_defaults({"model": {"class_path": "FedAvg"}})
         for name in ("num_classes", "input_shape"):
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
@@ -170,7 +171,7 @@ def main(args: list[str] | None = None) -> None:
             if words and words[0] in OTHERS:
                 sys.exit(import_module(OTHERS[words[0]]).main(words[1:]))
             PflCLI(
-                FedAvg,
+                ClientModule,
                 FederatedDataModule,
                 save_config_callback=SaveConfig,
                 save_config_kwargs={"save_to_log_dir": False, "overwrite": True},

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import FederatedDataModule, Partitioner
 from pfl_lightning.nets import Net
 
 KINDS: dict[str, type] = {
-    "model": FedAvg,
+    "model": ClientModule,
     "data": FederatedDataModule,
     "aggregator": Aggregator,
     "partitioner": Partitioner,

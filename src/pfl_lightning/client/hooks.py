@@ -3,7 +3,7 @@
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
-from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.module import ClientModule
 
 LOOPS = "a callback's on_round_start, on_client_fit_start or on_client_fit_end"
 BATCHES = "training_step, which sees each batch"
@@ -41,10 +41,10 @@ ADVICE = {
 
 def overrides(module: LightningModule, hook: str) -> bool:
     """Whether a client module has a hook of its own, by its class or put into the object."""
-    return getattr(type(module), hook, None) is not getattr(FedAvg, hook, None) or hook in vars(module)
+    return getattr(type(module), hook, None) is not getattr(ClientModule, hook, None) or hook in vars(module)
 
 
-def check_hooks(client: FedAvg) -> None:
+def check_hooks(client: ClientModule) -> None:
     """Refuses hooks that would be ignored.
 
     Raises:

@@ -15,24 +15,22 @@ from torch.optim import SGD, Optimizer
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.aggregators.weighted_average import WeightedAverage
+from pfl_lightning.client.arguments import arguments_of_init
 from pfl_lightning.client.optimizers import check_schedule, checked_optimizer
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.nets import CNN, Net, NetFactory
-from pfl_lightning.remembering import Remembering
 from pfl_lightning.seeds import derive_seed
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 
 
-class FedAvg(LightningModule, metaclass=Remembering):
-    """Federated averaging's client: receives the global model, trains all of it, sends all of it back.
+class ClientModule(LightningModule):
+    """A client of a federation, and the hooks that a method's client side overrides.
 
-    It is also the base of every other client module. A method overrides the hooks it needs: `loss` or
-    `training_step`, `local_phases`, `is_shared`, `is_personal`, `on_download`, `upload`, `configure_aggregator`.
+    They are `loss` or `training_step`, `local_phases`, `is_shared`, `is_personal`, `on_download`, `upload` and
+    `configure_aggregator`. As they stand, a client receives a model, trains all of it, and sends all of it back.
 
     **A client is its** ``state_dict``. Engines run many clients through one module, so all that a client owns is an
     entry of it, *shared* (travels), *personal* (stays with its client between rounds), or both. What is rebuilt at
@@ -45,13 +43,12 @@ class FedAvg(LightningModule, metaclass=Remembering):
     aggregator needs of the `offers`).
 
     As a LightningModule it is complete: a plain ``lightning.Trainer`` can train it further or predict with it.
-    Source: McMahan et al., 2017 (https://arxiv.org/abs/1602.05629).
 
     Args:
         net: builds the network from the shape of the data: a `Net` class, or a function; a list of them gives clients
             different networks, for methods that share only what all networks have alike.
-        assign_nets: how a list of networks is dealt: ``turn`` gives client i the network i modulo their number, ``block``
-            gives the first clients the first network, the next ones the second, in blocks of one size.
+        assign_nets: how a list of networks is dealt: ``turn`` gives client i the network i modulo their number,
+            ``block`` gives the first clients the first network, the next ones the second, in blocks of one size.
         input_shape: shape of one sample, without the batch; on the command line it comes from the data.
         num_classes: number of classes; on the command line it comes from the data.
         optimizer: builds the local optimizer from the trained parameters.
@@ -75,7 +72,6 @@ class FedAvg(LightningModule, metaclass=Remembering):
     caches: ClassVar[frozenset[str]] = frozenset()
     """Plain attributes, such as ``gains`` or ``net.mask``, that each round makes anew from the client's state, payload
     and data. Another one that changes ends the run, as it would be taken from client to client."""
-    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __init__(
         self,
@@ -90,6 +86,7 @@ class FedAvg(LightningModule, metaclass=Remembering):
         assign_nets: Literal["turn", "block"] = "turn",
     ) -> None:
         super().__init__()
+        self._made_with = arguments_of_init(self)
         self.save_hyperparameters()
         for name, value in list(self.hparams.items()):
             # under the command line these are their plain configuration; live objects don't belong in a checkpoint
@@ -142,20 +139,20 @@ class FedAvg(LightningModule, metaclass=Remembering):
             )
         return net
 
-    def kinds(self) -> list["FedAvg"]:
+    def architectures(self) -> list["ClientModule"]:
         """Client modules like this one, one a network of the list; the first is this module itself."""
         args, kwargs = self._made_with
-        made: list[FedAvg] = [self]
-        for place, net in enumerate(self.nets[1:], start=1):
+        made: list[ClientModule] = [self]
+        for index, net in enumerate(self.nets[1:], start=1):
             with isolate_rng():
-                torch.manual_seed(derive_seed(torch.initial_seed(), "net", place))
+                torch.manual_seed(derive_seed(torch.initial_seed(), "net", index))
                 own: list[Any] = [net if value is self.nets else value for value in args]
                 named: dict[str, Any] = {name: net if v is self.nets else v for name, v in kwargs.items()}
                 made.append(type(self)(*own, **named))
         return made
 
     def architecture_of(self, client: int, num_clients: int) -> int:
-        """Which of the `kinds` a client is.
+        """Which of the `architectures` a client has.
 
         Args:
             client: its id.
@@ -186,35 +183,6 @@ class FedAvg(LightningModule, metaclass=Remembering):
         x, target = batch
         features = self.net.features(x)
         return {"loss": self.loss(features, self.net.classifier(features), target)}
-
-    def step_values(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """What `training_step` returns and logs, as scalars by name; engines call it.
-
-        Raises:
-            MisconfigurationException: if it has no ``loss``, or if something is no scalar tensor.
-        """
-        logged: dict[str, Tensor] = {}
-        # past `nn.Module.__setattr__`, which looks for parameters first
-        table = vars(self)
-        table["_logged"] = logged
-        try:
-            returned: Any = self.training_step(batch, batch_idx)
-        finally:
-            table["_logged"] = None
-        values = {"loss": returned} if isinstance(returned, Tensor) else returned
-        if not isinstance(values, Mapping) or "loss" not in values:
-            raise MisconfigurationException(
-                f"{type(self).__name__}.training_step returned {type(returned).__name__} without a loss; return the "
-                "loss, or a dict of scalar tensors with 'loss' among them."
-            )
-        values = {**logged, **values}
-        for name, value in values.items():
-            if not isinstance(value, Tensor) or value.dim():
-                what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-                raise MisconfigurationException(
-                    f"{type(self).__name__}.training_step: {name} is {what}; return a dict of scalar tensors."
-                )
-        return values
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Adds to what `training_step` returns, where a federation runs it; elsewhere Lightning's own.
@@ -278,9 +246,16 @@ class FedAvg(LightningModule, metaclass=Remembering):
         update = {"weights": shared, "num_samples": torch.tensor(len(data.train))}
         return update | ({"class_counts": data.class_counts} if "class_counts" in self.requested else {})
 
-    def configure_aggregator(self) -> Aggregator:
-        """The server side that this client belongs to when no other is chosen."""
-        return WeightedAverage()
+    def configure_aggregator(self) -> Any:
+        """The `Aggregator` that this client belongs to when no other is chosen.
+
+        Raises:
+            MisconfigurationException: if the client module names none.
+        """
+        raise MisconfigurationException(
+            f"{type(self).__name__} names no server side; let its configure_aggregator return an Aggregator, or "
+            "subclass FedAvg, whose server averages."
+        )
 
     def configure_metrics(self) -> MetricCollection | Metric:
         """Metrics of one client's evaluation, computed on logits and targets, each a number; ``acc`` selects rounds.
@@ -353,8 +328,8 @@ class FedAvg(LightningModule, metaclass=Remembering):
                 raise MisconfigurationException(
                     f"client={client} is not in {checkpoint_path}: it has clients 0 to {len(saved['payloads']) - 1}."
                 )
-            kind = model.architecture_of(client, len(saved["payloads"]))
-            model = model.kinds()[kind].to(model.device)
-            personal = saved["clients"].get(client, {}).get("personal", saved["initial"][kind])
+            architecture = model.architecture_of(client, len(saved["payloads"]))
+            model = model.architectures()[architecture].to(model.device)
+            personal = saved["clients"].get(client, {}).get("personal", saved["initial"][architecture])
             model.receive(personal, saved["payloads"][client], data=None)
         return model

@@ -59,8 +59,8 @@ def check_schedule(configured: Any, rounds: int) -> None:
     """Goes through the schedule of a run's learning rate.
 
     Args:
-        configured: a new optimizer with its schedule, as `FedAvg.configure_optimizers` gives them; nothing else will
-            use them.
+        configured: a new optimizer with its schedule, as `ClientModule.configure_optimizers` gives them; nothing else
+            will use them.
         rounds: rounds to be run; 0 looks at no rate yet.
 
     Raises:

@@ -9,11 +9,11 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.messages import StateDict
 
 
-def check_finite(client: FedAvg, aggregator: Aggregator) -> None:
+def check_finite(client: ClientModule, aggregator: Aggregator) -> None:
     """Refuses settings that are NaN or infinite, but for those that are so by default."""
     for name, value in (*numbers("model", client), *numbers("aggregator", aggregator)):
         if not math.isfinite(value):
@@ -29,7 +29,7 @@ def numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
     if isinstance(value, float):
         yield name, value
         return
-    if isinstance(value, FedAvg | Aggregator):
+    if isinstance(value, ClientModule | Aggregator):
         value = given(value)
     elif isinstance(value, partial):
         value = value.keywords
@@ -40,7 +40,7 @@ def numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
             yield from numbers(f"{name}.{key}", part)
 
 
-def given(made: FedAvg | Aggregator) -> dict[str, Any]:
+def given(made: ClientModule | Aggregator) -> dict[str, Any]:
     """The settings that something was made with, as far as it keeps them, without numbers that are the defaults."""
     inits = [vars(cls).get("__init__", cls) for cls in reversed(type(made).__mro__)]
     parameters = [each for init in inits for each in inspect.signature(init).parameters.values()]
@@ -49,7 +49,7 @@ def given(made: FedAvg | Aggregator) -> dict[str, Any]:
     return {n: value for n, value in settings.items() if not (isinstance(value, float) and value == defaults.get(n))}
 
 
-def check_pair(client: FedAvg, aggregator: Aggregator) -> None:
+def check_pair(client: ClientModule, aggregator: Aggregator) -> None:
     """Refuses a client and an aggregator that don't exchange what the other needs."""
     names = type(client).__name__, aggregator.name
     for needed, sent, (one, other) in (
@@ -63,19 +63,19 @@ def check_pair(client: FedAvg, aggregator: Aggregator) -> None:
             )
 
 
-def check_common(kinds: Sequence[FedAvg], shared: Sequence[StateDict]) -> None:
+def check_common(modules: Sequence[ClientModule], shared: Sequence[StateDict]) -> None:
     """Refuses networks whose shared entries are not the same in all of them.
 
     Args:
-        kinds: the client modules, one a network.
+        modules: the client modules, one a network.
         shared: what each of them shares.
     """
     first = {name: tensor.shape for name, tensor in shared[0].items()}
-    for kind, entries in zip(kinds, shared, strict=True):
+    for module, entries in zip(modules, shared, strict=True):
         own = {name: tensor.shape for name, tensor in entries.items()}
         if different := [name for name in {**first, **own} if first.get(name) != own.get(name)]:
             raise MisconfigurationException(
-                f"model.net: {type(kinds[0].net).__name__} and {type(kind.net).__name__} differ in {different[0]}, "
-                f"which {type(kind).__name__} shares; give one network, or take a method that shares only what all "
+                f"model.net: {type(modules[0].net).__name__} and {type(module.net).__name__} differ in {different[0]}, "
+                f"which {type(module).__name__} shares; give one network, or take a method that shares only what all "
                 "have alike, such as FedClassAvg."
             )

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torchmetrics import Metric
 
-from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData, LastBatch, Samples, Split
 from pfl_lightning.engines.evaluation import evaluate, metrics_of
@@ -118,7 +118,7 @@ class Engine(ABC):
 
     def __init__(
         self,
-        module: FedAvg,
+        module: ClientModule,
         work: LocalWork,
         precision: Precision,
         workers: int | None = None,
@@ -151,7 +151,7 @@ class Engine(ABC):
     def evaluate(self, task: Task) -> dict[str, dict[str, float]]:
         """Metrics of a client's model as it receives it, by the parts that the task names.
 
-        A method's `FedAvg.evaluation_phases` come first; what the model is without them is ``PART_received``.
+        A method's `ClientModule.evaluation_phases` come first; what the model is without them is ``PART_received``.
         """
         return self.evaluate_present(task, self.become(task))
 

@@ -10,14 +10,14 @@ from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, MultilabelAccuracy
 
-from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import Samples
 
 CHUNK = 1024
 """Samples that go through the net at once."""
 
 
-def metrics_of(module: FedAvg) -> MetricCollection:
+def metrics_of(module: ClientModule) -> MetricCollection:
     """The metrics of a client module, on its device.
 
     A single metric is named after its class, as `MetricCollection` does, and an accuracy ``acc``.
@@ -60,7 +60,7 @@ def computed(metrics: MetricCollection) -> dict[str, float]:
 
 @torch.no_grad()
 def evaluate(
-    module: FedAvg,
+    module: ClientModule,
     part: Samples,
     metrics: MetricCollection,
     forward_context: Callable[[], AbstractContextManager[None]],

@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.contract.attributes import Attributes
 
 ENGINES_OWN = {
@@ -29,7 +29,7 @@ class Leaks:
         module: the client module.
     """
 
-    def __init__(self, module: FedAvg) -> None:
+    def __init__(self, module: ClientModule) -> None:
         self.module = module
         self._attributes = attributes_of(module)
         self._rounds = 0
@@ -66,7 +66,7 @@ class Leaks:
             )
 
 
-def attributes_of(module: FedAvg) -> Attributes:
+def attributes_of(module: ClientModule) -> Attributes:
     """What a client module and the modules in it hold besides parameters and buffers.
 
     Args:

@@ -18,6 +18,7 @@ from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData, LastBatch, Samples, epoch_order
 from pfl_lightning.engines.base import ClientState, Engine, Outcome, Task
 from pfl_lightning.engines.leaks import Leaks
+from pfl_lightning.engines.steps import step_values
 from pfl_lightning.engines.threads import is_for_one_thread, one_thread
 from pfl_lightning.messages import detached, is_finite
 from pfl_lightning.nets.batch_norm import smallest_batch
@@ -139,7 +140,7 @@ class Sequential(Engine):
             part = phase.data
         for index, (x, y) in enumerate(self._batches(part, phase, generator)):
             with self.forward_context():
-                values = module.step_values((x, y), index)
+                values = step_values(module, (x, y), index)
             optimizer.zero_grad()
             self._step(values["loss"], optimizer, scaler, trained)
             steps.append((len(y), {name: value.detach() for name, value in values.items()}))

@@ -1,4 +1,4 @@
-"""The federation: the one module that Lightning's loop drives. FederationOptions, evaluation and what a checkpoint holds."""
+"""The federation: the one module that Lightning's loop drives. Rounds, evaluation and what a checkpoint holds."""
 
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -16,7 +16,7 @@ from torch import nn
 
 from pfl_lightning.aggregators.base import Aggregator, Server
 from pfl_lightning.client.hooks import check_hooks
-from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.optimizers import check_schedule
 from pfl_lightning.contract.aggregator_memory import Remembered
 from pfl_lightning.contract.messages import check_payload, sound_updates
@@ -45,7 +45,7 @@ class Federation(LightningModule):
     checkpoint under ``federation``.
 
     Args:
-        client: the client module that every client is run through; with several nets, one of each kind is made.
+        client: the client module that every client is run through; with several nets, one of each module is made.
         aggregator: the server side; None takes the client module's own.
         rounds: how rounds are made.
 
@@ -53,12 +53,12 @@ class Federation(LightningModule):
         MisconfigurationException: if client and aggregator don't fit together.
     """
 
-    def __init__(self, client: FedAvg, aggregator: Aggregator | None, rounds: FederationOptions) -> None:
+    def __init__(self, client: ClientModule, aggregator: Aggregator | None, rounds: FederationOptions) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.client = client
         # one resident module an architecture, not one a client
-        self.kinds = nn.ModuleList(client.kinds())
+        self.architectures = nn.ModuleList(client.architectures())
         self.aggregator = aggregator if aggregator is not None else client.configure_aggregator()
         self.rounds = rounds
         self.round = 0
@@ -74,8 +74,8 @@ class Federation(LightningModule):
         self.resume_changed = self.changed = False
         check_finite(client, self.aggregator)
         check_pair(client, self.aggregator)
-        for kind in self._kinds:
-            kind.requested = kind.offers & self.aggregator.needs
+        for module in self._architectures:
+            module.requested = module.offers & self.aggregator.needs
         self.save_hyperparameters(dict(client.hparams))
 
     @property
@@ -85,17 +85,19 @@ class Federation(LightningModule):
         return client if aggregator == self.client.configure_aggregator().name else f"{client}+{aggregator}"
 
     @property
-    def _kinds(self) -> list[FedAvg]:
-        return cast(list[FedAvg], list(self.kinds))
+    def _architectures(self) -> list[ClientModule]:
+        return cast(list[ClientModule], list(self.architectures))
 
     @cached_property
     def engines(self) -> list[Engine]:
-        """What runs the clients of each kind; made when the modules stand on their device."""
+        """What runs the clients of each module; made when the modules stand on their device."""
         work, trainer = self.rounds.work(self.data), self.trainer
         try:
             engines: list[Engine] = [
-                self.rounds.engine_class(kind, work, trainer.precision_plugin, self.rounds.workers, self.rounds.compile)
-                for kind in self._kinds
+                self.rounds.engine_class(
+                    module, work, trainer.precision_plugin, self.rounds.workers, self.rounds.compile
+                )
+                for module in self._architectures
             ]
         except AttributeError as error:
             # of which `nn.Module` would say no more than that this property isn't there
@@ -104,7 +106,7 @@ class Federation(LightningModule):
         return [Sharded(engine, trainer.global_rank, ranks) for engine in engines] if ranks > 1 else engines
 
     def architecture_of(self, client: int) -> int:
-        """Which of the `kinds` a client is."""
+        """Which of the `architectures` a client has."""
         return self.client.architecture_of(client, self.data.num_clients)
 
     @property
@@ -114,9 +116,9 @@ class Federation(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Takes the common initial model and prepares the server, once."""
-        for kind in self._kinds:
-            self.rounds.check(kind, self.data)
-            kind.num_rounds = self.trainer.max_epochs or 1
+        for module in self._architectures:
+            self.rounds.check(module, self.data)
+            module.num_rounds = self.trainer.max_epochs or 1
         if self._fitting:
             check_schedule(self.client.configure_optimizers(), cast(int, self.trainer.max_epochs))
         self.settings = settings_of(self)
@@ -124,12 +126,12 @@ class Federation(LightningModule):
             return
         # every rank goes on with what the first one has drawn
         self.seed, states = self.trainer.strategy.broadcast(
-            (torch.initial_seed(), [detached(kind.state_dict()) for kind in self._kinds])
+            (torch.initial_seed(), [detached(module.state_dict()) for module in self._architectures])
         )
-        pairs = list(zip(self._kinds, states, strict=True))
-        self.initial = [{name: t for name, t in state.items() if kind.is_personal(name)} for kind, state in pairs]
-        shared = [{name: t for name, t in state.items() if kind.is_shared(name)} for kind, state in pairs]
-        check_common(self._kinds, shared)
+        pairs = list(zip(self._architectures, states, strict=True))
+        self.initial = [{name: t for name, t in state.items() if module.is_personal(name)} for module, state in pairs]
+        shared = [{name: t for name, t in state.items() if module.is_shared(name)} for module, state in pairs]
+        check_common(self._architectures, shared)
         self._shared = shared[0]
         self._set_up_server(self.seed)
         # where every model is somebody's own, a global model has still to be shown: the one that all began with
@@ -147,7 +149,7 @@ class Federation(LightningModule):
 
     def _set_up_server(self, seed: int) -> None:
         self.aggregator.setup(Server(self.data.num_clients, self._shared, self.client, self.data, seed))
-        self._remembered = Remembered(self.aggregator, self.kinds)
+        self._remembered = Remembered(self.aggregator, self.architectures)
 
     def configure_optimizers(self) -> Any:
         """The optimizer that carries the round's learning rate, and its schedule; engines read the rate."""
@@ -168,9 +170,9 @@ class Federation(LightningModule):
         self._call("on_round_start", cohort)
         outcomes: dict[int, Outcome] = {}
         start = time.perf_counter()
-        for kind, engine in enumerate(self.engines):
+        for architecture, engine in enumerate(self.engines):
             for outcome in engine.run(
-                self._tasks([client for client in cohort if self.architecture_of(client) == kind])
+                self._tasks([client for client in cohort if self.architecture_of(client) == architecture])
             ):
                 outcomes[outcome.client] = outcome
                 self._call("on_client_fit_end", outcome.client, outcome)

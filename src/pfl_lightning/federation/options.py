@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ENGINES, Engine, LocalWork
 from pfl_lightning.nets.batch_norm import smallest_batch
@@ -82,8 +82,8 @@ class FederationOptions:
     def cohort_size(self, num_clients: int) -> int:
         """Clients that take part in a round, of all.
 
-        >>> FederationOptions(clients_per_round=0.1).cohort_size(25), FederationOptions(clients_per_round=3).cohort_size(25)
-        (2, 3)
+        >>> [FederationOptions(clients_per_round=share).cohort_size(25) for share in (0.1, 3)]
+        [2, 3]
         """
         if isinstance(self.clients_per_round, int):
             return self.clients_per_round
@@ -110,7 +110,7 @@ class FederationOptions:
         """The parts that each round's evaluation looks at."""
         return ("val", "test") if self.test_every_round else ("val",)
 
-    def check(self, client: FedAvg, data: FederatedDataModule) -> None:
+    def check(self, client: ClientModule, data: FederatedDataModule) -> None:
         """Refuses what doesn't fit the data or the net, before the first round."""
         if self.cohort_size(data.num_clients) > data.num_clients:
             raise MisconfigurationException(

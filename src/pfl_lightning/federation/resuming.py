@@ -35,7 +35,7 @@ def settings_of(federation: "Federation") -> Settings:
         federation: set up, and attached to its trainer.
     """
     own = {name: value for name, value in federation.client.hparams.items() if name not in BUILT}
-    nets = [str(kind.net) for kind in federation.kinds]
+    nets = [str(kind.net) for kind in federation.architectures]
     return {
         **flat("trainer", rounds_of(federation)),
         **flat("model", own),

@@ -1,6 +1,5 @@
 """Methods of personalised federated learning, one file each."""
 
-from pfl_lightning.client.module import FedAvg
 from pfl_lightning.methods.alternate_training import AlternateAlignment, AlternateTraining
 from pfl_lightning.methods.apple import APPLE, CorePool
 from pfl_lightning.methods.cfl import CFL
@@ -9,6 +8,7 @@ from pfl_lightning.methods.ditto import Ditto
 from pfl_lightning.methods.feature_alignment import FeatureAlignment
 from pfl_lightning.methods.fedala import FedALA
 from pfl_lightning.methods.fedamp import CloudProx, FedAMP
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.fedawa import FedAWA
 from pfl_lightning.methods.fedawa_l import FedAWAL
 from pfl_lightning.methods.fedbabu import FedBABU

@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 
 from pfl_lightning.aggregators.base import Aggregator, Server
 from pfl_lightning.aggregators.model_pool import ModelPool
-from pfl_lightning.client.module import Batch, FedAvg
+from pfl_lightning.client.module import Batch, ClientModule
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict
 
 
-class APPLE(FedAvg):
+class APPLE(ClientModule):
     r"""Adaptive personalized cross-silo learning: trains a core model and the weights of all cores in its own model.
 
     .. math::

@@ -11,13 +11,13 @@ from pfl_lightning.aggregators.aggregator_list import AggregatorList
 from pfl_lightning.aggregators.base import Aggregator
 from pfl_lightning.aggregators.class_means import ClassMeans, ClassVectors, class_means
 from pfl_lightning.aggregators.weighted_average import WeightedAverage
-from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.nets import feature_size
 
 
-class FeatureAlignment(FedAvg):
+class FeatureAlignment(ClientModule):
     r"""Draws features h to the global prototype of their class.
 
     Minimises :math:`\mathrm{CE} + \lambda\,\mathrm{mean}_{i,j}\,(h_{ij} - g_{y_i j})^2`, where :math:`g_c` is the
@@ -38,8 +38,8 @@ class FeatureAlignment(FedAvg):
         MisconfigurationException: if ``align_lambda`` is negative, or the net's features have no known width.
     """
 
-    sends = FedAvg.sends | {"prototypes"}
-    needs = FedAvg.needs | {"prototypes"}
+    sends = ClientModule.sends | {"prototypes"}
+    needs = ClientModule.needs | {"prototypes"}
 
     def __init__(self, align_lambda: float = 1.0, align: Literal["mse", "l2"] = "mse", **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from pfl_lightning.client.module import FedAvg
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.engines.evaluation import CHUNK
 from pfl_lightning.messages import Message, StateDict
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.seeds import derive_seed
 
 

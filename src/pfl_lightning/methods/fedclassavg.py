@@ -12,10 +12,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pfl_lightning.client.module import Batch, FedAvg
+from pfl_lightning.client.module import Batch
 from pfl_lightning.client.phases import in_classifier
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.losses import supervised_contrastive
 from pfl_lightning.methods.random_views import random_views
 

@@ -13,13 +13,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.aggregators.base import Aggregator, Server
 from pfl_lightning.aggregators.model_pool import ModelPool, mean_loss
-from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.messages import Message, StateDict, Updates, detached, weighted_mean
 from pfl_lightning.seeds import derive_seed
 
 
-class FedFomo(FedAvg):
+class FedFomo(ClientModule):
     r"""First-order model optimization: starts local training from a mix of received models and its own.
 
     .. math::
@@ -48,7 +48,7 @@ class FedFomo(FedAvg):
         MisconfigurationException: if a client has no samples to weigh models on.
     """
 
-    sends = FedAvg.sends | {"affinity"}
+    sends = ClientModule.sends | {"affinity"}
     needs = frozenset({"models"})
     caches = frozenset({"gains"})
 

@@ -15,7 +15,7 @@ from pfl_lightning.aggregators.base import Aggregator
 from pfl_lightning.aggregators.class_means import class_means
 from pfl_lightning.aggregators.model_pool import shares
 from pfl_lightning.aggregators.weighted_average import WeightedAverage
-from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.nets import feature_size
@@ -49,7 +49,7 @@ class CosineClassifier(nn.Module):
         return self.scale * F.linear(F.normalize(features), self.prototypes)
 
 
-class NormalizedHead(FedAvg):
+class NormalizedHead(ClientModule):
     r"""Trains the features and the scale under a `CosineClassifier`, which takes the place of the net's classifier.
 
     With ``head: all_fc`` that is all fully connected layers. After training, the client sends for each of its classes
@@ -71,7 +71,7 @@ class NormalizedHead(FedAvg):
         MisconfigurationException: if ``scale`` isn't positive, or the net's features have no known width.
     """
 
-    offers = FedAvg.offers | {"directions"}
+    offers = ClientModule.offers | {"directions"}
 
     def __init__(self, scale: float = 1.0, learn_scale: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -150,7 +150,7 @@ class ClassifierCombination(WeightedAverage):
 class FedPAC(AggregatorList):
     """FedPAC's server: a combination of classifiers for each client, and prototypes averaged by class counts.
 
-    It is ``AggregatorList([ClassifierCombination(), ClassMeans()])``; each of the two also goes with other server sides.
+    It is ``AggregatorList([ClassifierCombination(), ClassMeans()])``; each of the two also goes with others.
     Source: Xu et al., 2023 (https://arxiv.org/abs/2306.11867).
     """
 

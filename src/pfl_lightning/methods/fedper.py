@@ -1,7 +1,7 @@
 """FedPer: a shared body under personal classifiers."""
 
-from pfl_lightning.client.module import FedAvg
 from pfl_lightning.client.phases import in_body
+from pfl_lightning.methods.fedavg import FedAvg
 
 
 class FedPer(FedAvg):

@@ -5,9 +5,9 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from pfl_lightning.client.module import FedAvg
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.losses import proximal
 
 

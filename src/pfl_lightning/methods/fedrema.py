@@ -51,7 +51,7 @@ class FedReMa(WeightedAverage):
 
     Sums are over the clients of the round. Those that stay away receive the new body and keep their classifier, which
     is the common initial one until they first take part; one that first does so after the period keeps its own.
-    FederationOptions of fewer than three clients show no gap and don't end the period. What counts as the classifier is the net's
+    Rounds of fewer than three clients show no gap and don't end the period. What counts as the classifier is the net's
     choice; the paper's is ``head: all_fc``. The global model is the body with the mean of all classifiers.
 
     The official code pairs classifiers and clients by position in lists of different orders, averages classifiers in

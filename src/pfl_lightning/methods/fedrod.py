@@ -8,9 +8,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.client.module import FedAvg
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
+from pfl_lightning.methods.fedavg import FedAvg
 
 
 class FedRoD(FedAvg):

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.client.module import FedAvg
+from pfl_lightning.methods.fedavg import FedAvg
 
 
 def variance_loss(logits: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.client.module import FedAvg
 from pfl_lightning.client.phases import Phase
+from pfl_lightning.methods.fedavg import FedAvg
 
 
 class GrowingEpochs(FedAvg):

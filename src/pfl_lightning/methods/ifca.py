@@ -12,13 +12,13 @@ from torch import Tensor
 
 from pfl_lightning.aggregators.base import Aggregator, Server
 from pfl_lightning.aggregators.model_pool import Weighting, mean_loss, mean_weights
-from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.seeds import derive_seed
 
 
-class IFCA(FedAvg):
+class IFCA(ClientModule):
     r"""Iterative federated clustering: receives k models, chooses one, and trains it.
 
     .. math:: \hat\jmath = \arg\min_j F_i(w_j)
@@ -29,7 +29,7 @@ class IFCA(FedAvg):
     Source: Ghosh et al., 2020, Algorithm 1, model averaging (https://arxiv.org/abs/2006.04088).
     """
 
-    sends = FedAvg.sends | {"cluster"}
+    sends = ClientModule.sends | {"cluster"}
     needs = frozenset({"cluster_models"})
     cluster: Tensor
 

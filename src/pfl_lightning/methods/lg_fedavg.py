@@ -1,7 +1,7 @@
 """LG-FedAvg: personal features under a shared classifier."""
 
-from pfl_lightning.client.module import FedAvg
 from pfl_lightning.client.phases import in_classifier
+from pfl_lightning.methods.fedavg import FedAvg
 
 
 class LGFedAvg(FedAvg):

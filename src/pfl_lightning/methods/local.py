@@ -1,12 +1,12 @@
 """Local: every client trains on its own data alone."""
 
 from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 
 
-class Local(FedAvg):
+class Local(ClientModule):
     """No communication: every client keeps its whole model and starts from the common initial one.
 
     The yardstick of personalised federated learning: what doesn't beat it isn't worth sending. Takes the arguments of

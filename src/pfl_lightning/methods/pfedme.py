@@ -16,13 +16,13 @@ from torch.func import functional_call, grad_and_value
 from pfl_lightning.aggregators.base import Aggregator, Server
 from pfl_lightning.aggregators.model_pool import shares
 from pfl_lightning.aggregators.weighted_average import WeightedAverage
-from pfl_lightning.client.module import Batch, FedAvg
+from pfl_lightning.client.module import Batch, ClientModule
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.methods.losses import proximal
 
 
-class PFedMe(FedAvg):
+class PFedMe(ClientModule):
     r"""On each batch finds a personal model near the client's, moves the client's towards it, and is evaluated by it.
 
     .. math::

@@ -12,7 +12,7 @@ from pfl_lightning import methods as m
 from pfl_lightning.aggregators.aggregator_list import AggregatorList
 from pfl_lightning.aggregators.base import Aggregator
 from pfl_lightning.aggregators.class_means import ClassMeans
-from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.module import ClientModule
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Method:
     """
 
     name: str
-    client: type[FedAvg]
+    client: type[ClientModule]
     aggregator: Callable[[], Aggregator] | None = None
     source: type | None = None
 
@@ -42,7 +42,8 @@ class Method:
         if self.aggregator is not None:
             return self.aggregator()
         with isolate_rng():
-            return self.client().configure_aggregator()
+            aggregator: Aggregator = self.client().configure_aggregator()
+        return aggregator
 
     @property
     def paper(self) -> tuple[str, str]:

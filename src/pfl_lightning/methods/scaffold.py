@@ -17,13 +17,13 @@ from torch.nn.utils import parameters_to_vector
 from pfl_lightning.aggregators.base import Aggregator, Server
 from pfl_lightning.aggregators.model_pool import shares
 from pfl_lightning.aggregators.weighted_average import WeightedAverage
-from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.engines.evaluation import CHUNK
 from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
 
 
-class ControlVariates(FedAvg):
+class ControlVariates(ClientModule):
     r"""Corrects each gradient by :math:`c - c_i`, and then takes a new control variate.
 
     .. math::
@@ -44,8 +44,8 @@ class ControlVariates(FedAvg):
         **kwargs: the arguments of `FedAvg`.
     """
 
-    sends = FedAvg.sends | {"control"}
-    needs = FedAvg.needs | {"control"}
+    sends = ClientModule.sends | {"control"}
+    needs = ClientModule.needs | {"control"}
     own: Tensor
     correction: Tensor
     received: Tensor

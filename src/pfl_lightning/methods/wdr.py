@@ -12,14 +12,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.client.module import Batch, FedAvg
+from pfl_lightning.client.module import Batch, ClientModule
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.cwfedavg import CwFedAvg, row_distribution
 from pfl_lightning.nets import find_output_layer
 
 
-class WDR(FedAvg):
+class WDR(ClientModule):
     r"""Holds the norms of the output layer's rows to the client's class distribution while it trains.
 
     Minimises :math:`\mathrm{CE} + \kappa\lambda\,\lVert p_i - \tilde p(\Theta_i) \rVert_2`; the norm isn't squared, and

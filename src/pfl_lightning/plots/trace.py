@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from pfl_lightning.client.module import Batch, FedAvg
+from pfl_lightning.client.module import Batch, ClientModule
 from pfl_lightning.data import ClientData
 from pfl_lightning.engines import ClientState, LocalWork, Sequential, Task
 from pfl_lightning.methods.cwfedavg import row_distribution
@@ -18,7 +18,7 @@ from pfl_lightning.nets import find_output_layer
 
 
 def trace_distribution(
-    client: FedAvg, data: ClientData, work: LocalWork, seed: int = 0, output_layer: str | None = None
+    client: ClientModule, data: ClientData, work: LocalWork, seed: int = 0, output_layer: str | None = None
 ) -> Tensor:
     """Class distribution shown by the output layer's rows at each step of a round that starts from a client's weights.
 
@@ -42,7 +42,11 @@ def trace_distribution(
 
 
 def trace_task(
-    client: FedAvg, task: Task, work: LocalWork, precision: Precision | None = None, output_layer: str | None = None
+    client: ClientModule,
+    task: Task,
+    work: LocalWork,
+    precision: Precision | None = None,
+    output_layer: str | None = None,
 ) -> Tensor:
     """As `trace_distribution`, for a task as a federation sets it.
 
@@ -71,7 +75,7 @@ def trace_task(
     return torch.stack([*estimates, row_distribution(layer.weight.detach())]).cpu()
 
 
-def copy_client(client: FedAvg) -> Any:
+def copy_client(client: ClientModule) -> Any:
     """A client module with weights of its own.
 
     Factories of nets and optimizers are shared: under the command line they hold its parser, which can't be copied.

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.contract.attributes import Look
 from pfl_lightning.engines.leaks import attributes_of
 
@@ -20,7 +20,7 @@ class Unvectorisable(MisconfigurationException):
         reason: why, as a sentence without its end.
     """
 
-    def __init__(self, method: FedAvg, reason: str) -> None:
+    def __init__(self, method: ClientModule, reason: str) -> None:
         super().__init__(
             f"trainer.engine='vectorised' can't run {type(method).__name__}: {reason}; take engine='sequential'."
         )
@@ -34,7 +34,7 @@ class Watch:
         module: the client module.
     """
 
-    def __init__(self, module: FedAvg) -> None:
+    def __init__(self, module: ClientModule) -> None:
         self.module = module
         self._attributes = attributes_of(module)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo import lookup_backend
 from torch.func import grad, vmap
 
-from pfl_lightning.client.module import Batch, FedAvg
+from pfl_lightning.client.module import Batch, ClientModule
 from pfl_lightning.engines.vmap.checks import reason_of
 from pfl_lightning.engines.vmap.slots import Places
 from pfl_lightning.messages import StateDict
@@ -44,7 +44,7 @@ class Compiled:
 
     backend = "inductor"
 
-    def __init__(self, module: FedAvg, precision: Precision) -> None:
+    def __init__(self, module: ClientModule, precision: Precision) -> None:
         # of its own: a compiler follows it to the module's tables, which stay the same objects
         places = Places(module)
 

@@ -23,10 +23,11 @@ class Vectorised(Stacking):
     """Trains many clients in one computation, by ``torch.func.vmap``, with the results of `Sequential`.
 
     All parameters and buffers of a block of clients are stacked, ``[clients, ...]``. A step of all of them is one
-    `FedAvg.training_step` under vmap, its gradients, and one step of an optimizer of the stack. Clients with fewer
-    batches stop earlier: the stack is sorted by their samples, and its first rows make a step. Short last batches go
-    through the net together with others of their size. Hooks run client by client; those that are `FedAvg`'s own are
-    done for the whole block. Evaluation is one forward pass of many clients, where a method's can be.
+    `ClientModule.training_step` under vmap, its gradients, and one step of an optimizer of the stack. Clients with
+    fewer batches stop earlier: the stack is sorted by their samples, and its first rows make a step. Short last
+    batches go through the net together with others of their size. Hooks run client by client; those that are
+    `ClientModule`'s own are done for the whole block. Evaluation is one forward pass of many clients, where a method's
+    can be.
 
     Results are those of `Sequential` but for the order in which sums are rounded. That goes for dropout too, whose
     masks are drawn from each client's own stream; where its input isn't contiguous in memory, they are other masks.

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import pad_sequence
 from torchmetrics import MetricCollection
 
-from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import Samples
 from pfl_lightning.engines.evaluation import CHUNK, computed
 from pfl_lightning.engines.vmap.slots import Places
@@ -37,7 +37,7 @@ class Scorer:
 
     def __init__(
         self,
-        module: FedAvg,
+        module: ClientModule,
         metrics: MetricCollection,
         forward_context: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -46,7 +46,7 @@ class Scorer:
         self.forward_context = forward_context
         self.alone = any(isinstance(m, _BatchNorm) and m.running_mean is None for m in module.modules())
         # the share of right ones, of all clients in one computation; other metrics are the work of their own classes
-        self._accuracy_only = type(module).configure_metrics is FedAvg.configure_metrics
+        self._accuracy_only = type(module).configure_metrics is ClientModule.configure_metrics
 
     @torch.no_grad()
     def score(self, places: Places, entries: StateDict, parts: list[Samples]) -> list[dict[str, float]]:

@@ -1,4 +1,4 @@
-"""From clients to a stack, and back: by the hooks of each, or at once where those are FedAvg's own."""
+"""From clients to a stack, and back: by the hooks of each, or at once where those are ClientModule's own."""
 
 import math
 import time
@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pfl_lightning.client.module import FedAvg
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import gather
 from pfl_lightning.engines.base import ClientState, Outcome, Task
@@ -30,9 +30,9 @@ class Stacking(Stacked):
         self._scores_alone = self._scorer.alone or not self._has_own("evaluation_phases")
 
     def _has_own(self, *hooks: str) -> bool:
-        """Whether hooks of the client module are `FedAvg`'s own."""
+        """Whether hooks of the client module are `ClientModule`'s own."""
         own, ours = type(self.module), vars(self.module)
-        return all(getattr(own, name) is getattr(FedAvg, name) and name not in ours for name in hooks)
+        return all(getattr(own, name) is getattr(ClientModule, name) and name not in ours for name in hooks)
 
     def _stack(self, tasks: list[Task]) -> Block:
         """The clients as the round begins for them; the largest come first."""
@@ -64,7 +64,7 @@ class Stacking(Stacked):
         return members, entries, phases
 
     def _received_at_once(self, tasks: list[Task]) -> StateDict | None:
-        """What `FedAvg.receive` makes of the clients; None where a method does otherwise."""
+        """What `ClientModule.receive` makes of the clients; None where a method does otherwise."""
         if not self._has_own("receive", "on_download", "assign", "state_dict"):
             return None
         there = self._places.current()
@@ -154,7 +154,7 @@ class Stacking(Stacked):
         for task in tasks:
             row = block.rows[task.client]
             member, metrics = block.members[row], block.means[row]
-            # as `FedAvg.upload` does
+            # as `ClientModule.upload` does
             update = {
                 "weights": {name: rows[name][row] for name in shared},
                 "num_samples": torch.tensor(block.sizes[row]),

@@ -13,6 +13,7 @@ from pfl_lightning.client.module import Batch
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import epoch_order
 from pfl_lightning.engines.sequential import Sequential
+from pfl_lightning.engines.steps import step_values
 from pfl_lightning.engines.vmap.block import Block, Member, Plan, Rows, batches_of
 from pfl_lightning.engines.vmap.checks import Unvectorisable, Watch, reason_of
 from pfl_lightning.engines.vmap.compiled import Compiled, Values
@@ -152,9 +153,12 @@ class Stacked(Sequential):
         drawn = Drawn([member.stream for member in members])
         streams = Streams(default_generators(self.device)[-1], drawn)
 
+        def training_step(batch: Batch, index: int) -> dict[str, Tensor]:
+            return step_values(self.module, batch, index)
+
         def one(entries: StateDict, batch: Batch) -> dict[str, Tensor]:
             streams.trained = [entries[name] for name in trained]
-            return self._places.call(self.module.step_values, entries, batch, index)
+            return self._places.call(training_step, entries, batch, index)
 
         try:
             with self.forward_context(), streams:

@@ -10,8 +10,8 @@ from torch import nn
 
 from command import QUIET, pfl, summary
 from federations import CLASSES, FEATURES, HIDDEN, MOMENTUM, Shuffled, Spy, equal, fit, make_client, same_end
-from pfl_lightning import FedAvg
 from pfl_lightning.methods import FedPer, Local
+from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import Net
 
 
@@ -56,22 +56,22 @@ def test_networks_are_dealt_in_turn_or_in_blocks():
 
 def test_there_is_one_module_a_network_and_each_is_whole():
     client = make_client(partial(FedPer), net=NETS)
-    first, second = client.kinds()
+    first, second = client.architectures()
     assert first is client and type(second) is FedPer
     assert isinstance(first.net, Small) and isinstance(second.net, Wide)
-    assert equal(dict(second.state_dict()), dict(make_client(FedPer, net=NETS).kinds()[1].state_dict()))
+    assert equal(dict(second.state_dict()), dict(make_client(FedPer, net=NETS).architectures()[1].state_dict()))
 
 
 def test_making_them_leaves_the_random_state_alone():
     client = make_client(net=NETS)
     before = torch.get_rng_state()
-    client.kinds()
+    client.architectures()
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_a_list_given_by_position_works_too():
-    kinds = FedAvg([Small, Wide], (FEATURES,), CLASSES).kinds()
-    assert [type(kind.net) for kind in kinds] == [Small, Wide]
+    architectures = FedAvg([Small, Wide], (FEATURES,), CLASSES).architectures()
+    assert [type(kind.net) for kind in architectures] == [Small, Wide]
 
 
 def test_what_is_alike_travels_and_the_rest_stays():
@@ -99,7 +99,7 @@ def test_each_client_is_evaluated_with_its_own_network():
     run = fit(make_client(Local, net=NETS), max_rounds=2)
     federation = run.federation
     for client in range(4):
-        kind = federation.kinds[federation.architecture_of(client)]
+        kind = federation.architectures[federation.architecture_of(client)]
         kind.receive(federation.clients[client].personal, {}, None)
         kind.eval()
         part = run.data.part(client, "test")

@@ -1,0 +1,45 @@
+"""What a client module's training step gives, as scalars by name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from pfl_lightning.client.module import Batch, ClientModule
+
+
+def step_values(module: ClientModule, batch: Batch, index: int) -> dict[str, Tensor]:
+    """What `training_step` returns and logs.
+
+    Args:
+        module: the client module.
+        batch: inputs and targets.
+        index: number of the batch in the epoch.
+
+    Raises:
+        MisconfigurationException: if it has no ``loss``, or if something is no scalar tensor.
+    """
+    logged: dict[str, Tensor] = {}
+    # past `nn.Module.__setattr__`, which looks for parameters first
+    table = vars(module)
+    table["_logged"] = logged
+    try:
+        returned: Any = module.training_step(batch, index)
+    finally:
+        table["_logged"] = None
+    values = {"loss": returned} if isinstance(returned, Tensor) else returned
+    method = type(module).__name__
+    if not isinstance(values, Mapping) or "loss" not in values:
+        raise MisconfigurationException(
+            f"{method}.training_step returned {type(returned).__name__} without a loss; return the loss, or a dict of "
+            "scalar tensors with 'loss' among them."
+        )
+    values = {**logged, **values}
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or value.dim():
+            what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise MisconfigurationException(
+                f"{method}.training_step: {name} is {what}; return a dict of scalar tensors."
+            )
+    return values
