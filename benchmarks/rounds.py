@@ -5,7 +5,7 @@
     python benchmarks/rounds.py --accelerator gpu --precision bf16-mixed
 
 Both run in one process and take turns, round by round: what else the machine does hits both. A round of ours is all
-that `FederatedTrainer` does between two epochs of Lightning's loop (tasks, training, hand-over, aggregation, record),
+that `FederatedTrainer` does between two epochs of Lightning's loop (jobs, training, hand-over, aggregation, record),
 without evaluation. The plain loop trains the same net on as many batches of the same size from resident tensors, one
 client after another in one intra-op thread, and averages the weights. On a GPU it is on the same GPU, in float32.
 """

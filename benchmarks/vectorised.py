@@ -2,8 +2,8 @@
 
     python benchmarks/vectorised.py [--rounds 9] [--threads 1] [--device cpu]
 
-All engines run the same tasks in one process and take turns, round by round. Training is all that an engine does
-between tasks and outcomes: reception, training and hand-over of every client, without evaluation and without the
+All engines run the same jobs in one process and take turns, round by round. Training is all that an engine does
+between jobs and outcomes: reception, training and hand-over of every client, without evaluation and without the
 server. Evaluation is reception, forward pass and metrics of every client, on as many samples as it trains on. Seconds
 are the process's on a CPU, so that what else the machine does counts less, and the clock's elsewhere.
 """
@@ -21,7 +21,7 @@ from lightning.pytorch.plugins.precision import Precision
 from rounds import BATCH, LR, Noise
 from torch.optim import SGD
 
-from pfl_lightning.engines import ClientState, Engine, LocalWork, Sequential, Task
+from pfl_lightning.engines import ClientState, Engine, Job, LocalWork, Sequential
 from pfl_lightning.engines.vmap.engine import Vectorised
 from pfl_lightning.messages import detached
 from pfl_lightning.methods.fedavg import FedAvg
@@ -56,17 +56,17 @@ def compare(
     }
     # the first four rounds aren't counted: in them steps are compiled, and compared with what they were
     for round in range(rounds + 4):
-        tasks = [Task(k, round, ClientState(), payload, samples, seed=k) for k, samples in enumerate(clients)]
-        asked = [replace(task, evaluate=("train",)) for task in tasks]
+        jobs = [Job(k, round, ClientState(), payload, samples, seed=k) for k, samples in enumerate(clients)]
+        asked = [replace(job, evaluate=("train",)) for job in jobs]
         for name, engine in made.items():
             for what, run in (
-                ("training", partial(engine.run, tasks)),
+                ("training", partial(engine.run, jobs)),
                 ("evaluation", partial(engine.evaluate_all, asked)),
             ):
                 start = clock()
                 results = list(run())
                 seconds[what][name].append(clock() - start)
-                assert len(results) == len(tasks)
+                assert len(results) == len(jobs)
     return {what: {name: times[4:] for name, times in by_engine.items()} for what, by_engine in seconds.items()}
 
 

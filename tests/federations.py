@@ -16,7 +16,7 @@ from torch.optim import SGD
 from pfl_lightning import Aggregator, FederatedTrainer, Federation
 from pfl_lightning.callbacks import FederatedCallback, RoundLogger
 from pfl_lightning.data import FederatedDataModule, Partitioner, Samples, Split
-from pfl_lightning.engines import Outcome, Sequential, Task
+from pfl_lightning.engines import Job, Outcome, Sequential
 from pfl_lightning.messages import Updates, detached
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import Net
@@ -126,12 +126,12 @@ class Run:
         return self.trainer.lightning_module
 
     @property
-    def record(self) -> RoundLogger:
+    def logger(self) -> RoundLogger:
         return next(callback for callback in self.trainer.callbacks if isinstance(callback, RoundLogger))
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        return self.record.rows
+        return self.logger.rows
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -196,15 +196,15 @@ class Pause(FederatedCallback):
 class Backwards(Sequential):
     """Trains the clients in the reverse order."""
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
-        return super().run(list(tasks)[::-1])
+    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
+        return super().run(list(jobs)[::-1])
 
 
 class Shuffled(Sequential):
     """Trains in order and delivers in another."""
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
-        outcomes = list(super().run(tasks))
+    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
+        outcomes = list(super().run(jobs))
         yield from outcomes[1::2] + outcomes[::2]
 
 

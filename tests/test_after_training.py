@@ -82,7 +82,7 @@ def test_nobody_trains_for_an_evaluation_of_a_finished_run(tmp_path):
 def test_row_table_summary_and_checkpoints_tell_the_same(tested, tmp_path):
     settings = {"evaluate": "after", "test_every_round": tested, "clients_per_round": 1, "max_rounds": 6}
     run = fit(make_client(FedPer, seed=5), root=tmp_path, **settings)
-    final, selected = run.record.summary["final"], run.record.summary["selected"]
+    final, selected = run.logger.summary["final"], run.logger.summary["selected"]
     assert selected["round"] < 6, "choose another seed: validation was best in the last round"
     rows = read_csv(run.folder / "clients.csv")
     sizes = [run.data.size(client, "test") for client in range(4)]
@@ -173,12 +173,12 @@ class Fails(Sequential):
 
     newest = 0
 
-    def evaluate_all(self, tasks):
-        for task in tasks:
-            if task.round < Fails.newest:
+    def evaluate_all(self, jobs):
+        for job in jobs:
+            if job.round < Fails.newest:
                 raise KeyError("what nobody expects")
-            Fails.newest = task.round
-            yield from super().evaluate_all([task])
+            Fails.newest = job.round
+            yield from super().evaluate_all([job])
 
 
 def test_an_evaluation_of_a_checkpoint_that_fails_leaves_the_federation_as_it_was(tmp_path):
@@ -193,8 +193,8 @@ def test_an_evaluation_of_a_checkpoint_that_fails_leaves_the_federation_as_it_wa
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_the_server_s_model_of_the_selected_round_is_tested_from_its_checkpoint(when, tmp_path):
     settings = {"evaluate": when, "max_rounds": 6, "root": tmp_path}
-    every = fit(make_client(net=noisy), central(), test_every_round=True, **settings).record.summary
-    once = fit(make_client(net=noisy), central(), **settings).record.summary
+    every = fit(make_client(net=noisy), central(), test_every_round=True, **settings).logger.summary
+    once = fit(make_client(net=noisy), central(), **settings).logger.summary
     assert every["selected"]["round"] < 6, "choose another seed: validation was best in the last round"
     assert once["selected"] == every["selected"] and "test/global_acc" in once["selected"]
 

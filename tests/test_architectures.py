@@ -103,7 +103,7 @@ def test_each_client_is_evaluated_with_its_own_network():
         kind.receive(federation.clients[client].personal, {}, None)
         kind.eval()
         part = run.data.part(client, "test")
-        assert run.record.clients[client]["test/acc"] == float((kind(part.x).argmax(1) == part.y).float().mean())
+        assert run.logger.clients[client]["test/acc"] == float((kind(part.x).argmax(1) == part.y).float().mean())
 
 
 @pytest.mark.parametrize("by", ["turn", "block"])
@@ -126,7 +126,7 @@ def test_a_client_of_any_network_comes_out_of_a_checkpoint(tmp_path):
         model.eval()
         part = run.data.part(client, "test")
         accuracy = float((model(part.x).argmax(1) == part.y).float().mean())
-        assert accuracy == run.record.clients[client]["test/acc"]
+        assert accuracy == run.logger.clients[client]["test/acc"]
 
 
 def test_a_method_that_shares_what_differs_is_refused():

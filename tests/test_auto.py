@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 
 from federations import blobs, fit, make_client, same_end
-from pfl_lightning.engines import Auto, ClientState, LocalWork, Processes, Sequential, Task, Vectorised, auto, threads
+from pfl_lightning.engines import Auto, ClientState, Job, LocalWork, Processes, Sequential, Vectorised, auto, threads
 from pfl_lightning.messages import detached
 from test_vectorised import Values
 
@@ -16,10 +16,10 @@ def taken(monkeypatch):
     names = []
     for engine in (Sequential, Processes, Vectorised):
 
-        def spied(self, tasks, run=engine.run):
+        def spied(self, jobs, run=engine.run):
             name = type(self).__name__
             names.extend([] if name in names else [name])
-            return run(self, tasks)
+            return run(self, jobs)
 
         monkeypatch.setattr(engine, "run", spied)
     return names
@@ -94,12 +94,12 @@ def test_clients_are_evaluated_as_they_come(monkeypatch):
     payload = {"weights": detached(model.state_dict())}
     made = []
 
-    def tasks():
+    def jobs():
         for client in range(4):
             made.append(client)
-            yield Task(client, 0, ClientState(), payload, data.client(client), seed=0, evaluate=("train",))
+            yield Job(client, 0, ClientState(), payload, data.client(client), seed=0, evaluate=("train",))
 
     with torch.no_grad():
-        results = Auto(model, LocalWork(), Precision(), workers=1).evaluate_all(tasks())
+        results = Auto(model, LocalWork(), Precision(), workers=1).evaluate_all(jobs())
         assert next(results)[0] == 0 and made == [0]
         assert [client for client, _ in results] == [1, 2, 3]

@@ -67,7 +67,7 @@ def test_a_run_with_pictures_is_the_run_without(share, tmp_path):
 
     plain, drawn = go(), go(ClassPictures(every=1, trace_client=1))
     assert same_end(plain, drawn)
-    assert untimed(plain.record.clients) == untimed(drawn.record.clients)
+    assert untimed(plain.logger.clients) == untimed(drawn.logger.clients)
 
 
 def test_pictures_come_every_so_many_rounds_and_at_the_end(tmp_path):
@@ -133,7 +133,7 @@ def test_the_trace_is_of_the_first_round_with_and_without_the_regulariser(monkey
 
 
 def test_without_a_logger_nothing_is_drawn_or_traced(monkeypatch):
-    monkeypatch.setattr(module, "trace_task", pytest.fail)
+    monkeypatch.setattr(module, "trace_job", pytest.fail)
     fit(wdr(), callbacks=[ClassPictures(every=1)])
 
 
@@ -173,7 +173,7 @@ def test_a_picture_that_fails_is_a_warning(monkeypatch, tmp_path):
     def broken(*args, **kwargs):
         raise ValueError("no ink")
 
-    for name in ("plot_mixing_matrix", "trace_task", "plot_partition"):
+    for name in ("plot_mixing_matrix", "trace_job", "plot_partition"):
         monkeypatch.setattr(module, name, broken)
     with pytest.warns(UserWarning, match="not drawn: no ink") as caught:
         run = fit(wdr(), root=tmp_path, aggregator=CwFedAvg(), callbacks=[ClassPictures()])

@@ -166,7 +166,7 @@ def test_a_checkpoint_of_a_python_run_gives_the_global_model(tmp_path):
 
 def test_a_checkpoint_gives_each_client_s_own_model(tmp_path):
     run = fit(make_client(FedPer, net=noisy, buffers="local"), root=tmp_path, clients_per_round=2, max_rounds=1)
-    tested = {row["client"]: row["test/acc"] for row in run.record.clients}
+    tested = {row["client"]: row["test/acc"] for row in run.logger.clients}
     for client in range(4):
         model = FedPer.load_from_checkpoint(run.last, client=client, net=noisy, buffers="local").eval()
         part = run.data.part(client, "test")

@@ -155,7 +155,7 @@ def test_runs_are_logged_to_one_group_of_weights_and_biases(compared):
 
 
 def fingerprints(run) -> tuple[str, str]:
-    return run.record.summary["partition"], run.record.summary["initial"]
+    return run.logger.summary["partition"], run.logger.summary["initial"]
 
 
 def test_the_partition_and_the_initial_net_have_fingerprints(tmp_path):

@@ -430,8 +430,8 @@ def test_updates_that_are_all_wrong_end_the_run(change, reason):
 class Absent(Sequential):
     """Never hears from client 1, and from nobody in the second round."""
 
-    def run(self, tasks):
-        for outcome in super().run(tasks):
+    def run(self, jobs):
+        for outcome in super().run(jobs):
             if outcome.client != 1 and self.module.round != 1:
                 yield outcome
 

@@ -20,7 +20,7 @@ from federations import (
     plain,
     same_end,
 )
-from pfl_lightning.engines import ClientState, LocalWork, Sequential, Task
+from pfl_lightning.engines import ClientState, Job, LocalWork, Sequential
 from pfl_lightning.messages import detached
 from pfl_lightning.methods import FedPer, FedProx, Local
 from pfl_lightning.methods.fedavg import FedAvg
@@ -217,13 +217,13 @@ def test_a_client_s_scaler_is_its_own_and_does_not_change_its_steps(monkeypatch)
         model = make_client(Local)
         engine = scaled_engine(monkeypatch, enabled, model)
         start = detached(model.state_dict())
-        tasks = [Task(client, 0, ClientState(start), {}, data.client(client), seed=client) for client in range(2)]
-        ends[enabled] = [outcome.state for outcome in engine.run(tasks)]
+        jobs = [Job(client, 0, ClientState(start), {}, data.client(client), seed=client) for client in range(2)]
+        ends[enabled] = [outcome.state for outcome in engine.run(jobs)]
         if enabled:
             steps = [-(-data.size(client, "train") // 5) for client in range(2)]
             scales = [state.scaler["scale"] for state in ends[enabled]]
             assert scales == [2.0**10 * 2 ** (count // 4) for count in steps]
-            later = Task(0, 1, ends[enabled][0], {}, data.client(0), seed=7)
+            later = Job(0, 1, ends[enabled][0], {}, data.client(0), seed=7)
             (again,) = engine.run([later])
             assert again.state.scaler["scale"] > scales[0] or again.state.scaler["_growth_tracker"] != 0
     for one, other in zip(ends[True], ends[False], strict=True):
@@ -242,7 +242,7 @@ def test_a_step_whose_scaled_gradients_overflow_is_left_out(monkeypatch):
     model = make_client(Overflow)
     engine = scaled_engine(monkeypatch, True, model)
     start = detached(model.state_dict())
-    (outcome,) = engine.run([Task(0, 0, ClientState(start), {}, data.client(0), seed=0)])
+    (outcome,) = engine.run([Job(0, 0, ClientState(start), {}, data.client(0), seed=0)])
     assert outcome.finite and outcome.state.scaler["scale"] < 2.0**10
 
 
@@ -252,8 +252,8 @@ def test_an_engine_evaluates_without_training():
     model = make_client(net=noisy)
     engine = Sequential(model, LocalWork(), Precision())
     before = detached(model.state_dict())
-    task = Task(0, 0, ClientState(), {"weights": before}, data.client(0), seed=0, evaluate=("val", "test"))
-    values = engine.evaluate(task)
+    job = Job(0, 0, ClientState(), {"weights": before}, data.client(0), seed=0, evaluate=("val", "test"))
+    values = engine.evaluate(job)
     assert set(values) == {"val", "test"} and set(values["val"]) == {"acc", "loss"}
     assert equal(before, detached(model.state_dict()))
 
@@ -266,9 +266,9 @@ def test_an_engine_does_not_change_the_state_that_it_is_given(optimizer):
     engine = Sequential(model, LocalWork(), Precision())
     payload = {"weights": detached({name: t for name, t in model.state_dict().items() if model.is_shared(name)})}
     start = ClientState(detached({name: t for name, t in model.state_dict().items() if model.is_personal(name)}))
-    (first,) = engine.run([Task(0, 0, start, payload, data.client(0), seed=0)])
+    (first,) = engine.run([Job(0, 0, start, payload, data.client(0), seed=0)])
     before = detached([vars(first.state), payload])
-    (second,) = engine.run([Task(0, 1, first.state, payload, data.client(0), seed=1)])
+    (second,) = engine.run([Job(0, 1, first.state, payload, data.client(0), seed=1)])
     assert equal(before, [vars(first.state), payload])
     assert not equal(vars(first.state), vars(second.state))
 

@@ -102,7 +102,7 @@ def test_testing_tells_what_the_record_says():
 def test_a_federation_without_validation_or_test_parts_runs():
     run = fit(make_client(), blobs(val_fraction=0, test_fraction=0), limit_val_batches=0)
     assert len(run.rows) == 3 and not any(name.startswith(("val/", "test/")) for name in run.rows[0])
-    assert run.record.summary["final"]["test/acc"] is None
+    assert run.logger.summary["final"]["test/acc"] is None
 
 
 def test_only_so_many_clients_are_validated_where_limited():

@@ -41,8 +41,8 @@ def test_federated_training_is_that_of_the_parent_bit_for_bit():
 def test_what_is_evaluated_is_the_adapted_model():
     run = fit(make_client(partial(Tuned, optimizer=partial(SGD, lr=0.1))), blobs(30, 30), max_rounds=1)
     federation = run.federation
-    task = federation.task(1, ("test",))
-    federation.engines[0].evaluate(task)
+    job = federation.job(1, ("test",))
+    federation.engines[0].evaluate(job)
     tuned = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     received = federation.aggregator.download(1)["weights"]
     assert equal(tuned["net.features.0.weight"], received["net.features.0.weight"])
@@ -51,8 +51,8 @@ def test_what_is_evaluated_is_the_adapted_model():
     run.model.load_state_dict(tuned)
     run.model.eval()
     accuracy = float((run.model(part.x).argmax(1) == part.y).float().mean())
-    assert run.record.clients[1]["test/acc"] == accuracy
-    assert "test_received/acc" in run.record.clients[1]
+    assert run.logger.clients[1]["test/acc"] == accuracy
+    assert "test_received/acc" in run.logger.clients[1]
 
 
 def test_steps_count_batches():
@@ -131,10 +131,10 @@ def test_the_server_s_model_is_tested_on_the_central_test_set():
     run.model.load_state_dict(run.weights)
     run.model.eval()
     accuracy = float((run.model(part.x).argmax(1) == part.y).float().mean())
-    assert run.rows[-1]["test/global_acc"] == accuracy == run.record.summary["final"]["test/global_acc"]
+    assert run.rows[-1]["test/global_acc"] == accuracy == run.logger.summary["final"]["test/global_acc"]
     known = [row["test/global_acc"] for row in run.rows]
     assert len(known) == 3
-    best = run.record.summary["best_global"]
+    best = run.logger.summary["best_global"]
     assert best["test/global_acc"] == max(known) and best["round"] == 1 + known.index(max(known))
     assert best["ten_best_mean"] == pytest.approx(sum(known) / 3)
 
@@ -145,12 +145,12 @@ def test_its_evaluation_changes_nothing():
     without = fit(make_client(net=noisy), central(), test_every_round=False)
     assert equal(one.weights, without.weights)
     assert "test/global_acc" not in without.rows[-1]
-    assert without.record.summary["final"]["test/global_acc"] == one.rows[-1]["test/global_acc"]
+    assert without.logger.summary["final"]["test/global_acc"] == one.rows[-1]["test/global_acc"]
 
 
 def test_it_is_tested_where_clients_have_no_test_parts(tmp_path):
     run = fit(make_client(), central(test_fraction=0.0), tmp_path, test_every_round=True)
-    assert run.record.summary["final"]["test/acc"] is None
+    assert run.logger.summary["final"]["test/acc"] is None
     (values,) = run.trainer.test(run.model, datamodule=run.data, ckpt_path=str(run.last), verbose=False)
     assert values["test/global_acc"] == pytest.approx(run.rows[-1]["test/global_acc"])
 
@@ -158,4 +158,4 @@ def test_it_is_tested_where_clients_have_no_test_parts(tmp_path):
 def test_a_method_without_a_whole_model_has_nothing_to_test():
     run = fit(make_client(Local), central(), test_every_round=True)
     assert "test/global_acc" not in run.rows[-1]
-    assert "best_global" not in run.record.summary
+    assert "best_global" not in run.logger.summary

@@ -117,7 +117,7 @@ def test_models_are_those_that_clients_are_evaluated_with(client, shown, looked,
     for k, correct in enumerate(seen.correct):
         # the samples are the clients' test parts, one after the other
         own = correct.split(sizes)[k]
-        assert float(own.float().mean()) == pytest.approx(run.record.clients[k]["test/acc"], abs=1e-7)
+        assert float(own.float().mean()) == pytest.approx(run.logger.clients[k]["test/acc"], abs=1e-7)
         assert seen.features[k].shape == (sum(sizes), HIDDEN)
     assert not all(seen.correct.flatten())
 
@@ -127,7 +127,7 @@ def test_features_are_those_that_the_answer_is_made_of(shown, looked, tmp_path):
     (seen,) = looked
     model = run.federation.client
     for k in range(4):
-        run.federation.engines[0].become(run.federation.task(k))
+        run.federation.engines[0].become(run.federation.job(k))
         body = {
             name.removeprefix("features."): t for name, t in model.mixture().items() if name.startswith("features.")
         }
@@ -164,7 +164,7 @@ def test_conductance_is_of_the_sample_that_most_clients_classify_correctly(shown
     assert f"class {int(seen.part.y[sample])}" in title and len(clients) == 2 and "2 of 3 clients" in title
     model, x, y = run.federation.client, seen.part.x[sample, None], seen.part.y[sample, None]
     for k, found in zip(clients, conductance, strict=True):
-        run.federation.engines[0].become(run.federation.task(k))
+        run.federation.engines[0].become(run.federation.job(k))
         assert torch.equal(found, layer_conductance(model, model.net.features, x, y, 7)[0])
         with torch.no_grad():
             change = (model(x) - model(torch.zeros_like(x)))[0, int(y)]

@@ -64,13 +64,13 @@ def test_a_mistake_in_configure_metrics_is_named():
 def test_a_single_accuracy_is_the_accuracy(tmp_path):
     one, plain = fit(measured_by(accuracy()), root=tmp_path), fit(make_client())
     assert [row["val/acc"] for row in one.rows] == [row["val/acc"] for row in plain.rows]
-    assert one.record.summary["selected"]["round"] is not None
+    assert one.logger.summary["selected"]["round"] is not None
 
 
 def test_another_single_metric_has_the_name_of_its_class():
     run = fit(measured_by(MulticlassF1Score(CLASSES)))
     assert {"val/MulticlassF1Score", "val/loss"} == {name for name in run.rows[0] if name.startswith("val/")}
-    assert run.record.summary["selected"]["round"] is None
+    assert run.logger.summary["selected"]["round"] is None
 
 
 def test_without_the_metric_by_which_rounds_are_selected_no_round_begins(tmp_path):
@@ -158,6 +158,6 @@ def test_a_round_without_a_value_is_never_the_best(tmp_path):
     settings = {"root": tmp_path, "callbacks": [FirstRound()], "test_every_round": True}
     run = fit(measured_by(Undefined(CLASSES, average="micro")), **settings)
     assert math.isnan(run.rows[0]["val/acc"]) and run.rows[0]["val/acc_clients"] == 0
-    summary = run.record.summary
+    summary = run.logger.summary
     assert summary["selected"]["val/acc"] == max(row["val/acc"] for row in run.rows[1:])
     assert summary["best_on_test"]["test/acc"] == max(row["test/acc"] for row in run.rows[1:])

@@ -243,7 +243,7 @@ def test_what_is_received_is_no_entry_of_the_state_and_comes_back_from_a_checkpo
     assert all(set(state.personal) == personal for state in run.federation.clients.values())
     part = run.data.part(2, "test")
     loaded = load_client(method, run.last, client=2).eval()
-    assert float((loaded(part.x).argmax(1) == part.y).float().mean()) == run.record.clients[2]["test/acc"]
+    assert float((loaded(part.x).argmax(1) == part.y).float().mean()) == run.logger.clients[2]["test/acc"]
 
 
 @pytest.mark.parametrize("method", [FeatureAlignment, partial(FeatureAlignment, align="l2"), FedProto, FedDistill])

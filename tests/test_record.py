@@ -86,8 +86,8 @@ def test_the_summary_selects_on_validation_and_reports_on_test(tmp_path):
 
 def test_the_selected_round_is_tested_from_its_checkpoint(tmp_path):
     settings = {"max_rounds": 6, "root": tmp_path}
-    every = fit(make_client(FedPer), test_every_round=True, **settings).record.summary
-    once = fit(make_client(FedPer), **settings).record.summary
+    every = fit(make_client(FedPer), test_every_round=True, **settings).logger.summary
+    once = fit(make_client(FedPer), **settings).logger.summary
     assert every["selected"]["round"] < 6
     assert once["selected"] == every["selected"] and once["final"] == every["final"]
     assert once["best_on_test"] == {"round": None, "test/acc": None}
@@ -95,8 +95,8 @@ def test_the_selected_round_is_tested_from_its_checkpoint(tmp_path):
 
 def test_looking_at_the_selected_round_leaves_the_federation_at_the_last(tmp_path):
     run = fit(make_client(FedPer), root=tmp_path, max_rounds=6)
-    assert run.record.summary["selected"]["round"] < run.federation.round == 6
-    tested = {row["client"]: row["test/acc"] for row in run.record.clients}
+    assert run.logger.summary["selected"]["round"] < run.federation.round == 6
+    tested = {row["client"]: row["test/acc"] for row in run.logger.clients}
     assert {client: values["acc"] for client, values in run.federation.evaluations.results["test"].items()} == tested
 
 

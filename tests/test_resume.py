@@ -145,9 +145,9 @@ def test_last_and_best_are_kept_beside_checkpoints_of_the_user_s_own(own, tmp_pa
     assert load(half.last)["federation"]["round"] == 3
     resumed = run(tmp_path / "halves", 4, ckpt_path="last", callbacks=[own(), spy])
     assert same_end(whole, resumed) and len(spy.cohorts) == 1
-    assert resumed.record.summary["selected"] == whole.record.summary["selected"]
+    assert resumed.logger.summary["selected"] == whole.logger.summary["selected"]
     best = load(resumed.folder / "checkpoints" / "best.ckpt")["federation"]["round"]
-    assert best == resumed.record.summary["selected"]["round"]
+    assert best == resumed.logger.summary["selected"]["round"]
 
 
 def test_a_checkpoint_of_the_same_name_is_refused(tmp_path):

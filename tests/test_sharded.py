@@ -79,10 +79,10 @@ class Here(FederatedCallback):
         inner = federation.engines[0].engine
         run, rank = inner.run, trainer.global_rank
 
-        def spied(tasks):
-            tasks = list(tasks)
-            (self.folder / str(rank)).write_text(" ".join(str(task.client) for task in tasks))
-            return run(tasks)
+        def spied(jobs):
+            jobs = list(jobs)
+            (self.folder / str(rank)).write_text(" ".join(str(job.client) for job in jobs))
+            return run(jobs)
 
         inner.run = spied
 

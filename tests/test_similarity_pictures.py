@@ -118,7 +118,7 @@ def test_a_run_with_pictures_is_the_run_without(aggregator, drawn, tmp_path):
         for name in COLUMNS:
             del row[name]
     assert same_end(plain, looked_at)
-    assert untimed(plain.record.clients) == untimed(looked_at.record.clients)
+    assert untimed(plain.logger.clients) == untimed(looked_at.logger.clients)
 
 
 def test_what_it_sees_is_what_fedrema_does():

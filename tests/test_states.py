@@ -97,8 +97,8 @@ def test_testing_the_selected_round_leaves_the_states_as_they_are(tmp_path):
     # with a rate that grows the best round isn't the last
     growing = {**RUN, "lr_scheduler": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=30.0)}
     memory, disk = (run(tmp_path / states, states, 4, growing) for states in ("memory", "disk"))
-    assert memory.record.summary["selected"]["round"] < 4
-    assert memory.record.summary["selected"] == disk.record.summary["selected"]
+    assert memory.logger.summary["selected"]["round"] < 4
+    assert memory.logger.summary["selected"] == disk.logger.summary["selected"]
     assert isinstance(disk.federation.clients, DiskStates)
     assert same_end(memory, disk)
 

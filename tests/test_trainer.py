@@ -175,7 +175,7 @@ def test_the_best_checkpoint_is_evaluated_where_asked(tmp_path):
     (values,) = trainer.validate(make_client(FedPer), datamodule=blobs(), ckpt_path="best", verbose=False)
     assert values["val/acc"] == pytest.approx(best["val/acc"])
     (values,) = trainer.test(make_client(FedPer), datamodule=blobs(), ckpt_path="last", verbose=False)
-    assert values["test/acc"] == pytest.approx(run.record.summary["final"]["test/acc"])
+    assert values["test/acc"] == pytest.approx(run.logger.summary["final"]["test/acc"])
 
 
 def test_training_before_the_evaluation_of_a_checkpoint_goes_on_at_its_learning_rate(tmp_path):
@@ -197,7 +197,7 @@ def test_fast_dev_run_runs_one_round_and_leaves_nothing(tmp_path):
 def test_without_a_logger_and_checkpoints_nothing_is_written(tmp_path, capsys):
     run = fit(make_client(), root=tmp_path, logger=False, enable_checkpointing=False)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(run.rows) == 3 and run.record.summary["final"]["round"] == 3
+    assert len(run.rows) == 3 and run.logger.summary["final"]["round"] == 3
     assert capsys.readouterr().out == ""
 
 

@@ -31,7 +31,7 @@ from federations import (
 from pfl_lightning import methods
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData, Samples
-from pfl_lightning.engines import ClientState, LocalWork, Sequential, Task, scoring, vectorised
+from pfl_lightning.engines import ClientState, Job, LocalWork, Sequential, scoring, vectorised
 from pfl_lightning.engines.vmap.dropout import Streams
 from pfl_lightning.engines.vmap.engine import Unvectorisable, Vectorised
 from pfl_lightning.messages import detached, tensors
@@ -202,7 +202,7 @@ def make_tasks(order=range(5)):
     data = blobs(*RAGGED)
     data.setup()
     start = ClientState(detached(make_client(Local, net=noisy).state_dict()))
-    return [Task(k, 0, start, {}, data.client(k), seed=k) for k in order]
+    return [Job(k, 0, start, {}, data.client(k), seed=k) for k in order]
 
 
 def engine(cls=Vectorised, method=Local, precision=None, **settings):
@@ -210,10 +210,10 @@ def engine(cls=Vectorised, method=Local, precision=None, **settings):
 
 
 def test_an_engine_does_not_change_what_it_is_given():
-    tasks = make_tasks()
-    before = detached([task.state.personal for task in tasks])
-    outcomes = list(engine(net=noisy).run(tasks))
-    for one, other in zip(tensors(before), tensors([task.state.personal for task in tasks]), strict=True):
+    jobs = make_tasks()
+    before = detached([job.state.personal for job in jobs])
+    outcomes = list(engine(net=noisy).run(jobs))
+    for one, other in zip(tensors(before), tensors([job.state.personal for job in jobs]), strict=True):
         assert torch.equal(one, other)
     assert all(outcome.seconds > 0 for outcome in outcomes)
 
@@ -442,11 +442,11 @@ def test_a_refusal_leaves_the_module_as_the_sequential_engine_needs_it():
     data = blobs()
     data.setup()
     payload = {"weights": detached(model.state_dict())}
-    tasks = [Task(k, 0, ClientState(), payload, data.client(k), seed=k) for k in range(3)]
-    first = list(Sequential(model, LocalWork(), Precision()).run(tasks))
+    jobs = [Job(k, 0, ClientState(), payload, data.client(k), seed=k) for k in range(3)]
+    first = list(Sequential(model, LocalWork(), Precision()).run(jobs))
     with pytest.raises(Unvectorisable):
-        list(Vectorised(model, LocalWork(), Precision()).run(tasks))
-    again = list(Sequential(model, LocalWork(), Precision()).run(tasks))
+        list(Vectorised(model, LocalWork(), Precision()).run(jobs))
+    again = list(Sequential(model, LocalWork(), Precision()).run(jobs))
     for one, other in zip(first, again, strict=True):
         assert all(map(torch.equal, tensors(one.update), tensors(other.update)))
 
@@ -459,7 +459,7 @@ def test_a_buffer_that_a_hook_replaces_is_not_written_back_into_the_payload():
     before = detached(payload)
     outcomes = list(
         Vectorised(model, LocalWork(batch_size=5), Precision()).run(
-            [Task(k, 0, ClientState(), payload, data.client(k), seed=k) for k in range(4)]
+            [Job(k, 0, ClientState(), payload, data.client(k), seed=k) for k in range(4)]
         )
     )
     assert len(outcomes) == 4
@@ -515,16 +515,16 @@ def evaluated(model, cls, clients=range(5), **settings):
     parts = [data.client(k) for k in range(len(RAGGED))]
     parts[1] = ClientData(TestOnly(), 0)
     torch.manual_seed(7)
-    tasks = []
+    jobs = []
     for k in range(len(RAGGED)):
         # near 1, as variances must be positive
         own = {name: t * (1 + 0.5 * torch.rand(t.shape)) for name, t in detached(model.state_dict()).items()}
         personal = {name: t for name, t in own.items() if model.is_personal(name)}
         payload = {"weights": {name: t for name, t in own.items() if model.is_shared(name)}}
-        tasks.append(Task(k, 0, ClientState(personal), payload, parts[k], seed=k, evaluate=("val", "test")))
+        jobs.append(Job(k, 0, ClientState(personal), payload, parts[k], seed=k, evaluate=("val", "test")))
     engine = cls(model, LocalWork(batch_size=5), Precision(), **settings)
     with torch.no_grad():
-        return list(engine.evaluate_all(tasks[k] for k in clients))
+        return list(engine.evaluate_all(jobs[k] for k in clients))
 
 
 def same_values(one, other):
@@ -550,7 +550,7 @@ def test_clients_are_scored_at_once_as_one_by_one(monkeypatch, method, net, size
     assert len({values["test"]["loss"] for _, values in expected}) == 4
     assert [list(values) for _, values in expected] == [["val", "test"], ["test"], ["val", "test"], ["val", "test"]]
     alone = []
-    monkeypatch.setattr(Sequential, "evaluate", lambda self, task: alone.append(task.client))
+    monkeypatch.setattr(Sequential, "evaluate", lambda self, job: alone.append(job.client))
     same_values(evaluated(model, Vectorised, clients, block_size=size), expected)
     assert not alone
 
@@ -603,8 +603,8 @@ def test_who_keeps_a_tensor_of_a_client_keeps_no_others(method):
     state = detached(model.state_dict())
     data = blobs(*RAGGED)
     data.setup()
-    tasks = [Task(k, 0, ClientState(state), {"weights": state}, data.client(k), seed=k) for k in range(5)]
-    outcomes = list(Vectorised(model, LocalWork(batch_size=5), Precision()).run(tasks))
+    jobs = [Job(k, 0, ClientState(state), {"weights": state}, data.client(k), seed=k) for k in range(5)]
+    outcomes = list(Vectorised(model, LocalWork(batch_size=5), Precision()).run(jobs))
     given = list(tensors([[outcome.update, outcome.state.personal] for outcome in outcomes]))
     assert all(t.untyped_storage().nbytes() == t.nbytes and not t.requires_grad for t in given)
     assert len({t.data_ptr() for t in given}) == len(given)
@@ -623,11 +623,11 @@ def test_a_block_that_does_not_fit_is_halved(monkeypatch):
     tried = []
     train = Vectorised._train_block
 
-    def short(self, tasks):
-        tried.append(len(tasks))
-        if len(tasks) > 2:
+    def short(self, jobs):
+        tried.append(len(jobs))
+        if len(jobs) > 2:
             raise torch.cuda.OutOfMemoryError
-        return train(self, tasks)
+        return train(self, jobs)
 
     monkeypatch.setattr(Vectorised, "_train_block", short)
     compare(max_rounds=2)

@@ -89,7 +89,7 @@ def test_the_partition_and_the_clients_are_shown(logged):
     assert shown["clients/_type"] == "table-file"
     (path,) = (folder / "files" / "media").rglob("*.table.json")
     table = json.loads(path.read_text())
-    assert table["columns"] == list(run.record.clients[0])
+    assert table["columns"] == list(run.logger.clients[0])
     assert len(table["data"]) == 4 and [row[0] for row in table["data"]] == [0, 1, 2, 3]
 
 
@@ -103,7 +103,7 @@ def test_settings_and_the_summary_are_kept(logged):
     assert config["num_classes"] == 3 and config["method"] == "FedPer"
     assert {"data.batch_size": 5, "data.num_clients": 4}.items() <= config.items()
     for part in ("final", "selected", "best_on_test"):
-        assert summary[f"{part}/test/acc"] == pytest.approx(run.record.summary[part]["test/acc"])
+        assert summary[f"{part}/test/acc"] == pytest.approx(run.logger.summary[part]["test/acc"])
     assert summary["method"] == "FedPer"
 
 

@@ -76,7 +76,7 @@ def test_it_is_evaluated_after_tuning_all_of_a_copy_by_hand():
     run = fit(make(), data, max_rounds=2)
     net, test = copy.deepcopy(make_client().net), data.part(1, "test")
     net.load_state_dict({name.removeprefix("net."): tensor for name, tensor in run.weights.items()})
-    evaluated = run.record.clients[1]
+    evaluated = run.logger.clients[1]
     assert evaluated["test_received/loss"] == pytest.approx(float(F.cross_entropy(net(test.x), test.y).detach()))
     before = [parameter.detach().clone() for parameter in net.parameters()]
     descend(net, list(net.parameters()), data.part(1, "train"), 3)

@@ -218,7 +218,7 @@ def test_a_fixed_scale_stays_and_a_learned_one_learns():
 def test_the_global_model_is_whole_and_a_checkpoint_gives_it_to_each_client(tmp_path):
     run = fit(make_client(NormalizedHead), root=tmp_path)
     part = run.data.part(1, "test")
-    accuracy = run.record.clients[1]["test/acc"]
+    accuracy = run.logger.clients[1]["test/acc"]
     for client in (None, 1):
         model = load_client(NormalizedHead, run.last, client=client).eval()
         assert equal(dict(model.state_dict()), run.weights)

@@ -25,4 +25,4 @@ def test_clients_are_evaluated_with_their_own_classifiers():
     run.model.receive(run.federation.clients[2].personal, run.federation.aggregator.download(2), None)
     run.model.eval()
     accuracy = float((run.model(part.x).argmax(1) == part.y).float().mean())
-    assert run.record.clients[2]["test/acc"] == accuracy
+    assert run.logger.clients[2]["test/acc"] == accuracy

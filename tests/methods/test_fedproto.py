@@ -86,7 +86,7 @@ def test_evaluation_looks_at_the_server_s_prototypes():
     run.model.receive(run.federation.clients[1].personal, received, None)
     features = run.model.eval().net.features(part.x)
     distances = torch.stack([(features - received["prototypes"][c]).norm(dim=1) for c in range(3)], 1)
-    assert run.record.clients[1]["test/acc"] == float((distances.argmin(1) == part.y).float().mean())
+    assert run.logger.clients[1]["test/acc"] == float((distances.argmin(1) == part.y).float().mean())
 
 
 def test_a_negative_weight_is_refused_by_name():

@@ -98,13 +98,13 @@ def test_a_client_that_stays_away_has_its_last_features_under_the_newest_classif
     run = fit(make_client(LGFedAvg), root=tmp_path, callbacks=[spy], clients_per_round=1, max_rounds=3)
     away = next(client for client in range(4) if client not in spy.cohorts[-1])
     model = load_client(LGFedAvg, run.last, client=away).state_dict()
-    held = run.federation.task(away).state.personal
+    held = run.federation.job(away).state.personal
     assert equal({name: model[name] for name in held}, held)
     last = spy.updates[-1][spy.cohorts[-1][0]]["weights"]
     assert equal({name: model[name] for name in last}, last)
     never = set(range(4)) - {client for cohort in spy.cohorts for client in cohort}
     start = make_client().state_dict()
-    assert equal(run.federation.task(min(never)).state.personal, {n: t for n, t in start.items() if n not in HEAD})
+    assert equal(run.federation.job(min(never)).state.personal, {n: t for n, t in start.items() if n not in HEAD})
 
 
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):

@@ -23,5 +23,5 @@ def test_a_client_that_never_took_part_has_the_common_initial_model():
     run = fit(make_client(Local), clients_per_round=1, max_rounds=1)
     (trained,) = run.federation.clients
     other = (trained + 1) % 4
-    assert equal(run.federation.task(other).state.personal, run.federation.initial[0])
+    assert equal(run.federation.job(other).state.personal, run.federation.initial[0])
     assert equal(run.federation.initial[0], dict(make_client(Local).state_dict()))

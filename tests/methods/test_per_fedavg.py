@@ -221,13 +221,13 @@ def test_it_is_evaluated_after_one_step_on_one_training_batch():
     data = blobs(30, 40, batch_size=8)
     run = fit(make_client(FO), data, max_rounds=2)
     received, test, train = run.weights, data.part(1, "test"), data.part(1, "train")
-    seed = run.federation.task(1).seed
+    seed = run.federation.job(1).seed
     rows = epoch_order(len(train), 8, "keep", torch.Generator().manual_seed(seed))[:8]
     net = make_client().net
     w = {name: received[f"net.{name}"] for name, _ in net.named_parameters()}
     inner = slope(net, w, train.x[rows], train.y[rows])
     adapted = {name: w[name] - 0.3 * inner[name] for name in w}
-    evaluated = run.record.clients[1]
+    evaluated = run.logger.clients[1]
     assert evaluated["test_received/loss"] == pytest.approx(float(loss_of(net, w, test.x, test.y)), rel=1e-5)
     assert evaluated["test/loss"] == pytest.approx(float(loss_of(net, adapted, test.x, test.y)), rel=1e-5)
     assert evaluated["test/loss"] != evaluated["test_received/loss"]

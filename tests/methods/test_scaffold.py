@@ -27,7 +27,7 @@ def gradient(net, part):
 def variates(run, clients):
     """c and all c_i, zero where a client hasn't taken part."""
     c = run.federation.aggregator.state["control"]
-    return c, torch.stack([run.federation.task(client).state.personal["own"] for client in range(clients)])
+    return c, torch.stack([run.federation.job(client).state.personal["own"] for client in range(clients)])
 
 
 def server(model, clients=4, **settings):

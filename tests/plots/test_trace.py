@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 
 from federations import CLASSES, blobs, equal, make_client, noisy
-from pfl_lightning.engines import ClientState, LocalWork, Sequential, Task
+from pfl_lightning.engines import ClientState, Job, LocalWork, Sequential
 from pfl_lightning.methods import WDR, FedPer, FedProx, Local
 from pfl_lightning.methods.cwfedavg import row_distribution
 from pfl_lightning.methods.fedavg import FedAvg
@@ -58,8 +58,8 @@ def test_a_trace_starts_at_the_given_weights_and_leaves_the_module_alone(method,
 def test_a_trace_ends_where_the_engine_ends(data):
     client = make_client(WDR, wdr_lambda=1.0)
     trace = trace_distribution(client, data, WORK, seed=1)
-    task = Task(0, 0, ClientState(), {"weights": copy.deepcopy(client.net.state_dict(prefix="net."))}, data, 1)
-    (outcome,) = Sequential(client, WORK, Precision()).run([task])
+    job = Job(0, 0, ClientState(), {"weights": copy.deepcopy(client.net.state_dict(prefix="net."))}, data, 1)
+    (outcome,) = Sequential(client, WORK, Precision()).run([job])
     assert torch.equal(trace[-1], row_distribution(outcome.update["weights"]["net.classifier.weight"]))
 
 

@@ -212,5 +212,5 @@ def csv_row(values: list[float]) -> Row:
 def record_so_far(trainer: Trainer, federation: Federation) -> list[Row]:
     """The rows of the run's record, and the round at hand, which has no row yet while the server works."""
     records = [callback for callback in trainer.callbacks if isinstance(callback, RoundLogger)]  # type: ignore[attr-defined]
-    rows = [*(row for record in records[:1] for row in record.rows), federation.record]
+    rows = [*(row for record in records[:1] for row in record.rows), federation.metrics]
     return list({row["round"]: row for row in rows if row}.values())

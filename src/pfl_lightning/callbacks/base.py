@@ -24,7 +24,7 @@ class FederatedCallback(Callback):
         """
 
     def on_client_fit_start(self, trainer: Trainer, federation: Federation, client: int) -> None:
-        """Called when a client's task is handed to the engine."""
+        """Called when a client's job is handed to the engine."""
 
     def on_client_fit_end(self, trainer: Trainer, federation: Federation, client: int, outcome: Outcome) -> None:
         """Called when a client's local training is done; engines may finish clients in any order."""

@@ -20,7 +20,7 @@ from pfl_lightning.plots import (
     plot_distribution_trace,
     plot_mixing_matrix,
     plot_partition,
-    trace_task,
+    trace_job,
 )
 from pfl_lightning.plots.trace import copy_client
 
@@ -117,9 +117,9 @@ class ClassPictures(Pictures):
         """The coming round of one client, without and with the regulariser, ``[steps + 1, K]`` each."""
         plain = copy_client(federation.client)
         plain.wdr_weight = 0.0
-        task, work = federation.task(self.trace_client), federation.rounds.work(federation.data)
+        job, work = federation.job(self.trace_client), federation.options.work(federation.data)
         return {
-            title: trace_task(client, task, work, trainer.precision_plugin, self._layer)
+            title: trace_job(client, job, work, trainer.precision_plugin, self._layer)
             for title, client in (("Without WDR", plain), ("With WDR", federation.client))
         }
 

@@ -58,4 +58,4 @@ class DistributionEstimate(FederatedCallback):
         ]
         if errors:
             distance, absent = torch.tensor(errors, dtype=torch.float64).mean(0).tolist()
-            federation.record |= {"estimate/distance": distance, "estimate/absent_mass": absent}
+            federation.metrics |= {"estimate/distance": distance, "estimate/absent_mass": absent}

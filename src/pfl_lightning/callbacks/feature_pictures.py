@@ -175,11 +175,11 @@ def as_used(federation: Federation, client: int) -> Engine:
         federation: the federation.
         client: id of the client.
     """
-    engine, task = federation.engines[federation.architecture_of(client)], federation.task(client)
-    data = engine.become(task)
+    engine, job = federation.engines[federation.architecture_of(client)], federation.job(client)
+    data = engine.become(job)
     if phases := engine.module.evaluation_phases():
         with torch.enable_grad():
-            engine.adapt(phases, task, data)
+            engine.adapt(phases, job, data)
     return engine
 
 

@@ -89,7 +89,7 @@ class RoundLogger(FederatedCallback):
         self._record(trainer, cast(Federation, pl_module))
 
     def _record(self, trainer: Trainer, federation: Federation) -> None:
-        row = federation.record
+        row = federation.metrics
         if not row or (self.rows and self.rows[-1]["round"] == row["round"]):
             return
         self.rows.append(dict(row))

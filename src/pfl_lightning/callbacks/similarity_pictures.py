@@ -106,7 +106,7 @@ class SimilarityPictures(Pictures):
             row["gap"] = fmean(gaps.values())
         if self._groups is not None:
             row["precision"] = peer_precision(peers, self._groups)
-        federation.record |= {f"similarity/{name}": value for name, value in row.items()}
+        federation.metrics |= {f"similarity/{name}": value for name, value in row.items()}
         self.rows.append(row | {"round": round, "counts": [len(members) for members in peers.values()]})
         whole = torch.full((federation.data.num_clients,) * 2, torch.nan, dtype=similarity.dtype)
         whole[torch.tensor(clients)[:, None], torch.tensor(clients)] = similarity

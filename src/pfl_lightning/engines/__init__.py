@@ -1,7 +1,7 @@
 """Engines: how the clients of a round are executed."""
 
 from pfl_lightning.engines.auto import Auto
-from pfl_lightning.engines.base import ClientState, Engine, Evaluated, LocalWork, Outcome, Task
+from pfl_lightning.engines.base import ClientState, Engine, Evaluated, Job, LocalWork, Outcome
 from pfl_lightning.engines.processes import Processes
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.sharded import Sharded
@@ -21,12 +21,12 @@ __all__ = [
     "ClientState",
     "Engine",
     "Evaluated",
+    "Job",
     "LocalWork",
     "Outcome",
     "Processes",
     "Sequential",
     "Sharded",
-    "Task",
     "Unvectorisable",
     "Vectorised",
 ]

@@ -12,7 +12,7 @@ from torch import distributed
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.engines import threads
-from pfl_lightning.engines.base import Engine, Evaluated, Outcome, Task
+from pfl_lightning.engines.base import Engine, Evaluated, Job, Outcome
 from pfl_lightning.engines.processes import Processes, cores
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.vmap.engine import Unvectorisable, Vectorised, outputs_of
@@ -39,32 +39,32 @@ class Auto(Engine):
         self._engine: Engine | None = None
         self._parameters = sum(parameter.numel() for parameter in self.module.parameters())
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
+    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Yields outcomes as the engine that was taken does, and takes another where that one can't run the method."""
-        tasks = list(tasks)
-        if not tasks:
+        jobs = list(jobs)
+        if not jobs:
             return
         done = set()
         try:
-            for outcome in self._chosen(tasks[0]).run(tasks):
+            for outcome in self._chosen(jobs[0]).run(jobs):
                 done.add(outcome.client)
                 yield outcome
         except Unvectorisable as error:
             self._take_one_by_one(f"{type(self.module).__name__} can't be vectorised ({error.reason})")
-            yield from self.run(task for task in tasks if task.client not in done)
+            yield from self.run(job for job in jobs if job.client not in done)
 
-    def evaluate_all(self, tasks: Iterable[Task]) -> Iterator[Evaluated]:
+    def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
         """Evaluates as the engine that was taken does."""
-        tasks = iter(tasks)
-        # as they come: what a client is sent is made when its task is
-        for first in tasks:
-            yield from self._chosen(first).evaluate_all(chain([first], tasks))
+        jobs = iter(jobs)
+        # as they come: what a client is sent is made when its job is
+        for first in jobs:
+            yield from self._chosen(first).evaluate_all(chain([first], jobs))
 
-    def adapt(self, phases: list[Phase], task: Task, data: ClientData) -> None:
+    def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
         """Trains as the engine that was taken does."""
-        self._chosen(task).adapt(phases, task, data)
+        self._chosen(job).adapt(phases, job, data)
 
-    def _chosen(self, first: Task) -> Engine:
+    def _chosen(self, first: Job) -> Engine:
         """The engine; when it has still to be chosen, by a net's work on a sample of the first client."""
         if self._engine is not None:
             return self._engine

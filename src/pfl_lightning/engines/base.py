@@ -1,4 +1,4 @@
-"""What an engine takes and gives: tasks in, outcomes out. It decides how clients run, never what they compute."""
+"""What an engine takes and gives: jobs in, outcomes out. It decides how clients run, never what they compute."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -54,7 +54,7 @@ class ClientState:
 
 
 @dataclass(frozen=True)
-class Task:
+class Job:
     """One client's work in one round.
 
     Args:
@@ -141,39 +141,39 @@ class Engine(ABC):
         return self.precision.forward_context()
 
     @abstractmethod
-    def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
-        """Trains each task's client and yields its outcome, in any order."""
+    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
+        """Trains each job's client and yields its outcome, in any order."""
 
     @abstractmethod
-    def adapt(self, phases: list[Phase], task: Task, data: ClientData) -> None:
-        """Trains the module, which is the task's client already, and keeps nothing else of it."""
+    def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
+        """Trains the module, which is the job's client already, and keeps nothing else of it."""
 
-    def evaluate(self, task: Task) -> dict[str, dict[str, float]]:
-        """Metrics of a client's model as it receives it, by the parts that the task names.
+    def evaluate(self, job: Job) -> dict[str, dict[str, float]]:
+        """Metrics of a client's model as it receives it, by the parts that the job names.
 
         A method's `ClientModule.evaluation_phases` come first; what the model is without them is ``PART_received``.
         """
-        return self.evaluate_present(task, self.become(task))
+        return self.evaluate_present(job, self.become(job))
 
-    def evaluate_all(self, tasks: Iterable[Task]) -> Iterator[Evaluated]:
-        """Evaluates each task's client and yields its id and metrics, in any order."""
-        for task in tasks:
-            yield task.client, self.evaluate(task)
+    def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
+        """Evaluates each job's client and yields its id and metrics, in any order."""
+        for job in jobs:
+            yield job.client, self.evaluate(job)
 
-    def evaluate_present(self, task: Task, data: ClientData) -> dict[str, dict[str, float]]:
+    def evaluate_present(self, job: Job, data: ClientData) -> dict[str, dict[str, float]]:
         """The same of the module as it stands.
 
         Args:
-            task: the task whose client the module is.
+            job: the job whose client the module is.
             data: the client's data, where it trains.
         """
-        received = self.metrics_on(data, task.evaluate)
+        received = self.metrics_on(data, job.evaluate)
         phases = self.module.evaluation_phases() if received else []
         if not phases:
             return received
         with torch.enable_grad():
-            self.adapt(phases, task, data)
-        adapted = self.metrics_on(data, task.evaluate)
+            self.adapt(phases, job, data)
+        adapted = self.metrics_on(data, job.evaluate)
         return adapted | {f"{part}_received": values for part, values in received.items()}
 
     def evaluate_model(self, model: StateDict, part: Samples) -> dict[str, float]:
@@ -188,15 +188,15 @@ class Engine(ABC):
         part = part.to(self.device, cast(torch.dtype, self.module.dtype))
         return evaluate(self.module, part, self.metrics, self.forward_context)
 
-    def become(self, task: Task) -> ClientData:
-        """Makes the module the task's client, as it stands when the round begins; returns its data, where it trains."""
+    def become(self, job: Job) -> ClientData:
+        """Makes the module the job's client, as it stands when the round begins; returns its data, where it trains."""
         module = self.module
-        module.client_id, module.round, module.steps_done = task.client, task.round, 0
-        data = task.data.to(module.device, cast(torch.dtype, module.dtype))
-        self._seed(task.seed)
+        module.client_id, module.round, module.steps_done = job.client, job.round, 0
+        data = job.data.to(module.device, cast(torch.dtype, module.dtype))
+        self._seed(job.seed)
         self._set_mode(training=False)
         with torch.no_grad():
-            module.receive(task.state.personal, task.payload, data)
+            module.receive(job.state.personal, job.payload, data)
         return data
 
     def _set_mode(self, training: bool) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.engines.base import Evaluated, Outcome, Task
+from pfl_lightning.engines.base import Evaluated, Job, Outcome
 from pfl_lightning.engines.parent import end_with
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.threads import one_thread
@@ -31,8 +31,8 @@ FORGETTING = 0.97
 class Processes(Sequential):
     """Trains and evaluates several clients at once, each in a process with one thread.
 
-    Workers are forked for each round: they see the module, the data and the tasks without a copy, take one task after
-    another until none is left, and send back what came of it. A task's result depends on the task alone, so that any
+    Workers are forked for each round: they see the module, the data and the jobs without a copy, take one job after
+    another until none is left, and send back what came of it. A job's result depends on the job alone, so that any
     number of workers gives the bits of the sequential engine with one thread. That lets this engine look at the clock:
     what takes less time than to fork workers and to hear from them is done in this process. A worker that dies ends the
     run with a message; the last checkpoint stands. However this process ends, its workers end with it.
@@ -45,33 +45,33 @@ class Processes(Sequential):
                 f"trainer.engine=processes forks processes that train on the CPU, which {self.device.type} on "
                 f"{sys.platform} doesn't allow; take engine=vectorised or sequential."
             )
-        # of a task, by what is done, of the last time: by itself, and with its share of forking and sending
+        # of a job, by what is done, of the last time: by itself, and with its share of forking and sending
         self._alone: dict[str, float] = {}
         self._forked: dict[str, float] = {}
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
+    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Yields outcomes in the order in which clients finish."""
         self._look()
         with self._leaks.of_a_round():
-            yield from self._share_out("training", self._run, list(tasks))
+            yield from self._share_out("training", self._run, list(jobs))
 
-    def evaluate_all(self, tasks: Iterable[Task]) -> Iterator[Evaluated]:
+    def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
         """Yields metrics in the order in which clients finish."""
-        return self._share_out("evaluation", lambda task: (task.client, self.evaluate(task)), list(tasks))
+        return self._share_out("evaluation", lambda job: (job.client, self.evaluate(job)), list(jobs))
 
-    def _share_out(self, what: str, function: Callable[[Task], Result], tasks: list[Task]) -> Iterator[Result]:
-        """Results of all tasks; the first ones are made here until it is clear that workers pay."""
+    def _share_out(self, what: str, function: Callable[[Job], Result], jobs: list[Job]) -> Iterator[Result]:
+        """Results of all jobs; the first ones are made here until it is clear that workers pay."""
         here: list[float] = []
         if what in self._forked:
             self._forked[what] *= FORGETTING
-        while len(here) < len(tasks) and self._workers_for(what, len(tasks) - len(here)) < 2:
+        while len(here) < len(jobs) and self._workers_for(what, len(jobs) - len(here)) < 2:
             start = time.perf_counter()
             with one_thread():
-                result = function(tasks[len(here)])
+                result = function(jobs[len(here)])
             here.append(time.perf_counter() - start)
             self._alone[what] = statistics.fmean(here)
             yield result
-        left = tasks[len(here) :]
+        left = jobs[len(here) :]
         if not left:
             return
         start = time.perf_counter()
@@ -80,20 +80,18 @@ class Processes(Sequential):
             elsewhere.append(seconds)
             # now and not after the last one: who has all results may not ask for an end
             self._forked[what] = (time.perf_counter() - start) / len(elsewhere)
-            # whichever is nearer to undisturbed: the first task of all takes its time, and so do workers side by side
+            # whichever is nearer to undisturbed: the first job of all takes its time, and so do workers side by side
             self._alone[what] = min(map(statistics.fmean, filter(None, (here, elsewhere))))
             yield result
 
-    def _workers_for(self, what: str, tasks: int) -> int:
-        """Processes that are worth their time, judged by the tasks before."""
+    def _workers_for(self, what: str, jobs: int) -> int:
+        """Processes that are worth their time, judged by the jobs before."""
         alone = self._alone.get(what, 0.0)
         if self._forked.get(what, 0.0) > alone:
             return 1
-        return int(min(self.workers or cores(), tasks, alone * tasks / WORTH))
+        return int(min(self.workers or cores(), jobs, alone * jobs / WORTH))
 
-    def _fork(
-        self, function: Callable[[Task], Result], tasks: list[Task], count: int
-    ) -> Iterator[tuple[Result, float]]:
+    def _fork(self, function: Callable[[Job], Result], jobs: list[Job], count: int) -> Iterator[tuple[Result, float]]:
         """Results of workers, each with the seconds that it took."""
         context = multiprocessing.get_context("fork")
         following = context.Value("l", 0)
@@ -110,9 +108,9 @@ class Processes(Sequential):
             while True:
                 with following.get_lock():
                     place, following.value = following.value, following.value + 1
-                if place >= len(tasks):
+                if place >= len(jobs):
                     return
-                sender.send_bytes(packed(function, tasks[place]))
+                sender.send_bytes(packed(function, jobs[place]))
 
         try:
             for _ in range(count):
@@ -160,12 +158,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def packed(function: Callable[[Task], Any], task: Task) -> bytes:
-    """What a function makes of a task and the seconds that took, or the exception that it ends with, as bytes."""
+def packed(function: Callable[[Job], Any], job: Job) -> bytes:
+    """What a function makes of a job and the seconds that took, or the exception that it ends with, as bytes."""
     start = time.perf_counter()
     result: Any
     try:
-        result = function(task), time.perf_counter() - start
+        result = function(job), time.perf_counter() - start
     except MisconfigurationException as error:
         result = error
     except Exception:

@@ -16,7 +16,7 @@ from pfl_lightning.client.hooks import overrides
 from pfl_lightning.client.module import Batch
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData, LastBatch, Samples, epoch_order
-from pfl_lightning.engines.base import ClientState, Engine, Outcome, Task
+from pfl_lightning.engines.base import ClientState, Engine, Job, Outcome
 from pfl_lightning.engines.leaks import Leaks
 from pfl_lightning.engines.steps import step_values
 from pfl_lightning.engines.threads import is_for_one_thread, one_thread
@@ -36,23 +36,23 @@ class Sequential(Engine):
         self._calls_after_backward = overrides(self.module, "on_after_backward")
         self._calls_before_step = overrides(self.module, "on_before_optimizer_step")
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
-        """Yields outcomes in the order of the tasks.
+    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
+        """Yields outcomes in the order of the jobs.
 
         Raises:
             MisconfigurationException: if the client module keeps something of a client in a plain attribute.
         """
         self._look()
         with self._leaks.of_a_round():
-            for task in tasks:
+            for job in jobs:
                 with self._threads():
-                    outcome = self._run(task)
+                    outcome = self._run(job)
                 yield outcome
 
-    def evaluate(self, task: Task) -> dict[str, dict[str, float]]:
+    def evaluate(self, job: Job) -> dict[str, dict[str, float]]:
         """Metrics of a client's model as it receives it, as of any engine."""
         with self._threads():
-            return super().evaluate(task)
+            return super().evaluate(job)
 
     def _threads(self) -> AbstractContextManager[None]:
         """The context in which a client is computed; not entered between clients, where others do their work."""
@@ -66,36 +66,36 @@ class Sequential(Engine):
         self._parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         self._personal = [name for name in self.module.state_dict() if self.module.is_personal(name)]
 
-    def adapt(self, phases: list[Phase], task: Task, data: ClientData) -> None:
+    def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
         """Trains phase by phase, with optimizers of their own, and leaves the module in evaluation mode."""
         self._look()
         self._set_mode(training=True)
-        generator = torch.Generator().manual_seed(task.seed)
+        generator = torch.Generator().manual_seed(job.seed)
         for phase in phases:
-            self._train(phase, task, data.train, generator, ClientState())
+            self._train(phase, job, data.train, generator, ClientState())
         self._set_mode(training=False)
 
-    def _run(self, task: Task) -> Outcome:
+    def _run(self, job: Job) -> Outcome:
         start = time.perf_counter()
         module = self.module
         with self._leaks.of("on_download"):
-            data = self.become(task)
+            data = self.become(job)
         self._set_mode(training=True)
-        generator = torch.Generator().manual_seed(task.seed)
+        generator = torch.Generator().manual_seed(job.seed)
         state = ClientState()
         steps: list[Step] = []
         with self._leaks.of("training_step"):
             for phase in module.local_phases():
-                steps += self._train(phase, task, data.train, generator, state)
-        return self._outcome(task, data, state, means(steps), start)
+                steps += self._train(phase, job, data.train, generator, state)
+        return self._outcome(job, data, state, means(steps), start)
 
     def _outcome(
-        self, task: Task, data: ClientData, state: ClientState, metrics: dict[str, float], start: float
+        self, job: Job, data: ClientData, state: ClientState, metrics: dict[str, float], start: float
     ) -> Outcome:
-        """What the module, which is the task's client after its training, gives and keeps.
+        """What the module, which is the job's client after its training, gives and keeps.
 
         Args:
-            task: the task.
+            job: the job.
             data: the client's data, where it trains.
             state: what its optimizers keep; its personal entries are added.
             metrics: of its training.
@@ -109,19 +109,19 @@ class Sequential(Engine):
             own = module.state_dict()
             state.personal = detached({name: own[name] for name in self._personal})
         return Outcome(
-            client=task.client,
+            client=job.client,
             update=update,
             state=state,
             metrics=metrics,
             finite=all(map(math.isfinite, metrics.values())) and is_finite(update) and is_finite(state.personal),
-            after=self.evaluate_present(task, data),
+            after=self.evaluate_present(job, data),
             seconds=time.perf_counter() - start,
         )
 
     def _train(
         self,
         phase: Phase,
-        task: Task,
+        job: Job,
         part: Samples,
         generator: torch.Generator,
         state: ClientState,
@@ -133,8 +133,8 @@ class Sequential(Engine):
         frozen = [parameter for name, parameter in self._parameters.items() if not phase.trains(name)]
         for parameter in frozen:
             parameter.requires_grad_(False)
-        optimizer = self._optimizer(phase, task, trained)
-        scaler = self._scaler(state.scaler or task.state.scaler)
+        optimizer = self._optimizer(phase, job, trained)
+        scaler = self._scaler(state.scaler or job.state.scaler)
         steps = []
         if phase.data is not None:
             part = phase.data
@@ -177,14 +177,14 @@ class Sequential(Engine):
             return size, last, work.epochs, work.steps
         return size, last, phase.epochs, phase.steps
 
-    def _optimizer(self, phase: Phase, task: Task, parameters: list[nn.Parameter]) -> Optimizer:
+    def _optimizer(self, phase: Phase, job: Job, parameters: list[nn.Parameter]) -> Optimizer:
         """The phase's optimizer, new or as the client left it, at the round's learning rate."""
         optimizer = self.module.local_optimizer(phase, parameters)
-        factor = task.lr_factor if phase.scheduled else 1.0
+        factor = job.lr_factor if phase.scheduled else 1.0
         rates = [group["lr"] * factor for group in optimizer.param_groups]
-        if phase.name in task.state.optimizers:
+        if phase.name in job.state.optimizers:
             # a copy: an optimizer takes the tensors as they are, and steps in place
-            optimizer.load_state_dict(detached(task.state.optimizers[phase.name]))
+            optimizer.load_state_dict(detached(job.state.optimizers[phase.name]))
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self.module.learning_rate = rates[0]

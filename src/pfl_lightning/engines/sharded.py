@@ -10,7 +10,7 @@ from torch import distributed
 
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
-from pfl_lightning.engines.base import Engine, Evaluated, Outcome, Task
+from pfl_lightning.engines.base import Engine, Evaluated, Job, Outcome
 
 Result = TypeVar("Result")
 
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 class Sharded(Engine):
     """Runs a rank's share of the clients through an engine, and gathers what all ranks have.
 
-    A client's result depends on its task alone, and results come in the order of the tasks: the same bits from any
+    A client's result depends on its job alone, and results come in the order of the jobs: the same bits from any
     number of ranks. Every rank goes on with the whole federation, so that each could save or resume it.
 
     Args:
@@ -35,22 +35,22 @@ class Sharded(Engine):
         # tensors of outcomes are on the CPU, where a GPU's own backend can't send them from
         self._group: Any = distributed.new_group(backend="gloo")
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
-        """Trains each task's client on one of the ranks, and yields all outcomes in the order of the tasks."""
-        tasks = list(tasks)
-        places = deal([task.data.size("train") for task in tasks], self.ranks)
-        own = [task for task, rank in zip(tasks, places, strict=True) if rank == self.rank]
+    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
+        """Trains each job's client on one of the ranks, and yields all outcomes in the order of the jobs."""
+        jobs = list(jobs)
+        places = deal([job.data.size("train") for job in jobs], self.ranks)
+        own = [job for job, rank in zip(jobs, places, strict=True) if rank == self.rank]
         outcomes = {outcome.client: outcome for outcome in self._gathered(lambda: list(self.engine.run(own)))}
-        return (outcomes[task.client] for task in tasks)
+        return (outcomes[job.client] for job in jobs)
 
-    def evaluate_all(self, tasks: Iterable[Task]) -> Iterator[Evaluated]:
-        """Evaluates each task's client on one of the ranks."""
-        own = islice(tasks, self.rank, None, self.ranks)
+    def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
+        """Evaluates each job's client on one of the ranks."""
+        own = islice(jobs, self.rank, None, self.ranks)
         yield from self._gathered(lambda: list(self.engine.evaluate_all(own)))
 
-    def adapt(self, phases: list[Phase], task: Task, data: ClientData) -> None:
+    def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
         """Trains on every rank that asks for it."""
-        self.engine.adapt(phases, task, data)
+        self.engine.adapt(phases, job, data)
 
     def _gathered(self, function: Callable[[], list[Result]]) -> list[Result]:
         """What the function gives on all ranks; raises on all of them what it raises on one."""
@@ -82,13 +82,13 @@ def unpacked(data: bytes) -> Any:
 
 
 def deal(sizes: list[int], ranks: int) -> list[int]:
-    """Which rank takes which task: the longest ones first, each to the rank that has least.
+    """Which rank takes which job: the longest ones first, each to the rank that has least.
 
     >>> deal([10, 40, 20, 30], 2)
     [0, 0, 1, 1]
 
     Args:
-        sizes: of the tasks.
+        sizes: of the jobs.
         ranks: how many there are.
     """
     load, places = [0] * ranks, [0] * len(sizes)

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from pfl_lightning.data import Split
-from pfl_lightning.engines import ClientState, Evaluated, Task
+from pfl_lightning.engines import ClientState, Evaluated, Job
 from pfl_lightning.federation.summary import summarise
 from pfl_lightning.messages import StateDict
 from pfl_lightning.seeds import derive_seed
@@ -56,13 +56,13 @@ class Evaluations:
             client: its id, the next of those that are coming.
             stages: the parts to evaluate on.
         """
-        rounds = self.federation.rounds
-        received = self._received(client, stages) if rounds.evaluate != "after" or client not in self.after else {}
-        if rounds.evaluate != "after":
+        options = self.federation.options
+        received = self._received(client, stages) if options.evaluate != "after" or client not in self.after else {}
+        if options.evaluate != "after":
             self._add(client, received)
-        if rounds.evaluate != "before":
+        if options.evaluate != "before":
             kept = self.after.get(client, received)
-            self._add(client, {rounds.after_name(part): kept[part] for part in kept if split_of(part) in stages})
+            self._add(client, {options.after_name(part): kept[part] for part in kept if split_of(part) in stages})
 
     def _add(self, client: int, metrics: Metrics) -> None:
         for part, values in metrics.items():
@@ -70,7 +70,7 @@ class Evaluations:
 
     def _received(self, client: int, stages: tuple[Split, ...]) -> Metrics:
         """Metrics of the model that a client receives."""
-        self._stream = self._stream or self._evaluated(self._coming, stages, self.federation.task)
+        self._stream = self._stream or self._evaluated(self._coming, stages, self.federation.job)
         with undisturbed():
             # an engine may evaluate many at once, and be done with them in any order
             while client not in self._ahead:
@@ -78,13 +78,13 @@ class Evaluations:
         return self._ahead.pop(client)
 
     def _evaluated(
-        self, clients: Sequence[int], stages: tuple[Split, ...], task: Callable[[int, tuple[Split, ...]], Task]
+        self, clients: Sequence[int], stages: tuple[Split, ...], job: Callable[[int, tuple[Split, ...]], Job]
     ) -> Iterator[Evaluated]:
         """Evaluates clients, as their engines like it best; nothing happens before somebody asks."""
         federation = self.federation
         for kind, engine in enumerate(federation.engines):
             own = (client for client in clients if federation.architecture_of(client) == kind)
-            yield from engine.evaluate_all(task(client, stages) for client in own)
+            yield from engine.evaluate_all(job(client, stages) for client in own)
 
     def keep_initial(self, trained: Container[int]) -> None:
         """Keeps the metrics of clients that have none yet: in the first round, of those that haven't trained in it.
@@ -92,11 +92,11 @@ class Evaluations:
         Args:
             trained: ids of those that have, whose metrics are known.
         """
-        stages = self.federation.rounds.splits_after
+        stages = self.federation.options.splits_after
         clients = range(self.federation.data.num_clients) if stages else ()
         others = [client for client in clients if client not in trained and client not in self.after]
         with undisturbed():
-            self.after.update(self._evaluated(others, stages, self.federation.task))
+            self.after.update(self._evaluated(others, stages, self.federation.job))
 
     def evaluate_all(self, stage: Split) -> dict[int, dict[str, float]]:
         """Metrics of every client on one part, of the models that the Trainer's ``evaluate`` names first."""
@@ -135,19 +135,19 @@ class Evaluations:
         with undisturbed():
             metrics: Mapping[int, Metrics] = (
                 saved["after"]
-                if federation.rounds.evaluate == "after"
-                else dict(self._evaluated(range(federation.data.num_clients), ("test",), partial(self._task_at, saved)))
+                if federation.options.evaluate == "after"
+                else dict(self._evaluated(range(federation.data.num_clients), ("test",), partial(self._job_at, saved)))
             )
         tested = {client: parts["test"] for client, parts in metrics.items() if "test" in parts}
         return self.summary_of("test", tested) | self.evaluate_global(checkpoint["state_dict"])
 
-    def _task_at(self, saved: Mapping[str, Any], client: int, stages: tuple[Split, ...]) -> Task:
-        """A client's task in the round after a saved state of the federation."""
+    def _job_at(self, saved: Mapping[str, Any], client: int, stages: tuple[Split, ...]) -> Job:
+        """A client's job in the round after a saved state of the federation."""
         federation = self.federation
         own = saved["clients"].get(client, {"personal": saved["initial"][federation.architecture_of(client)]})
         payload, data = saved["payloads"][client], federation.data.client(client)
         seed = derive_seed(saved["seed"], "train", saved["round"], client)
-        return Task(client, saved["round"], ClientState(**own), payload, data, seed, saved["lr_factor"], stages)
+        return Job(client, saved["round"], ClientState(**own), payload, data, seed, saved["lr_factor"], stages)
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Takes the metrics that are kept from a saved state of the federation.
@@ -155,7 +155,7 @@ class Evaluations:
         Raises:
             MisconfigurationException: if they are asked for and aren't there.
         """
-        when = self.federation.rounds.evaluate
+        when = self.federation.options.evaluate
         if when != "before" and saved["round"] and not saved["after"]:
             raise MisconfigurationException(
                 f"trainer.evaluate={when}: the checkpoint is of a run with evaluate=before, which kept no metrics of "

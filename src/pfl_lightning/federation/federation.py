@@ -22,7 +22,7 @@ from pfl_lightning.contract.aggregator_memory import Remembered
 from pfl_lightning.contract.messages import check_payload, sound_updates
 from pfl_lightning.contract.pairing import check_common, check_finite, check_pair
 from pfl_lightning.data import FederatedDataModule, Split
-from pfl_lightning.engines import ClientState, Engine, Outcome, Sharded, Task
+from pfl_lightning.engines import ClientState, Engine, Job, Outcome, Sharded
 from pfl_lightning.federation.evaluation import Evaluations
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.resuming import Settings, check_resumed, settings_of
@@ -47,27 +47,27 @@ class Federation(LightningModule):
     Args:
         client: the client module that every client is run through; with several nets, one of each module is made.
         aggregator: the server side; None takes the client module's own.
-        rounds: how rounds are made.
+        options: how rounds are made.
 
     Raises:
         MisconfigurationException: if client and aggregator don't fit together.
     """
 
-    def __init__(self, client: ClientModule, aggregator: Aggregator | None, rounds: FederationOptions) -> None:
+    def __init__(self, client: ClientModule, aggregator: Aggregator | None, options: FederationOptions) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.client = client
         # one resident module an architecture, not one a client
         self.architectures = nn.ModuleList(client.architectures())
         self.aggregator = aggregator if aggregator is not None else client.configure_aggregator()
-        self.rounds = rounds
+        self.options = options
         self.round = 0
         self.lr_factor = 1.0
         self.seed: int | None = None
         self.initial: list[StateDict] = []
         self.start: StateDict = {}
         self.clients: MutableMapping[int, ClientState] = {}
-        self.record: dict[str, Any] = {}
+        self.metrics: dict[str, Any] = {}
         self.evaluations = Evaluations(self)
         check_hooks(client)
         self.settings: Settings = {}
@@ -91,11 +91,11 @@ class Federation(LightningModule):
     @cached_property
     def engines(self) -> list[Engine]:
         """What runs the clients of each module; made when the modules stand on their device."""
-        work, trainer = self.rounds.work(self.data), self.trainer
+        work, trainer = self.options.work(self.data), self.trainer
         try:
             engines: list[Engine] = [
-                self.rounds.engine_class(
-                    module, work, trainer.precision_plugin, self.rounds.workers, self.rounds.compile
+                self.options.engine_class(
+                    module, work, trainer.precision_plugin, self.options.workers, self.options.compile
                 )
                 for module in self._architectures
             ]
@@ -117,7 +117,7 @@ class Federation(LightningModule):
     def setup(self, stage: str) -> None:
         """Takes the common initial model and prepares the server, once."""
         for module in self._architectures:
-            self.rounds.check(module, self.data)
+            self.options.check(module, self.data)
             module.num_rounds = self.trainer.max_epochs or 1
         if self._fitting:
             check_schedule(self.client.configure_optimizers(), cast(int, self.trainer.max_epochs))
@@ -141,7 +141,7 @@ class Federation(LightningModule):
 
     def _kept(self, states: MutableMapping[int, ClientState]) -> MutableMapping[int, ClientState]:
         """Clients' states, where the Trainer keeps them."""
-        if self.rounds.client_states == "memory":
+        if self.options.client_states == "memory":
             return states
         run = run_folder(self.trainer)
         # in a folder that stays: files that come and go directly in the run's would make it look newer than it is
@@ -164,21 +164,21 @@ class Federation(LightningModule):
             self._run_round(clients)
 
     def _run_round(self, clients: list[int]) -> None:
-        cohort = draw_cohort(clients, self.rounds.cohort_size(len(clients)), cast(int, self.seed), self.round)
+        cohort = draw_cohort(clients, self.options.cohort_size(len(clients)), cast(int, self.seed), self.round)
         self._read_rate()
-        self._start_record(cohort)
+        self._start_metrics(cohort)
         self._call("on_round_start", cohort)
         outcomes: dict[int, Outcome] = {}
         start = time.perf_counter()
         for architecture, engine in enumerate(self.engines):
             for outcome in engine.run(
-                self._tasks([client for client in cohort if self.architecture_of(client) == architecture])
+                self._jobs([client for client in cohort if self.architecture_of(client) == architecture])
             ):
                 outcomes[outcome.client] = outcome
                 self._call("on_client_fit_end", outcome.client, outcome)
-        self.record["time/train"] = time.perf_counter() - start
+        self.metrics["time/train"] = time.perf_counter() - start
         taken = self._sound(self._finite(outcomes))
-        self._record_training(taken, len(cohort) - len(outcomes))
+        self._add_training(taken, len(cohort) - len(outcomes))
         self.evaluations.keep_initial(taken)
         self._aggregate(taken)
         self.round += 1
@@ -188,18 +188,18 @@ class Federation(LightningModule):
             scheduler.step()  # type: ignore[union-attr]
             self._read_rate()
 
-    def _tasks(self, clients: list[int]) -> Iterator[Task]:
+    def _jobs(self, clients: list[int]) -> Iterator[Job]:
         checked = None
         for client in clients:
             self._call("on_client_fit_start", client)
-            task = self.task(client, self.rounds.splits_after)
-            if (weights := task.payload.get("weights")) is not checked:
-                check_payload(task.payload, client, self.aggregator, self._shared)
+            job = self.job(client, self.options.splits_after)
+            if (weights := job.payload.get("weights")) is not checked:
+                check_payload(job.payload, client, self.aggregator, self._shared)
                 checked = weights
-            self.record["bytes/down"] += num_bytes(task.payload)
-            yield task
+            self.metrics["bytes/down"] += num_bytes(job.payload)
+            yield job
 
-    def task(self, client: int, evaluate: tuple[Split, ...] = ()) -> Task:
+    def job(self, client: int, evaluate: tuple[Split, ...] = ()) -> Job:
         """A client's work in the coming round.
 
         Args:
@@ -209,7 +209,7 @@ class Federation(LightningModule):
         state = self.clients.get(client, ClientState(self.initial[self.architecture_of(client)]))
         seed = derive_seed(cast(int, self.seed), "train", self.round, client)
         payload = self.aggregator.download(client)
-        return Task(client, self.round, state, payload, self.data.client(client), seed, self.lr_factor, evaluate)
+        return Job(client, self.round, state, payload, self.data.client(client), seed, self.lr_factor, evaluate)
 
     def _read_rate(self) -> None:
         """Takes the round's learning rate from the optimizer that the schedule moves."""
@@ -219,7 +219,7 @@ class Federation(LightningModule):
     def _finite(self, outcomes: dict[int, Outcome]) -> dict[int, Outcome]:
         """The outcomes by id, without those of clients that diverged."""
         diverged = sorted(client for client, outcome in outcomes.items() if not outcome.finite)
-        self.record["clients_diverged"] = len(diverged)
+        self.metrics["clients_diverged"] = len(diverged)
         if diverged and len(diverged) == len(outcomes):
             raise TrainingDiverged(
                 f"round {self.round + 1}: the loss or the weights of every client became NaN or infinite; "
@@ -236,7 +236,7 @@ class Federation(LightningModule):
         """The outcomes whose updates the aggregator can use."""
         updates = {client: outcome.update for client, outcome in outcomes.items()}
         sound = sound_updates(updates, self.aggregator, type(self.client).__name__, self._shared)
-        self.record["clients_refused"] = len(updates) - len(sound)
+        self.metrics["clients_refused"] = len(updates) - len(sound)
         return {client: outcome for client, outcome in outcomes.items() if client in sound}
 
     def _aggregate(self, taken: dict[int, Outcome]) -> None:
@@ -248,15 +248,15 @@ class Federation(LightningModule):
         # states change here and not while clients train: an interrupted round leaves none behind
         for client, outcome in taken.items():
             self.clients[client] = outcome.state
-            if self.rounds.splits_after:
+            if self.options.splits_after:
                 self.evaluations.after[client] = outcome.after
-        self.record["time/aggregate"] = time.perf_counter() - start
-        self.record |= {f"server/{name}": value for name, value in logs.items()}
+        self.metrics["time/aggregate"] = time.perf_counter() - start
+        self.metrics |= {f"server/{name}": value for name, value in logs.items()}
         self._call("on_aggregate_end", logs)
 
-    def _start_record(self, cohort: list[int]) -> None:
+    def _start_metrics(self, cohort: list[int]) -> None:
         self.evaluations.begin()
-        self.record = {
+        self.metrics = {
             "round": self.round + 1,
             "clients": 0,
             "clients_diverged": 0,
@@ -268,23 +268,23 @@ class Federation(LightningModule):
             "bytes/down": 0,
         }
 
-    def _record_training(self, taken: dict[int, Outcome], absent: int) -> None:
+    def _add_training(self, taken: dict[int, Outcome], absent: int) -> None:
         if absent:
             rank_zero_warn(f"round {self.round + 1}: {absent} of the round's clients gave nothing.")
         sizes = {client: self.data.size(client, "train") for client in taken}
         trained = {client: outcome.metrics for client, outcome in taken.items() if outcome.metrics}
-        self.record |= {"clients": len(taken), "clients_absent": absent}
-        self.record["bytes/up"] = sum(num_bytes(outcome.update) for outcome in taken.values())
-        self.record |= {f"train/{name}": value for name, value in summarise(trained, sizes).items()}
-        if "train/loss" in self.record:
-            self.log("train/loss", self.record["train/loss"], prog_bar=True, logger=False, batch_size=1)
+        self.metrics |= {"clients": len(taken), "clients_absent": absent}
+        self.metrics["bytes/up"] = sum(num_bytes(outcome.update) for outcome in taken.values())
+        self.metrics |= {f"train/{name}": value for name, value in summarise(trained, sizes).items()}
+        if "train/loss" in self.metrics:
+            self.log("train/loss", self.metrics["train/loss"], prog_bar=True, logger=False, batch_size=1)
 
     # Evaluation
 
     def validation_step(self, clients: list[int], batch_idx: int) -> None:
         """Evaluates the clients of a batch on their validation parts; on their test parts too where rounds ask."""
         for client in clients:
-            self.evaluations.evaluate(client, self.rounds.validation_splits)
+            self.evaluations.evaluate(client, self.options.validation_splits)
 
     def test_step(self, clients: list[int], batch_idx: int) -> None:
         """Evaluates the clients of a batch on their test parts."""
@@ -310,9 +310,9 @@ class Federation(LightningModule):
         """Summarises over clients into the round's record and for callbacks."""
         summary = self.evaluations.summary()
         if self._fitting:
-            if self.rounds.test_every_round:
+            if self.options.test_every_round:
                 summary |= self.evaluations.evaluate_global()
-            self.record |= summary | {"time/evaluate": time.perf_counter() - self._evaluation_start}
+            self.metrics |= summary | {"time/evaluate": time.perf_counter() - self._evaluation_start}
         self._log_summary(summary)
 
     def on_test_epoch_end(self) -> None:
@@ -401,7 +401,7 @@ class Federation(LightningModule):
         if state["seed"] != self.seed:
             # what the server draws is a function of the run's seed, not of the process's
             self._set_up_server(state["seed"])
-        if self.rounds.client_states == "disk":
+        if self.options.client_states == "disk":
             # the file of a mapped checkpoint stays on the disk, replaced or not, for as long as a tensor is in it
             state = state | deepcopy({name: state[name] for name in ("initial", "start", "aggregator")})
         self.load_federation_state(state)

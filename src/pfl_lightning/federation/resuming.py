@@ -48,16 +48,16 @@ def settings_of(federation: "Federation") -> Settings:
 
 def rounds_of(federation: "Federation") -> Settings:
     """The Trainer's settings that rounds depend on, as far as they do."""
-    rounds, trainer, clients = federation.rounds, federation.trainer, federation.data.num_clients
-    clip: Settings = {"gradient_clip_val": rounds.clip or None}
-    if rounds.clip:
-        clip["gradient_clip_algorithm"] = rounds.clip_algorithm
+    options, trainer, clients = federation.options, federation.trainer, federation.data.num_clients
+    clip: Settings = {"gradient_clip_val": options.clip or None}
+    if options.clip:
+        clip["gradient_clip_algorithm"] = options.clip_algorithm
     return {
-        "clients_per_round": f"{rounds.cohort_size(clients)} of {clients}",
-        "local_epochs": None if rounds.local_steps is not None else rounds.local_epochs or 1,
-        "local_steps": rounds.local_steps,
-        "evaluate": rounds.evaluate,
-        "test_every_round": rounds.test_every_round,
+        "clients_per_round": f"{options.cohort_size(clients)} of {clients}",
+        "local_epochs": None if options.local_steps is not None else options.local_epochs or 1,
+        "local_steps": options.local_steps,
+        "evaluate": options.evaluate,
+        "test_every_round": options.test_every_round,
         **clip,
         "precision": trainer.precision,
         "check_val_every_n_epoch": trainer.check_val_every_n_epoch,

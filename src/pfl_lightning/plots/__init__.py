@@ -13,7 +13,7 @@ from pfl_lightning.plots.epochs import plot_against_local_epochs
 from pfl_lightning.plots.features import plot_conductance, plot_tsne
 from pfl_lightning.plots.runs import plot_curves, plot_mean_curves, plot_partition
 from pfl_lightning.plots.similarity import plot_gaps, plot_peer_counts, plot_peers, plot_similarity
-from pfl_lightning.plots.trace import trace_distribution, trace_task
+from pfl_lightning.plots.trace import trace_distribution, trace_job
 
 __all__ = [
     "plot_against_local_epochs",
@@ -37,5 +37,5 @@ __all__ = [
     "plot_weights",
     "plot_weights_against",
     "trace_distribution",
-    "trace_task",
+    "trace_job",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pfl_lightning.client.module import Batch, ClientModule
 from pfl_lightning.data import ClientData
-from pfl_lightning.engines import ClientState, LocalWork, Sequential, Task
+from pfl_lightning.engines import ClientState, Job, LocalWork, Sequential
 from pfl_lightning.methods.cwfedavg import row_distribution
 from pfl_lightning.nets import find_output_layer
 
@@ -37,22 +37,22 @@ def trace_distribution(
     entries = client.state_dict()
     shared = {name: tensor for name, tensor in entries.items() if client.is_shared(name)}
     personal = {name: tensor for name, tensor in entries.items() if client.is_personal(name)}
-    task = Task(client.client_id, client.round, ClientState(personal), {"weights": shared}, data, seed)
-    return trace_task(client, task, work, output_layer=output_layer)
+    job = Job(client.client_id, client.round, ClientState(personal), {"weights": shared}, data, seed)
+    return trace_job(client, job, work, output_layer=output_layer)
 
 
-def trace_task(
+def trace_job(
     client: ClientModule,
-    task: Task,
+    job: Job,
     work: LocalWork,
     precision: Precision | None = None,
     output_layer: str | None = None,
 ) -> Tensor:
-    """As `trace_distribution`, for a task as a federation sets it.
+    """As `trace_distribution`, for a job as a federation sets it.
 
     Args:
         client: the client module.
-        task: what the client receives, and its data.
+        job: what the client receives, and its data.
         work: how much it trains.
         precision: the Trainer's precision plugin; None computes in the module's own type.
         output_layer: name of the linear layer with a row a class, where the net's classifier has more than one.
@@ -71,7 +71,7 @@ def trace_task(
     # what the copy has to warn of, the client itself will say
     with isolate_rng(), warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
         warnings.simplefilter("ignore")
-        list(Sequential(twin, work, precision or Precision()).run([task]))
+        list(Sequential(twin, work, precision or Precision()).run([job]))
     return torch.stack([*estimates, row_distribution(layer.weight.detach())]).cpu()
 
 

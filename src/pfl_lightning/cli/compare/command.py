@@ -86,7 +86,7 @@ def main(args: list[str]) -> int:
         print(f"runs: {len(runs)}; what each says is in {out}/METHOD/seed_SEED/output.txt", flush=True)
         failures = run_all(runs, given.jobs, environment, Progress(len(runs)))
         results = {
-            method.label: [Result(run, run.record) for run in runs if run.method == method.label and run.record]
+            method.label: [Result(run, run.finished) for run in runs if run.method == method.label and run.finished]
             for method in methods
         }
         print(write(out, results, failures, given.seeds))
@@ -106,10 +106,10 @@ class Progress:
     def __call__(self, run: Run, failure: str) -> None:
         """Prints a run's line."""
         self.done += 1
-        if run.record is None:
+        if run.finished is None:
             said = f"failed: {failure}"
         else:
-            result = Result(run, run.record)
+            result = Result(run, run.finished)
             name = next((name for name in ("final/test/acc", "final/test/global_acc") if name in result.values), None)
             accuracy = percent(result.values[name]) if name else "not evaluated"
             said = f"{accuracy} after {result.summary['final']['round']} rounds, {result.values['seconds']:.1f} seconds"

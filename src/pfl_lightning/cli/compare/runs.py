@@ -39,13 +39,13 @@ class Run:
     arguments: tuple[str, ...]
 
     @property
-    def record(self) -> Path | None:
-        """The folder of the run's record, if it has finished."""
+    def finished(self) -> Path | None:
+        """The folder that the run has left, if it has finished."""
         return next((path.parent for path in self.folder.glob("*/*/summary.json")), None)
 
     @property
     def begun(self) -> Path | None:
-        """The folder of the run's newest record, finished or not."""
+        """The newest folder of the run, finished or not."""
         begun = [path.parent for path in self.folder.glob("*/*/config.yaml")]
         return max(begun, key=lambda folder: folder.stat().st_mtime, default=None)
 
@@ -150,7 +150,7 @@ def run_all(
         while waiting or running:
             while waiting and len(running) < jobs:
                 run = waiting.pop(0)
-                if run.record is None:
+                if run.finished is None:
                     try:
                         running[run] = Fit(run, environment)
                         continue
@@ -159,7 +159,7 @@ def run_all(
                 report(run, failures.get(run, ""))
             for run in [run for run, fit in running.items() if fit.process.poll() is not None]:
                 code = running.pop(run).leave()
-                if run.record is None:
+                if run.finished is None:
                     failures[run] = reason(run, code)
                 report(run, failures.get(run, ""))
             time.sleep(0.1 if running else 0)

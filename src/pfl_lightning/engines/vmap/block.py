@@ -13,7 +13,7 @@ from torch import Tensor
 from pfl_lightning.client.module import Batch
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
-from pfl_lightning.engines.base import Task
+from pfl_lightning.engines.base import Job
 from pfl_lightning.engines.vmap.dropout import Stream
 from pfl_lightning.messages import StateDict
 
@@ -25,7 +25,7 @@ Rows: TypeAlias = slice | Tensor
 class Member:
     """A client of a block, and what becomes of it."""
 
-    task: Task
+    job: Job
     data: ClientData
     stream: Stream
     steps: int = 0
@@ -34,7 +34,7 @@ class Member:
     @cached_property
     def generator(self) -> torch.Generator:
         """What the orders of its samples are drawn from."""
-        return torch.Generator().manual_seed(self.task.seed)
+        return torch.Generator().manual_seed(self.job.seed)
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Block:
     @cached_property
     def rows(self) -> dict[int, int]:
         """The row of each client."""
-        return {member.task.client: row for row, member in enumerate(self.members)}
+        return {member.job.client: row for row, member in enumerate(self.members)}
 
     def of(self, rows: Rows) -> list[Member]:
         """The members of some rows."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from pfl_lightning.data.memory import free_memory
-from pfl_lightning.engines.base import Evaluated, Outcome, Task
+from pfl_lightning.engines.base import Evaluated, Job, Outcome
 from pfl_lightning.engines.vmap.block import Block
 from pfl_lightning.engines.vmap.checks import Unvectorisable
 from pfl_lightning.engines.vmap.hand_over import Stacking
@@ -48,40 +48,40 @@ class Vectorised(Stacking):
         super().__init__(*args, **kwargs)
         self.block_size = block_size
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
-        """Yields outcomes in the order of the tasks, block by block.
+    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
+        """Yields outcomes in the order of the jobs, block by block.
 
         Raises:
             Unvectorisable: if the client module can't be vectorised; before the first outcome of a block.
         """
         self._look()
         with self._leaks.of_a_round():
-            for block in self._blocks(tasks):
+            for block in self._blocks(jobs):
                 yield from self._run_block(block)
 
-    def evaluate_all(self, tasks: Iterable[Task]) -> Iterator[Evaluated]:
-        """Yields metrics in the order of the tasks, block by block."""
+    def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
+        """Yields metrics in the order of the jobs, block by block."""
         self._look()
-        blocks = self._blocks(tasks)
+        blocks = self._blocks(jobs)
         for block in blocks:
             results = None if self._scores_alone or len(block) == 1 else self._evaluate_block(block)
             if results is None:
                 yield from super().evaluate_all(block)
             else:
-                yield from zip([task.client for task in block], results, strict=True)
+                yield from zip([job.client for job in block], results, strict=True)
 
     # Blocks
 
-    def _blocks(self, tasks: Iterable[Task]) -> Iterator[list[Task]]:
-        tasks = iter(tasks)
-        for first in tasks:
+    def _blocks(self, jobs: Iterable[Job]) -> Iterator[list[Job]]:
+        jobs = iter(jobs)
+        for first in jobs:
             if self.block_size is None:
                 self.block_size = self._room(first)
-            yield [first, *islice(tasks, self.block_size - 1)]
+            yield [first, *islice(jobs, self.block_size - 1)]
 
-    def _room(self, task: Task) -> int:
+    def _room(self, job: Job) -> int:
         """Clients that half of the free memory should hold, judged by a forward pass of one."""
-        part = self.become(task).train
+        part = self.become(job).train
         with torch.no_grad(), self.forward_context():
             outputs = outputs_of(self.module.net, part.x[: self.work.batch_size])
         entries = sum(tensor.nbytes for tensor in self._places.current().values())
@@ -89,38 +89,38 @@ class Vectorised(Stacking):
         need = 5 * entries + 2 * num_bytes(outputs) + 2 * num_bytes((part.x, part.y))
         return max(1, free_memory(self.device) // (2 * need))
 
-    def _run_block(self, tasks: list[Task]) -> Iterator[Outcome]:
-        if len(tasks) == 1:
-            yield self._run(tasks[0])
+    def _run_block(self, jobs: list[Job]) -> Iterator[Outcome]:
+        if len(jobs) == 1:
+            yield self._run(jobs[0])
             return
         try:
-            block = self._train_block(tasks)
+            block = self._train_block(jobs)
         except torch.cuda.OutOfMemoryError:
             block = None
         if block is not None:
-            yield from self._handed_over(tasks, block)
+            yield from self._handed_over(jobs, block)
             return
         # not in the handler: while the error lives, so do the tensors
-        self.block_size = -(-len(tasks) // 2)
-        yield from self._run_block(tasks[: self.block_size])
-        yield from self._run_block(tasks[self.block_size :])
+        self.block_size = -(-len(jobs) // 2)
+        yield from self._run_block(jobs[: self.block_size])
+        yield from self._run_block(jobs[self.block_size :])
 
-    def _train_block(self, tasks: list[Task]) -> Block:
+    def _train_block(self, jobs: list[Job]) -> Block:
         """Trains the clients of a block in a stack of their own."""
         start = time.perf_counter()
         if getattr(self.precision, "scaler", None) is not None:
             self._watch.refuse("trainer.precision=16-mixed scales the loss of each client by itself")
         if self._calls_after_backward or self._calls_before_step:
             self._watch.refuse("its on_after_backward or on_before_optimizer_step sees the gradients of one client")
-        block = self._stack(tasks)
+        block = self._stack(jobs)
         self._train_stack(block)
-        block.seconds = (time.perf_counter() - start) / len(tasks)
+        block.seconds = (time.perf_counter() - start) / len(jobs)
         return block
 
-    def _evaluate_block(self, tasks: list[Task]) -> list[dict[str, dict[str, float]]] | None:
+    def _evaluate_block(self, jobs: list[Job]) -> list[dict[str, dict[str, float]]] | None:
         """Metrics of clients as they receive their models; None where it can't be done at once."""
         try:
-            members, entries, _ = self._received(tasks)
+            members, entries, _ = self._received(jobs)
         except Unvectorisable:
             self._scores_alone = True
             return None

@@ -12,7 +12,7 @@ from torch import Tensor
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import gather
-from pfl_lightning.engines.base import ClientState, Outcome, Task
+from pfl_lightning.engines.base import ClientState, Job, Outcome
 from pfl_lightning.engines.vmap.block import Block, Member
 from pfl_lightning.engines.vmap.checks import Alike
 from pfl_lightning.engines.vmap.dropout import Stream
@@ -34,9 +34,9 @@ class Stacking(Stacked):
         own, ours = type(self.module), vars(self.module)
         return all(getattr(own, name) is getattr(ClientModule, name) and name not in ours for name in hooks)
 
-    def _stack(self, tasks: list[Task]) -> Block:
+    def _stack(self, jobs: list[Job]) -> Block:
         """The clients as the round begins for them; the largest come first."""
-        members, entries, phases = self._received(tasks)
+        members, entries, phases = self._received(jobs)
         sizes = [member.data.size("train") for member in members]
         order = sorted(range(len(members)), key=lambda place: -sizes[place])
         if sizes != sorted(sizes, reverse=True):
@@ -48,27 +48,27 @@ class Stacking(Stacked):
         return Block(members, sizes, entries, samples, phases)
 
     @torch.no_grad()
-    def _received(self, tasks: list[Task]) -> tuple[list[Member], StateDict, list[Phase]]:
-        """The clients in the order of the tasks, their rows of a stack, and the phases that they have in common."""
+    def _received(self, jobs: list[Job]) -> tuple[list[Member], StateDict, list[Phase]]:
+        """The clients in the order of the jobs, their rows of a stack, and the phases that they have in common."""
         self._watch.refuse_references(place.tensor for place in self._places)
-        entries = self._received_at_once(tasks)
+        entries = self._received_at_once(jobs)
         if entries is None:
-            return self._received_one_by_one(tasks)
+            return self._received_one_by_one(jobs)
         alike = Alike(self._watch)
-        for task in tasks[:1] if self._has_own("local_phases") else tasks:
-            self._set_turn(task)
+        for job in jobs[:1] if self._has_own("local_phases") else jobs:
+            self._set_turn(job)
             phases = self.module.local_phases()
             alike.admit(self._signature(phases), {})
         device, dtype = self.device, cast(torch.dtype, self.module.dtype)
-        members = [Member(task, task.data.to(device, dtype), Stream(device, task.seed)) for task in tasks]
+        members = [Member(job, job.data.to(device, dtype), Stream(device, job.seed)) for job in jobs]
         return members, entries, phases
 
-    def _received_at_once(self, tasks: list[Task]) -> StateDict | None:
+    def _received_at_once(self, jobs: list[Job]) -> StateDict | None:
         """What `ClientModule.receive` makes of the clients; None where a method does otherwise."""
         if not self._has_own("receive", "on_download", "assign", "state_dict"):
             return None
         there = self._places.current()
-        given = [{**task.state.personal, **task.payload["weights"]} for task in tasks]
+        given = [{**job.state.personal, **job.payload["weights"]} for job in jobs]
         # else something stays as the client before has left it, or has two names
         if any(entries.keys() != there.keys() for entries in (self.module.state_dict(), *given)):
             return None
@@ -83,28 +83,28 @@ class Stacking(Stacked):
                 stacks[name] = torch.stack(rows).to(own.device, own.dtype)
         return stacks
 
-    def _received_one_by_one(self, tasks: list[Task]) -> tuple[list[Member], StateDict, list[Phase]]:
+    def _received_one_by_one(self, jobs: list[Job]) -> tuple[list[Member], StateDict, list[Phase]]:
         """Becomes one client after another, and copies each into a row of its own."""
         alike = Alike(self._watch)
         members: list[Member] = []
-        for task in tasks:
+        for job in jobs:
             with self._leaks.of("on_download"):
-                data = self.become(task)
+                data = self.become(job)
             phases = self.module.local_phases()
             there = self._places.current()
             alike.admit(self._signature(phases), {name: tensor.shape for name, tensor in there.items()})
             if not members:
-                entries = {name: tensor.new_empty((len(tasks), *tensor.shape)) for name, tensor in there.items()}
+                entries = {name: tensor.new_empty((len(jobs), *tensor.shape)) for name, tensor in there.items()}
                 rows = list(zip(*(stack.unbind() for stack in entries.values()), strict=True))
             for row, tensor in zip(rows[len(members)], there.values(), strict=True):
                 row.copy_(tensor)
-            members.append(Member(task, data, Stream(self.device, task.seed).keep()))
+            members.append(Member(job, data, Stream(self.device, job.seed).keep()))
         return members, entries, phases
 
-    def _set_turn(self, task: Task, steps: int = 0) -> None:
+    def _set_turn(self, job: Job, steps: int = 0) -> None:
         """Tells the module whose turn it is."""
         module = self.module
-        module.client_id, module.round, module.steps_done = task.client, task.round, steps
+        module.client_id, module.round, module.steps_done = job.client, job.round, steps
 
     def _signature(self, phases: list[Phase]) -> list[Any]:
         """What phases of clients that train together have in common."""
@@ -114,7 +114,7 @@ class Stacking(Stacked):
 
     def _score(self, members: list[Member], entries: StateDict) -> list[dict[str, dict[str, float]]] | None:
         """Metrics of stacked clients, by part; None where that must be done client by client."""
-        stages = list(dict.fromkeys(chain.from_iterable(member.task.evaluate for member in members)))
+        stages = list(dict.fromkeys(chain.from_iterable(member.job.evaluate for member in members)))
         if stages and self._scores_alone:
             return None
         results: list[dict[str, dict[str, float]]] = [{} for _ in members]
@@ -126,7 +126,7 @@ class Stacking(Stacked):
                     parts = gather([member.data for member in members], stage)
                     scores = self._scorer.score(self._places, entries, parts)
                     for member, result, values in zip(members, results, scores, strict=True):
-                        if values and stage in member.task.evaluate:
+                        if values and stage in member.job.evaluate:
                             result[stage] = values
                 self._watch.compare(before, "its forward pass changes {}")
         except Exception:
@@ -135,14 +135,14 @@ class Stacking(Stacked):
             return None
         return results
 
-    def _handed_over(self, tasks: list[Task], block: Block) -> Iterator[Outcome]:
-        """What trained clients give and keep, in the order of the tasks."""
+    def _handed_over(self, jobs: list[Job], block: Block) -> Iterator[Outcome]:
+        """What trained clients give and keep, in the order of the jobs."""
         start = time.perf_counter()
         names = list(self.module.state_dict())
         at_once = self._has_own("upload", "state_dict") and block.entries.keys() >= set(names)
         after = self._score(block.members, block.entries) if at_once else None
         if after is None:
-            yield from (self._hand_over(task, block) for task in tasks)
+            yield from (self._hand_over(job, block) for job in jobs)
             return
         shared = [name for name in names if self.module.is_shared(name)]
         # copies of their own: who keeps or saves one row shall not keep the stack
@@ -150,9 +150,9 @@ class Stacking(Stacked):
             name: [row.clone() for row in block.entries[name].cpu().unbind()] for name in {*shared, *self._personal}
         }
         finite = all_finite([block.entries[name] for name in rows])
-        seconds = block.seconds + (time.perf_counter() - start) / len(tasks)
-        for task in tasks:
-            row = block.rows[task.client]
+        seconds = block.seconds + (time.perf_counter() - start) / len(jobs)
+        for job in jobs:
+            row = block.rows[job.client]
             member, metrics = block.members[row], block.means[row]
             # as `ClientModule.upload` does
             update = {
@@ -162,7 +162,7 @@ class Stacking(Stacked):
             if "class_counts" in self.module.requested:
                 update["class_counts"] = member.data.class_counts.cpu()
             yield Outcome(
-                client=task.client,
+                client=job.client,
                 update=update,
                 state=ClientState({name: rows[name][row] for name in self._personal}, member.optimizers),
                 metrics=metrics,
@@ -171,12 +171,12 @@ class Stacking(Stacked):
                 seconds=seconds,
             )
 
-    def _hand_over(self, task: Task, block: Block) -> Outcome:
+    def _hand_over(self, job: Job, block: Block) -> Outcome:
         """Makes the module a trained client, and takes from it what `Sequential` does."""
         start = time.perf_counter() - block.seconds
-        row = block.rows[task.client]
+        row = block.rows[job.client]
         member = block.members[row]
-        self._set_turn(task, member.steps)
+        self._set_turn(job, member.steps)
         with torch.no_grad():
             for p in self._places:
                 if p.current is p.tensor and p.tensor is not None:
@@ -186,7 +186,7 @@ class Stacking(Stacked):
                     p.table[p.key] = block.entries[p.name][row].clone()
         member.stream.restore()
         kept = ClientState(optimizers=member.optimizers)
-        return self._outcome(task, member.data, kept, block.means[row], start)
+        return self._outcome(job, member.data, kept, block.means[row], start)
 
 
 def all_finite(stacks: list[Tensor]) -> list[bool]:

@@ -185,13 +185,13 @@ class Stacked(Sequential):
     def _lanes(self, phase: Phase, block: Block) -> list[Lane]:
         """Optimizers of the stack: one, unless clients come back after different numbers of steps."""
         parameters = list(self._trained(phase).values())
-        tasks = [member.task for member in block.members]
-        if any(phase.name in task.state.optimizers for task in tasks):
-            optimizers = [self._optimizer(phase, task, parameters) for task in tasks]
+        jobs = [member.job for member in block.members]
+        if any(phase.name in job.state.optimizers for job in jobs):
+            optimizers = [self._optimizer(phase, job, parameters) for job in jobs]
             runs = [list(alike) for _, alike in groupby(optimizers, counters)]
         else:
-            optimizers = [self._optimizer(phase, tasks[0], parameters)]
-            runs = [optimizers * len(tasks)]
+            optimizers = [self._optimizer(phase, jobs[0], parameters)]
+            runs = [optimizers * len(jobs)]
         if type(optimizers[0]) not in ELEMENTWISE:
             self._watch.refuse(f"a {type(optimizers[0]).__name__} of many clients would mix them")
         names = {p.tensor: p.name for p in self._places if isinstance(p.tensor, nn.Parameter)}
