@@ -1,6 +1,6 @@
 r"""Rounds a second, accuracy and the GPU's utilisation by engine, precision and number of clients, on real data.
 
-    python benchmarks/gpu.py --config configs/data/cifar10_dir0.1.yaml --data.root DATA
+    python benchmarks/gpu.py --config protocols/cifar10_dir0.1 --data.root DATA
 
 Other options are those of `pfl-lightning fit`; FedAvg with the data configuration's network, by default the CNN of
 cwFedAvg. Each run is a process of its own. A round's seconds are those of training and aggregation, the median without

@@ -1,6 +1,6 @@
 r"""Seconds a round of methods, as ratios to the first one's.
 
-    python benchmarks/methods.py --methods fedavg fedrema fedpac --config configs/data/mnist_dominant_s0.2.yaml \
+    python benchmarks/methods.py --methods fedavg fedrema fedpac --config protocols/mnist_dominant_s0.2 \
         --data.root DATA [--turns 3] [--rounds 3]
 
 Other options are those of `pfl-lightning fit`. All runs are in one process, one intra-op thread, and methods take turns

@@ -12,7 +12,7 @@ from pfl_lightning.nets import ResNet18
 from tiny_datasets import write
 
 METHODS = sorted((CONFIGS / "methods").glob("*.yaml"))
-DATA = sorted((CONFIGS / "data").glob("*.yaml"))
+DATA = sorted((CONFIGS / "protocols").glob("*.yaml"))
 PAPER = sorted((CONFIGS / "paper").glob("*.yaml"))
 LARGE = ("agnews", "cifar100", "tinyimagenet")
 
@@ -53,7 +53,7 @@ def holds(config: Any, given: Any) -> bool:
 def test_there_are_pairs():
     assert {path.stem for path in METHODS} >= {"local", "fedavg", "fedprox", "fedper"}
     names = {path.stem for path in DATA}
-    sets, parts = ("digits", "mnist", "cifar10", "cifar10folder"), ("iid", "dir0.1", "pat2")
+    sets, parts = ("digits", "mnist", "cifar10"), ("iid", "dir0.1", "pat2")
     assert names >= {f"{name}_{part}" for name in sets for part in parts}
     pathological = {"agnews": "pat2", "cifar100": "pat10", "tinyimagenet": "pat20"}
     assert names >= {f"{name}_{part}" for name in LARGE for part in ("iid", "dir0.1", pathological[name])}
@@ -87,7 +87,7 @@ def test_a_pair_keeps_what_both_say(method, data, capsys):
 
 @pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
 def test_a_papers_own_value_follows_the_file_of_its_method(path, capsys):
-    files = [CONFIGS / "methods" / f"{path.stem.rpartition('_')[0]}.yaml", CONFIGS / "data" / "digits_dir0.1.yaml"]
+    files = [CONFIGS / "methods" / f"{path.stem.rpartition('_')[0]}.yaml", CONFIGS / "protocols" / "digits_dir0.1.yaml"]
     assert holds(printed([*files, path], capsys), load(path))
     assert not holds(printed(files, capsys), load(path))
 
@@ -107,7 +107,7 @@ def test_statistics_of_a_net_with_batch_norm_stay_with_clients_as_in_the_papers_
 
 
 def test_the_order_of_a_pair_does_not_matter(capsys):
-    files = [CONFIGS / "methods" / "fedprox.yaml", CONFIGS / "data" / "digits_pat2.yaml"]
+    files = [CONFIGS / "methods" / "fedprox.yaml", CONFIGS / "protocols" / "digits_pat2.yaml"]
     assert printed(files, capsys) == printed(files[::-1], capsys)
 
 

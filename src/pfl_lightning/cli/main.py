@@ -1,4 +1,4 @@
-"""The command line: ``pfl-lightning fit | validate | test | compare | methods``."""
+"""The command line: ``pfl-lightning fit | validate | test | compare | configs | methods``."""
 
 import logging
 import shlex
@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 import pfl_lightning.data
 import pfl_lightning.methods  # noqa: F401  # imported classes can be named without their module
 from pfl_lightning.cli.commands import OTHERS
+from pfl_lightning.cli.configs import resolved
 from pfl_lightning.cli.errors import mistake
 from pfl_lightning.cli.exclusive import later_wins
 from pfl_lightning.cli.nulls import refuse_nulls
@@ -31,8 +32,9 @@ from pfl_lightning.runs.stopping import Stopped, stoppable
 from pfl_lightning.trainer import FederatedTrainer
 
 DESCRIPTION = """\
-Personalized federated learning, on Lightning. There are two more commands than below: 'compare' makes one table of many
-methods and seeds, and 'methods' prints which methods there are; 'pfl-lightning compare --help' says more."""
+Personalized federated learning, on Lightning. There are three more commands than below: 'compare' makes one table of
+many methods and seeds, 'methods' prints which methods there are, and 'configs' which configurations come with the
+package; 'pfl-lightning compare --help' says more."""
 
 
 class Parser(LightningArgumentParser):
@@ -51,8 +53,8 @@ class Parser(LightningArgumentParser):
         return parsed
 
     def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:
-        """Lets the later one hold of settings that exclude each other."""
-        return super().parse_args(later_wins(sys.argv[1:] if args is None else args), *rest, **kwargs)
+        """Finds packaged configurations, and lets the later one hold of settings that exclude each other."""
+        return super().parse_args(later_wins(resolved(sys.argv[1:] if args is None else args)), *rest, **kwargs)
 
     def error(self, message: str, *args: Any, **kwargs: Any) -> NoReturn:
         """Ends the program with exit code 2, unless the parser is only trying."""

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pfl_lightning.cli.commands import OTHERS
+from pfl_lightning.cli.configs import nearest, squeezed
 from pfl_lightning.cli.errors import one_line
-from pfl_lightning.cli.suggestions import class_names, nearest_file, nearest_option, settings, suggestion
+from pfl_lightning.cli.suggestions import class_names, nearest_option, settings, suggestion
 from pfl_lightning.client.optimizers import PLATEAU
+from pfl_lightning.methods.registry import METHODS
 from pfl_lightning.trainer_arguments import MEANINGLESS
 
 TYPES = {
@@ -126,7 +128,7 @@ def no_file(message: str, match: re.Match[str], options: list[str]) -> str:
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     if shown == Path("."):
         return f"--config {path} is no file."
-    return f"--config {shown} is no file{nearest_file(shown)}"
+    return f"--config {shown} is no file{nearest(str(shown))}"
 
 
 def no_yaml(message: str, match: re.Match[str], options: list[str]) -> str:
@@ -144,7 +146,7 @@ def no_class(message: str, match: re.Match[str], options: list[str]) -> str:
     """Settings stand where a class with settings is asked for."""
     place = locate(message, match)
     names = class_names(place.key.rpartition(".")[2])
-    listed = f"; there is {', '.join(sorted(names))}" if len(names) < 9 else ""
+    listed = f"; choose from {', '.join(sorted(names))}" if len(names) < 9 else ""
     return (
         f"{place.key}{place.value} must be a class: class_path names it, and its settings belong under "
         f"init_args{listed}."
@@ -160,6 +162,8 @@ def abstract_class(message: str, match: re.Match[str], options: list[str]) -> st
 def unknown_class(message: str, match: re.Match[str], options: list[str]) -> str:
     """No class of this name is known."""
     place = locate(message, match)
+    if place.key == "model" and (advice := advice_on(match[1])):
+        return f"model={match[1]} {advice}"
     near = suggestion(match[1].rpartition(".")[2], class_names(place.key.rpartition(".")[2]))
     return f"{place.key}={match[1]} is no known class{near}"
 
@@ -195,9 +199,27 @@ def wrong_length(message: str, match: re.Match[str], options: list[str]) -> str:
     return f"{place.key}{place.value} must be a list of {match[1]}."
 
 
+def advice_on(name: str) -> str:
+    """How to run a method whose name stands where a client module is asked for; empty if it is none.
+
+    >>> advice_on("FedAWA")
+    'is a server side; give --config methods/fedawa, or --aggregator FedAWA.'
+    """
+    name = name.rpartition(".")[2]
+    server = name in class_names("aggregator")
+    method = next((each for each in METHODS if squeezed(each.name) == squeezed(name)), None)
+    if method is not None:
+        ways = [f"--config methods/{method.file}"]
+        ways += [f"--aggregator {name}"] if server else []
+        return f"is {'a server side' if server else 'no client module but a method'}; give {', or '.join(ways)}."
+    return f"is a server side; give --aggregator {name}." if server else ""
+
+
 def other_class(message: str, match: re.Match[str], options: list[str]) -> str:
     """A class is known, and of another kind."""
     place = locate(message, match)
+    if place.key == "model" and (advice := advice_on(match[1])):
+        return f"model={match[1]} {advice}"
     names = class_names(place.key.rpartition(".")[2])
     return f"{place.key}={match[1]} is no {match[2]}{suggestion(match[1].rpartition('.')[2], names)}"
 

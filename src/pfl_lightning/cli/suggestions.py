@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
@@ -41,7 +40,7 @@ def suggestion(name: str, names: Iterable[str], prefix: str = "") -> str:
     >>> suggestion("FedPorx", ["FedProx", "Local"])
     '; did you mean FedProx?'
     >>> suggestion("lr", ["net", "optimizer"], prefix="model.")
-    '; there is model.net, model.optimizer.'
+    '; choose from model.net, model.optimizer.'
 
     Args:
         name: what was given.
@@ -52,7 +51,7 @@ def suggestion(name: str, names: Iterable[str], prefix: str = "") -> str:
     if close := get_close_matches(name.lower(), spelled, n=2):
         return f"; did you mean {' or '.join(prefix + spelled[known] for known in close)}?"
     if 0 < len(spelled) <= LISTED:
-        return f"; there is {', '.join(prefix + known for known in spelled.values())}."
+        return f"; choose from {', '.join(prefix + known for known in spelled.values())}."
     return "."
 
 
@@ -109,9 +108,3 @@ def settings(class_path: str) -> list[str]:
         return list(ArgumentParser(exit_on_error=False).add_class_arguments(cls, fail_untyped=False))
     except (ImportError, AttributeError, ValueError):
         return []
-
-
-def nearest_file(path: Path) -> str:
-    """The end of a sentence about a file that isn't there: files beside it with names like it."""
-    siblings = [file.name for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-    return suggestion(path.name, siblings, prefix=f"{path.parent}/")

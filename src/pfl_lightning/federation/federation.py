@@ -28,6 +28,7 @@ from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.resuming import Settings, check_resumed, settings_of
 from pfl_lightning.federation.summary import summarise
 from pfl_lightning.messages import StateDict, detached, num_bytes
+from pfl_lightning.methods.registry import method_of
 from pfl_lightning.runs.client_states import DiskStates
 from pfl_lightning.runs.folder import run_folder
 from pfl_lightning.seeds import derive_seed, draw_cohort
@@ -80,9 +81,8 @@ class Federation(LightningModule):
 
     @property
     def method(self) -> str:
-        """The client module's name, and the aggregator's where it isn't the client's own."""
-        client, aggregator = type(self.client).__name__, self.aggregator.name
-        return client if aggregator == self.client.configure_aggregator().name else f"{client}+{aggregator}"
+        """The literature's name of client module and aggregator, or else their own."""
+        return method_of(self.client, self.aggregator)
 
     @property
     def _architectures(self) -> list[ClientModule]:

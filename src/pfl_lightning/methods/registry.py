@@ -33,6 +33,27 @@ class Method:
     source: type | None = None
 
     @property
+    def file(self) -> str:
+        """The name of its configuration, ``FILE.yaml`` in ``configs/methods``.
+
+        >>> Method("KT-pFL+weight", m.GrowingEpochs, m.KTpFLWeight).file
+        'kt_pfl_weight'
+        """
+        return FILES.get(self.name, re.sub(r"[^a-z0-9]+", "_", self.name.lower()))
+
+    def is_of(self, client: ClientModule, aggregator: Aggregator) -> bool:
+        """Whether a client module and an aggregator are this method's, with what tells it from others of the pair."""
+        if type(client) is not self.client:
+            return False
+        if self.aggregator is None:
+            own: str = client.configure_aggregator().name
+            return own == aggregator.name
+        settings = self.aggregator.keywords if isinstance(self.aggregator, partial) else {}
+        return self.aggregator().name == aggregator.name and all(
+            getattr(aggregator, name) == value for name, value in settings.items()
+        )
+
+    @property
     def pair(self) -> tuple[str, str]:
         """Names of the client module and of the aggregator."""
         return self.client.__name__, self.new_aggregator().name
@@ -58,6 +79,9 @@ class Method:
                 return " ".join(found["paper"].split()), found["url"]
         return "", ""
 
+
+FILES = {"L-DAWA": "ldawa", "cwFedAvg-noWDR": "cwfedavg_no_wdr", "pFedMe": "pfedme"}
+"""Files of methods whose names aren't theirs in small letters with underscores."""
 
 PAPER = re.compile(r"Source:\s+(?P<paper>[^(]*?\d{4})[^(]*\((?P<url>https?://[^)\s]+)\)")
 
@@ -101,11 +125,25 @@ METHODS = (
     Method("KT-pFL+weight", m.GrowingEpochs, m.KTpFLWeight),
     Method("FedClassAvg", m.FedClassAvg),
     Method("cwFedAvg", m.WDR),
-    Method("cwFedAvg without WDR", m.FedAvg, m.CwFedAvg),
-    Method("cwFedAvg, Dist", m.FedAvg, partial(m.CwFedAvg, distribution="counts"), source=m.CwFedAvg),
+    Method("cwFedAvg-noWDR", m.FedAvg, m.CwFedAvg),
+    Method("cwFedAvg-Dist", m.FedAvg, partial(m.CwFedAvg, distribution="counts"), source=m.CwFedAvg),
     Method("FedReMa", m.FedAvg, m.FedReMa),
     Method("FedReMa+A", m.AlternateTraining, m.FedReMa),
     Method("FedReMa+F", m.FeatureAlignment, aligned_fedrema, source=m.FedReMa),
-    Method("FedReMa+A&F", m.AlternateAlignment, aligned_fedrema, source=m.FedReMa),
+    Method("FedReMa+AF", m.AlternateAlignment, aligned_fedrema, source=m.FedReMa),
 )
 """All methods, in the table's order. A new one is one entry here; everything else in the table is found out."""
+
+
+def method_of(client: ClientModule, aggregator: Aggregator) -> str:
+    """The literature's name of a client module and an aggregator, or else their own names.
+
+    >>> method_of(m.WDR(), m.CwFedAvg()), method_of(m.FedProx(), m.FedAWA())
+    ('cwFedAvg', 'FedProx+FedAWA')
+    """
+    # what has settings of its own comes before the pair without them
+    found = [method for method in METHODS if method.is_of(client, aggregator)]
+    if found:
+        return max(found, key=lambda method: isinstance(method.aggregator, partial)).name
+    own = client.configure_aggregator().name == aggregator.name
+    return type(client).__name__ if own else f"{type(client).__name__}+{aggregator.name}"

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.cli.suggestions import class_names, nearest_file, suggestion
+from pfl_lightning.cli.configs import find, nearest, squeezed
+from pfl_lightning.cli.suggestions import class_names, suggestion
+from pfl_lightning.methods.registry import METHODS
 
 FILE = ("--config", "-c")
 """The options that name a file."""
@@ -35,7 +37,7 @@ class Choice:
         Args:
             passed: the arguments that all methods have in common.
         """
-        ends = [place + ("=" not in word) for place, word in enumerate(passed, 1) if word.split("=")[0] in FILE]
+        ends = [index + ("=" not in word) for index, word in enumerate(passed, 1) if word.split("=")[0] in FILE]
         last = max(ends, default=0)
         return (*self.arguments, *passed[:last], *self.winning, *passed[last:])
 
@@ -44,8 +46,9 @@ def choose(words: list[str], folder: Path) -> list[Choice]:
     """Finds out what each word means.
 
     Args:
-        words: a name of a file in the folder (``fedprox``), the path of a file, or a client module's class
-            (``FedProx``), each with more files after a ``+``, whose settings win over those of all other files.
+        words: a method's name (``cwFedAvg``) or that of its file in the folder (``cwfedavg``), the path of a file, or
+            a client module's class (``my_methods.Mine``), each with more files after a ``+``, whose settings win over
+            those of all other files.
         folder: the folder of the methods' files.
 
     Raises:
@@ -62,28 +65,33 @@ def choose(words: list[str], folder: Path) -> list[Choice]:
 
 def choose_one(word: str, folder: Path) -> Choice:
     """Finds out what a word means."""
-    first, *others = word.split("+")
-    if (path := settings_file(first, folder)) is not None:
-        label, arguments = path.stem, ["--config", str(path)]
+    # KT-pFL+weight has a plus in its name
+    known = {squeezed(method.name): method for method in METHODS}
+    whole = squeezed(word) in known and (folder / f"{known[squeezed(word)].file}.yaml").is_file()
+    first, *others = [word] if whole else word.split("+")
+    if (path := method_file(first, folder)) is not None:
+        names = {method.file: method.name for method in METHODS} if path.parent == folder else {}
+        label, arguments = names.get(path.stem, path.stem), ["--config", str(path)]
     elif "." in first or first in class_names("model"):
         label, arguments = first.rpartition(".")[2], ["--model", first]
     else:
-        known = {file.stem for file in folder.glob("*.yaml")} | class_names("model")
+        names = {file.stem: "" for file in folder.glob("*.yaml")} | dict.fromkeys(class_names("model"), "")
         raise MisconfigurationException(
-            f"compare: --methods {first} is no file in {folder}/ and no client module{suggestion(first, known)}"
+            f"compare: --methods {first} is no file in {folder}/ and no client module{suggestion(first, names)}"
         )
     winning: list[str] = []
     for other in others:
-        if (path := settings_file(other, folder)) is None:
+        if (path := find(other)) is None:
             raise MisconfigurationException(
-                f"compare: --methods {word}: {other} is no file in {folder}/; behind a + give the path of a YAML file."
+                f"compare: --methods {word}: {other} is no file; behind a + give the path of one, or the name of a "
+                f"packaged configuration{nearest(other)}"
             )
         label, winning = f"{label}+{path.stem}", [*winning, "--config", str(path)]
     return Choice(label, tuple(arguments), tuple(winning))
 
 
-def settings_file(word: str, folder: Path) -> Path | None:
-    """The file that a word means: by its path if it ends as YAML does, else by its name in the folder, if it's there.
+def method_file(word: str, folder: Path) -> Path | None:
+    """The file that a word means: by its path if it ends as YAML does, else by a name, if the folder has it.
 
     Raises:
         MisconfigurationException: if there is no file under the path.
@@ -91,7 +99,8 @@ def settings_file(word: str, folder: Path) -> Path | None:
     path = Path(word)
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
-            raise MisconfigurationException(f"compare: {path} is no file{nearest_file(path)}")
+            raise MisconfigurationException(f"compare: {path} is no file{nearest(word)}")
         return path
-    named = folder / f"{word}.yaml"
-    return named if named.is_file() else None
+    files = {squeezed(file.stem): file for file in sorted(folder.glob("*.yaml"))}
+    names = {squeezed(method.name): squeezed(method.file) for method in METHODS}
+    return files.get(names.get(squeezed(word), squeezed(word)))

@@ -14,7 +14,7 @@ from pfl_lightning.cli.compare.choices import choose
 from pfl_lightning.cli.compare.report import write
 from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.cli.compare.runs import Run, files, run_all
-from pfl_lightning.cli.suggestions import nearest_file
+from pfl_lightning.cli.configs import FOLDER, nearest, resolved
 from pfl_lightning.runs.folder import explained
 from pfl_lightning.runs.report import percent
 
@@ -34,8 +34,8 @@ training on it. --vary_data gives each seed a partition of its own.
 EPILOG = """\
 All other options are those of fit, and are given to every run:
 
-    pfl-lightning compare --methods local fedavg fedprox+configs/paper/fedprox_fedrema.yaml \\
-        --config configs/data/mnist_dir0.1.yaml --seeds 0 1 2 --trainer.max_rounds 20 --data.root DATA --jobs 2
+    pfl-lightning compare --methods local fedavg fedprox+paper/fedprox_fedrema \\
+        --config protocols/mnist_dir0.1 --seeds 0 1 2 --trainer.max_rounds 20 --data.root DATA --jobs 2
 
 --trainer.logger WandbLogger logs all runs to one group of Weights & Biases, which has the name of the folder.
 """
@@ -134,17 +134,20 @@ def parse(args: list[str]) -> tuple[Namespace, list[str]]:
         nargs="+",
         required=True,
         metavar="METHOD",
-        help="names of files in the --configs folder, paths of files, or client modules such as FedProx; "
+        help="names of methods such as cwFedAvg, paths of files, or client modules such as my_methods.Mine; "
         "METHOD+FILE adds a file whose settings win over those of all other files",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="SEED", help="by default 0")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, by default 1")
     parser.add_argument("--out", type=Path, help="folder of the runs and tables, by default runs/compare-DATA")
     parser.add_argument(
-        "--configs", type=Path, default=Path("configs/methods"), help="folder of the methods' files: configs/methods"
+        "--configs",
+        type=Path,
+        default=FOLDER / "methods",
+        help="folder of the methods' files: the package's",
     )
     parser.add_argument("--vary_data", action="store_true", help="give each seed a partition of its own (data.seed)")
-    given, passed = parser.parse_known_args(args)
+    given, passed = parser.parse_known_args(resolved(args))
     given.seeds = list(dict.fromkeys(given.seeds))
     if given.jobs < 1:
         raise MisconfigurationException(f"compare: --jobs {given.jobs} must be at least 1.")
@@ -165,7 +168,7 @@ def check(passed: Sequence[str], vary_data: bool) -> None:
             )
     for path in files(passed):
         if not path.is_file():
-            raise MisconfigurationException(f"compare: --config {path} is no file{nearest_file(path)}")
+            raise MisconfigurationException(f"compare: --config {path} is no file{nearest(str(path))}")
         settings = yaml.safe_load(path.read_text())
         if isinstance(settings, dict) and "class_path" in (settings.get("model") or {}):
             raise MisconfigurationException(
