@@ -17,8 +17,8 @@ from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.registry import METHODS, Method
 from pfl_lightning.nets import MLP
 
-README = Path(__file__).parents[1] / "README.md"
-BEGIN, END = "<!-- methods: printed by `pfl-lightning methods --format markdown` -->", "<!-- end of methods -->"
+ROOT = Path(__file__).parents[1]
+TABLES = {"markdown": ROOT / "docs" / "methods.md", "short": ROOT / "README.md"}
 
 BASES = {methods.KnowledgeCoefficients}
 """What is exported to be subclassed, and is no method by itself."""
@@ -40,11 +40,13 @@ def pair_of(file: Path) -> tuple[str, str]:
     return client, "+".join(part["class_path"] for part in parts)
 
 
-def test_the_readme_has_the_table(rows):
-    text = README.read_text()
-    assert text.count(BEGIN) == text.count(END) == 1
-    assert text.split(BEGIN)[1].split(END)[0].strip() == FORMATS["markdown"](rows), (
-        f"put what pfl-lightning methods --format markdown prints between {BEGIN} and {END}"
+@pytest.mark.parametrize("form", TABLES)
+def test_the_documents_have_the_table(form, rows):
+    begin, end = f"<!-- methods: printed by `pfl-lightning methods --format {form}` -->", "<!-- end of methods -->"
+    text = TABLES[form].read_text()
+    assert text.count(begin) == text.count(end) == 1
+    assert text.split(begin)[1].split(end)[0].strip() == FORMATS[form](rows), (
+        f"put what pfl-lightning methods --format {form} prints between {begin} and {end}"
     )
 
 
@@ -155,7 +157,9 @@ def test_papers_come_from_docstrings():
 
 def test_formats(rows):
     assert list(csv.DictReader(io.StringIO(FORMATS["csv"](rows)))) == rows
-    assert f"| [{rows[1]['paper']}]({rows[1]['url']}) | `FedAvg` | `WeightedAverage` |" in FORMATS["markdown"](rows)
+    link = f"| [{rows[1]['paper']}]({rows[1]['url']}) | `methods/fedavg` |"
+    assert f"{link} `FedAvg` | `WeightedAverage` |" in FORMATS["markdown"](rows)
+    assert f"{link} 1.00 weights | nothing |" in FORMATS["short"](rows)
     assert all(row["method"] in FORMATS["text"](rows) for row in rows)
 
 

@@ -29,6 +29,9 @@ from pfl_lightning.trainer import FederatedTrainer
 CLIENTS = 4
 """Clients of the federations that are measured."""
 
+SHORT = ("method", "paper", "configuration", "up", "stays")
+"""The columns of the short table."""
+
 NOTE = f"""\
 Measured, with the defaults, in the second round of {CLIENTS} clients that all take part, with the CNN and 10 classes:
 what a client and round sends up and down, and what stays with the client between rounds, in bytes as a multiple of the
@@ -155,6 +158,7 @@ def describe(method: Method) -> dict[str, str]:
         "method": method.name,
         "paper": paper,
         "url": url,
+        "configuration": f"methods/{method.file}",
         "client module": client,
         "aggregator": aggregator,
         "up": amount(federation.metrics["bytes/up"] / CLIENTS / model, watch.up),
@@ -182,10 +186,22 @@ def markdown(rows: Sequence[Mapping[str, str]]) -> str:
     Args:
         rows: as from `describe`.
     """
-    links = [f"[{row['paper']}]({row['url']})" if row["url"] else "" for row in rows]
-    code = [{name: f"`{row[name]}`" for name in ("client module", "aggregator")} for row in rows]
-    shown = [{**row, "paper": link, **names} for row, link, names in zip(rows, links, code, strict=True)]
-    return f"{markdown_table(cells(shown))}\n\n{NOTE}"
+    return f"{markdown_table(cells(list(map(linked, rows))))}\n\n{NOTE}"
+
+
+def short(rows: Sequence[Mapping[str, str]]) -> str:
+    """Five columns of the table in Markdown.
+
+    Args:
+        rows: as from `describe`.
+    """
+    return markdown_table(cells([{name: row[name] for name in SHORT} for row in map(linked, rows)]))
+
+
+def linked(row: Mapping[str, str]) -> dict[str, str]:
+    """A row with a link in Markdown to the paper, and names of classes and files as code."""
+    code = {name: f"`{row[name]}`" for name in ("configuration", "client module", "aggregator")}
+    return {**row, "paper": f"[{row['paper']}]({row['url']})" if row["url"] else "", **code}
 
 
 def text(rows: Sequence[Mapping[str, str]]) -> str:
@@ -216,7 +232,7 @@ def comma_separated(rows: Sequence[Mapping[str, str]]) -> str:
     return file.getvalue().rstrip()
 
 
-FORMATS = {"text": text, "markdown": markdown, "csv": comma_separated}
+FORMATS = {"text": text, "markdown": markdown, "short": short, "csv": comma_separated}
 
 
 @contextmanager
