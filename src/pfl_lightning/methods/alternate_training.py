@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.client.phases import Phase, in_body, in_classifier
+from pfl_lightning.client import Phase, in_body, in_classifier
 from pfl_lightning.methods.feature_alignment import FeatureAlignment
 from pfl_lightning.methods.fedavg import FedAvg
 
