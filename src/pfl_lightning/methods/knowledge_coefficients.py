@@ -117,9 +117,8 @@ class KnowledgeCoefficients(Aggregator):
         n = len(clients)
         c = torch.stack([self.shares(client, clients) for client in clients])
         slopes = 2 * (c @ products - products) + 2 * self.rho / n * (c - 1 / n)
-        c = UPDATES[self.c_update](
-            c - (official_rates(slopes) if self.coefficient_lr is None else self.coefficient_lr) * slopes
-        )
+        rates = official_rates(slopes) if self.coefficient_lr is None else self.coefficient_lr
+        c = UPDATES[self.c_update](c - rates * slopes)
         table = self.state["c"].clone()
         for client, row in zip(clients, c, strict=True):
             table[client, clients] = row * (table[client, clients].sum() / table[client].sum())
