@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from federations import blobs, equal, fit, load, make_client, noisy, read_csv, same_end
 from pfl_lightning import Aggregator, WeightedAverage
+from pfl_lightning.aggregators import AggregatorList
 from pfl_lightning.aggregators import model_pool as pool
-from pfl_lightning.aggregators.aggregator_list import AggregatorList
 from pfl_lightning.callbacks import AggregationPictures
 from pfl_lightning.callbacks import aggregation_pictures as module
 from pfl_lightning.messages import detached, tree_map

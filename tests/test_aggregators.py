@@ -1,10 +1,15 @@
+import copy
+import math
+
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from federations import FEATURES, Spy, blobs, equal, fit, make_client, noisy
 from pfl_lightning import Aggregator, AggregatorList, Server, WeightedAverage
-from pfl_lightning.messages import detached
+from pfl_lightning.aggregators import ClassMeans, client_weights, mean_model
+from pfl_lightning.messages import detached, weighted_mean
 from pfl_lightning.methods import CwFedAvg, FedPer
 from pfl_lightning.nets import Net
 
@@ -52,6 +57,100 @@ def test_averaging_changes_no_upload(average):
     average.aggregate(updates, round=0)
     average.aggregate(updates, round=1)
     assert equal(before, updates)
+
+
+def test_clients_count_by_their_samples_or_all_alike():
+    updates = {1: update(1, w=[2.0]), 4: update(3, w=[6.0])}
+    assert client_weights(updates, "samples") == {1: 0.25, 4: 0.75}
+    assert client_weights(updates, "uniform") == {1: 0.5, 4: 0.5}
+    assert mean_model(updates, {4: 0.75, 1: 0.25})["w"].tolist() == [5.0]
+
+
+def test_clients_that_count_alike_are_not_asked_for_their_samples():
+    alike = WeightedAverage(weighting="uniform")
+    alike.setup(server({"w": torch.zeros(1)}))
+    alike.aggregate({0: {"weights": {"w": torch.ones(1)}}, 3: {"weights": {"w": torch.zeros(1)}}}, round=0)
+    assert alike.global_model()["w"].tolist() == [0.5] and alike.state["shares"] == {0: 0.5, 3: 0.5}
+    assert alike.needs == {"weights"} and WeightedAverage().needs == {"weights", "num_samples"}
+
+
+def test_weightings_give_different_means():
+    averages = [WeightedAverage(), WeightedAverage(1.0, "samples"), WeightedAverage(weighting="uniform")]
+    by_samples, the_same, alike = (fit(make_client(net=noisy), aggregator=each).weights for each in averages)
+    assert equal(by_samples, the_same) and not equal(by_samples, alike)
+
+
+def test_a_full_step_is_the_mean_bit_for_bit_wherever_the_model_was(average):
+    updates = {0: update(30, w=[0.1, math.pi]), 5: update(11, w=[-7.3, 1e-8])}
+    average.state["weights"] = {"w": torch.tensor([1e30, -0.7])}
+    average.aggregate(updates, round=0)
+    assert equal(average.global_model(), mean_model(updates, client_weights(updates, "samples")))
+
+
+@pytest.mark.parametrize("server_lr", [0.5, 1.0, 2.0])
+def test_parameters_take_the_step_and_running_statistics_do_not(server_lr):
+    spy, aggregator = Spy(), WeightedAverage(server_lr, "uniform")
+    run = fit(make_client(net=noisy), aggregator=aggregator, max_rounds=1, callbacks=[spy])
+    start = make_client(net=noisy).state_dict()
+    mean = weighted_mean([update["weights"] for update in spy.updates[0].values()], [0.25] * 4)
+    for name, tensor in run.weights.items():
+        way = server_lr if name in dict(run.model.named_parameters()) else 1.0
+        expected = start[name] + way * (mean[name] - start[name])
+        torch.testing.assert_close(tensor, expected.to(tensor.dtype))
+
+
+def test_a_step_towards_nobody_s_updates_is_none():
+    aggregator = WeightedAverage(1.5, "uniform")
+    fit(make_client(), aggregator=aggregator)
+    before = copy.deepcopy(aggregator.state)
+    assert aggregator.aggregate({}, round=3) == {}
+    assert equal(aggregator.state, before)
+
+
+def test_a_step_is_taken_where_clients_share_a_part():
+    runs = [fit(make_client(FedPer), aggregator=WeightedAverage(server_lr)) for server_lr in (1.0, 1.5)]
+    assert not equal(*(run.weights for run in runs))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"server_lr": 0}, "server_lr=0"),
+        ({"server_lr": -1}, "server_lr=-1"),
+        ({"weighting": "size"}, "weighting='size'"),
+    ],
+)
+def test_settings_of_the_average_are_refused_by_name(settings, named):
+    with pytest.raises(MisconfigurationException, match=rf"aggregator\.{named} must be"):
+        WeightedAverage(**settings)
+
+
+def test_a_list_s_state_is_that_of_its_parts_and_reaches_them_again():
+    def together():
+        made = AggregatorList([WeightedAverage(), ClassMeans(weighted=False)])
+        made.aggregators[0].setup(server({"w": torch.zeros(2)}))
+        made.aggregators[1].setup(server({}))
+        return made
+
+    one, other = together(), together()
+    one.aggregate({0: update(30, w=[1.0, 2.0]) | {"prototypes": {2: torch.ones(3)}}}, round=0)
+    other.state = one.state
+    assert other.state == one.state and other.aggregators[0].state is one.aggregators[0].state
+    assert equal(other.download(0), one.download(0))
+
+
+def test_a_list_may_have_its_parts_before_or_after_its_state():
+    class Late(AggregatorList):
+        def __init__(self):
+            Aggregator.__init__(self)
+            self.aggregators = [Aggregator()]
+
+    class Early(AggregatorList):
+        def __init__(self):
+            self.aggregators = [Aggregator()]
+            Aggregator.__init__(self)
+
+    assert Late().state == Early().state == {"0": {}}
 
 
 def test_the_base_class_sends_nothing_and_has_no_model():

@@ -185,7 +185,7 @@ def test_loggers_get_the_whole_config():
 
 
 def test_a_method_in_a_file_of_the_working_folder_can_be_named(tmp_path):
-    (tmp_path / "mine.py").write_text("from pfl_lightning import FedAvg\n\n\nclass Mine(FedAvg):\n    pass\n")
+    (tmp_path / "mine.py").write_text("from pfl_lightning.methods import FedAvg\n\n\nclass Mine(FedAvg):\n    pass\n")
     program = Path(sys.executable).with_name("pfl-lightning")
     run = f"{program} fit {SMALL} --trainer.max_rounds 1 --model mine.Mine"
     assert subprocess.run(run.split(), capture_output=True, text=True).returncode == 0

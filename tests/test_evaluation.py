@@ -7,8 +7,8 @@ from lightning.pytorch import Callback
 from torch.nn import functional as F
 
 from federations import Spy, blobs, equal, fit, make_client, make_trainer, noisy, points
-from pfl_lightning.data import Samples
-from pfl_lightning.engines.evaluation import CHUNK, evaluate
+from pfl_lightning.data import CHUNK, Samples
+from pfl_lightning.engines.evaluation import evaluate
 from pfl_lightning.federation.summary import summarise
 from pfl_lightning.methods import FedPer
 

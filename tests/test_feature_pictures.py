@@ -28,7 +28,7 @@ from federations import (
 from pfl_lightning.callbacks import feature_pictures as module
 from pfl_lightning.callbacks.feature_pictures import FeaturePictures, Seen, common_samples, embed
 from pfl_lightning.callbacks.layer_conductance import layer_conductance
-from pfl_lightning.client.phases import Phase
+from pfl_lightning.client import Phase
 from pfl_lightning.data import Samples
 from pfl_lightning.methods import Local
 from pfl_lightning.methods.fedavg import FedAvg

@@ -82,7 +82,7 @@ def test_rich_shows_the_round_and_the_clients_done():
 
     class Watch(Callback):
         def on_aggregate_start(self, trainer, federation, updates):
-            shown.extend(job.description for job in trainer.progress_bar_callback.progress.jobs)
+            shown.extend(task.description for task in trainer.progress_bar_callback.progress.tasks)
 
     fit(make_client(), max_rounds=2, enable_progress_bar=True, callbacks=[RichProgressBar(), Watch()])
     assert any("Round 1/2, clients 4/4" in text for text in shown)

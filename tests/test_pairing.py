@@ -23,9 +23,14 @@ AGGREGATORS: set[Any] = {type(method.new_aggregator()) for method in METHODS}
 
 
 def floats(cls: type) -> set[str]:
-    """Names of the numbers that a class takes, its bases' among them."""
-    parameters = [p for base in cls.__mro__ for p in inspect.signature(base.__init__).parameters.values()]
-    return {p.name for p in parameters if isinstance(p.default, float) or "float" in str(p.annotation)}
+    """Names of the numbers that a class takes, and of those that it hands on to its bases."""
+    names: set[str] = set()
+    for base in cls.__mro__:
+        parameters = inspect.signature(base.__init__).parameters.values()
+        names |= {p.name for p in parameters if isinstance(p.default, float) or "float" in str(p.annotation)}
+        if "__init__" in vars(base) and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return names
 
 
 def settings_of(classes: set[Any]) -> list[Any]:
@@ -36,7 +41,7 @@ def settings_of(classes: set[Any]) -> list[Any]:
 
 def test_the_methods_have_numbers():
     assert floats(CloudProx) == {"mu"} and floats(FedAMP) == {"alpha", "sigma", "min_own"}
-    assert floats(KTpFL) == {"rho", "server_lr"} and not floats(Local)
+    assert floats(KTpFL) == {"rho", "coefficient_lr"} and not floats(Local)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

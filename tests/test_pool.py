@@ -6,9 +6,9 @@ from torch.nn import functional as F
 
 from federations import Blobs, make_client, points
 from pfl_lightning import Server
-from pfl_lightning.aggregators.model_pool import BLOCK, ModelPool, inner_products, mean_loss, shares
-from pfl_lightning.data import Samples
-from pfl_lightning.engines.evaluation import CHUNK
+from pfl_lightning.aggregators import ModelPool, inner_products, mean_loss
+from pfl_lightning.aggregators.model_pool import BLOCK
+from pfl_lightning.data import CHUNK, Samples
 
 
 def test_inner_products_are_those_of_the_long_vectors():
@@ -41,12 +41,6 @@ def test_the_loss_is_a_mean_over_samples_however_many_go_through_at_once():
 def test_a_loss_that_is_no_number_is_infinite():
     x, y = points(3, seed=0)
     assert mean_loss(lambda x: torch.full((len(x), 3), math.nan), Samples(x, y)) == math.inf
-
-
-def test_shares_are_by_samples_or_alike():
-    updates = {1: {"num_samples": torch.tensor(1)}, 4: {"num_samples": torch.tensor(3)}}
-    assert shares(updates, "samples") == {1: 0.25, 4: 0.75}
-    assert shares(updates, "uniform") == {1: 0.5, 4: 0.5}
 
 
 def test_a_pool_hands_out_what_it_keeps_by_id_and_without_the_client_s_own():

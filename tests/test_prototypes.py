@@ -1,5 +1,5 @@
 import re
-from functools import partial
+from functools import partial, partialmethod
 
 import pytest
 import torch
@@ -23,12 +23,12 @@ from federations import (
     same_end,
 )
 from pfl_lightning import AggregatorList, Server, WeightedAverage
-from pfl_lightning.aggregators import class_means as prototypes
-from pfl_lightning.aggregators.class_means import ClassMeans, ClassVectors, class_means
+from pfl_lightning.aggregators import ClassMeans
 from pfl_lightning.data import Samples
 from pfl_lightning.messages import detached
 from pfl_lightning.methods import CwFedAvg, FedAvg, Local
 from pfl_lightning.methods.alternate_training import AlternateAlignment, AlternateTraining
+from pfl_lightning.methods.class_vectors import ClassVectors, class_means
 from pfl_lightning.methods.feature_alignment import FeatureAlignment
 from pfl_lightning.methods.feddistill import FedDistill
 from pfl_lightning.methods.fedpac import PACClient
@@ -46,7 +46,7 @@ def family(function):
 
 @pytest.mark.parametrize("chunk", [1, 7, 1024])
 def test_class_means_by_hand_in_chunks_of_any_size(monkeypatch, chunk):
-    monkeypatch.setattr(prototypes, "CHUNK", chunk)
+    monkeypatch.setattr(Samples, "chunks", partialmethod(Samples.chunks, chunk))
     x, y = points(20, seed=4)
     means = class_means(torch.sin, Samples(x, y * 2), 2 * CLASSES)
     assert list(means) == [0, 2, 4]

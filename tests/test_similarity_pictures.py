@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from federations import Sizes, Spy, blobs, equal, fit, load, make_client, same_end, untimed
 from pfl_lightning import AggregatorList
-from pfl_lightning.aggregators.base import Aggregator
+from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.callbacks import similarity_pictures as module
 from pfl_lightning.callbacks.similarity_pictures import SimilarityPictures, peer_precision
 from pfl_lightning.methods import FedPer, Local

@@ -29,7 +29,7 @@ from federations import (
     untimed,
 )
 from pfl_lightning import methods
-from pfl_lightning.client.phases import Phase
+from pfl_lightning.client import Phase
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.engines import ClientState, Job, LocalWork, Sequential, scoring, vectorised
 from pfl_lightning.engines.vmap.dropout import Streams

@@ -9,9 +9,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
-from pfl_lightning.aggregators.base import Aggregator
+from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.callbacks import LastCheckpoint
-from pfl_lightning.client.module import ClientModule
+from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine
 from pfl_lightning.federation.federation import Federation

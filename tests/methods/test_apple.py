@@ -27,7 +27,7 @@ from federations import (
     points,
 )
 from pfl_lightning import AggregatorList, Server, WeightedAverage
-from pfl_lightning.client.phases import Phase
+from pfl_lightning.client import Phase
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import Local

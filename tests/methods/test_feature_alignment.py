@@ -7,8 +7,8 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from federations import CLASSES, HIDDEN, SIZES, Spy, blobs, equal, fit, make_client, noisy, plain, points
-from pfl_lightning.aggregators.class_means import class_means
 from pfl_lightning.methods import FedAvg
+from pfl_lightning.methods.class_vectors import class_means
 from pfl_lightning.methods.feature_alignment import FeatureAlignment
 
 

@@ -13,8 +13,8 @@ from torch.optim import SGD, Adam
 
 from federations import Shuffled, Spy, equal, fit, load, make_client, noisy, plain, same_end
 from pfl_lightning import Server, WeightedAverage
+from pfl_lightning.aggregators import client_weights
 from pfl_lightning.aggregators import model_pool as pool
-from pfl_lightning.aggregators.weighted_average import sample_shares
 from pfl_lightning.messages import detached, weighted_mean
 from pfl_lightning.methods import WDR, FedAvg, FedPer, FedProx, Local, fedawa
 from pfl_lightning.methods.fedawa import FedAWA
@@ -267,7 +267,7 @@ def test_where_weights_begin(init):
     aggregator = server(init=init, server_steps=0)
     updates = random_updates(aggregator)
     aggregator.aggregate(updates, round=0)
-    p = torch.tensor(list(sample_shares(updates).values()), dtype=torch.float64)
+    p = torch.tensor(list(client_weights(updates, "samples").values()), dtype=torch.float64)
     disco = torch.tensor(list(disco_shares(updates, 0.5, 0.1, "kl").values()), dtype=torch.float64)
     expected = {"log_size": p, "raw_size": p.softmax(0), "uniform": torch.full_like(p, 1 / K), "disco": disco}
     assert torch.allclose(shares_of(aggregator), expected[init], rtol=0, atol=1e-15)
@@ -325,7 +325,7 @@ def test_identical_clients_leave_the_weights_alone(clients):
     updates = random_updates(aggregator, clients)
     same = {client: {**update, "weights": updates[0]["weights"]} for client, update in updates.items()}
     logs = aggregator.aggregate(same, round=0)
-    sizes = torch.tensor(list(sample_shares(updates).values()), dtype=torch.float64)
+    sizes = torch.tensor(list(client_weights(updates, "samples").values()), dtype=torch.float64)
     assert torch.allclose(shares_of(aggregator), sizes, rtol=0, atol=1e-9)
     assert logs["sim"] == 0 and logs["reg"] > 1e-6
 
@@ -343,7 +343,7 @@ def test_clients_that_didn_t_move_leave_everything_alone(term, distance):
     before = detached(aggregator.global_model())
     still = {client: {**u, "weights": before} for client, u in random_updates(aggregator).items()}
     logs = aggregator.aggregate(still, round=0)
-    sizes = torch.tensor(list(sample_shares(still).values()), dtype=torch.float64)
+    sizes = torch.tensor(list(client_weights(still, "samples").values()), dtype=torch.float64)
     assert torch.allclose(shares_of(aggregator), sizes, rtol=0, atol=1e-12)
     assert logs["sim"] == 0 and abs(logs["reg"]) < 1e-15
     assert close(aggregator.global_model(), before)

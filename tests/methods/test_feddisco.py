@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import Shuffled, Spy, blobs, equal, fit, make_client, noisy, same_end
 from pfl_lightning import Server, WeightedAverage
-from pfl_lightning.aggregators.weighted_average import sample_shares
+from pfl_lightning.aggregators import client_weights
 from pfl_lightning.methods import WDR, FedPer, FedProx, Local
 from pfl_lightning.methods.feddisco import FedDisco, disco_shares
 
@@ -77,7 +77,7 @@ def test_equal_sizes_and_discrepancies_give_equal_weights(metric):
 @pytest.mark.parametrize("metric", METRICS)
 def test_balanced_clients_have_no_discrepancy_and_b_alone_evens_them_out(metric):
     updates = updates_of([7] * 10, [11] * 10, [3] * 10)
-    p = np.array(list(sample_shares(updates).values()))
+    p = np.array(list(client_weights(updates, "samples").values()))
     assert shares_of(updates, a=5.0, metric=metric) == pytest.approx((p + 0.1) / 1.3, abs=1e-12)
     assert shares_of(updates, a=5.0, b=0.0, metric=metric) == pytest.approx(p, abs=1e-12)
 

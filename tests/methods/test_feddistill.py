@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from federations import CLASSES, Altered, Spy, blobs, equal, fit, make_client, noisy, plain, points
-from pfl_lightning.aggregators.class_means import ClassMeans
+from pfl_lightning.aggregators import ClassMeans
 from pfl_lightning.methods import Local
 from pfl_lightning.methods.feddistill import FedDistill
 

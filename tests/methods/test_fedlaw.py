@@ -29,7 +29,7 @@ from federations import (
     same_end,
 )
 from pfl_lightning import Server, WeightedAverage
-from pfl_lightning.aggregators.weighted_average import sample_shares
+from pfl_lightning.aggregators import client_weights
 from pfl_lightning.data import Samples, epoch_order
 from pfl_lightning.messages import weighted_mean
 from pfl_lightning.methods import WDR, FedPer, FedProx, Local
@@ -104,7 +104,7 @@ def uploads(aggregator, clients=3, scale=0.7):
 def learned(updates, module, seed, epochs=20, batch_size=128, halving=20, round=0):
     """z of Adam on the cross-entropy of the shrunk mix on the 40 points, step by step, of nets without buffers."""
     part = Samples(*points(40, seed=1))
-    p = list(sample_shares(updates).values())
+    p = list(client_weights(updates, "samples").values())
     z = torch.tensor([*p, 1.0], dtype=torch.float64).log().requires_grad_()
     generator = torch.Generator().manual_seed(derive_seed(seed, "fedlaw", round))
     m, v, step = 0, 0, 0
@@ -228,7 +228,7 @@ def test_an_optimizer_and_its_learning_rate_can_be_chosen():
     assert shares[0] == shares[1] != shares[2]
     still = server(optimizer=lambda params: SGD(params, lr=0.0))
     still.aggregate(uploads(still), round=0)
-    assert still.state["shares"] == pytest.approx(sample_shares(uploads(still)), abs=1e-15)
+    assert still.state["shares"] == pytest.approx(client_weights(uploads(still), "samples"), abs=1e-15)
 
 
 def test_rounds_see_the_proxy_samples_in_other_orders():
@@ -248,7 +248,7 @@ def test_a_loss_that_is_lost_leaves_fedavg_and_a_warning():
     with pytest.warns(UserWarning, match=r"round 2: .* became NaN or infinite"):
         aggregator.aggregate(updates, round=1)
     assert equal(aggregator.global_model(), average_of(updates))
-    assert aggregator.state["shares"] == sample_shares(updates)
+    assert aggregator.state["shares"] == client_weights(updates, "samples")
 
 
 # Where it is FedAvg
@@ -361,7 +361,7 @@ def test_what_clients_keep_is_the_initial_model_s_in_the_proxy_passes():
     z = learned(updates, module_of(), run.federation.seed)
     shares = list(run.federation.aggregator.state["shares"].values())
     assert shares == pytest.approx(z[:-1].softmax(0).tolist(), abs=1e-4)
-    assert shares != pytest.approx(list(sample_shares(updates).values()), abs=1e-2)
+    assert shares != pytest.approx(list(client_weights(updates, "samples").values()), abs=1e-2)
 
 
 @pytest.mark.parametrize(

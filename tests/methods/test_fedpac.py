@@ -9,10 +9,11 @@ from torch.optim import SGD
 
 from federations import CLASSES, HIDDEN, Spy, blobs, equal, fit, make_client, noisy, same_end
 from pfl_lightning import AggregatorList, Server, WeightedAverage
-from pfl_lightning.aggregators.class_means import ClassMeans, class_means
+from pfl_lightning.aggregators import ClassMeans
 from pfl_lightning.messages import weighted_mean
 from pfl_lightning.methods import FedAvg, fedpac
 from pfl_lightning.methods.alternate_training import AlternateAlignment
+from pfl_lightning.methods.class_vectors import class_means
 from pfl_lightning.methods.fedpac import ClassifierCombination, FedPAC, PACClient, combination_weights, least_on_simplex
 
 

@@ -5,7 +5,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import HIDDEN, Spy, blobs, equal, fit, make_client, noisy, plain, points
-from pfl_lightning.aggregators.class_means import ClassMeans
+from pfl_lightning.aggregators import ClassMeans
 from pfl_lightning.methods import Local
 from pfl_lightning.methods.fedproto import FedProto
 from pfl_lightning.nets import Net

@@ -25,8 +25,7 @@ from federations import (
     same_end,
 )
 from pfl_lightning import AggregatorList, Server, WeightedAverage
-from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.aggregators.weighted_average import sample_shares
+from pfl_lightning.aggregators import Aggregator, client_weights
 from pfl_lightning.messages import weighted_mean
 from pfl_lightning.methods import FedAvg, FedPer, FedProx, Local
 from pfl_lightning.methods.fedrema import FedReMa, is_over
@@ -94,7 +93,7 @@ def classifiers(aggregator):
 def average(updates, members=None, shares=None):
     """FedAvg of some clients' uploads."""
     some = {k: updates[k] for k in members or updates}
-    shares = shares or list(sample_shares(some).values())
+    shares = shares or list(client_weights(some, "samples").values())
     return weighted_mean([update["weights"] for update in some.values()], shares)
 
 

@@ -83,14 +83,14 @@ def test_a_step_goes_along_the_gradient_of_the_objective(rho):
         for k in range(K)
     )
     (slope,) = torch.autograd.grad(objective, c)
-    stepped = learned(p, c=c.detach(), rho=rho, server_lr=1.0, c_update="raw")
+    stepped = learned(p, c=c.detach(), rho=rho, coefficient_lr=1.0, c_update="raw")
     torch.testing.assert_close(stepped, c.detach() - slope, rtol=0, atol=1e-14)
 
 
 def test_it_lowers_the_objective_and_learns_from_who_answers_alike():
     p = answers()
     p[1] = p[0]
-    aggregator = coefficients(rho=0.1, server_lr=0.5)
+    aggregator = coefficients(rho=0.1, coefficient_lr=0.5)
     for _ in range(300):
         aggregator.learn(list(p), products(p))
     c = aggregator.state["c"]
@@ -101,26 +101,26 @@ def test_it_lowers_the_objective_and_learns_from_who_answers_alike():
 @pytest.mark.parametrize("c_update", ["project", "softmax5", "raw"])
 def test_equal_answers_leave_equal_coefficients(c_update):
     same = {i: answers()[0] for i in range(K)}
-    c = learned(same, c_update=c_update, server_lr=1.0)
+    c = learned(same, c_update=c_update, coefficient_lr=1.0)
     torch.testing.assert_close(c, torch.full((K, K), 1 / K, dtype=torch.float64), rtol=0, atol=1e-15)
 
 
 def test_a_large_penalty_makes_coefficients_equal():
     rho = 1e9
-    c = learned(answers(), c=random_c(), rho=rho, server_lr=K / (2 * rho))
+    c = learned(answers(), c=random_c(), rho=rho, coefficient_lr=K / (2 * rho))
     torch.testing.assert_close(c, torch.full((K, K), 1 / K, dtype=torch.float64), rtol=0, atol=1e-8)
 
 
 def test_no_step_keeps_them_as_they_are():
     c = random_c()
-    torch.testing.assert_close(learned(answers(), c=c, server_lr=0.0), c, rtol=0, atol=1e-15)
-    assert torch.equal(learned(answers(), c=c, server_lr=0.0, c_update="raw"), c)
+    torch.testing.assert_close(learned(answers(), c=c, coefficient_lr=0.0), c, rtol=0, atol=1e-15)
+    assert torch.equal(learned(answers(), c=c, coefficient_lr=0.0, c_update="raw"), c)
 
 
 @pytest.mark.parametrize("c_update", ["project", "softmax5"])
-@pytest.mark.parametrize("server_lr", [0.02, 50.0, None])
-def test_rows_stay_mixes(c_update, server_lr):
-    aggregator = coefficients(c_update=c_update, server_lr=server_lr)
+@pytest.mark.parametrize("coefficient_lr", [0.02, 50.0, None])
+def test_rows_stay_mixes(c_update, coefficient_lr):
+    aggregator = coefficients(c_update=c_update, coefficient_lr=coefficient_lr)
     for round in range(5):
         logs = aggregator.learn(list(range(K)), products(answers(seed=10 * round)))
     c = aggregator.state["c"]
@@ -130,7 +130,7 @@ def test_rows_stay_mixes(c_update, server_lr):
 
 
 def test_raw_rows_need_not_stay_mixes():
-    c = learned(answers(), c=random_c(), server_lr=50.0, c_update="raw")
+    c = learned(answers(), c=random_c(), coefficient_lr=50.0, c_update="raw")
     assert (c < 0).any() and not torch.allclose(c.sum(1), torch.ones(K, dtype=torch.float64))
 
 
@@ -138,7 +138,7 @@ def test_raw_rows_need_not_stay_mixes():
 def test_softmax5_draws_to_uniform_by_5_over_the_number_of_clients(k, slope):
     d = torch.zeros(k, dtype=torch.float64)
     d[0], d[1] = 1e-6, -1e-6
-    c = learned(answers(k), c=(1 / k + d).expand(k, k), server_lr=0.0, c_update="softmax5")
+    c = learned(answers(k), c=(1 / k + d).expand(k, k), coefficient_lr=0.0, c_update="softmax5")
     torch.testing.assert_close(c[0] - 1 / k, slope * d, rtol=1e-4, atol=1e-11)
 
 
@@ -167,7 +167,7 @@ def test_official_rates_bring_steps_to_a_few_hundredths():
 
 def test_only_who_takes_part_learns_and_only_from_each_other():
     before, p = random_c(), answers()
-    aggregator = coefficients(c=before, server_lr=5.0)
+    aggregator = coefficients(c=before, coefficient_lr=5.0)
     aggregator.learn([1, 3], products({k: p[k] for k in (1, 3)}))
     after = aggregator.state["c"]
     assert torch.equal(after[[0, 2]], before[[0, 2]])
@@ -175,7 +175,7 @@ def test_only_who_takes_part_learns_and_only_from_each_other():
     assert not torch.allclose(after[[1, 3]][:, [1, 3]], before[[1, 3]][:, [1, 3]])
     torch.testing.assert_close(after.sum(1), torch.ones(K, dtype=torch.float64))
     rows = before[[1, 3]][:, [1, 3]]
-    small = coefficients(2, c=rows / rows.sum(1, keepdim=True), server_lr=5.0)
+    small = coefficients(2, c=rows / rows.sum(1, keepdim=True), coefficient_lr=5.0)
     small.learn([0, 1], products({0: p[1], 1: p[3]}))
     restricted = torch.stack([aggregator.shares(k, [1, 3]) for k in (1, 3)])
     torch.testing.assert_close(restricted, small.state["c"])
@@ -198,8 +198,8 @@ def test_clients_of_whom_nothing_is_learnt_count_equally_among_themselves():
 
 def test_relabelling_clients_relabels_coefficients():
     p, c, order = answers(), random_c(), [2, 0, 3, 1]
-    plain = learned(p, c=c, server_lr=1.0)
-    relabelled = learned({new: p[old] for new, old in enumerate(order)}, c=c[order][:, order], server_lr=1.0)
+    plain = learned(p, c=c, coefficient_lr=1.0)
+    relabelled = learned({new: p[old] for new, old in enumerate(order)}, c=c[order][:, order], coefficient_lr=1.0)
     torch.testing.assert_close(relabelled, plain[order][:, order], rtol=0, atol=1e-15)
 
 
@@ -249,9 +249,9 @@ def test_a_round_without_uploads_leaves_the_state_alone():
 
 
 def test_the_step_of_a_round_is_of_its_answers():
-    aggregator, p = teaching(server_lr=2.0), answers()
+    aggregator, p = teaching(coefficient_lr=2.0), answers()
     aggregator.aggregate(uploads(p), 0)
-    assert torch.equal(aggregator.state["c"], learned(p, server_lr=2.0))
+    assert torch.equal(aggregator.state["c"], learned(p, coefficient_lr=2.0))
 
 
 # Clients
@@ -314,9 +314,9 @@ def test_what_is_taught_and_how_changes_the_weights():
             ({"distill_epochs": 0}, {}),
             ({"distill": "mse"}, {}),
             ({"temperature": 1.0}, {}),
-            ({}, {"server_lr": 5.0}),
-            ({}, {"server_lr": 5.0, "rho": 5.0}),
-            ({}, {"server_lr": None, "c_update": "softmax5"}),
+            ({}, {"coefficient_lr": 5.0}),
+            ({}, {"coefficient_lr": 5.0, "rho": 5.0}),
+            ({}, {"coefficient_lr": None, "c_update": "softmax5"}),
         )
     ]
     assert not any(equal(models[i], models[j]) for i in range(len(models)) for j in range(i))
@@ -442,7 +442,7 @@ def test_public_samples_are_no_part_of_the_state(tmp_path):
 def test_resuming_and_the_order_change_nothing(c_update, tmp_path):
     def run(root, engine="sequential", seed=3, **settings):
         model = make_client(SMALL, seed=seed, net=noisy, optimizer_lifetime="run")
-        server = KTpFL(server_lr=1.0, c_update=c_update)
+        server = KTpFL(coefficient_lr=1.0, c_update=c_update)
         return fit(model, root=root, aggregator=server, clients_per_round=0.75, engine=engine, **settings)
 
     whole = run(tmp_path / "whole", max_rounds=4)
@@ -490,8 +490,8 @@ def test_a_server_without_samples_is_refused_with_what_gives_it_some():
         (partial(KnowledgeTransfer, net=linear, distill_batch_size=1), r"model\.distill_batch_size=1"),
         (partial(GrowingEpochs, net=linear, max_epochs=0), r"model\.max_epochs=0"),
         (partial(KTpFL, rho=-1), r"aggregator\.rho=-1"),
-        (partial(KTpFL, server_lr=-1), r"aggregator\.server_lr=-1"),
-        (partial(KTpFLWeight, server_lr=float("nan")), r"aggregator\.server_lr=nan"),
+        (partial(KTpFL, coefficient_lr=-1), r"aggregator\.coefficient_lr=-1"),
+        (partial(KTpFLWeight, coefficient_lr=float("nan")), r"aggregator\.coefficient_lr=nan"),
     ],
 )
 def test_what_cannot_be_is_refused(make, sentence):
@@ -525,10 +525,10 @@ def test_models_teach_by_the_same_rule():
     states = models()
     names = [name for name, _ in FedAvg(noisy, (FEATURES,), C).named_parameters()]
     flat = {k: torch.cat([state[name].flatten() for name in names]) for k, state in enumerate(states)}
-    aggregator = server_of_models(states, server_lr=2.0)
+    aggregator = server_of_models(states, coefficient_lr=2.0)
     logs = aggregator.aggregate({k: {"weights": state} for k, state in enumerate(states)}, 0)
     c = aggregator.state["c"]
-    torch.testing.assert_close(c, learned(flat, server_lr=2.0), rtol=0, atol=1e-12)
+    torch.testing.assert_close(c, learned(flat, coefficient_lr=2.0), rtol=0, atol=1e-12)
     assert (c.diagonal() > 0.3).all() and logs["own_share"] == pytest.approx(float(c.diagonal().mean()))
     for k in range(K):
         mix = weighted_mean(states, c[k].tolist())
@@ -538,7 +538,7 @@ def test_models_teach_by_the_same_rule():
 @pytest.mark.parametrize("net", [noisy])
 def test_equal_coefficients_average_models_without_their_sizes(net):
     spy = Spy()
-    run = fit(make_client(FedAvg, net=net), aggregator=KTpFLWeight(server_lr=0.0), callbacks=[spy], max_rounds=1)
+    run = fit(make_client(FedAvg, net=net), aggregator=KTpFLWeight(coefficient_lr=0.0), callbacks=[spy], max_rounds=1)
     mean = weighted_mean([update["weights"] for update in spy.updates[0].values()], [1 / 4] * 4)
     assert equal(run.weights, mean)
     for client in range(4):
@@ -561,7 +561,7 @@ def test_who_stays_away_keeps_its_mix_and_who_never_came_has_the_mean():
 def test_models_resume_and_their_order_changes_nothing(tmp_path):
     def run(root, engine="sequential", seed=3, **settings):
         model = make_client(partial(GrowingEpochs, max_epochs=2), seed=seed, net=noisy)
-        server = KTpFLWeight(server_lr=1.0)
+        server = KTpFLWeight(coefficient_lr=1.0)
         return fit(model, root=root, aggregator=server, clients_per_round=0.75, engine=engine, **settings)
 
     whole = run(tmp_path / "whole", max_rounds=4)

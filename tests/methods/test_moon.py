@@ -55,9 +55,9 @@ def with_three_models(net, seed=0):
     """A client whose current, received and previous models are three different ones."""
     model = make_client(partial(MOON, mu=2.0, tau=0.3), net=net)
     other = make_client(partial(MOON, mu=2.0, tau=0.3), net=net, seed=seed + 10)
-    model.received.take(other.net.features)
+    model.received.take_from(other.net.features)
     other = make_client(partial(MOON, mu=2.0, tau=0.3), net=net, seed=seed + 20)
-    model.previous.take(other.net.features)
+    model.previous.take_from(other.net.features)
     return model
 
 

@@ -21,11 +21,10 @@ from federations import (
     points,
     same_end,
 )
-from pfl_lightning.aggregators.weighted_average import WeightedAverage
+from pfl_lightning.aggregators import WeightedAverage
 from pfl_lightning.messages import num_bytes, weighted_mean
-from pfl_lightning.methods.fedper import FedPer
 from pfl_lightning.methods.local import Local
-from pfl_lightning.methods.pfedme import PFedMe, RelaxedAverage
+from pfl_lightning.methods.pfedme import PFedMe
 
 ME = partial(PFedMe, moreau_lambda=4.0, personal_steps=3, personal_lr=0.1)
 STEP = partial(SGD, lr=0.05)
@@ -67,11 +66,11 @@ def close(one, other):
         torch.testing.assert_close(tensor, other[name])
 
 
-@pytest.mark.parametrize(("beta", "weighted"), [(1.0, False), (1.5, False), (0.5, True)])
-def test_two_rounds_by_hand(beta, weighted):
+@pytest.mark.parametrize(("beta", "weighting"), [(1.0, "uniform"), (1.5, "uniform"), (0.5, "samples")])
+def test_two_rounds_by_hand(beta, weighting):
     data = blobs(30, 20, batch_size=100)
     settings = {"precision": "64-true", "local_epochs": 3, "max_rounds": 2}
-    run = fit(make_client(ME, optimizer=STEP), data, aggregator=RelaxedAverage(beta, weighted), **settings)
+    run = fit(make_client(ME, optimizer=STEP), data, aggregator=WeightedAverage(beta, weighting), **settings)
     net = make_client().net.double()
     parameters = dict(net.named_parameters())
 
@@ -86,7 +85,7 @@ def test_two_rounds_by_hand(beta, weighted):
         )
 
     parts = [data.part(client, "train") for client in range(2)]
-    shares = [len(part) / sum(map(len, parts)) for part in parts] if weighted else [0.5, 0.5]
+    shares = [len(part) / sum(map(len, parts)) for part in parts] if weighting == "samples" else [0.5, 0.5]
     w = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     for _ in range(2):
         ends, thetas = [], []
@@ -215,7 +214,7 @@ def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(t
     def run(root="unused", **settings):
         model = make_client(ME, net=noisy, optimizer_lifetime="run")
         settings = {"clients_per_round": 3, "max_rounds": 4, **settings}
-        return fit(model, root=root, aggregator=RelaxedAverage(1.5), **settings)
+        return fit(model, root=root, aggregator=WeightedAverage(1.5, "uniform"), **settings)
 
     whole = run()
     for engine in (Shuffled, Backwards):
@@ -259,40 +258,6 @@ def test_a_client_is_loaded_from_a_checkpoint_with_its_personal_model(tmp_path):
         assert torch.equal(load_client(PFedMe, run.last, client=client)(x), net(x))
 
 
-def test_full_steps_weighted_by_samples_are_the_weighted_average_bit_for_bit():
-    average, relaxed = (
-        fit(make_client(net=noisy), aggregator=aggregator)
-        for aggregator in (WeightedAverage(), RelaxedAverage(weighted=True))
-    )
-    assert equal(average.weights, relaxed.weights)
-    assert not equal(average.weights, fit(make_client(net=noisy), aggregator=RelaxedAverage()).weights)
-
-
-@pytest.mark.parametrize("beta", [0.5, 1.0, 2.0])
-def test_parameters_take_the_step_and_running_statistics_do_not(beta):
-    spy = Spy()
-    run = fit(make_client(net=noisy), aggregator=RelaxedAverage(beta), max_rounds=1, callbacks=[spy])
-    start = make_client(net=noisy).state_dict()
-    mean = weighted_mean([update["weights"] for update in spy.updates[0].values()], [0.25] * 4)
-    for name, tensor in run.weights.items():
-        way = beta if name in dict(run.model.named_parameters()) else 1.0
-        expected = start[name] + way * (mean[name] - start[name])
-        torch.testing.assert_close(tensor, expected.to(tensor.dtype))
-
-
-def test_nobody_takes_part():
-    aggregator = RelaxedAverage(1.5)
-    fit(make_client(ME), aggregator=aggregator)
-    before = copy.deepcopy(aggregator.state)
-    assert aggregator.aggregate({}, round=3) == {}
-    assert equal(aggregator.state, before)
-
-
-def test_the_server_side_takes_clients_that_share_a_part():
-    run = fit(make_client(FedPer), aggregator=RelaxedAverage(1.5))
-    assert not equal(run.weights, fit(make_client(FedPer), aggregator=RelaxedAverage()).weights)
-
-
 @pytest.mark.parametrize(
     ("setting", "value"),
     [("moreau_lambda", -1), ("personal_steps", 0), ("personal_lr", 0), ("personal_lr", 0.2)],
@@ -300,9 +265,3 @@ def test_the_server_side_takes_clients_that_share_a_part():
 def test_settings_out_of_range_are_refused_by_name(setting, value):
     with pytest.raises(MisconfigurationException, match=rf"model\.{setting}={value}"):
         make_client(partial(PFedMe, **{setting: value}))
-
-
-@pytest.mark.parametrize("beta", [0, -1])
-def test_a_server_that_does_not_step_is_refused(beta):
-    with pytest.raises(MisconfigurationException, match=rf"aggregator\.beta={beta}"):
-        RelaxedAverage(beta)

@@ -1,5 +1,5 @@
 import copy
-from functools import partial
+from functools import partial, partialmethod
 
 import pytest
 import torch
@@ -11,8 +11,9 @@ from torch.optim import SGD, Adam
 
 from federations import Backwards, Shuffled, Spy, blobs, equal, fit, load, make_client, noisy, plain, points, same_end
 from pfl_lightning import Server, WeightedAverage
+from pfl_lightning.data import Samples
 from pfl_lightning.messages import num_bytes, weighted_mean
-from pfl_lightning.methods import FedAvg, scaffold
+from pfl_lightning.methods import FedAvg
 from pfl_lightning.methods.scaffold import SCAFFOLD, ControlVariates
 from pfl_lightning.nets import Net
 
@@ -153,7 +154,7 @@ def test_it_gets_where_the_mean_gradient_is_zero_and_fedavg_does_not(option):
 def test_option_one_is_the_gradient_at_the_received_model_also_under_momentum(net, monkeypatch):
     """By chunks of the client's samples, and in evaluation mode."""
     spy, chunk = Spy(), 7
-    monkeypatch.setattr(scaffold, "CHUNK", chunk)
+    monkeypatch.setattr(Samples, "chunks", partialmethod(Samples.chunks, chunk))
     run = fit(make_client(ControlVariates, option="I", net=net), callbacks=[spy], max_rounds=1)
     model = make_client(net=net).eval()
     for client in range(4):

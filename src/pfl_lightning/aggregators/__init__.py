@@ -1,1 +1,21 @@
 """The server side: what combines the updates of a round, and leaves each client's next payload."""
+
+from pfl_lightning.aggregators.aggregator_list import AggregatorList
+from pfl_lightning.aggregators.base import Aggregator, Server
+from pfl_lightning.aggregators.class_means import ClassMeans
+from pfl_lightning.aggregators.model_pool import ModelPool, inner_products, mean_loss
+from pfl_lightning.aggregators.weighted_average import WeightedAverage, Weighting, client_weights, mean_model
+
+__all__ = [
+    "Aggregator",
+    "AggregatorList",
+    "ClassMeans",
+    "ModelPool",
+    "Server",
+    "WeightedAverage",
+    "Weighting",
+    "client_weights",
+    "inner_products",
+    "mean_loss",
+    "mean_model",
+]

@@ -40,12 +40,13 @@ class AggregatorList(Aggregator):
     @property
     def state(self) -> dict[str, Any]:
         """The states of all, by position."""
-        return {str(place): aggregator.state for place, aggregator in enumerate(self.aggregators)}
+        return {str(index): aggregator.state for index, aggregator in enumerate(self.aggregators)}
 
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
-        for place, aggregator in enumerate(getattr(self, "aggregators", ())):
-            aggregator.state = state[str(place)]
+        # by what is given, since the empty state of a new aggregator is set before it has any parts
+        for index, part in state.items():
+            self.aggregators[int(index)].state = part
 
     def setup(self, server: Server) -> None:
         """Sets all up."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pfl_lightning.client.module import ClientModule
+from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.messages import Message, StateDict, Updates
 

@@ -1,21 +1,15 @@
-"""Models of many clients side by side: a server that hands them out, and what compares and averages them."""
+"""Models of many clients side by side: a server that hands them out, and what compares them."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from pfl_lightning.aggregators.base import Aggregator, Server
-from pfl_lightning.aggregators.weighted_average import sample_shares
 from pfl_lightning.data import Samples
-from pfl_lightning.engines.evaluation import CHUNK
-from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
-
-Weighting: TypeAlias = Literal["samples", "uniform"]
-"""How clients count in a mean: by their training ``samples``, or all alike."""
+from pfl_lightning.messages import Message, StateDict, Updates
 
 BLOCK = 20_000
 """Columns of the matrices that inner products are summed from: they bound memory and stay in the processor's cache."""
@@ -45,29 +39,6 @@ class ModelPool(Aggregator):
     def download(self, client: int) -> Message:
         """The models of the others that have taken part, by client id; its own a client has itself."""
         return {"models": {other: model for other, model in self.state["models"].items() if other != client}}
-
-
-def shares(updates: Updates, weighting: Weighting) -> dict[int, float]:
-    """The weight of each client in a mean over all; they sum to 1.
-
-    >>> shares({2: {"num_samples": torch.tensor(30)}, 5: {"num_samples": torch.tensor(10)}}, "uniform")
-    {2: 0.5, 5: 0.5}
-
-    Args:
-        updates: by client id, at least one, with ``num_samples``.
-        weighting: how clients count.
-    """
-    return sample_shares(updates) if weighting == "samples" else dict.fromkeys(updates, 1 / len(updates))
-
-
-def mean_weights(updates: Updates, weighting: Weighting) -> StateDict:
-    """The mean of what clients uploaded.
-
-    Args:
-        updates: by client id, at least one, with ``weights`` and ``num_samples``.
-        weighting: how clients count.
-    """
-    return weighted_mean([update["weights"] for update in updates.values()], list(shares(updates, weighting).values()))
 
 
 def inner_products(models: Sequence[StateDict], names: Sequence[str], origin: StateDict | None = None) -> Tensor:
@@ -120,7 +91,6 @@ def mean_loss(model: Callable[[Tensor], Tensor], part: Samples) -> float:
         model: gives logits ``[n, num_classes]`` of inputs, such as a net in evaluation mode.
         part: the samples, on the model's device, at least one.
     """
-    chunks = zip(torch.split(part.x, CHUNK), torch.split(part.y, CHUNK), strict=True)
-    losses = [F.cross_entropy(model(x), y, reduction="sum").double() for x, y in chunks]
+    losses = [F.cross_entropy(model(x), y, reduction="sum").double() for x, y in part.chunks()]
     loss = float(torch.stack(losses).sum()) / len(part)
     return math.inf if math.isnan(loss) else loss

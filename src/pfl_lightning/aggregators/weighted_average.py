@@ -1,16 +1,16 @@
-"""Averaging by sample counts."""
+"""Averaging: the server side of federated averaging, and of many a method that counts clients otherwise."""
 
 from collections.abc import Mapping
-from functools import partial
+from typing import Literal, TypeAlias, get_args
 
 import torch
-from lightning.pytorch.cli import OptimizerCallable
-from torch import nn
-from torch.optim import Adam
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.aggregators.base import Aggregator, Server
-from pfl_lightning.client.optimizers import checked_optimizer
 from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
+
+Weighting: TypeAlias = Literal["samples", "uniform"]
+"""How clients count in a mean: by their training ``samples``, or all alike."""
 
 
 class WeightedAverage(Aggregator):
@@ -18,31 +18,61 @@ class WeightedAverage(Aggregator):
 
     The mean is over the clients :math:`S` of the round, weighted by their training samples; each client receives it,
     whether it took part or not. Source: McMahan et al., 2017, Algorithm 1 (https://arxiv.org/abs/1602.05629).
+
+    With a server learning rate :math:`\eta_g` the global model goes from where it is towards the mean :math:`\bar w`,
+    :math:`w \leftarrow w + \eta_g (\bar w - w)`: less far than it, or further. That is of learnable parameters;
+    running statistics are averaged.
+
+    Args:
+        server_lr: :math:`\eta_g`, above 0; 1 is the mean itself.
+        weighting: how clients count in the mean: by their training ``samples``, or all alike (``uniform``).
+
+    Raises:
+        MisconfigurationException: if ``server_lr`` isn't positive, or ``weighting`` is none of its choices.
     """
 
     needs = frozenset({"weights", "num_samples"})
     sends = frozenset({"weights"})
 
+    def __init__(self, server_lr: float = 1.0, weighting: Weighting = "samples") -> None:
+        super().__init__()
+        if not server_lr > 0:
+            raise MisconfigurationException(f"aggregator.server_lr={server_lr} must be above 0, such as 1.")
+        if weighting not in get_args(Weighting):
+            raise MisconfigurationException(
+                f"aggregator.weighting={weighting!r} must be one of {', '.join(get_args(Weighting))}."
+            )
+        self.server_lr = server_lr
+        self.weighting: Weighting = weighting
+        if weighting == "uniform":
+            self.needs = self.needs - {"num_samples"}
+
     def setup(self, server: Server) -> None:
         """Starts from the common initial model."""
         self.state["weights"] = server.weights
+        if self.server_lr != 1:
+            self.learnable = server.parameter_names(remove_duplicate=False)
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Replaces the global model by the mean of the uploads."""
+        """Moves the global model to the mean of the uploads, or towards it."""
         if updates:
-            self.average(updates, sample_shares(updates))
+            self.average(updates, client_weights(updates, self.weighting))
         return {}
 
-    def average(self, updates: Updates, shares: Mapping[int, float]) -> None:
-        """Makes a weighted mean of uploads the global model, and keeps the weights as ``state["shares"]``.
+    def average(self, updates: Updates, weights: Mapping[int, float]) -> None:
+        """Moves the global model to a weighted mean of uploads, and keeps the weights as ``state["shares"]``.
 
         Args:
             updates: by client id, at least one.
-            shares: the weight of each of them, by client id; used as they are.
+            weights: the weight of each of them, by client id; used as they are.
         """
-        weights = [shares[client] for client in updates]
-        self.state["weights"] = weighted_mean([update["weights"] for update in updates.values()], weights)
-        self.state["shares"] = dict(shares)
+        mean = mean_model(updates, weights)
+        if self.server_lr != 1:
+            w = self.state["weights"]
+            for name in self.learnable:
+                # the initial model is of another type than the uploads under precision=64-true
+                mean[name] = torch.lerp(w[name].to(mean[name]), mean[name], self.server_lr)
+        self.state |= {"weights": mean, "shares": dict(weights)}
 
     def download(self, client: int) -> Message:
         """The global model."""
@@ -54,32 +84,29 @@ class WeightedAverage(Aggregator):
         return weights
 
 
-def sample_shares(updates: Updates) -> dict[int, float]:
-    """Each client's share of the training samples of all.
+def client_weights(updates: Updates, weighting: Weighting) -> dict[int, float]:
+    """The weight of each client in a mean over all; they sum to 1.
 
-    >>> sample_shares({4: {"num_samples": torch.tensor(30)}, 7: {"num_samples": torch.tensor(10)}})
-    {4: 0.75, 7: 0.25}
+    >>> updates = {4: {"num_samples": torch.tensor(30)}, 7: {"num_samples": torch.tensor(10)}}
+    >>> client_weights(updates, "samples"), client_weights(updates, "uniform")
+    ({4: 0.75, 7: 0.25}, {4: 0.5, 7: 0.5})
 
     Args:
-        updates: by client id.
+        updates: by client id, at least one; with ``num_samples`` where these count.
+        weighting: how clients count.
     """
+    if weighting == "uniform":
+        return dict.fromkeys(updates, 1 / len(updates))
     counts = {client: float(update["num_samples"]) for client, update in updates.items()}
     total = sum(counts.values())
     return {client: count / total for client, count in counts.items()}
 
 
-def server_optimizer(given: OptimizerCallable | None, lr: float) -> OptimizerCallable:
-    """The optimizer of a server that learns: the given one, or ``Adam(lr, betas=(0.5, 0.999))``.
-
-    It is no default argument of anybody's, because the command line can't print a tuple in a lambda.
+def mean_model(updates: Updates, weights: Mapping[int, float]) -> StateDict:
+    """The weighted mean of the models that clients uploaded.
 
     Args:
-        given: as configured; None takes Adam.
-        lr: Adam's learning rate.
-
-    Raises:
-        MisconfigurationException: if the optimizer refuses its settings.
+        updates: by client id, at least one, with ``weights``.
+        weights: the weight of each of them, by client id; used as they are.
     """
-    optimizer = given or partial(Adam, lr=lr, betas=(0.5, 0.999))
-    checked_optimizer(optimizer, [nn.Parameter(torch.zeros(1))], "aggregator.optimizer")
-    return optimizer
+    return weighted_mean([update["weights"] for update in updates.values()], [weights[client] for client in updates])

@@ -7,8 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from pfl_lightning.aggregators.model_pool import inner_products
-from pfl_lightning.aggregators.weighted_average import WeightedAverage
+from pfl_lightning.aggregators import WeightedAverage, inner_products
 from pfl_lightning.callbacks.pictures import Pictures
 from pfl_lightning.callbacks.round_logger import RoundLogger
 from pfl_lightning.federation.federation import Federation

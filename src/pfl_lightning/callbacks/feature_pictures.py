@@ -17,7 +17,6 @@ from pfl_lightning.callbacks.layer_conductance import layer_conductance
 from pfl_lightning.callbacks.pictures import Pictures
 from pfl_lightning.data import FederatedDataModule, Samples
 from pfl_lightning.engines import Engine
-from pfl_lightning.engines.evaluation import CHUNK
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.nets import Net
 from pfl_lightning.plots.features import TSNE_COLUMNS, plot_conductance, plot_tsne
@@ -193,7 +192,7 @@ def look(engine: Engine, part: Samples) -> tuple[Tensor, Tensor]:
     """
     part = part.to(engine.device, cast(torch.dtype, engine.module.dtype))
     features, correct = [], []
-    for x, y in zip(torch.split(part.x, CHUNK), torch.split(part.y, CHUNK), strict=True):
+    for x, y in part.chunks():
         with watch_features(engine.module) as seen, engine.forward_context():
             logits = engine.module(x)
         features.append(seen[-1][1].flatten(1).float().cpu())

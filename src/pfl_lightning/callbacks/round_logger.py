@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.callbacks.checkpoints import BestCheckpoint
-from pfl_lightning.client.module import ClientModule
+from pfl_lightning.client import ClientModule
 from pfl_lightning.federation.evaluation import split_of
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.messages import digest

@@ -9,7 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from pfl_lightning.aggregators.base import Server
+from pfl_lightning.aggregators import Server
 from pfl_lightning.callbacks.pictures import Pictures
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.messages import Updates

@@ -24,7 +24,7 @@ from pfl_lightning.cli.errors import mistake
 from pfl_lightning.cli.exclusive import later_wins
 from pfl_lightning.cli.nulls import refuse_nulls
 from pfl_lightning.cli.parser_errors import sentence
-from pfl_lightning.client.module import ClientModule
+from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.runs.folder import run_folder

@@ -12,8 +12,8 @@ from lightning.pytorch.loggers import Logger
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.client.module import ClientModule
+from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule, Partitioner
 from pfl_lightning.nets import Net
 

@@ -7,8 +7,7 @@ from itertools import chain
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from pfl_lightning.aggregators.aggregator_list import AggregatorList
-from pfl_lightning.aggregators.base import Aggregator
+from pfl_lightning.aggregators import Aggregator, AggregatorList
 from pfl_lightning.contract.attributes import Attributes
 
 

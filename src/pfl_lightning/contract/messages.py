@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Size, Tensor
 
-from pfl_lightning.aggregators.base import Aggregator
+from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.messages import Message, StateDict, Updates
 
 Shapes: TypeAlias = dict[str, Size]

@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.client.module import ClientModule
+from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.client import ClientModule
 from pfl_lightning.messages import StateDict
 
 

@@ -4,7 +4,7 @@ from pfl_lightning.data.ag_news import AGNews
 from pfl_lightning.data.batches import LastBatch, epoch_order
 from pfl_lightning.data.cifar10 import CIFAR10
 from pfl_lightning.data.cifar100 import CIFAR100
-from pfl_lightning.data.client_data import ClientData, Samples, Split, gather
+from pfl_lightning.data.client_data import CHUNK, ClientData, Samples, Split, gather
 from pfl_lightning.data.datamodule import FederatedDataModule
 from pfl_lightning.data.digits import Digits
 from pfl_lightning.data.emnist import EMNIST
@@ -24,6 +24,7 @@ from pfl_lightning.data.partitioners import (
 from pfl_lightning.data.tiny_imagenet import TinyImageNet
 
 __all__ = [
+    "CHUNK",
     "CIFAR10",
     "CIFAR100",
     "EMNIST",

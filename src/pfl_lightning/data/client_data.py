@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -12,6 +12,9 @@ from torch import Tensor
 
 Split = Literal["train", "val", "test"]
 """The part of a client's samples that is meant."""
+
+CHUNK = 1024
+"""Samples that go through a net at once where it doesn't learn from them."""
 
 
 # eq=False: comparing tensors gives a tensor, so a generated __eq__ would raise
@@ -29,6 +32,18 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.y)
+
+    def chunks(self, size: int = CHUNK) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and labels of so many samples at a time, in their order.
+
+        >>> samples = Samples(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0, 1, 2]))
+        >>> [y.tolist() for x, y in samples.chunks(2)]
+        [[0, 1], [2]]
+
+        Args:
+            size: samples per chunk; the last one may have fewer.
+        """
+        return zip(torch.split(self.x, size), torch.split(self.y, size), strict=True)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Samples:
         """Return the same samples on another device; nothing is copied if they are there already.

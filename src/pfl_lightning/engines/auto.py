@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import distributed
 
-from pfl_lightning.client.phases import Phase
+from pfl_lightning.client import Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.engines import threads
 from pfl_lightning.engines.base import Engine, Evaluated, Job, Outcome

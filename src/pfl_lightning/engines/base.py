@@ -10,8 +10,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torchmetrics import Metric
 
-from pfl_lightning.client.module import ClientModule
-from pfl_lightning.client.phases import Phase
+from pfl_lightning.client import ClientModule, Phase
 from pfl_lightning.data import ClientData, LastBatch, Samples, Split
 from pfl_lightning.engines.evaluation import evaluate, metrics_of
 from pfl_lightning.messages import Message, StateDict

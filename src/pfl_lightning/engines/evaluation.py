@@ -10,11 +10,8 @@ from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, MultilabelAccuracy
 
-from pfl_lightning.client.module import ClientModule
+from pfl_lightning.client import ClientModule
 from pfl_lightning.data import Samples
-
-CHUNK = 1024
-"""Samples that go through the net at once."""
 
 
 def metrics_of(module: ClientModule) -> MetricCollection:
@@ -81,7 +78,7 @@ def evaluate(
         module.eval()
     metrics.reset()
     losses = []
-    for x, target in zip(torch.split(part.x, CHUNK), torch.split(part.y, CHUNK), strict=True):
+    for x, target in part.chunks():
         with forward_context():
             logits = module(x)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

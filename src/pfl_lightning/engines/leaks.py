@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from pfl_lightning.client.module import ClientModule
+from pfl_lightning.client import ClientModule
 from pfl_lightning.contract.attributes import Attributes
 
 ENGINES_OWN = {

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pfl_lightning.client import Batch, Phase
 from pfl_lightning.client.hooks import overrides
-from pfl_lightning.client.module import Batch
-from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData, LastBatch, Samples, epoch_order
 from pfl_lightning.engines.base import ClientState, Engine, Job, Outcome
 from pfl_lightning.engines.leaks import Leaks

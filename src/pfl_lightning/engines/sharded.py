@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
-from pfl_lightning.client.phases import Phase
+from pfl_lightning.client import Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.engines.base import Engine, Evaluated, Job, Outcome
 

@@ -6,7 +6,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.client.module import Batch, ClientModule
+from pfl_lightning.client import Batch, ClientModule
 
 
 def step_values(module: ClientModule, batch: Batch, index: int) -> dict[str, Tensor]:

@@ -14,9 +14,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
-from pfl_lightning.aggregators.base import Aggregator, Server
+from pfl_lightning.aggregators import Aggregator, Server
+from pfl_lightning.client import ClientModule
 from pfl_lightning.client.hooks import check_hooks
-from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.optimizers import check_schedule
 from pfl_lightning.contract.aggregator_memory import Remembered
 from pfl_lightning.contract.messages import check_payload, sound_updates

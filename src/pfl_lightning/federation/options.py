@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.client.module import ClientModule
+from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ENGINES, Engine, LocalWork
 from pfl_lightning.nets.batch_norm import smallest_batch

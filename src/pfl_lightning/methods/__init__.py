@@ -36,7 +36,7 @@ from pfl_lightning.methods.lg_fedavg import LGFedAvg
 from pfl_lightning.methods.local import Local
 from pfl_lightning.methods.moon import MOON
 from pfl_lightning.methods.per_fedavg import PerFedAvg
-from pfl_lightning.methods.pfedme import PFedMe, RelaxedAverage
+from pfl_lightning.methods.pfedme import PFedMe
 from pfl_lightning.methods.scaffold import SCAFFOLD, ControlVariates
 from pfl_lightning.methods.wdr import WDR
 
@@ -91,5 +91,4 @@ __all__ = [
     "PACClient",
     "PFedMe",
     "PerFedAvg",
-    "RelaxedAverage",
 ]

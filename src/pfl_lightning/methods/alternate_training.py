@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.client.phases import Phase, in_body, in_classifier
+from pfl_lightning.client import Phase, in_body, in_classifier
 from pfl_lightning.methods.feature_alignment import FeatureAlignment
 from pfl_lightning.methods.fedavg import FedAvg
 
@@ -36,7 +36,8 @@ class AlternateTraining(FedAvg):
         return [Phase("head", in_classifier, self.head_epochs), Phase("body", in_body)]
 
 
-class AlternateAlignment(AlternateTraining, FeatureAlignment):
+# in this order, since the server side is that of `FeatureAlignment`
+class AlternateAlignment(FeatureAlignment, AlternateTraining):
     """Both at once, the "+A&F" of FedReMa: features are drawn to prototypes in their own phase alone.
 
     In the classifier's phase the features stand still, and the alignment has no gradient. Takes the arguments of

@@ -15,10 +15,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from pfl_lightning.aggregators.base import Aggregator, Server
-from pfl_lightning.aggregators.model_pool import ModelPool
-from pfl_lightning.client.module import Batch, ClientModule
-from pfl_lightning.client.phases import Phase
+from pfl_lightning.aggregators import Aggregator, ModelPool, Server
+from pfl_lightning.client import Batch, ClientModule, Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict
 

@@ -10,8 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators.base import Aggregator, Server
-from pfl_lightning.aggregators.model_pool import Weighting, inner_products, mean_weights, shares
+from pfl_lightning.aggregators import Aggregator, Server, Weighting, client_weights, inner_products, mean_model
 from pfl_lightning.messages import Message, StateDict, Updates
 
 
@@ -85,7 +84,7 @@ class CFL(Aggregator):
             halves = [members]
             if sent:
                 products = inner_products([update["delta"] for update in sent.values()], self.names)
-                weights = torch.tensor(list(shares(sent, self.weights).values()), dtype=torch.float64)
+                weights = torch.tensor(list(client_weights(sent, self.weights).values()), dtype=torch.float64)
                 mean_norm = float((weights @ products @ weights).clamp_min(0).sqrt())
                 max_norm = float(products.diagonal().max().sqrt())
                 norms.append((mean_norm, max_norm))
@@ -94,7 +93,7 @@ class CFL(Aggregator):
             for half in halves:
                 present = {client: update for client, update in updates.items() if client in half}
                 clusters.append(half)
-                models.append(mean_weights(present, self.weights) if present else model)
+                models.append(mean_model(present, client_weights(present, self.weights)) if present else model)
         self.state |= {"clusters": clusters, "models": models}
         means, largest = zip(*norms, strict=True)
         return {"clusters": float(len(clusters)), "mean_norm": min(means), "max_norm": max(largest)}

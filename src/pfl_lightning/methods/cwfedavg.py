@@ -11,8 +11,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators.base import Server
-from pfl_lightning.aggregators.weighted_average import WeightedAverage
+from pfl_lightning.aggregators import Server, WeightedAverage
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.nets import find_output_layer
 

@@ -1,21 +1,18 @@
 """Ditto: a global model as in federated averaging, and beside it a personal one that is held near to it."""
 
-import copy
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.client.module import Batch
-from pfl_lightning.client.phases import Phase
-from pfl_lightning.data import ClientData
-from pfl_lightning.messages import Message
+from pfl_lightning.client import Batch, Phase
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.losses import proximal
+from pfl_lightning.methods.personal_net import PersonalNet
+from pfl_lightning.nets import Net
 
 
-class Ditto(FedAvg):
+class Ditto(PersonalNet, FedAvg):
     r"""Trains a personal model beside the global one, and is evaluated by it.
 
     .. math:: \min_{v_k}\; h_k(v_k; w^t) = F_k(v_k) + \frac{\lambda}{2}\,\lVert v_k - w^t \rVert^2
@@ -43,7 +40,7 @@ class Ditto(FedAvg):
         MisconfigurationException: if an argument is out of its range.
     """
 
-    has_personal: Tensor
+    personal: Net
 
     def __init__(self, personal_lambda: float = 1.0, personal_epochs: int | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -57,8 +54,7 @@ class Ditto(FedAvg):
             )
         self.personal_lambda = personal_lambda
         self.personal_epochs = personal_epochs
-        self.personal = copy.deepcopy(self.net)  # v_k
-        self.register_buffer("has_personal", torch.tensor(False))
+        self.make_personal(self.net)  # v_k
 
     def local_phases(self) -> list[Phase]:
         """The personal model's phase, in which the net still is the received one, then the global model's."""
@@ -77,14 +73,3 @@ class Ditto(FedAvg):
         if self.personal_lambda > 0:
             loss = loss + self.personal_lambda * proximal(self.personal.parameters(), self.net.parameters())
         return {"loss": loss}
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of the personal model, as soon as there is one."""
-        logits: Tensor = (self.personal if self.has_personal else self.net)(x)
-        return logits
-
-    def upload(self, data: ClientData) -> Message:
-        """The global model alone."""
-        if self.steps_done:
-            self.has_personal.fill_(True)
-        return super().upload(data)

@@ -7,13 +7,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators.aggregator_list import AggregatorList
-from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.aggregators.class_means import ClassMeans, ClassVectors, class_means
-from pfl_lightning.aggregators.weighted_average import WeightedAverage
-from pfl_lightning.client.module import ClientModule
+from pfl_lightning.aggregators import Aggregator, AggregatorList, ClassMeans, WeightedAverage
+from pfl_lightning.client import ClientModule
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
+from pfl_lightning.methods.class_vectors import ClassVectors, class_means
 from pfl_lightning.nets import feature_size
 
 

@@ -10,9 +10,9 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from pfl_lightning.data import ClientData, Samples
-from pfl_lightning.engines.evaluation import CHUNK
 from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.methods.frozen import Frozen
 from pfl_lightning.seeds import derive_seed
 
 
@@ -83,50 +83,49 @@ class FedALA(FedAvg):
                 raise MisconfigurationException(f"model.{name}={value} must be {advice}.")
         self.rand_percent, self.eta, self.threshold = rand_percent, eta, threshold
         self.num_pre_loss, self.max_passes, self.ala_batch_size = num_pre_loss, max_passes, ala_batch_size
-        mixed = owners[-layers:] if eta > 0 else []
-        self.names = [name for name, _ in self.net.named_parameters() if name.rpartition(".")[0] in mixed]
-        self.own, self.weights = nn.Module(), nn.Module()  # Theta_i and W_i
-        for name in self.names:
-            parameter = self.net.get_parameter(name).detach()
-            self.own.register_buffer(name.replace(".", "/"), parameter.clone())
-            self.weights.register_buffer(name.replace(".", "/"), torch.ones_like(parameter))
+        top = owners[-layers:] if eta > 0 else []
+        mixed = [(name, p) for name, p in self.net.named_parameters() if name.rpartition(".")[0] in top]
+        self.names = [name for name, _ in mixed]
+        self.own = Frozen(mixed, persistent=True)  # Theta_i
+        self.weights = Frozen(((name, torch.ones_like(p)) for name, p in mixed), persistent=True)  # W_i
         self.register_buffer("rounds_trained", torch.tensor(0))
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Learns weights, and mixes by them."""
         super().on_download(payload, data)
         if self.names and self.rounds_trained > 0:
-            weights = dict(zip(self.names, self.weights.buffers(), strict=True))
             if data is not None:
-                weights = self.learn(weights, data.train)
-                self.assign({f"weights.{name.replace('.', '/')}": tensor for name, tensor in weights.items()})
-            self.assign({f"net.{name}": tensor for name, tensor in self.mix(weights).items()})
+                self.weights.take(self.learn(self.weights.tensors(), data.train).items())
+            self.assign({f"net.{name}": tensor for name, tensor in self.mix(self.weights.tensors()).items()})
 
     def mix(self, weights: StateDict) -> StateDict:
         """The mixed layers, while the net holds the received model; weights of 1 and 0 give either bit for bit."""
-        own = zip(self.names, self.own.buffers(), strict=True)
-        return {name: torch.lerp(mine, self.net.get_parameter(name).detach(), weights[name]) for name, mine in own}
+        return {
+            name: torch.lerp(own, self.net.get_parameter(name).detach(), weights[name])
+            for name, own in self.own.tensors().items()
+        }
 
     def learn(self, weights: StateDict, part: Samples) -> StateDict:
         """Goes on learning weights on a random share of some samples."""
         # a generator of its own leaves the draws of training as they are
         generator = torch.Generator().manual_seed(derive_seed(torch.initial_seed(), "ala"))
         rows = torch.randperm(len(part), generator=generator)[: max(1, int(len(part) * self.rand_percent / 100))]
-        x, y = (tensor[rows.to(part.y.device)] for tensor in (part.x, part.y))
+        rows = rows.to(part.y.device)
+        drawn = Samples(part.x[rows], part.y[rows])
         net: nn.Module = self.net
         path = ""
         if all(name.startswith("classifier.") for name in self.names):
             # the features don't change
             net, path = self.net.classifier, "classifier."
-            x = torch.cat([self.net.features(chunk) for chunk in torch.split(x, CHUNK)])
+            drawn = Samples(torch.cat([self.net.features(x) for x, _ in drawn.chunks()]), drawn.y)
 
         losses: list[float] = []
         for _ in range(self.max_passes if self.rounds_trained == 1 else 1):
-            for batch, target in zip(*(torch.split(tensor, self.ala_batch_size) for tensor in (x, y)), strict=True):
+            for x, target in drawn.chunks(self.ala_batch_size):
                 with torch.enable_grad():
                     leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
                     mixed = {name.removeprefix(path): tensor for name, tensor in self.mix(leaves).items()}
-                    loss = F.cross_entropy(functional_call(net, mixed, (batch,)), target)
+                    loss = F.cross_entropy(functional_call(net, mixed, (x,)), target)
                 slopes = zip(weights.items(), torch.autograd.grad(loss, list(leaves.values())), strict=True)
                 weights = {name: (w - self.eta * slope).clamp(0, 1) for (name, w), slope in slopes}
             losses.append(float(loss.detach()))
@@ -136,7 +135,6 @@ class FedALA(FedAvg):
 
     def upload(self, data: ClientData) -> Message:
         """The trained model, whose last layers are the client's own from now on."""
-        for name, mine in zip(self.names, self.own.buffers(), strict=True):
-            mine.copy_(self.net.get_parameter(name))
+        self.own.take(self.net.named_parameters())
         self.rounds_trained += 1
         return super().upload(data)

@@ -12,8 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from pfl_lightning.aggregators.base import Aggregator, Server
-from pfl_lightning.aggregators.model_pool import ModelPool, inner_products
+from pfl_lightning.aggregators import Aggregator, ModelPool, Server, inner_products
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates, weighted_mean
 from pfl_lightning.methods.fedprox import FedProx
@@ -56,8 +55,7 @@ class CloudProx(FedProx):
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Takes u_i as what the own model is held near."""
-        for anchor, (name, _) in zip(self.received.buffers(), self.net.named_parameters(), strict=True):
-            anchor.copy_(payload["weights"][f"net.{name}"])
+        self.received.take((name.removeprefix("net."), tensor) for name, tensor in payload["weights"].items())
 
     def configure_aggregator(self) -> Aggregator:
         """Attentive message passing."""

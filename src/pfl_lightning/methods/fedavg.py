@@ -1,8 +1,7 @@
 """FedAvg: everything is shared, and the server averages it."""
 
-from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.aggregators.weighted_average import WeightedAverage
-from pfl_lightning.client.module import ClientModule
+from pfl_lightning.aggregators import Aggregator, WeightedAverage
+from pfl_lightning.client import ClientModule
 
 
 class FedAvg(ClientModule):

@@ -13,11 +13,10 @@ from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from pfl_lightning.aggregators.base import Server
-from pfl_lightning.aggregators.model_pool import inner_products
-from pfl_lightning.aggregators.weighted_average import WeightedAverage, sample_shares, server_optimizer
+from pfl_lightning.aggregators import Server, WeightedAverage, client_weights, inner_products
 from pfl_lightning.messages import StateDict, Updates
 from pfl_lightning.methods.feddisco import disco_shares
+from pfl_lightning.methods.server_optimizer import server_optimizer
 
 Init: TypeAlias = Literal["log_size", "raw_size", "uniform", "disco"]
 """What a client's logit is when it first takes part."""
@@ -156,7 +155,7 @@ class FedAWA(WeightedAverage):
         if self.init == "log_size":
             return {client: math.log(update["num_samples"]) for client, update in updates.items()}
         if self.init == "raw_size":
-            return sample_shares(updates)
+            return client_weights(updates, "samples")
         shares = disco_shares(updates, a=0.5, b=0.1, metric="kl")
         return {client: math.log(max(share, SMALLEST_SHARE)) for client, share in shares.items()}
 

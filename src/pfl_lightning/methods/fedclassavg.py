@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.client.module import Batch
-from pfl_lightning.client.phases import in_classifier
+from pfl_lightning.client import Batch, in_classifier
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.methods.frozen import Frozen
 from pfl_lightning.methods.losses import supervised_contrastive
 from pfl_lightning.methods.random_views import random_views
 
@@ -92,10 +92,7 @@ class FedClassAvg(FedAvg):
         self.contrastive = contrastive
         self.contrast = partial(supervised_contrastive, tau=tau, base_tau=base_tau, normalize=normalize)
         self.share = share
-        # phi_g: not persistent, because every download brings it anew
-        self.received = nn.Module()
-        for name, parameter in self.net.classifier.named_parameters():
-            self.received.register_buffer(name.replace(".", "/"), parameter.detach().clone(), persistent=False)
+        self.received = Frozen(self.net.classifier.named_parameters())  # phi_g
 
     def is_shared(self, name: str) -> bool:
         """The classifier, or everything."""
@@ -104,8 +101,7 @@ class FedClassAvg(FedAvg):
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Remembers the received classifier."""
         super().on_download(payload, data)
-        for anchor, parameter in zip(self.received.buffers(), self.net.classifier.parameters(), strict=True):
-            anchor.copy_(parameter)
+        self.received.take(self.net.classifier.named_parameters())
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Cross-entropy on the first views, the contrastive term on both, and the proximal term."""

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators.weighted_average import WeightedAverage, sample_shares
+from pfl_lightning.aggregators import WeightedAverage, client_weights
 from pfl_lightning.messages import Updates
 
 Discrepancy: TypeAlias = Literal["kl", "cosine", "l1", "l2"]
@@ -93,7 +93,7 @@ def disco_shares(updates: Updates, a: float, b: float, metric: Discrepancy) -> d
         f"FedDisco would give no client a weight (aggregator.a={a}, aggregator.b={b}) and averages by samples instead; "
         "take a smaller a or a larger b."
     )
-    return none | sample_shares(counted or updates)
+    return none | client_weights(counted or updates, "samples")
 
 
 def discrepancies(q: Tensor, metric: Discrepancy) -> Tensor:

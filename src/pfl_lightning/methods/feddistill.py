@@ -6,10 +6,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.aggregators.class_means import ClassMeans, ClassVectors, class_means
+from pfl_lightning.aggregators import Aggregator, ClassMeans
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
+from pfl_lightning.methods.class_vectors import ClassVectors, class_means
 from pfl_lightning.methods.local import Local
 
 

@@ -11,9 +11,8 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.aggregators.base import Aggregator, Server
-from pfl_lightning.aggregators.model_pool import ModelPool, mean_loss
-from pfl_lightning.client.module import ClientModule
+from pfl_lightning.aggregators import Aggregator, ModelPool, Server, mean_loss
+from pfl_lightning.client import ClientModule
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.messages import Message, StateDict, Updates, detached, weighted_mean
 from pfl_lightning.seeds import derive_seed

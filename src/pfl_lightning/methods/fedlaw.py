@@ -15,11 +15,11 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
-from pfl_lightning.aggregators.base import Server
-from pfl_lightning.aggregators.weighted_average import WeightedAverage, sample_shares, server_optimizer
+from pfl_lightning.aggregators import Server, WeightedAverage, client_weights
 from pfl_lightning.data import Samples, epoch_order
 from pfl_lightning.data.lent_samples import lent_samples
 from pfl_lightning.messages import Updates, detached
+from pfl_lightning.methods.server_optimizer import server_optimizer
 from pfl_lightning.nets.batch_norm import on_batch_statistics, smallest_batch
 from pfl_lightning.seeds import derive_seed
 
@@ -137,7 +137,7 @@ class FedLAW(WeightedAverage):
             for name, tensor in (self.state["personal"] | self.state["weights"]).items()
             if name not in stacks
         }
-        p = torch.tensor(list(sample_shares(updates).values()), dtype=torch.float64)
+        p = torch.tensor(list(client_weights(updates, "samples").values()), dtype=torch.float64)
         z = torch.cat([p.log(), torch.zeros(1, dtype=torch.float64)]).requires_grad_()
         optimizer = self.optimizer([z])
         scheduler = StepLR(optimizer, step_size=self.halving, gamma=0.5)

@@ -11,13 +11,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.aggregators.class_means import class_means
-from pfl_lightning.aggregators.model_pool import shares
-from pfl_lightning.aggregators.weighted_average import WeightedAverage
-from pfl_lightning.client.module import ClientModule
+from pfl_lightning.aggregators import Aggregator, WeightedAverage
+from pfl_lightning.client import ClientModule
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates
+from pfl_lightning.methods.class_vectors import class_means
 from pfl_lightning.nets import feature_size
 
 PROTOTYPES = "net.classifier.prototypes"
@@ -113,7 +111,7 @@ class FedNH(WeightedAverage):
     needs = frozenset({"weights", "directions", "class_counts"})
 
     def __init__(self, rho: float = 0.9) -> None:
-        super().__init__()
+        super().__init__(weighting="uniform")
         if not 0 <= rho <= 1:
             raise MisconfigurationException(f"aggregator.rho={rho} must be from 0 to 1, such as 0.9.")
         self.rho = rho
@@ -123,7 +121,7 @@ class FedNH(WeightedAverage):
         if not updates:
             return {}
         old = self.state["weights"][PROTOTYPES]
-        self.average(updates, shares(updates, "uniform"))
+        super().aggregate(updates, round)
         sums = torch.zeros_like(old, dtype=torch.float64)
         for update in updates.values():
             for c, direction in update["directions"].items():

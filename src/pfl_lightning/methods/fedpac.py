@@ -13,14 +13,12 @@ from scipy.optimize import nnls
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pfl_lightning.aggregators.aggregator_list import AggregatorList
-from pfl_lightning.aggregators.base import Aggregator, Server
-from pfl_lightning.aggregators.class_means import ClassMeans, ClassVectors, class_means
-from pfl_lightning.aggregators.weighted_average import WeightedAverage
-from pfl_lightning.client.phases import Phase, in_classifier
+from pfl_lightning.aggregators import Aggregator, AggregatorList, ClassMeans, Server, WeightedAverage
+from pfl_lightning.client import Phase, in_classifier
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
 from pfl_lightning.methods.alternate_training import AlternateAlignment
+from pfl_lightning.methods.class_vectors import ClassVectors, class_means
 from pfl_lightning.nets import feature_size
 
 NEGLIGIBLE = 1e-3

@@ -1,6 +1,6 @@
 """FedPer: a shared body under personal classifiers."""
 
-from pfl_lightning.client.phases import in_body
+from pfl_lightning.client import in_body
 from pfl_lightning.methods.fedavg import FedAvg
 
 

@@ -5,8 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.aggregators.class_means import ClassMeans
+from pfl_lightning.aggregators import Aggregator, ClassMeans
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.feature_alignment import FeatureAlignment

@@ -3,11 +3,12 @@
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import Tensor
 
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.methods.frozen import Frozen
 from pfl_lightning.methods.losses import proximal
 
 
@@ -29,16 +30,12 @@ class FedProx(FedAvg):
         if mu < 0:
             raise MisconfigurationException(f"model.mu={mu} must be 0 (which is FedAvg) or more, such as 0.01.")
         self.mu = mu
-        # w^t: not persistent, because every download brings it anew
-        self.received = nn.Module()
-        for name, parameter in self.net.named_parameters():
-            self.received.register_buffer(name.replace(".", "/"), parameter.detach().clone(), persistent=False)
+        self.received = Frozen(self.net.named_parameters())  # w^t
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Remembers the received model."""
         super().on_download(payload, data)
-        for anchor, parameter in zip(self.received.buffers(), self.net.parameters(), strict=True):
-            anchor.copy_(parameter)
+        self.received.take(self.net.named_parameters())
 
     def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
         """Cross-entropy and the proximal term."""

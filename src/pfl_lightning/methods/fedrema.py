@@ -10,9 +10,7 @@ from statistics import fmean
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.aggregators.base import Server
-from pfl_lightning.aggregators.model_pool import Weighting, shares
-from pfl_lightning.aggregators.weighted_average import WeightedAverage
+from pfl_lightning.aggregators import Server, WeightedAverage, Weighting, client_weights
 from pfl_lightning.messages import Message, Updates, weighted_mean
 from pfl_lightning.methods.relevance import Relevance, Segmentation
 
@@ -140,7 +138,7 @@ class FedReMa(WeightedAverage):
         if len(updates) > 2:
             mean_gaps = [*self.state["mean_gaps"], fmean(gaps.values())]
             self.state |= {"mean_gaps": mean_gaps, "in_period": not is_over(mean_gaps, self.delta)}
-        return {k: shares({i: updates[i] for i in members}, self.weights) for k, members in peers.items()}
+        return {k: client_weights({i: updates[i] for i in members}, self.weights) for k, members in peers.items()}
 
     def _recall(self, updates: Updates) -> dict[int, dict[int, float]]:
         """A round after the period: shares by how often i was a peer of k, of those that are there."""

@@ -1,6 +1,5 @@
 """Fed-RoD: a generic predictor that class frequencies don't bias, and a personal one on top of it that they do."""
 
-import copy
 from typing import Any, Literal
 
 import torch
@@ -11,9 +10,10 @@ from torch.nn import functional as F
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.methods.personal_net import PersonalNet
 
 
-class FedRoD(FedAvg):
+class FedRoD(PersonalNet, FedAvg):
     r"""Trains a generic head by balanced softmax, and a personal one by what is left to explain.
 
     Minimises, over batches and with both terms at once,
@@ -46,7 +46,6 @@ class FedRoD(FedAvg):
         MisconfigurationException: if ``gamma`` is negative.
     """
 
-    has_personal: Tensor
     log_prior: Tensor
 
     def __init__(self, gamma: float = 1.0, predict: Literal["personal", "generic"] = "personal", **kwargs: Any) -> None:
@@ -57,8 +56,7 @@ class FedRoD(FedAvg):
             )
         self.gamma = gamma
         self.predict = predict
-        self.personal = copy.deepcopy(self.net.classifier)  # h^P
-        self.register_buffer("has_personal", torch.tensor(False))
+        self.make_personal(self.net.classifier)  # h^P
         self.register_buffer("log_prior", torch.zeros(self.num_classes), persistent=False)
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
@@ -80,9 +78,3 @@ class FedRoD(FedAvg):
         if self.predict == "personal" and self.has_personal:
             logits = logits + self.personal(features)
         return logits
-
-    def upload(self, data: ClientData) -> Message:
-        """The generic model."""
-        if self.steps_done:
-            self.has_personal.fill_(True)
-        return super().upload(data)

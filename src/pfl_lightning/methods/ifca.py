@@ -10,9 +10,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from pfl_lightning.aggregators.base import Aggregator, Server
-from pfl_lightning.aggregators.model_pool import Weighting, mean_loss, mean_weights
-from pfl_lightning.client.module import ClientModule
+from pfl_lightning.aggregators import Aggregator, Server, Weighting, client_weights, mean_loss, mean_model
+from pfl_lightning.client import ClientModule
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.seeds import derive_seed
@@ -103,7 +102,7 @@ class ClusterModels(Aggregator):
         groups: dict[int, Updates] = {}
         for client, update in updates.items():
             groups.setdefault(int(update["cluster"]), {})[client] = update
-        means = {j: mean_weights(group, self.weights) for j, group in groups.items()}
+        means = {j: mean_model(group, client_weights(group, self.weights)) for j, group in groups.items()}
         self.state["models"] = [means.get(j, model) for j, model in enumerate(self.state["models"])]
         return {"clusters": float(len(groups))} if updates else {}
 

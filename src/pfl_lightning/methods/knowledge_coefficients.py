@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators.base import Aggregator, Server
+from pfl_lightning.aggregators import Aggregator, Server
 
 Update: TypeAlias = Literal["project", "softmax5", "raw"]
 
@@ -66,9 +66,9 @@ class KnowledgeCoefficients(Aggregator):
     Args:
         rho: weight of the second term, at least 0. The paper of FedClassAvg takes 0.7 for CIFAR-10 and 0.6 for
             Fashion-MNIST and EMNIST.
-        server_lr: step size, at least 0; 0 keeps c uniform. The 0.02 of FedClassAvg's code moves coefficients by some
-            thousandths in a hundred rounds; None takes the official code's `official_rates`, with which steps are large
-            and never shrink.
+        coefficient_lr: step size, at least 0; 0 keeps c uniform. The 0.02 of FedClassAvg's code moves coefficients by
+            some thousandths in a hundred rounds; None takes the official code's `official_rates`, with which steps are
+            large and never shrink.
         c_update: what follows the step: ``project``, onto the simplex; ``softmax5``, the softmax of 5 times the row as
             in the official code, which draws it to uniform for more than 5 clients and away from it for fewer;
             ``raw``, nothing, as in FedClassAvg's code, so that a row need not stay a mix.
@@ -77,16 +77,17 @@ class KnowledgeCoefficients(Aggregator):
         MisconfigurationException: if a number is negative.
     """
 
-    def __init__(self, rho: float = 0.7, server_lr: float | None = 0.02, c_update: Update = "project") -> None:
+    def __init__(self, rho: float = 0.7, coefficient_lr: float | None = 0.02, c_update: Update = "project") -> None:
         super().__init__()
         if not rho >= 0:
             raise MisconfigurationException(f"aggregator.rho={rho} must be 0 or more, such as 0.7.")
-        if server_lr is not None and not server_lr >= 0:
+        if coefficient_lr is not None and not coefficient_lr >= 0:
             raise MisconfigurationException(
-                f"aggregator.server_lr={server_lr} must be 0 (equal coefficients) or more, such as 0.02, or null."
+                f"aggregator.coefficient_lr={coefficient_lr} must be 0 (equal coefficients) or more, such as 0.02, or "
+                "null."
             )
         self.rho = rho
-        self.server_lr = server_lr
+        self.coefficient_lr = coefficient_lr
         self.c_update = c_update
 
     def setup(self, server: Server) -> None:
@@ -116,7 +117,8 @@ class KnowledgeCoefficients(Aggregator):
         n = len(clients)
         c = torch.stack([self.shares(client, clients) for client in clients])
         slopes = 2 * (c @ products - products) + 2 * self.rho / n * (c - 1 / n)
-        c = UPDATES[self.c_update](c - (official_rates(slopes) if self.server_lr is None else self.server_lr) * slopes)
+        rates = official_rates(slopes) if self.coefficient_lr is None else self.coefficient_lr
+        c = UPDATES[self.c_update](c - rates * slopes)
         table = self.state["c"].clone()
         for client, row in zip(clients, c, strict=True):
             table[client, clients] = row * (table[client, clients].sum() / table[client].sum())

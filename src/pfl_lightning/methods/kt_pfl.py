@@ -11,12 +11,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators.base import Aggregator, Server
-from pfl_lightning.client.module import Batch
-from pfl_lightning.client.phases import Phase
-from pfl_lightning.data import ClientData, FederatedDataModule, Samples
+from pfl_lightning.aggregators import Aggregator, Server
+from pfl_lightning.client import Batch, Phase
+from pfl_lightning.data import CHUNK, ClientData, FederatedDataModule, Samples
 from pfl_lightning.data.datamodule import net_inputs
-from pfl_lightning.engines.evaluation import CHUNK
 from pfl_lightning.messages import Message, Updates, weighted_mean
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
 from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients

@@ -6,9 +6,7 @@ w_l the model of client l.
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.aggregators.base import Server
-from pfl_lightning.aggregators.model_pool import inner_products, shares
-from pfl_lightning.aggregators.weighted_average import WeightedAverage
+from pfl_lightning.aggregators import Server, WeightedAverage, client_weights, inner_products
 from pfl_lightning.messages import Message, Updates, weighted_mean
 from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
 
@@ -44,7 +42,7 @@ class KTpFLWeight(KnowledgeCoefficients, WeightedAverage):
         if not updates:
             return {}
         clients, models = list(updates), [update["weights"] for update in updates.values()]
-        self.average(updates, shares(updates, "uniform"))
+        self.average(updates, client_weights(updates, "uniform"))
         size = sum(models[0][name].numel() for name in self.parameters)
         logs = self.learn(clients, inner_products(models, self.parameters) / size)
         mixes = {client: weighted_mean(models, self.shares(client, clients).tolist()) for client in clients}

@@ -11,9 +11,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators.base import Server
-from pfl_lightning.aggregators.model_pool import shares
-from pfl_lightning.aggregators.weighted_average import WeightedAverage
+from pfl_lightning.aggregators import Server, WeightedAverage, client_weights
 from pfl_lightning.messages import Updates, weighted_mean
 
 
@@ -63,7 +61,7 @@ class LDAWA(WeightedAverage):
         if round < self.warmup:
             super().aggregate(updates, round)
         else:
-            self.average(updates, shares(updates, "uniform"))
+            self.average(updates, client_weights(updates, "uniform"))
             for name, cosines in c.items():
                 tensors = [{name: upload[name]} for upload in uploads]
                 self.state["weights"] |= weighted_mean(tensors, [value / len(updates) for value in cosines])

@@ -1,6 +1,6 @@
 """LG-FedAvg: personal features under a shared classifier."""
 
-from pfl_lightning.client.phases import in_classifier
+from pfl_lightning.client import in_classifier
 from pfl_lightning.methods.fedavg import FedAvg
 
 

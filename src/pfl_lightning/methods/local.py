@@ -1,7 +1,7 @@
 """Local: every client trains on its own data alone."""
 
-from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.client.module import ClientModule
+from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.client import ClientModule
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 

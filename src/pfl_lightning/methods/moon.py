@@ -4,20 +4,18 @@ Source: Li, He and Song, 2021 (https://arxiv.org/abs/2103.16257). Symbols: z, z_
 input by the model under training, the received one and the one that the client had after its last local training.
 """
 
-import copy
-from itertools import chain
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.client.module import Batch
+from pfl_lightning.client import Batch
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.methods.frozen import FrozenModule
 
 
 def model_contrast(z: Tensor, z_glob: Tensor, z_prev: Tensor, tau: float) -> Tensor:
@@ -38,37 +36,6 @@ def model_contrast(z: Tensor, z_glob: Tensor, z_prev: Tensor, tau: float) -> Ten
         tau: temperature, above 0.
     """
     return F.softplus((F.cosine_similarity(z, z_prev) - F.cosine_similarity(z, z_glob)) / tau).mean()
-
-
-class Frozen(nn.Module):
-    """A copy of a module that nothing trains and that stays in evaluation mode, whatever its owner's mode is.
-
-    Its tensors are buffers: no optimizer and no gradient sees them.
-
-    Args:
-        module: the module.
-        persistent: whether the copy is part of the ``state_dict``.
-    """
-
-    def __init__(self, module: nn.Module, persistent: bool) -> None:
-        super().__init__()
-        # in a tuple it is no submodule, so that nobody sets its mode; "meta" tensors have shapes and no memory
-        self._architecture = (copy.deepcopy(module).to("meta").eval(),)
-        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-            self.register_buffer(name.replace(".", "/"), tensor.detach().clone(), persistent=persistent)
-
-    @torch.no_grad()
-    def take(self, module: nn.Module) -> None:
-        """Copies the tensors of a module like the first one."""
-        for mine, other in zip(self.buffers(), chain(module.parameters(), module.buffers()), strict=True):
-            mine.copy_(other)
-
-    @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        """The module's output, without gradient."""
-        tensors = {name.replace("/", "."): tensor for name, tensor in self.named_buffers()}
-        output: Tensor = functional_call(self._architecture[0], tensors, (x,))
-        return output
 
 
 class MOON(FedAvg):
@@ -99,17 +66,17 @@ class MOON(FedAvg):
             raise MisconfigurationException(f"model.tau={tau} must be above 0, such as 0.5.")
         self.mu, self.tau = mu, tau
         if mu > 0:
-            self.received = Frozen(self.net.features, persistent=False)
-            self.previous = Frozen(self.net.features, persistent=True)
+            self.received = FrozenModule(self.net.features)
+            self.previous = FrozenModule(self.net.features, persistent=True)
             self.register_buffer("has_previous", torch.tensor(False))
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Remembers the received feature extractor."""
         super().on_download(payload, data)
         if self.mu > 0:
-            self.received.take(self.net.features)
+            self.received.take_from(self.net.features)
             if not self.has_previous:
-                self.previous.take(self.net.features)
+                self.previous.take_from(self.net.features)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Cross-entropy and the contrastive loss."""
@@ -123,6 +90,6 @@ class MOON(FedAvg):
     def upload(self, data: ClientData) -> Message:
         """The model, which is the previous one from now on."""
         if self.mu > 0:
-            self.previous.take(self.net.features)
+            self.previous.take_from(self.net.features)
             self.has_previous.fill_(True)
         return super().upload(data)

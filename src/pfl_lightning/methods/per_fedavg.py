@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.optim import SGD, Optimizer
 
-from pfl_lightning.client.module import Batch
-from pfl_lightning.client.phases import Phase
+from pfl_lightning.client import Batch, Phase
 from pfl_lightning.messages import StateDict
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets.batch_norm import smallest_batch

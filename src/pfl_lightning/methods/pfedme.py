@@ -5,7 +5,6 @@ client i under training, theta_i its personal one, f_i its loss, lambda the weig
 rate of w_i.
 """
 
-import copy
 from typing import Any, Literal
 
 import torch
@@ -13,16 +12,16 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.func import functional_call, grad_and_value
 
-from pfl_lightning.aggregators.base import Aggregator, Server
-from pfl_lightning.aggregators.model_pool import shares
-from pfl_lightning.aggregators.weighted_average import WeightedAverage
-from pfl_lightning.client.module import Batch, ClientModule
+from pfl_lightning.aggregators import Aggregator, WeightedAverage
+from pfl_lightning.client import Batch
 from pfl_lightning.data import ClientData
-from pfl_lightning.messages import Message, StateDict, Updates
+from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.methods.losses import proximal
+from pfl_lightning.methods.personal_net import PersonalNet
+from pfl_lightning.nets import Net
 
 
-class PFedMe(ClientModule):
+class PFedMe(PersonalNet):
     r"""On each batch finds a personal model near the client's, moves the client's towards it, and is evaluated by it.
 
     .. math::
@@ -41,8 +40,11 @@ class PFedMe(ClientModule):
     those of the passes with :math:`\theta_i`, and are what is sent for :math:`w_i` too, which makes no pass.
 
     In the paper all clients train in each round, and the server hears from some; here only those train. The official
-    code and PFLlib add an L2 term with the weight 0.001 to :math:`f_i`, and count clients by their samples
-    (`RelaxedAverage`).
+    code and PFLlib add an L2 term with the weight 0.001 to :math:`f_i`, and count clients by their samples.
+
+    The server takes the step :math:`w \leftarrow (1 - \beta)\, w + \beta \sum_{i \in S} w_i / \lvert S \rvert`, where
+    :math:`\beta` is the ``server_lr`` of `WeightedAverage`: 1 is the plain mean. In PFLlib it is 0 unless it is set, so
+    that its global model never moves.
 
     Source: T Dinh et al., 2020, Algorithm 1 (https://arxiv.org/abs/2006.08848). The defaults are those of its official
     code for neural networks, which go with 20 batches a round and the learning rate 0.005.
@@ -61,7 +63,7 @@ class PFedMe(ClientModule):
         MisconfigurationException: if an argument is out of its range.
     """
 
-    has_personal: Tensor
+    personal: Net
 
     def __init__(
         self,
@@ -85,8 +87,8 @@ class PFedMe(ClientModule):
         self.personal_steps = personal_steps
         self.personal_lr = personal_lr
         self.predict = predict
-        self.personal = copy.deepcopy(self.net).requires_grad_(False)  # theta_i
-        self.register_buffer("has_personal", torch.tensor(False))
+        self.make_personal(self.net)  # theta_i
+        self.personal.requires_grad_(False)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Moves theta_i, and gives a loss whose gradient is lambda (w_i - theta_i)."""
@@ -116,15 +118,9 @@ class PFedMe(ClientModule):
         logits = functional_call(self.personal.classifier, within("classifier.", theta | buffers), (features,))
         return self.loss(features, logits, target)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of the personal model, as soon as there is one."""
-        logits: Tensor = (self.personal if self.has_personal else self.net)(x)
-        return logits
-
     def upload(self, data: ClientData) -> Message:
         """The client's model w_i, with the running statistics of theta_i."""
         if self.steps_done:
-            self.has_personal.fill_(True)
             self.assign({f"net.{name}": buffer for name, buffer in self.personal.named_buffers()})
             if self.predict == "local":
                 self.personal.load_state_dict(self.net.state_dict())
@@ -132,48 +128,7 @@ class PFedMe(ClientModule):
 
     def configure_aggregator(self) -> Aggregator:
         """The plain mean of the clients' models."""
-        return RelaxedAverage()
-
-
-class RelaxedAverage(WeightedAverage):
-    r"""Goes from the global model towards the mean of the uploads, not as far as it or further.
-
-    .. math:: w \leftarrow (1 - \beta)\, w + \beta \sum_{i \in S} \frac{w_i}{\lvert S \rvert}
-
-    Only learnable parameters take the step :math:`\beta`; running statistics are averaged.
-    Source: T Dinh et al., 2020, Algorithm 1 (https://arxiv.org/abs/2006.08848). In PFLlib :math:`\beta` is 0 unless it
-    is set, so that its global model never moves.
-
-    Args:
-        beta: :math:`\beta`, above 0; 1 is the mean itself.
-        weighted: whether clients count by their training samples, as in the official code, and not equally.
-
-    Raises:
-        MisconfigurationException: if ``beta`` isn't positive.
-    """
-
-    def __init__(self, beta: float = 1.0, weighted: bool = False) -> None:
-        super().__init__()
-        if not beta > 0:
-            raise MisconfigurationException(f"aggregator.beta={beta} must be above 0, such as 1.")
-        self.beta = beta
-        self.weighted = weighted
-
-    def setup(self, server: Server) -> None:
-        """Starts from the common initial model."""
-        super().setup(server)
-        self.names = server.parameter_names(remove_duplicate=False)
-
-    def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Moves the global model."""
-        if updates:
-            w = self.state["weights"]
-            self.average(updates, shares(updates, "samples" if self.weighted else "uniform"))
-            mean = self.state["weights"]
-            for name in self.names:
-                # the initial model is of another type than the uploads under precision=64-true
-                mean[name] = torch.lerp(w[name].to(mean[name].dtype), mean[name], self.beta)
-        return {}
+        return WeightedAverage(weighting="uniform")
 
 
 def within(part: str, entries: StateDict) -> StateDict:

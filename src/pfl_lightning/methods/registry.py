@@ -9,10 +9,8 @@ from functools import partial
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from pfl_lightning import methods as m
-from pfl_lightning.aggregators.aggregator_list import AggregatorList
-from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.aggregators.class_means import ClassMeans
-from pfl_lightning.client.module import ClientModule
+from pfl_lightning.aggregators import Aggregator, AggregatorList, ClassMeans
+from pfl_lightning.client import ClientModule
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators.base import Server
-from pfl_lightning.client.phases import CLASSIFIER, in_classifier
+from pfl_lightning.aggregators import Server
+from pfl_lightning.client import CLASSIFIER, in_classifier
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.nets import feature_size
 from pfl_lightning.seeds import derive_seed

@@ -8,18 +8,14 @@ the round. Control variates are vectors of all parameters, one after the other.
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.func import functional_call, grad
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
-from pfl_lightning.aggregators.base import Aggregator, Server
-from pfl_lightning.aggregators.model_pool import shares
-from pfl_lightning.aggregators.weighted_average import WeightedAverage
-from pfl_lightning.client.module import ClientModule
+from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage
+from pfl_lightning.client import ClientModule
 from pfl_lightning.data import ClientData, Samples
-from pfl_lightning.engines.evaluation import CHUNK
 from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
 
 
@@ -79,8 +75,8 @@ class ControlVariates(ClientModule):
             return F.cross_entropy(functional_call(self.net, weights, (x,)), y, reduction="sum") / len(part)
 
         weights = {name: parameter.detach() for name, parameter in self.net.named_parameters()}
-        chunks = zip(torch.split(part.x, CHUNK), torch.split(part.y, CHUNK), strict=True)
-        return torch.stack([parameters_to_vector(grad(objective)(weights, x, y).values()) for x, y in chunks]).sum(0)
+        gradients = [parameters_to_vector(grad(objective)(weights, x, y).values()) for x, y in part.chunks()]
+        return torch.stack(gradients).sum(0)
 
     def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
         """Cross-entropy, with the corrected gradient."""
@@ -126,16 +122,12 @@ class SCAFFOLD(WeightedAverage):
     sends = WeightedAverage.sends | {"control"}
 
     def __init__(self, server_lr: float = 1.0) -> None:
-        super().__init__()
-        if not server_lr > 0:
-            raise MisconfigurationException(f"aggregator.server_lr={server_lr} must be above 0, such as 1.")
-        self.server_lr = server_lr
+        super().__init__(server_lr, weighting="uniform")
 
     def setup(self, server: Server) -> None:
         """Starts from the common initial model and c = 0."""
         super().setup(server)
         self.num_clients = server.num_clients
-        self.names = server.parameter_names(remove_duplicate=False)
         parameters = parameters_to_vector(server.module.net.parameters())
         self.state["control"] = torch.zeros_like(parameters, device="cpu", requires_grad=False)
 
@@ -143,11 +135,8 @@ class SCAFFOLD(WeightedAverage):
         """Moves x and c, and logs the length of c."""
         if not updates:
             return {}
-        x, c = self.state["weights"], self.state["control"]
-        self.average(updates, shares(updates, "uniform"))
-        mean = self.state["weights"]
-        for name in self.names:
-            mean[name] = torch.lerp(x[name].to(mean[name]), mean[name], self.server_lr)
+        super().aggregate(updates, round)
+        c = self.state["control"]
         changes = [{"control": update["control"]} for update in updates.values()]
         self.state |= weighted_mean([*changes, {"control": c}], [*[1 / self.num_clients] * len(changes), 1.0])
         return {"control_norm": float(torch.linalg.vector_norm(self.state["control"]))}

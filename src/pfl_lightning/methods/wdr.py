@@ -11,8 +11,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.client.module import Batch, ClientModule
+from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.client import Batch, ClientModule
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.cwfedavg import CwFedAvg, row_distribution

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from pfl_lightning.client.module import Batch, ClientModule
+from pfl_lightning.client import Batch, ClientModule
 from pfl_lightning.data import ClientData
 from pfl_lightning.engines import ClientState, Job, LocalWork, Sequential
 from pfl_lightning.methods.cwfedavg import row_distribution

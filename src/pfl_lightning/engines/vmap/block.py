@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pfl_lightning.client.module import Batch
-from pfl_lightning.client.phases import Phase
+from pfl_lightning.client import Batch, Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.engines.base import Job
 from pfl_lightning.engines.vmap.dropout import Stream

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.client.module import ClientModule
+from pfl_lightning.client import ClientModule
 from pfl_lightning.contract.attributes import Look
 from pfl_lightning.engines.leaks import attributes_of
 

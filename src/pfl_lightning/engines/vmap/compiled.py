@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo import lookup_backend
 from torch.func import grad, vmap
 
-from pfl_lightning.client.module import Batch, ClientModule
+from pfl_lightning.client import Batch, ClientModule
 from pfl_lightning.engines.vmap.checks import reason_of
 from pfl_lightning.engines.vmap.slots import Places
 from pfl_lightning.messages import StateDict

@@ -11,9 +11,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import pad_sequence
 from torchmetrics import MetricCollection
 
-from pfl_lightning.client.module import ClientModule
-from pfl_lightning.data import Samples
-from pfl_lightning.engines.evaluation import CHUNK, computed
+from pfl_lightning.client import ClientModule
+from pfl_lightning.data import CHUNK, Samples
+from pfl_lightning.engines.evaluation import computed
 from pfl_lightning.engines.vmap.slots import Places
 from pfl_lightning.messages import StateDict
 

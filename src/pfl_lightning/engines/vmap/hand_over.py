@@ -9,8 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pfl_lightning.client.module import ClientModule
-from pfl_lightning.client.phases import Phase
+from pfl_lightning.client import ClientModule, Phase
 from pfl_lightning.data import gather
 from pfl_lightning.engines.base import ClientState, Job, Outcome
 from pfl_lightning.engines.vmap.block import Block, Member

@@ -9,8 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.func import vmap
 
-from pfl_lightning.client.module import Batch
-from pfl_lightning.client.phases import Phase
+from pfl_lightning.client import Batch, Phase
 from pfl_lightning.data import epoch_order
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.steps import step_values
