@@ -133,6 +133,11 @@ class Run:
     def rows(self) -> list[dict[str, Any]]:
         return self.logger.rows
 
+    def test(self) -> dict[int, dict[str, float]]:
+        """Metrics of each client on its test split, as the federation stands."""
+        self.federation.evaluations.evaluate(range(self.data.num_clients), ("test",))
+        return self.federation.evaluations.results["test"]
+
     @property
     def weights(self) -> dict[str, Tensor]:
         return self.federation.state_dict()

@@ -1,24 +1,28 @@
 """FederatedTrainer: Lightning's Trainer, with rounds."""
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.callbacks import LastCheckpoint
+from pfl_lightning.callbacks import LastCheckpoint, best_checkpoint
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine
 from pfl_lightning.federation.federation import Federation
+from pfl_lightning.federation.final_test import final_test
 from pfl_lightning.federation.options import FederationOptions, is_count
 from pfl_lightning.runs.folder import at_work, checkpoint_of_run
 from pfl_lightning.runs.stopping import Stopped, stoppable
 from pfl_lightning.trainer_arguments import (
+    check_classes,
     check_machine,
     check_ranks,
     fill_defaults,
@@ -112,12 +116,16 @@ class FederatedTrainer(Trainer):
         fill_defaults(kwargs, default_root_dir, client_states)
         check_machine(kwargs)
         super().__init__(max_epochs=max_rounds, default_root_dir=default_root_dir, **kwargs)
+        # these are of clients, who come in one batch
+        limits = {"limit_val_batches": self.limit_val_batches, "limit_test_batches": self.limit_test_batches}
+        self.rounds = replace(self.rounds, **limits)
+        self.limit_val_batches, self.limit_test_batches = (float(limit > 0) for limit in limits.values())
         if self.world_size > 1:
             check_ranks(self.strategy, self.rounds.engine_class, self.world_size)
 
     @property
     def global_step(self) -> int:
-        """FederationOptions done: no optimizer of the Trainer's own steps."""
+        """Rounds done: no optimizer of the Trainer's own steps."""
         federation = self.lightning_module
         return federation.round if isinstance(federation, Federation) else 0
 
@@ -176,6 +184,14 @@ class FederatedTrainer(Trainer):
         except Stopped as stop:
             stop.resumable = Path(str(self.log_dir), "checkpoints", "last.ckpt").exists()
             raise
+
+    def _run_stage(self) -> Any:
+        """Ends a fit with the test of its models, while they are on their device, and hands it to the callbacks."""
+        results = super()._run_stage()
+        federation = self.lightning_module
+        if self.state.fn == TrainerFn.FITTING and isinstance(federation, Federation) and not self.fast_dev_run:
+            federation.call("on_final_test", final_test(federation, best_checkpoint(self)))
+        return results
 
     def validate(  # type: ignore[override]
         self,
@@ -247,35 +263,17 @@ class FederatedTrainer(Trainer):
         self, model: ClientModule, datamodule: FederatedDataModule | None, aggregator: Aggregator | None
     ) -> Federation:
         """The federation of a client module, the one there is if it is of the same module."""
-        if not isinstance(model, ClientModule):
-            raise MisconfigurationException(
-                f"model={type(model).__name__} is not a client module; take one of pfl_lightning.methods, or a "
-                "subclass of ClientModule."
-            )
-        if not isinstance(datamodule, FederatedDataModule) and (datamodule is not None or self._data is None):
-            raise MisconfigurationException(
-                f"datamodule={type(datamodule).__name__} is not a FederatedDataModule; take one of pfl_lightning.data."
-            )
-        if aggregator is not None and not isinstance(aggregator, Aggregator):
-            name = getattr(aggregator, "__name__", type(aggregator).__name__)
-            raise MisconfigurationException(
-                f"aggregator={name} is a class; give an instance, {name}()."
-                if isinstance(aggregator, type)
-                else f"aggregator={name} is no Aggregator; take one of pfl_lightning.methods."
-            )
+        # without one that of an earlier run holds; Lightning declares the attribute at run time
+        data = getattr(self, "datamodule", None) if datamodule is None else datamodule
+        check_classes(model, data, aggregator)
         current = self.lightning_module
         if isinstance(current, Federation) and current.client is model and aggregator is None:
             return current
         federation = Federation(model, aggregator, self.rounds)
         if self._own_logger:
-            self._run_name = f"{federation.method}-{type(datamodule or self._data).__name__}"
+            self._run_name = f"{federation.method}-{type(data).__name__}"
             self.logger = CSVLogger(self.default_root_dir, self._run_name, flush_logs_every_n_steps=1)
         return federation
-
-    @property
-    def _data(self) -> Any:
-        """The data module of an earlier run of this Trainer; Lightning declares the attribute at run time."""
-        return getattr(self, "datamodule", None)
 
     @property
     def _run_root(self) -> Path:

@@ -86,7 +86,7 @@ def test_clients_share_a_partition_with_or_without_a_server_s_samples():
 def test_a_test_without_clients_parts_has_one_batch_of_nobody():
     assert list(ready(central_test=0.1, test_fraction=0.0).test_dataloader()) == [[]]
     assert list(ready(test_fraction=0.0).test_dataloader()) == []
-    assert list(ready(central_test=0.1).test_dataloader()) == [[0], [1], [2]]
+    assert list(ready(central_test=0.1).test_dataloader()) == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize(

@@ -338,11 +338,10 @@ def test_load_is_required():
 
 def test_loaders_give_client_ids():
     dm = Numbered(num_clients=3)
-    assert list(dm.train_dataloader()) == [[0, 1, 2]]
-    for loader in (dm.val_dataloader(), dm.test_dataloader()):
-        assert list(loader) == [[0], [1], [2]]
-        assert list(loader) == [[0], [1], [2]]
-        assert len(loader) == 3
+    for loader in (dm.train_dataloader(), dm.val_dataloader(), dm.test_dataloader()):
+        assert list(loader) == [[0, 1, 2]]
+        assert list(loader) == [[0, 1, 2]]
+        assert len(loader) == 1
     assert len(Numbered(val_fraction=0.0).val_dataloader()) == 0
     assert len(Numbered(test_fraction=0.0).test_dataloader()) == 0
 
@@ -382,8 +381,8 @@ def test_trainer_runs_on_the_loaders(tmp_path, val_fraction):
     trainer.fit(model, datamodule=dm)
     trainer.test(model, datamodule=dm, verbose=False)
     assert model.seen["train"] == [[0, 1, 2]] * 2
-    assert model.seen["val"] == ([[0], [1], [2]] * 2 if val_fraction else [])
-    assert model.seen["test"] == [[0], [1], [2]]
+    assert model.seen["val"] == ([[0, 1, 2]] * 2 if val_fraction else [])
+    assert model.seen["test"] == [[0, 1, 2]]
 
 
 def test_hyperparameters_are_plain():

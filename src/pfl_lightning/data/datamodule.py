@@ -344,17 +344,17 @@ class FederatedDataModule(LightningDataModule, ABC):
         return ClientLoader([range(self.num_clients)])
 
     def val_dataloader(self) -> ClientLoader:
-        """One batch a client; no batches if ``val_fraction`` is 0."""
-        return self._one_by_one(self.val_fraction)
+        """One batch with the ids of all clients; no batch if ``val_fraction`` is 0."""
+        return ClientLoader([range(self.num_clients)] if self.val_fraction > 0 else [])
 
     def test_dataloader(self) -> ClientLoader:
-        """One batch a client; if ``test_fraction`` is 0 none, or one of no clients if there is a central test set."""
-        if self.test_fraction == 0 and self.central_test is not None:
-            return ClientLoader([[]])
-        return self._one_by_one(self.test_fraction)
+        """One batch with the ids of all clients; with none if ``test_fraction`` is 0, for the central test set alone.
 
-    def _one_by_one(self, fraction: float) -> ClientLoader:
-        return ClientLoader([[client] for client in range(self.num_clients)] if fraction > 0 else [])
+        Without the two there is no batch.
+        """
+        if self.test_fraction == 0:
+            return ClientLoader([] if self.central_test is None else [[]])
+        return ClientLoader([range(self.num_clients)])
 
     def _ready(self) -> Samples:
         if self._pool is None:
