@@ -100,9 +100,7 @@ class FederationOptions:
         clip = self.clip or None
         return LocalWork(epochs, self.local_steps, data.batch_size, data.last_batch, clip, self.clip_algorithm)
 
-    def engines(
-        self, modules: Sequence[ClientModule], data: FederatedDataModule, trainer: Trainer
-    ) -> list[Engine]:
+    def engines(self, modules: Sequence[ClientModule], data: FederatedDataModule, trainer: Trainer) -> list[Engine]:
         """An engine for each client module; with several ranks each runs its share of the clients.
 
         Args:
