@@ -117,9 +117,9 @@ class FederatedTrainer(Trainer):
         check_machine(kwargs)
         super().__init__(max_epochs=max_rounds, default_root_dir=default_root_dir, **kwargs)
         # these are of clients, who come in one batch
-        limits = {"limit_val_batches": self.limit_val_batches, "limit_test_batches": self.limit_test_batches}
-        self.rounds = replace(self.rounds, **limits)
-        self.limit_val_batches, self.limit_test_batches = (float(limit > 0) for limit in limits.values())
+        val, test = self.limit_val_batches, self.limit_test_batches
+        self.rounds = replace(self.rounds, limit_val_batches=val, limit_test_batches=test)
+        self.limit_val_batches, self.limit_test_batches = float(val > 0), float(test > 0)
         if self.world_size > 1:
             check_ranks(self.strategy, self.rounds.engine_class, self.world_size)
 
@@ -189,7 +189,8 @@ class FederatedTrainer(Trainer):
         """Ends a fit with the test of its models, while they are on their device, and hands it to the callbacks."""
         results = super()._run_stage()
         federation = self.lightning_module
-        if self.state.fn == TrainerFn.FITTING and isinstance(federation, Federation) and not self.fast_dev_run:
+        rehearses = self.fast_dev_run  # type: ignore[attr-defined]
+        if self.state.fn == TrainerFn.FITTING and isinstance(federation, Federation) and not rehearses:
             federation.call("on_final_test", final_test(federation, best_checkpoint(self)))
         return results
 

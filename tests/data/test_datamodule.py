@@ -9,7 +9,8 @@ from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 
-from pfl_lightning.data import IID, Digits, Dirichlet, FederatedDataModule, Partitioner, Samples, datamodule, gather
+from pfl_lightning.data import IID, Digits, Dirichlet, FederatedDataModule, Partitioner, Samples, gather
+from pfl_lightning.data import pool as pools
 from pfl_lightning.data.splits import stratified_rows
 from pfl_lightning.messages import num_bytes
 
@@ -160,17 +161,17 @@ def test_several_clients_are_gathered_at_once_and_keep_their_parts(asked):
 @pytest.mark.parametrize("room", [True, False])
 def test_the_pool_is_copied_once_to_a_device_with_room_for_it(monkeypatch, room):
     dm = ready()
-    pool = num_bytes((dm._pool.x, dm._pool.y))
-    monkeypatch.setattr(datamodule, "free_memory", lambda device: 4 * pool - (not room))
+    pool = num_bytes((dm._pool.samples.x, dm._pool.samples.y))
+    monkeypatch.setattr(pools, "free_memory", lambda device: 4 * pool - (not room))
     where = []
     monkeypatch.setattr(dm, "transform", lambda x: where.append(x.device.type) or x)
     for client in (0, 1):
         dm.client(client).to("meta").train  # noqa: B018
         dm.client(client).train  # noqa: B018
     assert where == ["meta" if room else "cpu", "cpu"] * 2
-    assert len(dm._pools) == 1
+    assert len(dm._pool.copies) == 1
     dm.teardown("fit")
-    assert not dm._pools
+    assert not dm._pool.copies
 
 
 def test_split_is_shuffled_and_differs_between_clients():
