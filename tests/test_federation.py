@@ -147,8 +147,8 @@ class Poisoned(Altered):
 
     bad: frozenset[int] = frozenset()
 
-    def alter(self, part, client, stage):
-        return type(part)(part.x * float("nan"), part.y) if stage == "train" and client in self.bad else part
+    def alter(self, part, client, split):
+        return type(part)(part.x * float("nan"), part.y) if split == "train" and client in self.bad else part
 
 
 class Poison(FederatedCallback):

@@ -58,10 +58,10 @@ class FederatedTrainer(Trainer):
         evaluate: which model of each client is evaluated, by all clients whoever takes part in the round: ``before``
             local training, as received from the server; ``after`` local training, the model that the client had when it
             last trained, or the initial one where it never has; or ``both``, then the latter is recorded as
-            ``val_after/…`` and ``test_after/…``. A client is evaluated on both parts right after its training, and its
+            ``val_after/…`` and ``test_after/…``. A client is evaluated on both splits right after its training, and its
             metrics are kept, in checkpoints too, until it trains again; nobody trains for an evaluation.
-        test_every_round: whether the test parts, and the server's model on the central test set where the data have
-            one, are evaluated with the validation parts, every round, which the papers' protocol asks for; they are
+        test_every_round: whether the test splits, and the server's model on the central test set where the data have
+            one, are evaluated with the validation splits, every round, which the papers' protocol asks for; they are
             evaluated at the end of ``fit`` in any case.
         gradient_clip_val: largest norm or value of a client's gradients, above 0; None or, as in Lightning, 0 doesn't
             clip.
@@ -203,7 +203,7 @@ class FederatedTrainer(Trainer):
         datamodule: FederatedDataModule | None = None,
         aggregator: Aggregator | None = None,
     ) -> Any:
-        """Evaluates every client on its validation part.
+        """Evaluates every client on its validation split.
 
         Args:
             model: the client module; None takes the federation of this Trainer.
@@ -228,7 +228,7 @@ class FederatedTrainer(Trainer):
         datamodule: FederatedDataModule | None = None,
         aggregator: Aggregator | None = None,
     ) -> Any:
-        """Evaluates every client on its test part.
+        """Evaluates every client on its test split.
 
         Args:
             model: the client module; None takes the federation of this Trainer.

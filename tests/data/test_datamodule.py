@@ -14,7 +14,7 @@ from pfl_lightning.data import pool as pools
 from pfl_lightning.data.splits import stratified_rows
 from pfl_lightning.messages import num_bytes
 
-STAGES = ("train", "val", "test")
+SPLITS = ("train", "val", "test")
 
 
 class Numbered(FederatedDataModule):
@@ -53,12 +53,12 @@ def ready(data=Numbered, **kwargs):
     return dm
 
 
-def rows(dm, client, stage):
-    return dm.part(client, stage).x.flatten()
+def rows(dm, client, split):
+    return dm.part(client, split).x.flatten()
 
 
 def all_rows(dm):
-    return [rows(dm, client, stage) for client in range(dm.num_clients) for stage in STAGES]
+    return [rows(dm, client, split) for client in range(dm.num_clients) for split in SPLITS]
 
 
 def test_parts_are_disjoint_and_cover_the_pool():
@@ -89,9 +89,9 @@ def test_labels_stay_with_their_inputs():
 )
 def test_part_sizes(n, test_fraction, val_fraction, sizes):
     dm = ready(num_clients=1, partitioner=Sizes(n), test_fraction=test_fraction, val_fraction=val_fraction)
-    assert tuple(dm.size(0, stage) for stage in STAGES) == sizes
-    assert tuple(len(dm.part(0, stage)) for stage in STAGES) == sizes
-    assert tuple(int(dm.class_counts(stage).sum()) for stage in STAGES) == sizes
+    assert tuple(dm.size(0, split) for split in SPLITS) == sizes
+    assert tuple(len(dm.part(0, split)) for split in SPLITS) == sizes
+    assert tuple(int(dm.class_counts(split).sum()) for split in SPLITS) == sizes
 
 
 @pytest.mark.parametrize(("n", "val_fraction", "least"), [(2, 0.1, 3), (1, 0.0, 2)])
@@ -115,10 +115,10 @@ def test_client_holds_its_three_parts():
     dm = ready()
     client = dm.client(3)
     assert client.num_classes == 5
-    for stage in STAGES:
-        part = getattr(client, stage)
-        assert torch.equal(part.x.flatten(), rows(dm, 3, stage))
-        assert len(part) == dm.size(3, stage)
+    for split in SPLITS:
+        part = getattr(client, split)
+        assert torch.equal(part.x.flatten(), rows(dm, 3, split))
+        assert len(part) == dm.size(3, split)
 
 
 @pytest.fixture
@@ -126,9 +126,9 @@ def asked(monkeypatch):
     """What data modules were asked for."""
     found = []
 
-    def spied(self, clients, stage, device="cpu", parts=FederatedDataModule.parts):
-        found.append((list(clients), stage, torch.device(device).type))
-        return parts(self, clients, stage, device)
+    def spied(self, clients, split, device="cpu", parts=FederatedDataModule.parts):
+        found.append((list(clients), split, torch.device(device).type))
+        return parts(self, clients, split, device)
 
     monkeypatch.setattr(FederatedDataModule, "parts", spied)
     return found
@@ -198,7 +198,7 @@ def test_depends_on_its_seed_alone_and_leaves_global_randomness():
 def test_seed_moves_the_partition():
     def owned(seed):
         dm = ready(seed=seed)
-        return set(torch.cat([rows(dm, 0, stage) for stage in STAGES]).tolist())
+        return set(torch.cat([rows(dm, 0, split) for split in SPLITS]).tolist())
 
     assert owned(1) == owned(1) != owned(2)
 
@@ -228,7 +228,7 @@ def test_max_samples_keeps_proportions():
     chosen = torch.cat(all_rows(dm))
     assert len(chosen.unique()) == 100
     # 500, 250, 150, 80 and 23 of 1,003: quotas 49.85, 24.93, 14.96, 7.98 and 2.29
-    assert sum(dm.class_counts(stage) for stage in STAGES).sum(0).tolist() == [50, 25, 15, 8, 2]
+    assert sum(dm.class_counts(split) for split in SPLITS).sum(0).tolist() == [50, 25, 15, 8, 2]
     # a random choice, not the first of each class
     assert chosen[chosen < 500].max() > 400
 
@@ -351,7 +351,7 @@ class Recorder(LightningModule):
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
-        self.seen = {stage: [] for stage in STAGES}
+        self.seen = {split: [] for split in SPLITS}
 
     def configure_optimizers(self):
         return None

@@ -57,7 +57,7 @@ class RoundLogger(FederatedCallback):
         federation = cast(Federation, pl_module)
         if federation.seed is None:
             nets = [cast(ClientModule, kind).net.state_dict() for kind in federation.architectures]
-            counts = [federation.data.class_counts(part) for part in ("train", "val", "test")]
+            counts = [federation.data.class_counts(split) for split in ("train", "val", "test")]
             self.fingerprints = {"partition": digest(counts), "initial": digest(nets)}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -21,7 +21,7 @@ ClientTest = Literal["own", "original"]
 
 def is_share(value: Any) -> bool:
     """Whether a value is a number between 0 and 1."""
-    return isinstance(value, (int, float)) and 0 < value < 1
+    return isinstance(value, Real) and 0 < float(value) < 1
 
 
 CONDITIONS: list[tuple[Callable[[Any], bool], str]] = [

@@ -61,15 +61,15 @@ def computed(metrics: MetricCollection) -> dict[str, float]:
 @torch.no_grad()
 def evaluate(
     module: ClientModule,
-    part: Samples,
+    samples: Samples,
     metrics: MetricCollection,
     forward_context: Callable[[], AbstractContextManager[None]],
 ) -> dict[str, float]:
-    """Metrics of a client module on one part of a client's data.
+    """Metrics of a client module on samples of a client.
 
     Args:
         module: the module in the state to look at; left in training mode or not as it was.
-        part: the samples, on the module's device, at least one.
+        samples: on the module's device, at least one.
         metrics: what to compute on logits and targets, besides the mean cross-entropy ``loss``.
         forward_context: gives the context for a forward pass.
 
@@ -81,7 +81,7 @@ def evaluate(
         module.eval()
     metrics.reset()
     losses = []
-    for x, target in zip(torch.split(part.x, CHUNK), torch.split(part.y, CHUNK), strict=True):
+    for x, target in zip(torch.split(samples.x, CHUNK), torch.split(samples.y, CHUNK), strict=True):
         with forward_context():
             logits = module(x)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -89,4 +89,4 @@ def evaluate(
         losses.append(F.cross_entropy(logits, target, reduction="sum"))
     if training:
         module.train()
-    return computed(metrics) | {"loss": float(torch.stack(losses).sum()) / len(part)}
+    return computed(metrics) | {"loss": float(torch.stack(losses).sum()) / len(samples)}
