@@ -3,7 +3,7 @@
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
@@ -73,7 +73,8 @@ class FederatedTrainer(Trainer):
         default_root_dir: where runs are kept, each in a folder ``METHOD-DATA/version_N``.
         **kwargs: Lightning's Trainer's arguments. Without a logger a CSVLogger writes beside the record. The round
             with the best ``val/acc`` is kept as ``best.ckpt`` and the last one as ``last.ckpt``, whatever other
-            ModelCheckpoint there is; none with ``enable_checkpointing=False``.
+            ModelCheckpoint there is; none with ``enable_checkpointing=False``. ``limit_val_batches`` and
+            ``limit_test_batches`` are of clients: so many, or such a share of them, are validated or tested.
 
     Raises:
         MisconfigurationException: if a value is out of its range, or if an argument means nothing in a federation.
@@ -188,9 +189,8 @@ class FederatedTrainer(Trainer):
     def _run_stage(self) -> Any:
         """Ends a fit with the test of its models, while they are on their device, and hands it to the callbacks."""
         results = super()._run_stage()
-        federation = self.lightning_module
-        rehearses = self.fast_dev_run  # type: ignore[attr-defined]
-        if self.state.fn == TrainerFn.FITTING and isinstance(federation, Federation) and not rehearses:
+        if self.state.fn == TrainerFn.FITTING and not self.fast_dev_run:  # type: ignore[attr-defined]
+            federation = cast(Federation, self.lightning_module)
             federation.call("on_final_test", final_test(federation, best_checkpoint(self)))
         return results
 
@@ -208,8 +208,7 @@ class FederatedTrainer(Trainer):
         Args:
             model: the client module; None takes the federation of this Trainer.
             dataloaders: not used; it is where Lightning's signature has it.
-            ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run
-                that has them.
+            ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run that has them.
             verbose: whether to print the result.
             datamodule: the clients' data.
             aggregator: the server side, in the place of the client module's own.
@@ -233,8 +232,7 @@ class FederatedTrainer(Trainer):
         Args:
             model: the client module; None takes the federation of this Trainer.
             dataloaders: not used; it is where Lightning's signature has it.
-            ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run
-                that has them.
+            ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run that has them.
             verbose: whether to print the result.
             datamodule: the clients' data.
             aggregator: the server side, in the place of the client module's own.

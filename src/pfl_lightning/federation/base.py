@@ -1,6 +1,6 @@
 """What a federation consists of, where it stands between two rounds, and what a checkpoint holds of it."""
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from functools import cached_property
 from typing import Any, cast
@@ -59,7 +59,7 @@ class FederationBase(LightningModule):
         self.start: StateDict = {}
         self.clients: MutableMapping[int, ClientState] = {}
         self.metrics: dict[str, Any] = {}
-        self.evaluations = Evaluations(options, self.engines_of, self.job, lambda *which: self.data.size(*which))
+        self.evaluations = Evaluations(options, self.engines_of, self.job, self.sizes)
         check_hooks(client)
         self.settings: Settings = {}
         self.resume_changed = self.changed = False
@@ -87,6 +87,10 @@ class FederationBase(LightningModule):
     def data(self) -> FederatedDataModule:
         """The data module of the run."""
         return cast(FederatedDataModule, self.trainer.datamodule)  # type: ignore[attr-defined]
+
+    def sizes(self, clients: Iterable[int], split: Split) -> dict[int, int]:
+        """Numbers of samples that clients have in a split, by id."""
+        return {client: self.data.size(client, split) for client in clients}
 
     @property
     def _fitting(self) -> bool:
@@ -180,7 +184,7 @@ class FederationBase(LightningModule):
         clients = range(self.data.num_clients)
         return {
             "method": self.method,
-            "sizes": self._sizes,
+            "sizes": list(self.sizes(clients, "train").values()),
             "round": self.round,
             "lr_factor": self.lr_factor,
             "seed": self.seed,
@@ -199,16 +203,13 @@ class FederationBase(LightningModule):
         Raises:
             MisconfigurationException: if it is of another method, number of clients or partition.
         """
-        check_same(state, self.method, self._sizes)
+        sizes = self.sizes(range(self.data.num_clients), "train")
+        check_same(state, self.method, list(sizes.values()))
         self.evaluations.load(state)
         self.round, self.lr_factor = state["round"], state["lr_factor"]
         self.seed, self.initial, self.start = state["seed"], state["initial"], state["start"]
         self.aggregator.state = state["aggregator"]
         self.clients = {client: ClientState(**saved) for client, saved in state["clients"].items()}
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [self.data.size(client, "train") for client in range(self.data.num_clients)]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the federation."""

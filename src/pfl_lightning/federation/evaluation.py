@@ -17,6 +17,8 @@ Metrics: TypeAlias = dict[str, dict[str, float]]
 """A client's metrics by the split that they were computed on."""
 EnginesOf: TypeAlias = Callable[[Sequence[int]], Iterable[tuple[Engine, list[int]]]]
 """Gives the engines of some clients, each with those that it runs."""
+SizesOf: TypeAlias = Callable[[Iterable[int], Split], Mapping[int, int]]
+"""Gives the numbers of samples that some clients have in a split."""
 JobOf: TypeAlias = Callable[[int, tuple[Split, ...]], Job]
 """Gives the job of a client that is to be evaluated on some splits."""
 
@@ -28,7 +30,7 @@ class Evaluations:
         options: of the federation.
         engines_of: what runs the clients.
         job_of: a client's job as the federation stands.
-        size: number of samples of a client in a split.
+        sizes_of: how many samples clients have.
     """
 
     def __init__(
@@ -36,12 +38,12 @@ class Evaluations:
         options: FederationOptions,
         engines_of: EnginesOf,
         job_of: JobOf,
-        size: Callable[[int, Split], int],
+        sizes_of: SizesOf,
     ) -> None:
         self.options = options
         self.engines_of = engines_of
         self.job_of = job_of
-        self.size = size
+        self.sizes_of = sizes_of
         self.after: dict[int, Metrics] = {}
         """Metrics of the model that each client had after its last training, on all splits; before its first training,
         those of the initial model as it received it. A model that doesn't train stays what it is, and so do its
@@ -126,7 +128,7 @@ class Evaluations:
             name: ``val`` or ``test``, with ``_received`` or ``_after`` behind it where the evaluation has several.
             results: metrics by client.
         """
-        sizes = {client: self.size(client, split_of(name)) for client in results}
+        sizes = self.sizes_of(results, split_of(name))
         return {f"{name}/{metric}": value for metric, value in summarise(results, sizes).items()}
 
 

@@ -87,7 +87,7 @@ class Federation(FederationBase):
             "clients_diverged": len(outcomes) - len(sound),
             "clients_refused": len(sound) - len(taken),
             "clients_absent": absent,
-            **training_metrics(taken, {client: self.data.size(client, "train") for client in taken}),
+            **training_metrics(taken, self.sizes(taken, "train")),
         }
         if "train/loss" in self.metrics:
             self.log("train/loss", self.metrics["train/loss"], prog_bar=True, logger=False, batch_size=1)
