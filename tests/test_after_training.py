@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from federations import Spy, blobs, equal, fit, load, make_client, make_trainer, noisy, read_csv, same_end
 from pfl_lightning.engines import Sequential
-from pfl_lightning.federation.final_test import test_at as evaluate_checkpoint
+from pfl_lightning.federation.final_test import metrics_at
 from pfl_lightning.federation.summary import summarise
 from pfl_lightning.methods import FedBABU, FedPer
 from test_evaluation_phases import central
@@ -209,7 +209,7 @@ def test_a_checkpoint_is_evaluated_without_a_change_of_the_federation(tmp_path):
     round = checkpoint["federation"]["round"]
     federation = run.federation
     before, evaluations = copy.deepcopy(federation.federation_state()), federation.evaluations
-    tested = evaluate_checkpoint(federation, checkpoint)
+    tested = metrics_at(federation, checkpoint)
     assert round < 4, "choose another seed: validation was best in the last round"
     assert tested == {name: run.rows[round - 1][name] for name in tested} and "test/loss" in tested
     assert equal(before, federation.federation_state()) and federation.evaluations is evaluations

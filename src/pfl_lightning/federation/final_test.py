@@ -65,10 +65,10 @@ def selected_test(federation: Federation, best: str | None) -> dict[str, float]:
     saved = checkpoint["federation"]
     if saved["round"] == federation.round or saved.get("settings", {}).get("trainer.test_every_round"):
         return {}
-    return {"round": saved["round"], **test_at(federation, checkpoint)}
+    return {"round": saved["round"], **metrics_at(federation, checkpoint)}
 
 
-def test_at(federation: Federation, checkpoint: Mapping[str, Any]) -> dict[str, float]:
+def metrics_at(federation: Federation, checkpoint: Mapping[str, Any]) -> dict[str, float]:
     """Test metrics of the models in a checkpoint, summarised; nothing of the federation's own is used or changed.
 
     Args:
