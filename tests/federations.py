@@ -54,18 +54,18 @@ class Blobs(FederatedDataModule):
 class Altered(Blobs):
     """Clients whose samples are changed."""
 
-    def alter(self, part: Samples, client: int, stage: Split) -> Samples:
+    def alter(self, part: Samples, client: int, split: Split) -> Samples:
         raise NotImplementedError
 
-    def parts(self, clients: Sequence[int], stage: Split, device: torch.device | str = "cpu") -> list[Samples]:
-        parts = super().parts(clients, stage, device)
-        return [self.alter(part, client, stage) for client, part in zip(clients, parts, strict=True)]
+    def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> list[Samples]:
+        parts = super().parts(clients, split, device)
+        return [self.alter(part, client, split) for client, part in zip(clients, parts, strict=True)]
 
 
 class TwoGroups(Altered):
     """Clients with odd ids call the classes by other names."""
 
-    def alter(self, part: Samples, client: int, stage: Split) -> Samples:
+    def alter(self, part: Samples, client: int, split: Split) -> Samples:
         return Samples(part.x, (part.y + client % 2) % CLASSES)
 
 
@@ -77,10 +77,10 @@ class OneClient:
     def __init__(self, part: Samples) -> None:
         self.part = part
 
-    def parts(self, clients: Sequence[int], stage: Split, device: torch.device | str = "cpu") -> list[Samples]:
+    def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> list[Samples]:
         return [self.part for _ in clients]
 
-    def size(self, client: int, stage: Split) -> int:
+    def size(self, client: int, split: Split) -> int:
         return len(self.part)
 
 
@@ -132,6 +132,11 @@ class Run:
     @property
     def rows(self) -> list[dict[str, Any]]:
         return self.logger.rows
+
+    def test(self) -> dict[int, dict[str, float]]:
+        """Metrics of each client on its test split, as the federation stands."""
+        self.federation.evaluations.evaluate(range(self.data.num_clients), ("test",))
+        return self.federation.evaluations.results["test"]
 
     @property
     def weights(self) -> dict[str, Tensor]:

@@ -4,11 +4,14 @@ import copy
 from functools import partial
 
 import pytest
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback
 from torch.optim.lr_scheduler import ExponentialLR
 
 from federations import Spy, blobs, equal, fit, load, make_client, make_trainer, noisy, read_csv, same_end
 from pfl_lightning.engines import Sequential
+from pfl_lightning.federation.final_test import metrics_at
 from pfl_lightning.federation.summary import summarise
 from pfl_lightning.methods import FedBABU, FedPer
 from test_evaluation_phases import central
@@ -206,8 +209,19 @@ def test_a_checkpoint_is_evaluated_without_a_change_of_the_federation(tmp_path):
     round = checkpoint["federation"]["round"]
     federation = run.federation
     before, evaluations = copy.deepcopy(federation.federation_state()), federation.evaluations
-    tested = federation.evaluations.test_at(checkpoint, round)
+    tested = metrics_at(federation, checkpoint)
     assert round < 4, "choose another seed: validation was best in the last round"
     assert tested == {name: run.rows[round - 1][name] for name in tested} and "test/loss" in tested
     assert equal(before, federation.federation_state()) and federation.evaluations is evaluations
-    assert federation.evaluations.test_at(checkpoint, round + 1) == {}
+
+
+def test_a_best_checkpoint_of_another_round_than_the_selected_one_says_nothing_of_it(tmp_path):
+    class Replaced(Callback):
+        def on_train_end(self, trainer, federation):
+            best = next(tmp_path.rglob("best.ckpt"))
+            checkpoint = load(best)
+            checkpoint["federation"]["round"] -= 1
+            torch.save(checkpoint, best)
+
+    run = fit(make_client(FedPer), root=tmp_path, max_rounds=6, callbacks=[Replaced()])
+    assert run.logger.summary["selected"]["round"] < 6 and run.logger.summary["selected"]["test/acc"] is None

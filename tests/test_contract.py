@@ -645,7 +645,7 @@ def test_toy_methods_resume_bit_for_bit(name, tmp_path):
 def test_evaluation_changes_no_state_of_a_federation():
     run = fit(make_client(Chooser), blobs(data=TwoGroups))
     before = copy.deepcopy(run.federation.federation_state())
-    run.federation.evaluations.evaluate_all("test")
+    run.test()
     assert equal(before, run.federation.federation_state())
 
 

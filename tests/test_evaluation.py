@@ -105,14 +105,15 @@ def test_a_federation_without_validation_or_test_parts_runs():
     assert run.logger.summary["final"]["test/acc"] is None
 
 
-def test_only_so_many_clients_are_validated_where_limited():
+@pytest.mark.parametrize("limit", [2, 0.5])
+def test_only_so_many_clients_are_validated_where_limited(limit):
     validated = []
 
     class Watch(Callback):
         def on_validation_end(self, trainer, federation):
             validated.append(set(federation.evaluations.results["val"]))
 
-    fit(make_client(), limit_val_batches=2, callbacks=[Watch()])
+    fit(make_client(), limit_val_batches=limit, callbacks=[Watch()])
     assert validated == [{0, 1}] * 3
 
 
@@ -122,5 +123,5 @@ def test_an_evaluation_leaves_the_global_generator_where_it_was(when):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    run.federation.evaluations.evaluate_all("test")
+    run.test()
     assert torch.equal(torch.rand(3), expected)

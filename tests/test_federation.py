@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from federations import Altered, Spy, blobs, equal, fit, load, make_client, noisy, plain, same_end
 from pfl_lightning.callbacks import FederatedCallback
-from pfl_lightning.federation.federation import TrainingDiverged
+from pfl_lightning.federation.outcomes import TrainingDiverged
 from pfl_lightning.messages import detached
 from pfl_lightning.methods import FedAvg, FedPer, Local
 from pfl_lightning.seeds import derive_seed, draw_cohort
@@ -147,8 +147,8 @@ class Poisoned(Altered):
 
     bad: frozenset[int] = frozenset()
 
-    def alter(self, part, client, stage):
-        return type(part)(part.x * float("nan"), part.y) if stage == "train" and client in self.bad else part
+    def alter(self, part, client, split):
+        return type(part)(part.x * float("nan"), part.y) if split == "train" and client in self.bad else part
 
 
 class Poison(FederatedCallback):

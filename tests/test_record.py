@@ -130,3 +130,24 @@ def test_rows_get_new_columns_and_keep_their_order(tmp_path):
     assert read_csv(path) == [{"a": "1", "b": ""}, {"a": "2", "b": "3"}, {"a": "4", "b": "5"}]
     assert columns_of([{"x": 1}, {"y": 2, "x": 3}]) == ["x", "y"]
     assert [p.name for p in tmp_path.iterdir()] == ["rows.csv"]
+
+
+def test_callbacks_get_the_test_at_the_end_before_fit_ends(tmp_path):
+    calls = []
+
+    class Watch(Spy):
+        def on_final_test(self, trainer, federation, tested):
+            calls.append(tested)
+
+        def on_fit_end(self, trainer, federation):
+            calls.append("fit_end")
+
+    run = fit(make_client(FedPer), root=tmp_path, max_rounds=6, callbacks=[Watch()])
+    tested, end = calls
+    assert end == "fit_end"
+    assert tested.metrics["test/acc"] == run.logger.summary["final"]["test/acc"]
+    assert {row["client"]: row["test/acc"] for row in run.logger.clients} == {
+        client: metrics["test/acc"] for client, metrics in tested.clients.items()
+    }
+    selected = run.logger.summary["selected"]
+    assert (tested.selected["round"], tested.selected["test/acc"]) == (selected["round"], selected["test/acc"])

@@ -1,24 +1,28 @@
 """FederatedTrainer: Lightning's Trainer, with rounds."""
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from pfl_lightning.aggregators import Aggregator
-from pfl_lightning.callbacks import LastCheckpoint
-from pfl_lightning.client import ClientModule
+from pfl_lightning.aggregators.base import Aggregator
+from pfl_lightning.callbacks import LastCheckpoint, best_checkpoint
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine
 from pfl_lightning.federation.federation import Federation
+from pfl_lightning.federation.final_test import final_test
 from pfl_lightning.federation.options import FederationOptions, is_count
 from pfl_lightning.runs.folder import at_work, checkpoint_of_run
 from pfl_lightning.runs.stopping import Stopped, stoppable
 from pfl_lightning.trainer_arguments import (
+    check_classes,
     check_machine,
     check_ranks,
     fill_defaults,
@@ -54,10 +58,10 @@ class FederatedTrainer(Trainer):
         evaluate: which model of each client is evaluated, by all clients whoever takes part in the round: ``before``
             local training, as received from the server; ``after`` local training, the model that the client had when it
             last trained, or the initial one where it never has; or ``both``, then the latter is recorded as
-            ``val_after/…`` and ``test_after/…``. A client is evaluated on both parts right after its training, and its
+            ``val_after/…`` and ``test_after/…``. A client is evaluated on both splits right after its training, and its
             metrics are kept, in checkpoints too, until it trains again; nobody trains for an evaluation.
-        test_every_round: whether the test parts, and the server's model on the central test set where the data have
-            one, are evaluated with the validation parts, every round, which the papers' protocol asks for; they are
+        test_every_round: whether the test splits, and the server's model on the central test set where the data have
+            one, are evaluated with the validation splits, every round, which the papers' protocol asks for; they are
             evaluated at the end of ``fit`` in any case.
         gradient_clip_val: largest norm or value of a client's gradients, above 0; None or, as in Lightning, 0 doesn't
             clip.
@@ -69,7 +73,8 @@ class FederatedTrainer(Trainer):
         default_root_dir: where runs are kept, each in a folder ``METHOD-DATA/version_N``.
         **kwargs: Lightning's Trainer's arguments. Without a logger a CSVLogger writes beside the record. The round
             with the best ``val/acc`` is kept as ``best.ckpt`` and the last one as ``last.ckpt``, whatever other
-            ModelCheckpoint there is; none with ``enable_checkpointing=False``.
+            ModelCheckpoint there is; none with ``enable_checkpointing=False``. ``limit_val_batches`` and
+            ``limit_test_batches`` are of clients: so many, or such a share of them, are validated or tested.
 
     Raises:
         MisconfigurationException: if a value is out of its range, or if an argument means nothing in a federation.
@@ -112,12 +117,16 @@ class FederatedTrainer(Trainer):
         fill_defaults(kwargs, default_root_dir, client_states)
         check_machine(kwargs)
         super().__init__(max_epochs=max_rounds, default_root_dir=default_root_dir, **kwargs)
+        # these are of clients, who come in one batch
+        val, test = self.limit_val_batches, self.limit_test_batches
+        self.rounds = replace(self.rounds, limit_val_batches=val, limit_test_batches=test)
+        self.limit_val_batches, self.limit_test_batches = float(val > 0), float(test > 0)
         if self.world_size > 1:
             check_ranks(self.strategy, self.rounds.engine_class, self.world_size)
 
     @property
     def global_step(self) -> int:
-        """FederationOptions done: no optimizer of the Trainer's own steps."""
+        """Rounds done: no optimizer of the Trainer's own steps."""
         federation = self.lightning_module
         return federation.round if isinstance(federation, Federation) else 0
 
@@ -177,6 +186,14 @@ class FederatedTrainer(Trainer):
             stop.resumable = Path(str(self.log_dir), "checkpoints", "last.ckpt").exists()
             raise
 
+    def _run_stage(self) -> Any:
+        """Ends a fit with the test of its models, while they are on their device, and hands it to the callbacks."""
+        results = super()._run_stage()
+        if self.state.fn == TrainerFn.FITTING and not self.fast_dev_run:  # type: ignore[attr-defined]
+            federation = cast(Federation, self.lightning_module)
+            federation.call("on_final_test", final_test(federation, best_checkpoint(self)))
+        return results
+
     def validate(  # type: ignore[override]
         self,
         model: ClientModule | None = None,
@@ -186,13 +203,12 @@ class FederatedTrainer(Trainer):
         datamodule: FederatedDataModule | None = None,
         aggregator: Aggregator | None = None,
     ) -> Any:
-        """Evaluates every client on its validation part.
+        """Evaluates every client on its validation split.
 
         Args:
             model: the client module; None takes the federation of this Trainer.
             dataloaders: not used; it is where Lightning's signature has it.
-            ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run
-                that has them.
+            ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run that has them.
             verbose: whether to print the result.
             datamodule: the clients' data.
             aggregator: the server side, in the place of the client module's own.
@@ -211,13 +227,12 @@ class FederatedTrainer(Trainer):
         datamodule: FederatedDataModule | None = None,
         aggregator: Aggregator | None = None,
     ) -> Any:
-        """Evaluates every client on its test part.
+        """Evaluates every client on its test split.
 
         Args:
             model: the client module; None takes the federation of this Trainer.
             dataloaders: not used; it is where Lightning's signature has it.
-            ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run
-                that has them.
+            ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run that has them.
             verbose: whether to print the result.
             datamodule: the clients' data.
             aggregator: the server side, in the place of the client module's own.
@@ -247,35 +262,17 @@ class FederatedTrainer(Trainer):
         self, model: ClientModule, datamodule: FederatedDataModule | None, aggregator: Aggregator | None
     ) -> Federation:
         """The federation of a client module, the one there is if it is of the same module."""
-        if not isinstance(model, ClientModule):
-            raise MisconfigurationException(
-                f"model={type(model).__name__} is not a client module; take one of pfl_lightning.methods, or a "
-                "subclass of ClientModule."
-            )
-        if not isinstance(datamodule, FederatedDataModule) and (datamodule is not None or self._data is None):
-            raise MisconfigurationException(
-                f"datamodule={type(datamodule).__name__} is not a FederatedDataModule; take one of pfl_lightning.data."
-            )
-        if aggregator is not None and not isinstance(aggregator, Aggregator):
-            name = getattr(aggregator, "__name__", type(aggregator).__name__)
-            raise MisconfigurationException(
-                f"aggregator={name} is a class; give an instance, {name}()."
-                if isinstance(aggregator, type)
-                else f"aggregator={name} is no Aggregator; take one of pfl_lightning.methods."
-            )
+        # without one that of an earlier run holds; Lightning declares the attribute at run time
+        data = getattr(self, "datamodule", None) if datamodule is None else datamodule
+        check_classes(model, data, aggregator)
         current = self.lightning_module
         if isinstance(current, Federation) and current.client is model and aggregator is None:
             return current
         federation = Federation(model, aggregator, self.rounds)
         if self._own_logger:
-            self._run_name = f"{federation.method}-{type(datamodule or self._data).__name__}"
+            self._run_name = f"{federation.method}-{type(data).__name__}"
             self.logger = CSVLogger(self.default_root_dir, self._run_name, flush_logs_every_n_steps=1)
         return federation
-
-    @property
-    def _data(self) -> Any:
-        """The data module of an earlier run of this Trainer; Lightning declares the attribute at run time."""
-        return getattr(self, "datamodule", None)
 
     @property
     def _run_root(self) -> Path:

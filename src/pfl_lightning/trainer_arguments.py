@@ -19,7 +19,10 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import Strategy
 
+from pfl_lightning.aggregators.base import Aggregator
 from pfl_lightning.callbacks import BestCheckpoint, LastCheckpoint, RoundLogger, RoundProgress, WandbReport
+from pfl_lightning.client.module import ClientModule
+from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine, Processes
 from pfl_lightning.engines.client_parallel import ClientParallel
 from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
@@ -79,6 +82,32 @@ def refuse_loaders(*loaders: Any) -> None:
     """Refuses data loaders: data come by client."""
     if any(loader is not None for loader in loaders):
         raise MisconfigurationException("data loaders hold no clients; give datamodule=, a FederatedDataModule.")
+
+
+def check_classes(model: Any, datamodule: Any, aggregator: Any) -> None:
+    """Refuses what can't make up a federation.
+
+    Args:
+        model: to be a client module.
+        datamodule: to be the clients' data.
+        aggregator: to be the server side, or None.
+    """
+    if not isinstance(model, ClientModule):
+        raise MisconfigurationException(
+            f"model={type(model).__name__} is not a client module; take one of pfl_lightning.methods, or a "
+            "subclass of ClientModule."
+        )
+    if not isinstance(datamodule, FederatedDataModule):
+        raise MisconfigurationException(
+            f"datamodule={type(datamodule).__name__} is not a FederatedDataModule; take one of pfl_lightning.data."
+        )
+    if aggregator is not None and not isinstance(aggregator, Aggregator):
+        name = getattr(aggregator, "__name__", type(aggregator).__name__)
+        raise MisconfigurationException(
+            f"aggregator={name} is a class; give an instance, {name}()."
+            if isinstance(aggregator, type)
+            else f"aggregator={name} is no Aggregator; take one of pfl_lightning.methods."
+        )
 
 
 def fill_defaults(arguments: dict[str, Any], root: str, client_states: str) -> None:

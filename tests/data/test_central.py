@@ -9,7 +9,7 @@ from PIL import Image
 from pfl_lightning.data import CIFAR10, IID, AGNews, FederatedDataModule, ImageFolder, TinyImageNet
 from tiny_datasets import write
 
-STAGES = ("train", "val", "test")
+SPLITS = ("train", "val", "test")
 
 
 class Halves(FederatedDataModule):
@@ -39,7 +39,7 @@ def numbers(part):
 
 
 def clients(data):
-    return set().union(*(numbers(data.part(client, stage)) for client in range(3) for stage in STAGES))
+    return set().union(*(numbers(data.part(client, split)) for client in range(3) for split in SPLITS))
 
 
 def test_nothing_is_central_by_default():
@@ -80,13 +80,13 @@ def test_a_subset_of_the_pool_keeps_both_halves_apart():
 
 def test_clients_share_a_partition_with_or_without_a_server_s_samples():
     one, other = (ready(central_test="original", server_fraction=share) for share in (0.0, 0.1))
-    assert all(numbers(one.part(c, stage)) == numbers(other.part(c, stage)) for c in range(3) for stage in STAGES)
+    assert all(numbers(one.part(c, split)) == numbers(other.part(c, split)) for c in range(3) for split in SPLITS)
 
 
 def test_a_test_without_clients_parts_has_one_batch_of_nobody():
     assert list(ready(central_test=0.1, test_fraction=0.0).test_dataloader()) == [[]]
     assert list(ready(test_fraction=0.0).test_dataloader()) == []
-    assert list(ready(central_test=0.1).test_dataloader()) == [[0], [1], [2]]
+    assert list(ready(central_test=0.1).test_dataloader()) == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,8 @@ def test_tiny_imagenet_s_clients_hold_what_they_hold_without_it(tmp_path):
     root = str(write("TinyImageNet", tmp_path / "data", 200))
     data, plain = ready(TinyImageNet, root=root, central_test="original"), ready(TinyImageNet, root=root)
     assert len(data.central_data()) == 20
-    for stage in STAGES:
-        assert all(torch.equal(data.part(c, stage).x, plain.part(c, stage).x) for c in range(3))
+    for split in SPLITS:
+        assert all(torch.equal(data.part(c, split).x, plain.part(c, split).x) for c in range(3))
 
 
 @pytest.mark.parametrize("table", [None, "val_0.JPEG\n", "val_0.JPEG\tn_unknown\t0\t0\t63\t63\n"])

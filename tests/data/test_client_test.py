@@ -9,7 +9,7 @@ from command import CONFIGS
 from pfl_lightning import data as data_sets
 from pfl_lightning.data import IID, Dirichlet, FederatedDataModule, RandomClasses
 
-STAGES = ("train", "val", "test")
+SPLITS = ("train", "val", "test")
 TRAIN, TEST = 800, 200
 
 
@@ -49,7 +49,7 @@ def numbers(part):
 
 
 def held(data):
-    return [n for c in range(data.num_clients) for stage in ("train", "val") for n in numbers(data.part(c, stage))]
+    return [n for c in range(data.num_clients) for split in ("train", "val") for n in numbers(data.part(c, split))]
 
 
 def test_clients_share_the_training_half_and_are_tested_on_the_other():
@@ -60,7 +60,7 @@ def test_clients_share_the_training_half_and_are_tested_on_the_other():
 
 def test_tests_are_a_fraction_as_large_as_what_a_client_holds():
     data = ready(test_fraction=0.3)
-    assert [tuple(data.size(c, stage) for stage in STAGES) for c in range(5)] == [(144, 16, 48)] * 5
+    assert [tuple(data.size(c, split) for split in SPLITS) for c in range(5)] == [(144, 16, 48)] * 5
     assert ready(test_fraction=0.301).size(0, "test") == 49
 
 
@@ -95,8 +95,8 @@ def test_tests_are_a_function_of_the_seed_and_the_client():
 
 def test_what_clients_train_on_is_what_they_have_without_tests():
     with_tests, without = ready(), ready(client_test="own", central_test="original", test_fraction=0.0)
-    for stage in ("train", "val"):
-        assert all(numbers(with_tests.part(c, stage)) == numbers(without.part(c, stage)) for c in range(5))
+    for split in ("train", "val"):
+        assert all(numbers(with_tests.part(c, split)) == numbers(without.part(c, split)) for c in range(5))
 
 
 def test_no_tests_are_drawn_where_none_are_asked_for():
@@ -128,7 +128,7 @@ def test_a_subset_of_the_pool_keeps_both_halves_apart():
 
 def test_the_smallest_client_needs_no_sample_to_test_on():
     data = ready(num_clients=400, partitioner=IID())
-    assert [data.size(0, stage) for stage in STAGES] == [1, 1, 1]
+    assert [data.size(0, split) for split in SPLITS] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -170,6 +170,6 @@ def test_fedclassavg_s_files_have_the_sizes_that_they_state(path):
     # 40 pairs of client and class don't go into 26 classes: each gives half of its images to a client
     size = 4800 if path.stem == "emnist_fedclassavg_skewed" else SIZES[given["class_path"]]
     expected = (size - size // 10, size // 10, size * 3 // 10)
-    assert {tuple(data.size(c, stage) for stage in STAGES) for c in range(20)} == {expected}
+    assert {tuple(data.size(c, split) for split in SPLITS) for c in range(20)} == {expected}
     assert max(held(data)) < train * classes <= min(numbers(data.part(0, "test")))
     assert f"{size:,}" in path.read_text() and f"{expected[2]:,}" in path.read_text()

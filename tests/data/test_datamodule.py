@@ -9,11 +9,12 @@ from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 
-from pfl_lightning.data import IID, Digits, Dirichlet, FederatedDataModule, Partitioner, Samples, datamodule, gather
+from pfl_lightning.data import IID, Digits, Dirichlet, FederatedDataModule, Partitioner, Samples, gather
+from pfl_lightning.data import pool as pools
 from pfl_lightning.data.splits import stratified_rows
 from pfl_lightning.messages import num_bytes
 
-STAGES = ("train", "val", "test")
+SPLITS = ("train", "val", "test")
 
 
 class Numbered(FederatedDataModule):
@@ -52,12 +53,12 @@ def ready(data=Numbered, **kwargs):
     return dm
 
 
-def rows(dm, client, stage):
-    return dm.part(client, stage).x.flatten()
+def rows(dm, client, split):
+    return dm.part(client, split).x.flatten()
 
 
 def all_rows(dm):
-    return [rows(dm, client, stage) for client in range(dm.num_clients) for stage in STAGES]
+    return [rows(dm, client, split) for client in range(dm.num_clients) for split in SPLITS]
 
 
 def test_parts_are_disjoint_and_cover_the_pool():
@@ -88,9 +89,9 @@ def test_labels_stay_with_their_inputs():
 )
 def test_part_sizes(n, test_fraction, val_fraction, sizes):
     dm = ready(num_clients=1, partitioner=Sizes(n), test_fraction=test_fraction, val_fraction=val_fraction)
-    assert tuple(dm.size(0, stage) for stage in STAGES) == sizes
-    assert tuple(len(dm.part(0, stage)) for stage in STAGES) == sizes
-    assert tuple(int(dm.class_counts(stage).sum()) for stage in STAGES) == sizes
+    assert tuple(dm.size(0, split) for split in SPLITS) == sizes
+    assert tuple(len(dm.part(0, split)) for split in SPLITS) == sizes
+    assert tuple(int(dm.class_counts(split).sum()) for split in SPLITS) == sizes
 
 
 @pytest.mark.parametrize(("n", "val_fraction", "least"), [(2, 0.1, 3), (1, 0.0, 2)])
@@ -114,10 +115,10 @@ def test_client_holds_its_three_parts():
     dm = ready()
     client = dm.client(3)
     assert client.num_classes == 5
-    for stage in STAGES:
-        part = getattr(client, stage)
-        assert torch.equal(part.x.flatten(), rows(dm, 3, stage))
-        assert len(part) == dm.size(3, stage)
+    for split in SPLITS:
+        part = getattr(client, split)
+        assert torch.equal(part.x.flatten(), rows(dm, 3, split))
+        assert len(part) == dm.size(3, split)
 
 
 @pytest.fixture
@@ -125,9 +126,9 @@ def asked(monkeypatch):
     """What data modules were asked for."""
     found = []
 
-    def spied(self, clients, stage, device="cpu", parts=FederatedDataModule.parts):
-        found.append((list(clients), stage, torch.device(device).type))
-        return parts(self, clients, stage, device)
+    def spied(self, clients, split, device="cpu", parts=FederatedDataModule.parts):
+        found.append((list(clients), split, torch.device(device).type))
+        return parts(self, clients, split, device)
 
     monkeypatch.setattr(FederatedDataModule, "parts", spied)
     return found
@@ -160,17 +161,17 @@ def test_several_clients_are_gathered_at_once_and_keep_their_parts(asked):
 @pytest.mark.parametrize("room", [True, False])
 def test_the_pool_is_copied_once_to_a_device_with_room_for_it(monkeypatch, room):
     dm = ready()
-    pool = num_bytes((dm._pool.x, dm._pool.y))
-    monkeypatch.setattr(datamodule, "free_memory", lambda device: 4 * pool - (not room))
+    pool = num_bytes((dm._pool.samples.x, dm._pool.samples.y))
+    monkeypatch.setattr(pools, "free_memory", lambda device: 4 * pool - (not room))
     where = []
     monkeypatch.setattr(dm, "transform", lambda x: where.append(x.device.type) or x)
     for client in (0, 1):
         dm.client(client).to("meta").train  # noqa: B018
         dm.client(client).train  # noqa: B018
     assert where == ["meta" if room else "cpu", "cpu"] * 2
-    assert len(dm._pools) == 1
+    assert len(dm._pool.copies) == 1
     dm.teardown("fit")
-    assert not dm._pools
+    assert not dm._pool.copies
 
 
 def test_split_is_shuffled_and_differs_between_clients():
@@ -197,7 +198,7 @@ def test_depends_on_its_seed_alone_and_leaves_global_randomness():
 def test_seed_moves_the_partition():
     def owned(seed):
         dm = ready(seed=seed)
-        return set(torch.cat([rows(dm, 0, stage) for stage in STAGES]).tolist())
+        return set(torch.cat([rows(dm, 0, split) for split in SPLITS]).tolist())
 
     assert owned(1) == owned(1) != owned(2)
 
@@ -227,7 +228,7 @@ def test_max_samples_keeps_proportions():
     chosen = torch.cat(all_rows(dm))
     assert len(chosen.unique()) == 100
     # 500, 250, 150, 80 and 23 of 1,003: quotas 49.85, 24.93, 14.96, 7.98 and 2.29
-    assert sum(dm.class_counts(stage) for stage in STAGES).sum(0).tolist() == [50, 25, 15, 8, 2]
+    assert sum(dm.class_counts(split) for split in SPLITS).sum(0).tolist() == [50, 25, 15, 8, 2]
     # a random choice, not the first of each class
     assert chosen[chosen < 500].max() > 400
 
@@ -338,11 +339,10 @@ def test_load_is_required():
 
 def test_loaders_give_client_ids():
     dm = Numbered(num_clients=3)
-    assert list(dm.train_dataloader()) == [[0, 1, 2]]
-    for loader in (dm.val_dataloader(), dm.test_dataloader()):
-        assert list(loader) == [[0], [1], [2]]
-        assert list(loader) == [[0], [1], [2]]
-        assert len(loader) == 3
+    for loader in (dm.train_dataloader(), dm.val_dataloader(), dm.test_dataloader()):
+        assert list(loader) == [[0, 1, 2]]
+        assert list(loader) == [[0, 1, 2]]
+        assert len(loader) == 1
     assert len(Numbered(val_fraction=0.0).val_dataloader()) == 0
     assert len(Numbered(test_fraction=0.0).test_dataloader()) == 0
 
@@ -351,7 +351,7 @@ class Recorder(LightningModule):
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
-        self.seen = {stage: [] for stage in STAGES}
+        self.seen = {split: [] for split in SPLITS}
 
     def configure_optimizers(self):
         return None
@@ -382,8 +382,8 @@ def test_trainer_runs_on_the_loaders(tmp_path, val_fraction):
     trainer.fit(model, datamodule=dm)
     trainer.test(model, datamodule=dm, verbose=False)
     assert model.seen["train"] == [[0, 1, 2]] * 2
-    assert model.seen["val"] == ([[0], [1], [2]] * 2 if val_fraction else [])
-    assert model.seen["test"] == [[0], [1], [2]]
+    assert model.seen["val"] == ([[0, 1, 2]] * 2 if val_fraction else [])
+    assert model.seen["test"] == [[0, 1, 2]]
 
 
 def test_hyperparameters_are_plain():

@@ -11,7 +11,7 @@ from command import QUIET, pfl, refusal, summary
 from pfl_lightning.data import CIFAR10, CIFAR100, IID, MNIST, Digits, FederatedDataModule, Pathological
 from tiny_datasets import write
 
-STAGES = ("train", "val", "test")
+SPLITS = ("train", "val", "test")
 
 
 class Numbered(FederatedDataModule):
@@ -85,7 +85,7 @@ def test_they_are_a_function_of_the_seed_of_the_clients_data():
 def test_clients_and_the_central_test_set_don_t_see_them():
     with_public, without = (ready(public, public_samples=50, central_test=0.1) for public in (Public(), None))
     for client in range(3):
-        assert all(numbers(with_public.part(client, s)) == numbers(without.part(client, s)) for s in STAGES)
+        assert all(numbers(with_public.part(client, s)) == numbers(without.part(client, s)) for s in SPLITS)
     assert numbers(with_public.central_data()) == numbers(without.central_data())
     assert without.server_samples() is without.server_data() is None
 

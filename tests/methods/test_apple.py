@@ -321,7 +321,7 @@ def test_after_a_run_the_module_is_a_core_and_can_be_tested_on_checkpoints(tmp_p
     x, _ = points(5, seed=0)
     with torch.no_grad():
         assert torch.equal(run.model(x), run.model.net(x))
-    last = run.federation.evaluations.evaluate_all("test")
+    last = run.test()
     (metrics,) = run.trainer.test(ckpt_path=str(run.last), datamodule=run.data, verbose=False)
     assert metrics["test/acc"] == pytest.approx(run.federation.evaluations.summary_of("test", last)["test/acc"])
     assert load_client(APPLE, run.last).rho.shape == (0,)

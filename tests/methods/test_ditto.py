@@ -31,8 +31,8 @@ STEP = partial(SGD, lr=0.1)
 class Same(Altered):
     """Every client trains on copies of one sample: all orders of its batches are one."""
 
-    def alter(self, part, client, stage):
-        if stage != "train":
+    def alter(self, part, client, split):
+        if split != "train":
             return part
         return type(part)(part.x[:1].expand_as(part.x).clone(), part.y[:1].expand_as(part.y).clone())
 

@@ -96,9 +96,9 @@ def test_without_tuning_it_is_evaluated_as_received():
 def test_evaluation_leaves_no_trace(buffers):
     run = fit(make_client(FedBABU, net=noisy, buffers=buffers, optimizer_lifetime="run"))
     before = copy.deepcopy(run.federation.federation_state())
-    first = run.federation.evaluations.evaluate_all("test")
+    first = run.test()
     assert equal(run.federation.federation_state(), before)
-    assert run.federation.evaluations.evaluate_all("test") == first
+    assert run.test() == first
 
 
 @pytest.mark.parametrize("evaluate", ["before", "both"])

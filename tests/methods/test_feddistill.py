@@ -43,7 +43,7 @@ def test_a_step_by_hand(target):
     client = make_client(FedDistill, gamma=0.7, target=target, optimizer=partial(SGD, lr=0.1))
 
     class Shared(Altered):
-        def alter(self, part, client, stage):
+        def alter(self, part, client, split):
             return type(part)(part.x, part.y.clamp(max=1))
 
     data.__class__ = Shared  # classes 0; 1; and class 0 of a few samples of the second

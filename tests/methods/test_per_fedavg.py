@@ -240,9 +240,9 @@ def test_evaluation_leaves_no_trace(optimizer_lifetime):
     assert equal(adapted.weights, received.weights)
     assert [row["val_received/loss"] for row in adapted.rows] == [row["val/loss"] for row in received.rows]
     before = copy.deepcopy(adapted.federation.federation_state())
-    first = adapted.federation.evaluations.evaluate_all("test")
+    first = adapted.test()
     assert equal(adapted.federation.federation_state(), before)
-    assert adapted.federation.evaluations.evaluate_all("test") == first
+    assert adapted.test() == first
 
 
 @pytest.mark.parametrize("method", [FO, HF])

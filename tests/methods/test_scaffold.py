@@ -248,7 +248,7 @@ def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(option, tmp_path
 def test_evaluation_leaves_no_trace():
     run = fit(make_client(ControlVariates, option="I", net=noisy))
     before = copy.deepcopy(run.federation.federation_state())
-    run.federation.evaluations.evaluate_all("test")
+    run.test()
     assert equal(run.federation.federation_state(), before)
 
 

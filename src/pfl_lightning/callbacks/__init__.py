@@ -3,7 +3,7 @@
 from pfl_lightning.callbacks.aggregation_pictures import AggregationPictures
 from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.callbacks.channels_last import ChannelsLast
-from pfl_lightning.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
+from pfl_lightning.callbacks.checkpoints import BestCheckpoint, LastCheckpoint, best_checkpoint
 from pfl_lightning.callbacks.class_pictures import ClassPictures
 from pfl_lightning.callbacks.distribution_estimate import DistributionEstimate
 from pfl_lightning.callbacks.feature_pictures import FeaturePictures
@@ -25,4 +25,5 @@ __all__ = [
     "RoundProgress",
     "SimilarityPictures",
     "WandbReport",
+    "best_checkpoint",
 ]

@@ -4,11 +4,12 @@ from lightning.pytorch import Callback, Trainer
 
 from pfl_lightning.engines import Outcome
 from pfl_lightning.federation.federation import Federation
+from pfl_lightning.federation.final_test import FinalTest
 from pfl_lightning.messages import Updates
 
 
 class FederatedCallback(Callback):
-    """Lightning's `Callback` with the hooks of a round, in the order in which they are called.
+    """Lightning's `Callback` with the hooks of a round, and of a run's end, in the order in which they are called.
 
     A plain `Callback` works as well: its epoch hooks come once a round, and hooks of these names are called on it
     where it has them.
@@ -34,3 +35,6 @@ class FederatedCallback(Callback):
 
     def on_aggregate_end(self, trainer: Trainer, federation: Federation, logs: dict[str, float]) -> None:
         """Called after the aggregator, with what it logs; payloads and client states are the new ones."""
+
+    def on_final_test(self, trainer: Trainer, federation: Federation, tested: FinalTest) -> None:
+        """Called at the end of ``fit``, when the Trainer has tested the last models and the selected ones."""

@@ -1,5 +1,6 @@
 """The two checkpoints that every run keeps, whatever others a user asks for."""
 
+from pathlib import Path
 from typing import cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -37,3 +38,11 @@ class LastCheckpoint(ModelCheckpoint):
     def __init__(self) -> None:
         # not by save_last, which only follows when a monitored value has improved
         super().__init__(filename="last", save_on_train_epoch_end=True, enable_version_counter=False)
+
+
+def best_checkpoint(trainer: Trainer) -> str | None:
+    """The file of the round with the best ``val/acc``, if it is kept."""
+    kept = [
+        callback.best_model_path for callback in trainer.checkpoint_callbacks if isinstance(callback, BestCheckpoint)
+    ]
+    return next((path for path in kept if path and Path(path).exists()), None)

@@ -41,7 +41,7 @@ class FeaturePictures(Pictures):
     * ``conductance``: `layer_conductance` of the features for the true class of one sample: the one that the most
       clients classify correctly. Ranks of units by client, and the rank correlation of these clients.
 
-    The samples are of the central test set, or as many of each client's test part; those of two runs on the same data
+    The samples are of the central test set, or as many of each client's test split; those of two runs on the same data
     are the same. t-SNE of 20 clients and 1,000 samples takes minutes. Nothing is drawn without a logger, and, after a
     warning, where there are no test samples or the features of clients have different widths. A picture that fails is a
     warning; the run goes on. Source of the pictures: Jang et al., 2022 (FedClassAvg, https://arxiv.org/abs/2210.14226),
@@ -146,7 +146,7 @@ def look_at_all(federation: Federation, clients: list[int], count: int) -> Seen:
 
 
 def common_samples(data: FederatedDataModule, count: int) -> Samples:
-    """Samples that all clients are compared on: of the central test set, else as many of each client's test part.
+    """Samples that all clients are compared on: of the central test set, else as many of each client's test split.
 
     Args:
         data: the data module, whose seed draws them.

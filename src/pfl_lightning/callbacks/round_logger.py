@@ -2,7 +2,6 @@
 
 import math
 import time
-from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, cast
 
@@ -11,10 +10,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from pfl_lightning.callbacks.base import FederatedCallback
-from pfl_lightning.callbacks.checkpoints import BestCheckpoint
-from pfl_lightning.client import ClientModule
-from pfl_lightning.federation.evaluation import split_of
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.federation.federation import Federation
+from pfl_lightning.federation.final_test import FinalTest
 from pfl_lightning.messages import digest
 from pfl_lightning.runs.folder import run_folder
 from pfl_lightning.runs.report import Row, append_row, environment, numbers, table, write_json, write_rows
@@ -24,8 +22,8 @@ class RoundLogger(FederatedCallback):
     """Writes ``rounds.csv``, ``clients.csv`` and ``summary.json`` into the run's folder; logs one record a round.
 
     The rows are part of the checkpoint: a resumed run's record is whole, and without the round that was lost. At the
-    end of ``fit`` all clients are tested, with the last round's models and with those of the round that validation
-    selects, and a table is printed. With ``logger=False`` nothing is written or printed; `rows` holds the record.
+    end of ``fit`` the Trainer's test of the last round's models, and of those of the round that validation selects, is
+    written, and a table is printed. With ``logger=False`` nothing is written or printed; `rows` holds the record.
     """
 
     def __init__(self) -> None:
@@ -59,7 +57,7 @@ class RoundLogger(FederatedCallback):
         federation = cast(Federation, pl_module)
         if federation.seed is None:
             nets = [cast(ClientModule, kind).net.state_dict() for kind in federation.architectures]
-            counts = [federation.data.class_counts(part) for part in ("train", "val", "test")]
+            counts = [federation.data.class_counts(split) for split in ("train", "val", "test")]
             self.fingerprints = {"partition": digest(counts), "initial": digest(nets)}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -101,40 +99,27 @@ class RoundLogger(FederatedCallback):
             logger.log_metrics(numbers(row), step=row["round"])
             logger.save()
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tests every client, and writes and prints the final tables."""
-        federation = cast(Federation, pl_module)
-        if not self.rows or trainer.fast_dev_run:  # type: ignore[attr-defined]
+    def on_final_test(self, trainer: Trainer, federation: Federation, tested: FinalTest) -> None:
+        """Writes and prints the final tables."""
+        if not self.rows:
             return
-        evaluations = federation.evaluations
-        tested = evaluations.results.get("test", {})
-        if len(tested) < federation.data.num_clients:
-            tested = evaluations.evaluate_all("test")
-        accuracy = evaluations.summary_of("test", tested).get("test/acc")
-        # the last round's record has them already where rounds are tested
-        central = {name: value for name, value in self.rows[-1].items() if name.startswith("test/global_")}
-        central = central or evaluations.evaluate_global()
-        final = {"test/acc": accuracy, **central}
+        central = {name: value for name, value in tested.metrics.items() if name.startswith("test/global_")}
+        final = {"test/acc": tested.metrics.get("test/acc"), **central}
         counts = federation.data.counts
         self.clients = [
             {
                 "client": client,
                 "samples": federation.data.size(client, "train"),
                 "classes": int((counts[client] > 0).sum()),
-                **{
-                    f"{part}/{name}": value
-                    for part in evaluations.results
-                    if split_of(part) == "test"
-                    for name, value in evaluations.results[part].get(client, {}).items()
-                },
+                **metrics,
             }
-            for client in range(federation.data.num_clients)
+            for client, metrics in tested.clients.items()
         ]
         self.summary = {
             "method": type(federation.client).__name__,
             "aggregator": federation.aggregator.name,
             "final": {"round": self.rows[-1]["round"], **final},
-            "selected": self._selected(trainer, federation, final),
+            "selected": self._selected(final, tested.selected),
             "best_on_test": self._best("test/acc"),
             **({"best_global": self._best("test/global_acc") | self._ten_best("test/global_acc")} if central else {}),
             "seed": federation.seed,
@@ -161,29 +146,24 @@ class RoundLogger(FederatedCallback):
         """The rounds that have a value in a column."""
         return [row for row in self.rows if not math.isnan(row.get(column, math.nan))]
 
-    def _selected(self, trainer: Trainer, federation: Federation, final: Row) -> Row:
-        """The round with the best validation accuracy, and its test accuracy where that can be known."""
+    def _selected(self, final: Row, best: Row) -> Row:
+        """The round with the best validation accuracy, and its test accuracy where that can be known.
+
+        Args:
+            final: test metrics of the last round.
+            best: those of the best checkpoint, and its round.
+        """
         validated = self._known("val/acc")
         if not validated:
             return {"round": None, "val/acc": None, "test/acc": None}
         # in float32, as ModelCheckpoint compares: of rounds that differ by less it keeps the first
         row = max(validated, key=lambda row: (torch.tensor(row["val/acc"]).item(), -row["round"]))
         tested = final if row is self.rows[-1] else row
-        if "test/acc" not in tested and (path := best_checkpoint(trainer)):
-            # mapped: else all clients' states would be in memory twice
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            tested = row | federation.evaluations.test_at(checkpoint, row["round"])
+        if "test/acc" not in tested and best.get("round") == row["round"]:
+            tested = row | best
         central = {name: tested[name] for name in ("test/global_acc",) if name in tested}
         return {"round": row["round"], "val/acc": row["val/acc"], "test/acc": tested.get("test/acc"), **central}
 
     def _write(self, trainer: Trainer) -> None:
         if folder := run_folder(trainer):
             write_rows(folder / "rounds.csv", self.rows)
-
-
-def best_checkpoint(trainer: Trainer) -> str | None:
-    """The file of the round with the best ``val/acc``, if it is kept."""
-    kept = [
-        callback.best_model_path for callback in trainer.checkpoint_callbacks if isinstance(callback, BestCheckpoint)
-    ]
-    return next((path for path in kept if path and Path(path).exists()), None)

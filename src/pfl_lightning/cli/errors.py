@@ -6,7 +6,7 @@ from traceback import walk_tb
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.federation.federation import TrainingDiverged
+from pfl_lightning.federation.outcomes import TrainingDiverged
 
 OF_SETTINGS = {
     "lightning.fabric.utilities.seed": "seed_everything",

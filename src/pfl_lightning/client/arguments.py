@@ -1,8 +1,11 @@
 """The arguments that an object is being made with."""
 
 import inspect
+from collections.abc import Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+Made = TypeVar("Made")
 
 
 def arguments_of_init(made: object) -> tuple[list[Any], dict[str, Any]]:
@@ -37,3 +40,31 @@ def arguments_of_init(made: object) -> tuple[list[Any], dict[str, Any]]:
     count = outermost.f_code.co_argcount
     args = [values[name] for name in names[1:count]] + list(values[varargs] if varargs else ())
     return args, {name: values[name] for name in names[count:]} | (values[varkw] if varkw else {})
+
+
+def made_again(made: Made, arguments: tuple[list[Any], dict[str, Any]], old: Any, new: Any) -> Made:
+    """Another object of the same class, with the same arguments but for one.
+
+    Args:
+        made: the object.
+        arguments: what it was made with, as `arguments_of_init` gives it.
+        old: the argument that changes.
+        new: what stands in its place.
+    """
+    args, kwargs = arguments
+    return type(made)(
+        *(new if value is old else value for value in args),
+        **{name: new if value is old else value for name, value in kwargs.items()},
+    )
+
+
+def live(arguments: Mapping[str, Any]) -> list[str]:
+    """Names of the arguments that are functions or classes, or lists of some, which don't belong in a checkpoint.
+
+    Under the command line they come as their plain configuration instead.
+    """
+    return [
+        name
+        for name, value in arguments.items()
+        if callable(value) or (isinstance(value, list) and any(map(callable, value)))
+    ]

@@ -15,12 +15,15 @@ from torch.optim import SGD, Optimizer
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from pfl_lightning.client.arguments import arguments_of_init
-from pfl_lightning.client.optimizers import check_schedule, checked_optimizer
+from pfl_lightning.choices import check_choices
+from pfl_lightning.client.arguments import arguments_of_init, live, made_again
+from pfl_lightning.client.entries import copy_entries, saved_client
+from pfl_lightning.client.optimizers import check_first_rate, checked_optimizer
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.nets import CNN, Net, NetFactory
+from pfl_lightning.nets.base import checked_list, checked_net
 from pfl_lightning.seeds import derive_seed
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
@@ -88,20 +91,15 @@ class ClientModule(LightningModule):
         super().__init__()
         self._made_with = arguments_of_init(self)
         self.save_hyperparameters()
-        for name, value in list(self.hparams.items()):
-            # under the command line these are their plain configuration; live objects don't belong in a checkpoint
-            if callable(value) or (isinstance(value, list) and any(map(callable, value))):
-                del self.hparams[name]
-        self.nets = net if isinstance(net, list) else [net]
-        if not self.nets:
-            raise MisconfigurationException("model.net=[] has no network; give one, or a list of some.")
-        for name, value, choices in (
-            ("optimizer_lifetime", optimizer_lifetime, ("round", "run")),
-            ("buffers", buffers, ("average", "local")),
-            ("assign_nets", assign_nets, ("turn", "block")),
-        ):
-            if value not in choices:
-                raise MisconfigurationException(f"model.{name}={value!r} must be one of {', '.join(choices)}.")
+        for name in live(self.hparams):
+            del self.hparams[name]
+        self.nets = checked_list(net)
+        check_choices(
+            "model",
+            optimizer_lifetime=(optimizer_lifetime, ("round", "run")),
+            buffers=(buffers, ("average", "local")),
+            assign_nets=(assign_nets, ("turn", "block")),
+        )
         self.assign_nets = assign_nets
         self._build = partial(self.nets[0], tuple(input_shape), num_classes)
         self.net = self.new_net()
@@ -113,17 +111,11 @@ class ClientModule(LightningModule):
         self.phase = Phase()
         self.requested: frozenset[str] = frozenset()
         self._logged: dict[str, Tensor] | None = None
-        self.client_id = 0
-        self.round = 0
-        self.num_rounds = 1
-        self.steps_done = 0
-        self.learning_rate = 0.0
+        self.client_id = self.round = self.steps_done = 0
+        self.num_rounds, self.learning_rate = 1, 0.0
         self._buffer_names = frozenset(name for name, _ in self.named_buffers())
         checked_optimizer(optimizer, list(self.parameters()), "model.optimizer")
-        try:
-            check_schedule(self.configure_optimizers(), rounds=0)
-        except (ArithmeticError, TypeError, ValueError) as error:
-            raise MisconfigurationException(f"model.lr_scheduler: {error}.") from error
+        check_first_rate(self.configure_optimizers)
 
     def new_net(self) -> Net:
         """A net of the same architecture with weights of its own, drawn from the global random state.
@@ -131,33 +123,19 @@ class ClientModule(LightningModule):
         Raises:
             MisconfigurationException: if it isn't cut in two modules.
         """
-        net = self._build()
-        if not all(isinstance(getattr(net, part, None), nn.Module) for part in ("features", "classifier")):
-            raise MisconfigurationException(
-                f"model.net={type(net).__name__} has no modules for features and classifier; give one of "
-                "pfl_lightning.nets that builds them, or a function that does."
-            )
-        return net
+        return checked_net(self._build())
 
     def architectures(self) -> list["ClientModule"]:
         """Client modules like this one, one a network of the list; the first is this module itself."""
-        args, kwargs = self._made_with
         made: list[ClientModule] = [self]
         for index, net in enumerate(self.nets[1:], start=1):
             with isolate_rng():
                 torch.manual_seed(derive_seed(torch.initial_seed(), "net", index))
-                own: list[Any] = [net if value is self.nets else value for value in args]
-                named: dict[str, Any] = {name: net if v is self.nets else v for name, v in kwargs.items()}
-                made.append(type(self)(*own, **named))
+                made.append(made_again(self, self._made_with, self.nets, net))
         return made
 
     def architecture_of(self, client: int, num_clients: int) -> int:
-        """Which of the `architectures` a client has.
-
-        Args:
-            client: its id.
-            num_clients: clients of the federation.
-        """
+        """Which of the `architectures` a client has, by its id and the number of clients."""
         if self.assign_nets == "turn":
             return client % len(self.nets)
         return client // -(-num_clients // len(self.nets))
@@ -293,16 +271,8 @@ class ClientModule(LightningModule):
         Raises:
             MisconfigurationException: if there is no such entry, or one of another shape.
         """
-        own = self.state_dict() if entries else {}
-        for name, tensor in entries.items():
-            if name not in own or own[name].shape != tensor.shape:
-                is_there = f"of shape {tuple(own[name].shape)}" if name in own else f"not in {sorted(own)}"
-                raise MisconfigurationException(
-                    f"client {self.client_id}, {type(self).__name__}.on_download: the server sent {name!r} of shape "
-                    f"{tuple(tensor.shape)}, which is {is_there} in the client's state_dict; let the aggregator send "
-                    "what upload gave it, by the same names."
-                )
-            own[name].copy_(tensor)
+        if entries:
+            copy_entries(entries, self.state_dict(), f"client {self.client_id}, {type(self).__name__}")
 
     def receive(self, personal: Mapping[str, Tensor], payload: Message, data: ClientData | None) -> None:
         """Becomes a client: its personal entries, then what the server sends it."""
@@ -323,13 +293,7 @@ class ClientModule(LightningModule):
         """
         model = super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
         if client is not None:
-            saved = torch.load(checkpoint_path, map_location=model.device, weights_only=True)["federation"]
-            if client not in saved["payloads"]:
-                raise MisconfigurationException(
-                    f"client={client} is not in {checkpoint_path}: it has clients 0 to {len(saved['payloads']) - 1}."
-                )
-            architecture = model.architecture_of(client, len(saved["payloads"]))
-            model = model.architectures()[architecture].to(model.device)
-            personal = saved["clients"].get(client, {}).get("personal", saved["initial"][architecture])
-            model.receive(personal, saved["payloads"][client], data=None)
+            saved = saved_client(checkpoint_path, client, model.architecture_of, model.device)
+            model = model.architectures()[saved.architecture].to(model.device)
+            model.receive(saved.personal, saved.payload, data=None)
         return model

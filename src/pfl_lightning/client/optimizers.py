@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import inf, isfinite
 from typing import Any
 
@@ -91,3 +91,18 @@ def check_schedule(configured: Any, rounds: int) -> None:
                 f"{name} can't go on after round {round} of trainer.max_rounds={rounds}: {reason}; give it other "
                 "settings."
             ) from error
+
+
+def check_first_rate(configure: Callable[[], Any]) -> None:
+    """Makes an optimizer and its schedule.
+
+    Args:
+        configure: a client module's ``configure_optimizers``.
+
+    Raises:
+        MisconfigurationException: if the schedule refuses its settings, or its first rate can't be used.
+    """
+    try:
+        check_schedule(configure(), rounds=0)
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise MisconfigurationException(f"model.lr_scheduler: {error}.") from error

@@ -3,19 +3,67 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Literal, get_args
+from types import SimpleNamespace
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from pfl_lightning.data.batches import LastBatch
 
 ClientTest = Literal["own", "original"]
-"""What clients are tested on: a part of their own samples, or samples of the original test half."""
+"""What clients are tested on: a split of their own samples, or samples of the original test half."""
+
+
+def is_share(value: Any) -> bool:
+    """Whether a value is a number between 0 and 1."""
+    return isinstance(value, Real) and 0 < float(value) < 1
+
+
+CONDITIONS: list[tuple[Callable[[Any], bool], str]] = [
+    (lambda s: isinstance(s.root, (str, os.PathLike)), "root={root!r} must be a folder"),
+    (lambda s: s.num_clients >= 1, "num_clients={num_clients} must be at least 1"),
+    (
+        lambda s: callable(s.partitioner) and not isinstance(s.partitioner, type),
+        "partitioner={partitioner!r} must be a partitioner, such as Dirichlet(alpha=0.1)",
+    ),
+    (lambda s: s.batch_size >= 1, "batch_size={batch_size} must be at least 1"),
+    (
+        lambda s: s.last_batch in get_args(LastBatch),
+        f"last_batch={{last_batch!r}} must be one of {', '.join(get_args(LastBatch))}",
+    ),
+    (lambda s: 0 <= s.test_fraction < 1, "test_fraction={test_fraction} must be at least 0 and below 1"),
+    (lambda s: 0 <= s.val_fraction < 1, "val_fraction={val_fraction} must be at least 0 and below 1"),
+    (
+        lambda s: s.max_samples is None or s.max_samples >= s.num_clients,
+        "max_samples={max_samples} must be at least num_clients={num_clients}",
+    ),
+    (
+        lambda s: s.client_test in get_args(ClientTest),
+        f"client_test={{client_test!r}} must be one of {', '.join(get_args(ClientTest))}",
+    ),
+    (
+        lambda s: s.central_test in (None, "original") or is_share(s.central_test),
+        "central_test={central_test} must be between 0 and 1, or original, or null",
+    ),
+    (lambda s: 0 <= s.server_fraction < 1, "server_fraction={server_fraction} must be at least 0 and below 1"),
+    (
+        lambda s: s.server_fraction <= 0 or s.central_test is not None,
+        "server_fraction={server_fraction} is a share of the central test set: set data.central_test too",
+    ),
+    (
+        lambda s: s.server_fraction <= 0 or s.public is None,
+        "server_fraction={server_fraction} and data.public={public.__class__.__name__} both give the server samples; "
+        "take one",
+    ),
+    (lambda s: s.public_samples >= 1, "public_samples={public_samples} must be at least 1"),
+    (lambda s: 0 <= s.seed < 2**32, "seed={seed} must be from 0 to 2**32 - 1"),
+]
+"""What settings of a data module must be whatever the data, and what is said of one that isn't."""
 
 
 def check_integers(owner: str, **settings: object) -> None:
@@ -42,89 +90,24 @@ def _check_type(kind: type, words: str, owner: str, settings: dict[str, object])
             raise MisconfigurationException(f"{owner}{name}={value!r} must be {words}")
 
 
-def check_settings(
-    root: str,
-    num_clients: int,
-    partitioner: Callable[..., list[Tensor]],
-    batch_size: int,
-    last_batch: str,
-    test_fraction: float,
-    val_fraction: float,
-    max_samples: int | None,
-    client_test: str,
-    central_test: float | str | None,
-    server_fraction: float,
-    public: str | None,
-    public_samples: int,
-    seed: int,
-) -> None:
+def check_settings(settings: Mapping[str, Any]) -> None:
     """Check the settings of a data module that are wrong whatever the data.
 
     Args:
-        root: Folder of the data.
-        num_clients: Number of clients, at least 1.
-        partitioner: Divides the pool.
-        batch_size: Samples a batch, at least 1.
-        last_batch: A value of ``LastBatch``.
-        test_fraction: Share of test, in [0, 1).
-        val_fraction: Share of val, in [0, 1).
-        max_samples: Samples to use, at least one a client, or None.
-        client_test: A value of ``ClientTest``.
-        central_test: Share of the central test set, in (0, 1), or ``original``, or None.
-        server_fraction: Share of it that the server holds, in [0, 1), 0 without one.
-        public: Name of the data set of which the server holds samples, or None.
-        public_samples: How many of them, at least 1.
-        seed: Seed of the partition, 0 to 2**32 - 1.
+        settings: Their values, by the names that `FederatedDataModule` takes them by.
 
     Raises:
         MisconfigurationException: A value is of a wrong type or out of range.
     """
-    check_integers("data.", num_clients=num_clients, batch_size=batch_size, public_samples=public_samples, seed=seed)
-    check_numbers("data.", test_fraction=test_fraction, val_fraction=val_fraction, server_fraction=server_fraction)
-    if max_samples is not None:
-        check_integers("data.", max_samples=max_samples)
-    is_share = isinstance(central_test, Real) and 0 < central_test < 1
-    wrong = [
-        (not isinstance(root, (str, os.PathLike)), f"root={root!r} must be a folder"),
-        (num_clients < 1, f"num_clients={num_clients} must be at least 1"),
-        (
-            isinstance(partitioner, type) or not callable(partitioner),
-            f"partitioner={partitioner!r} must be a partitioner, such as Dirichlet(alpha=0.1)",
-        ),
-        (batch_size < 1, f"batch_size={batch_size} must be at least 1"),
-        (
-            last_batch not in get_args(LastBatch),
-            f"last_batch={last_batch!r} must be one of {', '.join(get_args(LastBatch))}",
-        ),
-        (not 0 <= test_fraction < 1, f"test_fraction={test_fraction} must be at least 0 and below 1"),
-        (not 0 <= val_fraction < 1, f"val_fraction={val_fraction} must be at least 0 and below 1"),
-        (
-            max_samples is not None and max_samples < num_clients,
-            f"max_samples={max_samples} must be at least num_clients={num_clients}",
-        ),
-        (
-            client_test not in get_args(ClientTest),
-            f"client_test={client_test!r} must be one of {', '.join(get_args(ClientTest))}",
-        ),
-        (
-            central_test not in (None, "original") and not is_share,
-            f"central_test={central_test} must be between 0 and 1, or original, or null",
-        ),
-        (not 0 <= server_fraction < 1, f"server_fraction={server_fraction} must be at least 0 and below 1"),
-        (
-            server_fraction > 0 and central_test is None,
-            f"server_fraction={server_fraction} is a share of the central test set: set data.central_test too",
-        ),
-        (
-            server_fraction > 0 and public is not None,
-            f"server_fraction={server_fraction} and data.public={public} both give the server samples; take one",
-        ),
-        (public_samples < 1, f"public_samples={public_samples} must be at least 1"),
-        (not 0 <= seed < 2**32, f"seed={seed} must be from 0 to 2**32 - 1"),
-    ]
-    for is_wrong, sentence in wrong:
-        if is_wrong:
-            raise MisconfigurationException(f"data.{sentence}")
+    integers = ("num_clients", "batch_size", "public_samples", "seed")
+    check_integers("data.", **{name: settings[name] for name in integers})
+    fractions = ("test_fraction", "val_fraction", "server_fraction")
+    check_numbers("data.", **{name: settings[name] for name in fractions})
+    if settings["max_samples"] is not None:
+        check_integers("data.", max_samples=settings["max_samples"])
+    for is_right, sentence in CONDITIONS:
+        if not is_right(SimpleNamespace(**settings)):
+            raise MisconfigurationException(f"data.{sentence.format(**settings)}")
 
 
 def check_labels(x: Tensor, y: Tensor, num_classes: int) -> None:
@@ -147,6 +130,19 @@ def check_labels(x: Tensor, y: Tensor, num_classes: int) -> None:
         raise MisconfigurationException(
             f"load() returned labels from {int(y.min())} to {int(y.max())}; "
             f"num_classes={num_classes} allows 0 to {num_classes - 1}"
+        )
+
+
+def warn_of_one_class(name: str, y: Tensor) -> None:
+    """Warn of a pool whose samples are all of one class.
+
+    Args:
+        name: The data module's class.
+        y: Labels of the pool, shape [N].
+    """
+    if len(y) > 1 and bool((y == y[0]).all()):
+        rank_zero_warn(
+            f"{name}: all {len(y)} samples are of class {int(y[0])}, so that every method has an accuracy of 1."
         )
 
 

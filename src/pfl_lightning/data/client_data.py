@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Split = Literal["train", "val", "test"]
-"""The part of a client's samples that is meant."""
+"""Which of a client's samples are meant."""
 
 CHUNK = 1024
 """Samples that go through a net at once where it doesn't learn from them."""
@@ -20,7 +20,7 @@ CHUNK = 1024
 # eq=False: comparing tensors gives a tensor, so a generated __eq__ would raise
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """One part (train, val or test) of one client's samples.
+    """Samples with their targets, such as one split of one client's.
 
     Args:
         x: Inputs as the net takes them, shape [n, ...], usually float and normalised.
@@ -61,20 +61,20 @@ class Source(Protocol):
 
     num_classes: int
 
-    def parts(self, clients: Sequence[int], stage: Split, device: torch.device | str = ...) -> list[Samples]:
-        """One part of each client."""
+    def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = ...) -> list[Samples]:
+        """One split of each client."""
 
-    def size(self, client: int, stage: Split) -> int:
-        """Number of samples in one part of one client."""
+    def size(self, client: int, split: Split) -> int:
+        """Number of samples in one split of one client."""
 
 
 class ClientData:
-    """The three disjoint parts of one client, each made when it is first asked for.
+    """The three disjoint splits of one client, each made when it is first asked for.
 
     Args:
-        source: gives the parts of clients.
+        source: gives the splits of clients.
         client: Client id.
-        device: Where the parts shall be.
+        device: Where the splits shall be.
         dtype: Floating type of their inputs; None keeps it.
     """
 
@@ -84,7 +84,7 @@ class ClientData:
         self.source = source
         self.client = client
         self.num_classes = source.num_classes
-        self._place = (device, dtype)
+        self._where = (device, dtype)
 
     @cached_property
     def train(self) -> Samples:
@@ -101,24 +101,24 @@ class ClientData:
         """Samples to report on; empty when the data module's ``test_fraction`` is 0."""
         return self.part("test")
 
-    def part(self, stage: Split) -> Samples:
-        """One part by its name, gathered anew.
+    def part(self, split: Split) -> Samples:
+        """One split by its name, gathered anew.
 
         Args:
-            stage: Which part.
+            split: Which split.
         """
-        (part,) = self.source.parts([self.client], stage, self._place[0])
-        return part.to(*self._place)
+        (samples,) = self.source.parts([self.client], split, self._where[0])
+        return samples.to(*self._where)
 
-    def size(self, stage: Split) -> int:
-        """Number of samples in a part, which needn't be gathered for it."""
-        return self.source.size(self.client, stage)
+    def size(self, split: Split) -> int:
+        """Number of samples in a split, which needn't be gathered for it."""
+        return self.source.size(self.client, split)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> ClientData:
         """Return the same client on another device.
 
         Args:
-            device: Where its parts shall be.
+            device: Where its splits shall be.
             dtype: Floating type of their inputs; None keeps it.
         """
         return ClientData(self.source, self.client, device, dtype)
@@ -129,22 +129,22 @@ class ClientData:
         return torch.bincount(self.train.y, minlength=self.num_classes)
 
 
-def gather(clients: Sequence[ClientData], stage: Split) -> list[Samples]:
-    """Return the same part of several clients, gathered at once where all of them come from one source.
+def gather(clients: Sequence[ClientData], split: Split) -> list[Samples]:
+    """Return the same split of several clients, gathered at once where all of them come from one source.
 
-    Each client keeps its part, as if it had been asked for it.
+    Each client keeps its samples, as if it had been asked for it.
 
     Args:
         clients: The clients, all on one device.
-        stage: Which part.
+        split: Which split.
     """
     groups: dict[Any, list[ClientData]] = {}
     for client in clients:
-        if stage not in vars(client):
-            groups.setdefault((id(client.source), *client._place), []).append(client)
+        if split not in vars(client):
+            groups.setdefault((id(client.source), *client._where), []).append(client)
     for (_, device, dtype), group in groups.items():
-        parts = group[0].source.parts([client.client for client in group], stage, device)
-        for client, part in zip(group, parts, strict=True):
+        of_clients = group[0].source.parts([client.client for client in group], split, device)
+        for client, samples in zip(group, of_clients, strict=True):
             # where `cached_property` looks first
-            vars(client)[stage] = part.to(device, dtype)
-    return [getattr(client, stage) for client in clients]
+            vars(client)[split] = samples.to(device, dtype)
+    return [getattr(client, split) for client in clients]

@@ -6,21 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from pfl_lightning.data.batches import LastBatch
-from pfl_lightning.data.checks import ClientTest, check_halves, check_labels, check_partition, check_settings
+from pfl_lightning.data.checks import ClientTest, check_halves, check_labels, check_settings, warn_of_one_class
 from pfl_lightning.data.client_data import ClientData, Samples, Split
+from pfl_lightning.data.division import divide
 from pfl_lightning.data.loaders import ClientLoader
-from pfl_lightning.data.memory import free_memory
 from pfl_lightning.data.partitioners import Dirichlet, Partitioner
-from pfl_lightning.data.splits import draw_alike, hold_out, split_client, stratified_rows
-from pfl_lightning.messages import num_bytes
+from pfl_lightning.data.pool import Pool
+from pfl_lightning.data.public import public_samples
+from pfl_lightning.data.splits import stratified_rows
 
 
 def net_inputs(x: Tensor) -> Tensor:
@@ -96,22 +95,6 @@ class FederatedDataModule(LightningDataModule, ABC):
             raise MisconfigurationException(
                 f"data.public={public!r} must be a data module, such as CIFAR100(), or null"
             )
-        check_settings(
-            root,
-            num_clients,
-            partitioner,
-            batch_size,
-            last_batch,
-            test_fraction,
-            val_fraction,
-            max_samples,
-            client_test,
-            central_test,
-            server_fraction,
-            None if public is None else type(public).__name__,
-            public_samples,
-            seed,
-        )
         # checkpoints hold plain values only; loggers get them from the record, since Lightning 2.4 fails to
         # merge a module's and a data module's that the command line made
         self.save_hyperparameters(ignore=["partitioner", "public"], logger=False)
@@ -130,10 +113,8 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.public_samples = public_samples
         self.seed = seed
         self.download = download
-        self._pool: Samples | None = None
-        self._pools: dict[torch.device, Samples] = {}
-        self._rows: list[dict[Split, Tensor]] = []
-        self._central_rows = self._server_rows = torch.empty(0, dtype=torch.int64)
+        check_settings(vars(self))
+        self._pool: Pool | None = None
         self._public: Samples | None = None
 
     @abstractmethod
@@ -157,10 +138,11 @@ class FederatedDataModule(LightningDataModule, ABC):
 
         The labels of public samples are those of their own data set.
         """
-        if self._public is not None or not len(self._server_rows):
-            return self._public
         pool = self._ready()
-        return Samples(pool.x[self._server_rows], pool.y[self._server_rows])
+        rows = pool.division.server
+        if self._public is not None or not len(rows):
+            return self._public
+        return Samples(pool.samples.x[rows], pool.samples.y[rows])
 
     def server_data(self) -> Samples | None:
         """Return the same samples, transformed, or None."""
@@ -170,7 +152,8 @@ class FederatedDataModule(LightningDataModule, ABC):
 
     def central_data(self) -> Samples | None:
         """Return the samples that the server's model is tested on, transformed, or None."""
-        return self._gather(self._central_rows) if len(self._central_rows) else None
+        rows = self._ready().division.central
+        return self._gather(rows) if len(rows) else None
 
     def setup(self, stage: str | None = None) -> None:
         """Load, cut to ``max_samples``, partition and split; only the first call does something.
@@ -193,107 +176,56 @@ class FederatedDataModule(LightningDataModule, ABC):
                 )
             kept = stratified_rows(y, self.max_samples, self.num_classes, self.seed)
             x, y, is_test = x[kept], y[kept], is_test[kept]
-        if len(y) > 1 and bool((y == y[0]).all()):
-            rank_zero_warn(
-                f"{type(self).__name__}: all {len(y)} samples are of class {int(y[0])}, so that every method has an "
-                "accuracy of 1."
-            )
-        self._divide(y, is_test)
-        self._public = None if self.public is None else self._public_part(self.public)
-        self._pool = Samples(x, y)
-
-    def _divide(self, y: Tensor, is_test: Tensor) -> None:
-        """Set the central test set and the server's samples aside, and divide the others among the clients."""
+        warn_of_one_class(type(self).__name__, y)
         check_halves(type(self).__name__, bool(is_test.any()), self.client_test, self.central_test)
-        is_free = torch.ones(len(y), dtype=torch.bool)
-        if self.central_test is not None:
-            self._central_rows, self._server_rows = hold_out(
-                y, is_test, self.central_test, self.server_fraction, self.num_classes, self.seed
-            )
-            is_free[self._central_rows] = is_free[self._server_rows] = False
-        if self.client_test == "original":
-            is_free &= ~is_test
-        test_fraction = self.test_fraction if self.client_test == "own" else 0.0
-        free = is_free.nonzero().flatten()
-        parts = self.partitioner(y[free], self.num_clients, self.num_classes, self.seed)
-        least = 1 + (test_fraction > 0) + (self.val_fraction > 0)
-        check_partition(parts, self.partitioner, self.num_clients, len(free), least)
-        self._rows = [
-            split_client(free[rows], client, test_fraction, self.val_fraction, self.seed)
-            for client, rows in enumerate(parts)
-        ]
-        if self.client_test == "original" and self.test_fraction > 0:
-            is_test[self._server_rows] = False
-            classes = [((y == k) & is_test).nonzero().flatten() for k in range(self.num_classes)]
-            for client, rows in enumerate(parts):
-                size = int(np.ceil(self.test_fraction * len(rows)))
-                self._rows[client]["test"] = draw_alike(y[free[rows]], classes, size, client, self.seed)
+        division = divide(
+            y,
+            is_test,
+            self.partitioner,
+            num_clients=self.num_clients,
+            num_classes=self.num_classes,
+            test_fraction=self.test_fraction,
+            val_fraction=self.val_fraction,
+            client_test=self.client_test,
+            central_test=self.central_test,
+            server_fraction=self.server_fraction,
+            seed=self.seed,
+        )
+        if self.public is not None:
+            name = type(self).__name__
+            self._public = public_samples(self.public, self.public_samples, self.seed, name, self.input_shape)
+        self._pool = Pool(Samples(x, y), division)
 
-    def _public_part(self, public: FederatedDataModule) -> Samples:
-        """Load another data set and keep what the server shall hold of it."""
-        if tuple(public.input_shape) != tuple(self.input_shape):
-            raise MisconfigurationException(
-                f"data.public={type(public).__name__} has inputs of shape {tuple(public.input_shape)} and "
-                f"{type(self).__name__} of {tuple(self.input_shape)}; take a data set whose inputs have the same shape"
-            )
-        try:
-            public.prepare_data()
-            x, y = public.load()
-        except MisconfigurationException as error:
-            raise MisconfigurationException(str(error).replace("data.root", "data.public.root")) from error
-        check_labels(x, y, public.num_classes)
-        rows = torch.ones(len(y), dtype=torch.bool).index_fill(0, public.original_test, False).nonzero().flatten()
-        if self.public_samples > len(rows):
-            raise MisconfigurationException(
-                f"data.public_samples={self.public_samples} must be at most the {len(rows)} samples that "
-                f"{type(public).__name__} has outside its original test half"
-            )
-        rows = rows[stratified_rows(y[rows], self.public_samples, public.num_classes, self.seed, draw=3)]
-        return Samples(x[rows], y[rows])
-
-    def part(self, client: int, stage: Split) -> Samples:
-        """Gather and transform one part of one client.
+    def part(self, client: int, split: Split) -> Samples:
+        """Gather and transform one split of one client.
 
         Args:
             client: Client id, 0 to num_clients - 1.
-            stage: Which part.
+            split: Which split.
         """
-        (part,) = self.parts([client], stage)
-        return part
+        (samples,) = self.parts([client], split)
+        return samples
 
-    def parts(self, clients: Sequence[int], stage: Split, device: torch.device | str = "cpu") -> list[Samples]:
-        """Gather and transform one part of each of several clients, all at once.
+    def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> list[Samples]:
+        """Gather and transform one split of each of several clients, all at once.
 
         Whatever looks at clients' samples comes here; override it to change what clients hold.
 
         Args:
             clients: Client ids, 0 to num_clients - 1.
-            stage: Which part.
+            split: Which split.
             device: Where the samples are gathered, and stay.
         """
-        self._ready()
-        rows = [self._rows[client][stage] for client in clients]
+        held = self._ready().division.clients
+        rows = [held[client][split] for client in clients]
         whole = self._gather(torch.cat(rows), device)
         sizes = [len(r) for r in rows]
         return [Samples(x, y) for x, y in zip(torch.split(whole.x, sizes), torch.split(whole.y, sizes), strict=True)]
 
     def _gather(self, rows: Tensor, device: torch.device | str = "cpu") -> Samples:
-        pool = self._pool_on(torch.device(device))
-        rows = rows.to(pool.y.device)
-        return Samples(self.transform(pool.x[rows]), pool.y[rows])
-
-    def _pool_on(self, device: torch.device) -> Samples:
-        """Return the pool, on the device if it has room for it.
-
-        From a copy there clients' samples need not be gathered, transformed and sent over anew in every round.
-        """
-        if device.type == "cpu":
-            return self._ready()
-        if device not in self._pools:
-            pool = self._ready()
-            fits = 4 * num_bytes((pool.x, pool.y)) <= free_memory(device)
-            self._pools[device] = pool.to(device) if fits else pool
-        return self._pools[device]
+        samples = self._ready().on(torch.device(device))
+        rows = rows.to(samples.y.device)
+        return Samples(self.transform(samples.x[rows]), samples.y[rows])
 
     def teardown(self, stage: str | None = None) -> None:
         """Let go of copies of the pool on devices.
@@ -301,10 +233,11 @@ class FederatedDataModule(LightningDataModule, ABC):
         Args:
             stage: Ignored.
         """
-        self._pools.clear()
+        if self._pool is not None:
+            self._pool.copies.clear()
 
     def client(self, client: int) -> ClientData:
-        """One client, its parts gathered and transformed when they are asked for.
+        """One client, its splits gathered and transformed when they are asked for.
 
         Args:
             client: Client id, 0 to num_clients - 1.
@@ -312,31 +245,31 @@ class FederatedDataModule(LightningDataModule, ABC):
         self._ready()
         return ClientData(self, client)
 
-    def size(self, client: int, stage: Split) -> int:
-        """Number of samples in one part of one client.
+    def size(self, client: int, split: Split) -> int:
+        """Number of samples in one split of one client.
 
         Args:
             client: Client id, 0 to num_clients - 1.
-            stage: Which part.
+            split: Which split.
         """
-        self._ready()
-        return len(self._rows[client][stage])
+        return len(self._ready().division.clients[client][split])
 
-    def class_counts(self, stage: Split) -> Tensor:
+    def class_counts(self, split: Split) -> Tensor:
         """Count the samples of each client and class.
 
         Args:
-            stage: Which parts to count.
+            split: Which splits to count.
 
         Returns:
             Counts n_ij, shape [num_clients, num_classes], int64.
         """
-        y = self._ready().y
-        return torch.stack([torch.bincount(y[r[stage]], minlength=self.num_classes) for r in self._rows])
+        pool = self._ready()
+        labels = [pool.samples.y[rows[split]] for rows in pool.division.clients]
+        return torch.stack([torch.bincount(y, minlength=self.num_classes) for y in labels])
 
     @property
     def counts(self) -> Tensor:
-        """Class counts of the train parts, shape [num_clients, num_classes], int64."""
+        """Class counts of the train splits, shape [num_clients, num_classes], int64."""
         return self.class_counts("train")
 
     def train_dataloader(self) -> ClientLoader:
@@ -344,19 +277,19 @@ class FederatedDataModule(LightningDataModule, ABC):
         return ClientLoader([range(self.num_clients)])
 
     def val_dataloader(self) -> ClientLoader:
-        """One batch a client; no batches if ``val_fraction`` is 0."""
-        return self._one_by_one(self.val_fraction)
+        """One batch with the ids of all clients; no batch if ``val_fraction`` is 0."""
+        return ClientLoader([range(self.num_clients)] if self.val_fraction > 0 else [])
 
     def test_dataloader(self) -> ClientLoader:
-        """One batch a client; if ``test_fraction`` is 0 none, or one of no clients if there is a central test set."""
-        if self.test_fraction == 0 and self.central_test is not None:
-            return ClientLoader([[]])
-        return self._one_by_one(self.test_fraction)
+        """One batch with the ids of all clients; with none if ``test_fraction`` is 0, for the central test set alone.
 
-    def _one_by_one(self, fraction: float) -> ClientLoader:
-        return ClientLoader([[client] for client in range(self.num_clients)] if fraction > 0 else [])
+        Without the two there is no batch.
+        """
+        if self.test_fraction == 0:
+            return ClientLoader([] if self.central_test is None else [[]])
+        return ClientLoader([range(self.num_clients)])
 
-    def _ready(self) -> Samples:
+    def _ready(self) -> Pool:
         if self._pool is None:
             raise MisconfigurationException(
                 f"{type(self).__name__} has no clients yet; call prepare_data() and setup() first, or "

@@ -90,11 +90,11 @@ def split_client(
     """Shuffle the samples of one client and cut them into train, val and test.
 
     n_test = ceil(test_fraction * n) as in scikit-learn's ``train_test_split`` (PFLlib uses 0.25), then
-    n_val = round(val_fraction * (n - n_test)), at least 1. Not stratified, as in PFLlib: a test part may hold
-    classes that the train part lacks. A part whose fraction is not 0 gets a sample, and so does train.
+    n_val = round(val_fraction * (n - n_test)), at least 1. Not stratified, as in PFLlib: a test split may hold
+    classes that the train split lacks. A split whose fraction is not 0 gets a sample, and so does train.
 
     Args:
-        rows: Pool positions of the client's samples, shape [n], at least one for each part whose fraction is not 0 and
+        rows: Pool positions of the client's samples, shape [n], at least one for each split whose fraction is not 0 and
             for train.
         client: Which client; clients are shuffled independently of each other.
         test_fraction: Share of test in all samples, in [0, 1).

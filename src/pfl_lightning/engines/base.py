@@ -64,7 +64,7 @@ class Job:
         data: its data.
         seed: seed of its batches and of its dropout.
         lr_factor: the round's learning rate over the configured one.
-        evaluate: the parts to evaluate on after training.
+        evaluate: the splits to evaluate on after training.
     """
 
     client: int
@@ -78,7 +78,7 @@ class Job:
 
 
 Evaluated: TypeAlias = tuple[int, dict[str, dict[str, float]]]
-"""A client's id, and its metrics by the part that they were computed on."""
+"""A client's id, and its metrics by the split that they were computed on."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,9 @@ class Engine(ABC):
         """Trains the module, which is the job's client already, and keeps nothing else of it."""
 
     def evaluate(self, job: Job) -> dict[str, dict[str, float]]:
-        """Metrics of a client's model as it receives it, by the parts that the job names.
+        """Metrics of a client's model as it receives it, by the splits that the job names.
 
-        A method's `ClientModule.evaluation_phases` come first; what the model is without them is ``PART_received``.
+        A method's `ClientModule.evaluation_phases` come first; what the model is without them is ``SPLIT_received``.
         """
         return self.evaluate_present(job, self.become(job))
 
@@ -173,19 +173,19 @@ class Engine(ABC):
         with torch.enable_grad():
             self.adapt(phases, job, data)
         adapted = self.metrics_on(data, job.evaluate)
-        return adapted | {f"{part}_received": values for part, values in received.items()}
+        return adapted | {f"{split}_received": values for split, values in received.items()}
 
-    def evaluate_model(self, model: StateDict, part: Samples) -> dict[str, float]:
+    def evaluate_model(self, model: StateDict, samples: Samples) -> dict[str, float]:
         """Metrics of a model that is no client's.
 
         Args:
             model: entries of the client module's ``state_dict``; the others are left as they are.
-            part: the samples.
+            samples: what to evaluate it on.
         """
         self._set_mode(training=False)
         self.module.assign(model)
-        part = part.to(self.device, cast(torch.dtype, self.module.dtype))
-        return evaluate(self.module, part, self.metrics, self.forward_context)
+        samples = samples.to(self.device, cast(torch.dtype, self.module.dtype))
+        return evaluate(self.module, samples, self.metrics, self.forward_context)
 
     def become(self, job: Job) -> ClientData:
         """Makes the module the job's client, as it stands when the round begins; returns its data, where it trains."""
@@ -213,13 +213,13 @@ class Engine(ABC):
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def metrics_on(self, data: ClientData, stages: tuple[Split, ...]) -> dict[str, dict[str, float]]:
-        """Metrics of the module as it stands, by part; parts without samples are left out."""
-        parts = {stage: getattr(data, stage) for stage in stages}
+    def metrics_on(self, data: ClientData, splits: tuple[Split, ...]) -> dict[str, dict[str, float]]:
+        """Metrics of the module as it stands, by split; splits without samples are left out."""
+        held: dict[str, Samples] = {split: getattr(data, split) for split in splits}
         return {
-            stage: evaluate(self.module, part, self.metrics, self.forward_context)
-            for stage, part in parts.items()
-            if len(part)
+            split: evaluate(self.module, samples, self.metrics, self.forward_context)
+            for split, samples in held.items()
+            if len(samples)
         }
 
     @property

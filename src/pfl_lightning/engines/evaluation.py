@@ -58,15 +58,15 @@ def computed(metrics: MetricCollection) -> dict[str, float]:
 @torch.no_grad()
 def evaluate(
     module: ClientModule,
-    part: Samples,
+    samples: Samples,
     metrics: MetricCollection,
     forward_context: Callable[[], AbstractContextManager[None]],
 ) -> dict[str, float]:
-    """Metrics of a client module on one part of a client's data.
+    """Metrics of a client module on samples of a client.
 
     Args:
         module: the module in the state to look at; left in training mode or not as it was.
-        part: the samples, on the module's device, at least one.
+        samples: on the module's device, at least one.
         metrics: what to compute on logits and targets, besides the mean cross-entropy ``loss``.
         forward_context: gives the context for a forward pass.
 
@@ -78,7 +78,7 @@ def evaluate(
         module.eval()
     metrics.reset()
     losses = []
-    for x, target in part.chunks():
+    for x, target in samples.chunks():
         with forward_context():
             logits = module(x)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -86,4 +86,4 @@ def evaluate(
         losses.append(F.cross_entropy(logits, target, reduction="sum"))
     if training:
         module.train()
-    return computed(metrics) | {"loss": float(torch.stack(losses).sum()) / len(part)}
+    return computed(metrics) | {"loss": float(torch.stack(losses).sum()) / len(samples)}

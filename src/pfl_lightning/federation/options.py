@@ -1,14 +1,17 @@
 """How rounds are made: participation, local work and evaluation."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
 
-from pfl_lightning.client import ClientModule
+from pfl_lightning.choices import check_choices
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import FederatedDataModule, Split
-from pfl_lightning.engines import ENGINES, Engine, LocalWork
+from pfl_lightning.engines import ENGINES, Engine, LocalWork, Sharded
 from pfl_lightning.nets.batch_norm import smallest_batch
 
 
@@ -36,6 +39,8 @@ class FederationOptions:
     clip: float | None = None
     clip_algorithm: Literal["norm", "value"] = "norm"
     client_states: Literal["memory", "disk"] = "memory"
+    limit_val_batches: int | float = 1.0
+    limit_test_batches: int | float = 1.0
 
     def __post_init__(self) -> None:
         per_round = self.clients_per_round
@@ -66,13 +71,12 @@ class FederationOptions:
                 f"trainer.compile=true compiles steps of many clients, and trainer.engine={self.engine!r} makes those "
                 "of one; take engine='vectorised' or 'auto'."
             )
-        for name, value, choices in (
-            ("evaluate", self.evaluate, ("before", "after", "both")),
-            ("gradient_clip_algorithm", self.clip_algorithm, ("norm", "value")),
-            ("client_states", self.client_states, ("memory", "disk")),
-        ):
-            if value not in choices:
-                raise MisconfigurationException(f"trainer.{name}={value!r} must be one of {', '.join(choices)}.")
+        check_choices(
+            "trainer",
+            evaluate=(self.evaluate, ("before", "after", "both")),
+            gradient_clip_algorithm=(self.clip_algorithm, ("norm", "value")),
+            client_states=(self.client_states, ("memory", "disk")),
+        )
 
     @property
     def engine_class(self) -> type[Engine]:
@@ -96,18 +100,46 @@ class FederationOptions:
         clip = self.clip or None
         return LocalWork(epochs, self.local_steps, data.batch_size, data.last_batch, clip, self.clip_algorithm)
 
-    def after_name(self, stage: str) -> str:
+    def engines(self, modules: Sequence[ClientModule], data: FederatedDataModule, trainer: Trainer) -> list[Engine]:
+        """An engine for each client module; with several ranks each runs its share of the clients.
+
+        Args:
+            modules: the client modules, on their device.
+            data: the clients' data.
+            trainer: has the precision and the ranks.
+        """
+        work, precision = self.work(data), trainer.precision_plugin
+        engines: list[Engine] = [
+            self.engine_class(module, work, precision, self.workers, self.compile) for module in modules
+        ]
+        ranks = trainer.world_size
+        return [Sharded(engine, trainer.global_rank, ranks) for engine in engines] if ranks > 1 else engines
+
+    @staticmethod
+    def limited(clients: list[int], limit: int | float) -> list[int]:
+        """The first of some clients.
+
+        >>> FederationOptions.limited([4, 5, 6, 7], 3), FederationOptions.limited([4, 5, 6, 7], 0.5)
+        ([4, 5, 6], [4, 5])
+
+        Args:
+            clients: their ids.
+            limit: how many, or which share of them; at least one.
+        """
+        return clients[: limit if isinstance(limit, int) else max(1, int(limit * len(clients)))]
+
+    def after_name(self, split: str) -> str:
         """Under which name the evaluation after local training of ``val``, ``test``, … is recorded."""
-        return stage if self.evaluate == "after" else f"{stage}_after"
+        return split if self.evaluate == "after" else f"{split}_after"
 
     @property
     def splits_after(self) -> tuple[Split, ...]:
-        """The parts that a client's model is evaluated on when it has trained: both, as their metrics are kept."""
+        """The splits that a client's model is evaluated on when it has trained: both, as their metrics are kept."""
         return () if self.evaluate == "before" else ("val", "test")
 
     @property
     def validation_splits(self) -> tuple[Split, ...]:
-        """The parts that each round's evaluation looks at."""
+        """The splits that each round's evaluation looks at."""
         return ("val", "test") if self.test_every_round else ("val",)
 
     def check(self, client: ClientModule, data: FederatedDataModule) -> None:

@@ -4,19 +4,22 @@ import inspect
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from pfl_lightning.federation.federation import Federation
+from pfl_lightning.aggregators.base import Aggregator
+from pfl_lightning.client.module import ClientModule
+from pfl_lightning.data import FederatedDataModule
+from pfl_lightning.federation.options import FederationOptions
 
 Settings: TypeAlias = dict[str, Any]
 """Numbers, texts, truth values, None, and lists of them, by dotted names as on the command line."""
@@ -28,32 +31,36 @@ UNTOLD = {"root", "download", "params", "initial_lr", "base_lrs", "_last_lr", "_
 """Last parts of names of what can't matter, or is said by another setting."""
 
 
-def settings_of(federation: "Federation") -> Settings:
+def settings_of(
+    architectures: Sequence[ClientModule], aggregator: Aggregator, data: FederatedDataModule, rounds: Settings
+) -> Settings:
     """What decides over a federation's rounds: all but how, where and for how long they are run.
 
     Args:
-        federation: set up, and attached to its trainer.
+        architectures: a client module of each, the configured one first.
+        aggregator: the server side.
+        data: the clients' data.
+        rounds: the Trainer's settings, as `rounds_of` gives them.
     """
-    own = {name: value for name, value in federation.client.hparams.items() if name not in BUILT}
-    nets = [str(kind.net) for kind in federation.architectures]
+    client = architectures[0]
+    own = {name: value for name, value in client.hparams.items() if name not in BUILT}
     return {
-        **flat("trainer", rounds_of(federation)),
+        **flat("trainer", rounds),
         **flat("model", own),
-        "model.net": "\n".join(nets),
-        **optimizer_of(federation.client.configure_optimizers()),
-        **flat("aggregator", federation.aggregator),
-        **flat("data", federation.data),
+        "model.net": "\n".join(str(module.net) for module in architectures),
+        **optimizer_of(client.configure_optimizers()),
+        **flat("aggregator", aggregator),
+        **flat("data", data),
     }
 
 
-def rounds_of(federation: "Federation") -> Settings:
+def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int) -> Settings:
     """The Trainer's settings that rounds depend on, as far as they do."""
-    options, trainer, clients = federation.options, federation.trainer, federation.data.num_clients
     clip: Settings = {"gradient_clip_val": options.clip or None}
     if options.clip:
         clip["gradient_clip_algorithm"] = options.clip_algorithm
     return {
-        "clients_per_round": f"{options.cohort_size(clients)} of {clients}",
+        "clients_per_round": f"{options.cohort_size(num_clients)} of {num_clients}",
         "local_epochs": None if options.local_steps is not None else options.local_epochs or 1,
         "local_steps": options.local_steps,
         "evaluate": options.evaluate,
@@ -61,7 +68,7 @@ def rounds_of(federation: "Federation") -> Settings:
         **clip,
         "precision": trainer.precision,
         "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
-        "limit_val_batches": trainer.limit_val_batches,
+        "limit_val_batches": options.limit_val_batches,
     }
 
 
@@ -162,35 +169,39 @@ def shown(then: Any, now: Any) -> tuple[str, str]:
     return one, other
 
 
-def check_resumed(federation: "Federation", checkpoint: Mapping[str, Any]) -> bool:
-    """Checks that a run can go on from a checkpoint, and says what it does otherwise than the checkpoint's run did.
-
-    Args:
-        federation: with the checkpoint's state in place, and its own settings.
-        checkpoint: of the same method and data.
-
-    Returns:
-        Whether settings differ.
+def check_rounds(done: int, asked: int | None) -> None:
+    """Checks that a checkpoint has no more rounds than shall be run.
 
     Raises:
-        MisconfigurationException: if the checkpoint has more rounds than shall be run or is of another net, or if
-            settings differ and `Federation.resume_changed` doesn't accept that.
+        MisconfigurationException: if it has.
     """
-    done, asked = federation.round, federation.trainer.max_epochs
     if asked is not None and done > asked:
         raise MisconfigurationException(
             f"trainer.max_rounds={asked} is less than the {done} rounds that the checkpoint has done; give {done} or "
             "more."
         )
-    # another net is no change that a run could go on with
-    federation.load_state_dict(checkpoint["state_dict"])
+
+
+def check_settings(saved: Mapping[str, Any], now: Settings, accepted: bool) -> bool:
+    """Checks that a run goes on as its checkpoint's run did, and says what it does otherwise.
+
+    Args:
+        saved: the checkpoint's entry ``federation``.
+        now: the run's own settings.
+        accepted: whether others than the checkpoint's are accepted.
+
+    Returns:
+        Whether settings differ.
+
+    Raises:
+        MisconfigurationException: if they differ and that isn't accepted.
+    """
     # those of earlier versions have no settings
-    then = checkpoint["federation"].get("settings", {})
-    seeds = {"seed_everything": federation.seed} if then else {}
-    lines = changes(then | seeds, federation.settings | chosen_seed())
+    then = saved["settings"] | {"seed_everything": saved["seed"]} if "settings" in saved else {}
+    lines = changes(then, now | chosen_seed())
     for line in lines:
         rank_zero_info(line)
-    if lines and not federation.resume_changed:
+    if lines and not accepted:
         names = ", ".join(line.split(":")[0] for line in lines)
         raise MisconfigurationException(
             f"ckpt_path: the checkpoint's run had other settings of {names}; resume with those that it had, or go on "

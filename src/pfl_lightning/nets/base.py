@@ -35,6 +35,31 @@ NetFactory: TypeAlias = Callable[[tuple[int, ...], int], Net]
 """Builds a net from the input shape (without the batch) and the number of classes; a `Net` subclass is one."""
 
 
+def checked_list(net: list[NetFactory] | NetFactory) -> list[NetFactory]:
+    """What builds the networks of a federation, as a list.
+
+    Raises:
+        MisconfigurationException: if there is none.
+    """
+    if net == []:
+        raise MisconfigurationException("model.net=[] has no network; give one, or a list of some.")
+    return net if isinstance(net, list) else [net]
+
+
+def checked_net(net: Net) -> Net:
+    """A net, if it is cut in two modules.
+
+    Raises:
+        MisconfigurationException: if it isn't.
+    """
+    if not all(isinstance(getattr(net, part, None), nn.Module) for part in ("features", "classifier")):
+        raise MisconfigurationException(
+            f"model.net={type(net).__name__} has no modules for features and classifier; give one of "
+            "pfl_lightning.nets that builds them, or a function that does."
+        )
+    return net
+
+
 def cut(body: list[nn.Module], dense: list[nn.Module], head: Head) -> tuple[nn.Sequential, nn.Sequential]:
     """Splits a network's layers into features and classifier.
 

@@ -1,0 +1,70 @@
+"""Entries of a client module's ``state_dict``: what is copied into them, and those that a checkpoint holds."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from pfl_lightning.messages import Message, StateDict
+
+
+def copy_entries(entries: Mapping[str, Tensor], own: StateDict, client: str) -> None:
+    """Copies named tensors into the entries of the same names.
+
+    Args:
+        entries: what the server sent.
+        own: a client module's ``state_dict``.
+        client: which client of which client module, for the message.
+
+    Raises:
+        MisconfigurationException: if there is no such entry, or one of another shape.
+    """
+    for name, tensor in entries.items():
+        if name not in own or own[name].shape != tensor.shape:
+            is_there = f"of shape {tuple(own[name].shape)}" if name in own else f"not in {sorted(own)}"
+            raise MisconfigurationException(
+                f"{client}.on_download: the server sent {name!r} of shape {tuple(tensor.shape)}, which is {is_there} "
+                "in the client's state_dict; let the aggregator send what upload gave it, by the same names."
+            )
+        own[name].copy_(tensor)
+
+
+@dataclass(frozen=True)
+class SavedClient:
+    """What a federation's checkpoint holds of a client.
+
+    Args:
+        architecture: which of the client module's `architectures` it has.
+        personal: its personal entries.
+        payload: what the next round would send it.
+    """
+
+    architecture: int
+    personal: StateDict
+    payload: Message
+
+
+def saved_client(
+    path: str | Path, client: int, architecture_of: Callable[[int, int], int], device: torch.device
+) -> SavedClient:
+    """Reads a client out of a federation's checkpoint.
+
+    Args:
+        path: the checkpoint.
+        client: its id.
+        architecture_of: which architecture a client has, by its id and the number of clients.
+        device: where the tensors shall be.
+
+    Raises:
+        MisconfigurationException: if there is no such client.
+    """
+    saved = torch.load(path, map_location=device, weights_only=True)["federation"]
+    payloads = saved["payloads"]
+    if client not in payloads:
+        raise MisconfigurationException(f"client={client} is not in {path}: it has clients 0 to {len(payloads) - 1}.")
+    architecture = architecture_of(client, len(payloads))
+    personal = saved["clients"].get(client, {}).get("personal", saved["initial"][architecture])
+    return SavedClient(architecture, personal, payloads[client])

@@ -1,0 +1,84 @@
+"""Who holds which samples of a pool: the clients, the server, and the central test set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pfl_lightning.data.checks import ClientTest, check_partition
+from pfl_lightning.data.client_data import Split
+from pfl_lightning.data.splits import draw_alike, hold_out, split_client
+
+
+@dataclass(frozen=True)
+class Division:
+    """Positions in a pool, int64.
+
+    Args:
+        clients: Those of each client, by split.
+        central: Those of the central test set.
+        server: Those of the server's samples.
+    """
+
+    clients: list[dict[Split, Tensor]]
+    central: Tensor
+    server: Tensor
+
+
+def divide(
+    y: Tensor,
+    is_test: Tensor,
+    partitioner: Callable[..., list[Tensor]],
+    *,
+    num_clients: int,
+    num_classes: int,
+    test_fraction: float,
+    val_fraction: float,
+    client_test: ClientTest,
+    central_test: float | Literal["original"] | None,
+    server_fraction: float,
+    seed: int,
+) -> Division:
+    """Set the central test set and the server's samples aside, and divide the others among the clients.
+
+    Args:
+        y: Labels of the pool, shape [N], in [0, num_classes).
+        is_test: Which samples are of the original test half, shape [N].
+        partitioner: Divides what is left among the clients.
+        num_clients: Number of clients M.
+        num_classes: Number of classes K.
+        test_fraction: As for `FederatedDataModule`, like all that follow.
+        val_fraction: The same.
+        client_test: The same.
+        central_test: The same.
+        server_fraction: The same.
+        seed: The same.
+
+    Raises:
+        MisconfigurationException: The pool cannot be divided so.
+    """
+    central = server = torch.empty(0, dtype=torch.int64)
+    if central_test is not None:
+        central, server = hold_out(y, is_test, central_test, server_fraction, num_classes, seed)
+    is_free = torch.ones(len(y), dtype=torch.bool)
+    is_free[central] = is_free[server] = False
+    if client_test == "original":
+        is_free &= ~is_test
+    own_fraction = test_fraction if client_test == "own" else 0.0
+    free = is_free.nonzero().flatten()
+    shares = partitioner(y[free], num_clients, num_classes, seed)
+    least = 1 + (own_fraction > 0) + (val_fraction > 0)
+    check_partition(shares, partitioner, num_clients, len(free), least)
+    clients = [split_client(free[rows], client, own_fraction, val_fraction, seed) for client, rows in enumerate(shares)]
+    if client_test == "original" and test_fraction > 0:
+        can_test = is_test.index_fill(0, server, False)
+        classes = [((y == k) & can_test).nonzero().flatten() for k in range(num_classes)]
+        for client, rows in enumerate(shares):
+            size = int(np.ceil(test_fraction * len(rows)))
+            clients[client]["test"] = draw_alike(y[free[rows]], classes, size, client, seed)
+    return Division(clients, central, server)

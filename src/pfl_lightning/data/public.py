@@ -1,0 +1,62 @@
+"""Samples of another data set, which the server holds."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from pfl_lightning.data.checks import check_labels
+from pfl_lightning.data.client_data import Samples
+from pfl_lightning.data.splits import stratified_rows
+
+
+class PublicData(Protocol):
+    """Where public samples come from: a `FederatedDataModule` of which only the pool is used."""
+
+    num_classes: int
+    input_shape: tuple[int, ...]
+    original_test: Tensor
+
+    def prepare_data(self) -> None:
+        """Fetch missing files."""
+
+    def load(self) -> tuple[Tensor, Tensor]:
+        """Read the whole pool."""
+
+
+def public_samples(public: PublicData, count: int, seed: int, owner: str, input_shape: tuple[int, ...]) -> Samples:
+    """Load another data set and choose what the server shall hold of it, as loaded.
+
+    Args:
+        public: The data set.
+        count: How many samples, of those outside its original test half, class proportions kept.
+        seed: Seed of the choice, 0 or more.
+        owner: Name of the data module whose clients hold other samples.
+        input_shape: Shape of their inputs.
+
+    Raises:
+        MisconfigurationException: Its inputs have another shape, or it has too few samples.
+    """
+    name = type(public).__name__
+    if tuple(public.input_shape) != tuple(input_shape):
+        raise MisconfigurationException(
+            f"data.public={name} has inputs of shape {tuple(public.input_shape)} and {owner} of {tuple(input_shape)}; "
+            "take a data set whose inputs have the same shape"
+        )
+    try:
+        public.prepare_data()
+        x, y = public.load()
+    except MisconfigurationException as error:
+        raise MisconfigurationException(str(error).replace("data.root", "data.public.root")) from error
+    check_labels(x, y, public.num_classes)
+    rows = torch.ones(len(y), dtype=torch.bool).index_fill(0, public.original_test, False).nonzero().flatten()
+    if count > len(rows):
+        raise MisconfigurationException(
+            f"data.public_samples={count} must be at most the {len(rows)} samples that {name} has outside its original "
+            "test half"
+        )
+    rows = rows[stratified_rows(y[rows], count, public.num_classes, seed, draw=3)]
+    return Samples(x[rows], y[rows])

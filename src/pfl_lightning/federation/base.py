@@ -1,0 +1,239 @@
+"""What a federation consists of, where it stands between two rounds, and what a checkpoint holds of it."""
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from copy import deepcopy
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from pfl_lightning.aggregators.base import Aggregator, Server
+from pfl_lightning.client.hooks import check_hooks
+from pfl_lightning.client.module import ClientModule
+from pfl_lightning.client.optimizers import check_schedule
+from pfl_lightning.contract.aggregator_memory import Remembered
+from pfl_lightning.contract.pairing import check_common, check_finite, check_pair
+from pfl_lightning.data import FederatedDataModule, Split
+from pfl_lightning.engines import ClientState, Engine, Job
+from pfl_lightning.federation.checkpoint import check_same
+from pfl_lightning.federation.evaluation import Evaluations
+from pfl_lightning.federation.options import FederationOptions
+from pfl_lightning.federation.resuming import Settings, check_rounds, check_settings, rounds_of, settings_of
+from pfl_lightning.messages import StateDict, detached
+from pfl_lightning.methods.registry import method_of
+from pfl_lightning.runs.client_states import DiskStates
+from pfl_lightning.runs.folder import run_folder
+from pfl_lightning.seeds import derive_seed
+
+
+class FederationBase(LightningModule):
+    """The clients and the server of a federation, without its rounds, which `Federation` adds.
+
+    Its ``state_dict`` is the global model's, under the client module's own names, so that a checkpoint loads into the
+    client module; the rest of the federation is in the checkpoint under ``federation``.
+
+    Args:
+        client: the client module that every client is run through; with several nets, one of each is made.
+        aggregator: the server side; None takes the client module's own.
+        options: how rounds are made.
+
+    Raises:
+        MisconfigurationException: if client and aggregator don't fit together.
+    """
+
+    def __init__(self, client: ClientModule, aggregator: Aggregator | None, options: FederationOptions) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.client = client
+        # one resident module an architecture, not one a client
+        self.architectures = nn.ModuleList(client.architectures())
+        self.aggregator = aggregator if aggregator is not None else client.configure_aggregator()
+        self.options = options
+        self.round = 0
+        self.lr_factor = 1.0
+        self.seed: int | None = None
+        self.initial: list[StateDict] = []
+        self.start: StateDict = {}
+        self.clients: MutableMapping[int, ClientState] = {}
+        self.metrics: dict[str, Any] = {}
+        self.evaluations = Evaluations(options, self.engines_of, self.job, self.sizes)
+        check_hooks(client)
+        self.settings: Settings = {}
+        self.resume_changed = self.changed = False
+        check_finite(client, self.aggregator)
+        check_pair(client, self.aggregator)
+        for module in self._architectures:
+            module.requested = module.offers & self.aggregator.needs
+        self.save_hyperparameters(dict(client.hparams))
+
+    @property
+    def method(self) -> str:
+        """The literature's name of client module and aggregator, or else their own."""
+        return method_of(self.client, self.aggregator)
+
+    @property
+    def _architectures(self) -> list[ClientModule]:
+        return cast(list[ClientModule], list(self.architectures))
+
+    def architecture_of(self, client: int) -> int:
+        """Which of the `architectures` a client has."""
+        return self.client.architecture_of(client, self.data.num_clients)
+
+    @property
+    def data(self) -> FederatedDataModule:
+        """The data module of the run."""
+        return cast(FederatedDataModule, self.trainer.datamodule)  # type: ignore[attr-defined]
+
+    def sizes(self, clients: Iterable[int], split: Split) -> dict[int, int]:
+        """Numbers of samples that clients have in a split, by id."""
+        return {client: self.data.size(client, split) for client in clients}
+
+    @property
+    def _fitting(self) -> bool:
+        return bool(self.trainer.state.fn == TrainerFn.FITTING)
+
+    @cached_property
+    def engines(self) -> list[Engine]:
+        """What runs the clients of each module; made when the modules stand on their device."""
+        try:
+            return self.options.engines(self._architectures, self.data, self.trainer)
+        except AttributeError as error:
+            # of which `nn.Module` would say no more than that this property isn't there
+            raise RuntimeError(f"{type(self.client).__name__} can't be set up: {error}") from error
+
+    def engines_of(self, clients: Sequence[int]) -> Iterator[tuple[Engine, list[int]]]:
+        """All engines, each with those of the clients that it runs."""
+        for architecture, engine in enumerate(self.engines):
+            yield engine, [client for client in clients if self.architecture_of(client) == architecture]
+
+    def setup(self, stage: str) -> None:
+        """Takes the common initial model and prepares the server, once."""
+        for module in self._architectures:
+            self.options.check(module, self.data)
+            module.num_rounds = self.trainer.max_epochs or 1
+        if self._fitting:
+            check_schedule(self.client.configure_optimizers(), cast(int, self.trainer.max_epochs))
+        rounds = rounds_of(self.options, self.trainer, self.data.num_clients)
+        self.settings = settings_of(self._architectures, self.aggregator, self.data, rounds)
+        if self.seed is not None:
+            return
+        # every rank goes on with what the first one has drawn
+        self.seed, states = self.trainer.strategy.broadcast(
+            (torch.initial_seed(), [detached(module.state_dict()) for module in self._architectures])
+        )
+        pairs = list(zip(self._architectures, states, strict=True))
+        self.initial = [{name: t for name, t in state.items() if module.is_personal(name)} for module, state in pairs]
+        shared = [{name: t for name, t in state.items() if module.is_shared(name)} for module, state in pairs]
+        check_common(self._architectures, shared)
+        self._shared = shared[0]
+        self._set_up_server(self.seed)
+        # where every model is somebody's own, a global model has still to be shown: the one that all began with
+        whole = self.aggregator.global_model()
+        self.start = {name: tensor for name, tensor in self._shared.items() if name not in whole}
+        self.clients = self._kept({})
+
+    def _kept(self, states: MutableMapping[int, ClientState]) -> MutableMapping[int, ClientState]:
+        """Clients' states, where the Trainer keeps them."""
+        if self.options.client_states == "memory":
+            return states
+        run = run_folder(self.trainer)
+        # in a folder that stays: files that come and go directly in the run's would make it look newer than it is
+        return DiskStates(run and run / "states", states)
+
+    def _set_up_server(self, seed: int) -> None:
+        self.aggregator.setup(Server(self.data.num_clients, self._shared, self.client, self.data, seed))
+        self._remembered = Remembered(self.aggregator, self.architectures)
+
+    def job(self, client: int, evaluate: tuple[Split, ...] = ()) -> Job:
+        """A client's work in the coming round.
+
+        Args:
+            client: its id.
+            evaluate: the splits to evaluate on.
+        """
+        state = self.clients.get(client, ClientState(self.initial[self.architecture_of(client)]))
+        seed = derive_seed(cast(int, self.seed), "train", self.round, client)
+        payload = self.aggregator.download(client)
+        return Job(client, self.round, state, payload, self.data.client(client), seed, self.lr_factor, evaluate)
+
+    # Checkpoints
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The global model, under the client module's names; what it leaves out is the common initial one."""
+        state: StateDict = detached(self.client.state_dict())
+        return state | self.start | self.initial[0] | self.aggregator.global_model()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Takes a global model.
+
+        Raises:
+            MisconfigurationException: if it is another net's.
+        """
+        try:
+            return self.client.load_state_dict(state_dict, *args, **kwargs)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise MisconfigurationException(f"ckpt_path: the checkpoint holds another net: {reason}") from error
+
+    def federation_state(self) -> dict[str, Any]:
+        """Everything that a later process needs to go on as if nothing had happened."""
+        clients = range(self.data.num_clients)
+        return {
+            "method": self.method,
+            "sizes": list(self.sizes(clients, "train").values()),
+            "round": self.round,
+            "lr_factor": self.lr_factor,
+            "seed": self.seed,
+            "initial": self.initial,
+            "start": self.start,
+            "aggregator": self.aggregator.state,
+            "clients": {client: vars(state) for client, state in sorted(self.clients.items())},
+            "after": dict(sorted(self.evaluations.after.items())),
+            # not for resuming: they let one client's model be loaded without the aggregator
+            "payloads": {client: self.aggregator.download(client) for client in clients},
+        }
+
+    def load_federation_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state, checked for being one of this federation.
+
+        Raises:
+            MisconfigurationException: if it is of another method, number of clients or partition.
+        """
+        sizes = self.sizes(range(self.data.num_clients), "train")
+        check_same(state, self.method, list(sizes.values()))
+        self.evaluations.load(state)
+        self.round, self.lr_factor = state["round"], state["lr_factor"]
+        self.seed, self.initial, self.start = state["seed"], state["initial"], state["start"]
+        self.aggregator.state = state["aggregator"]
+        self.clients = {client: ClientState(**saved) for client, saved in state["clients"].items()}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the federation."""
+        checkpoint["federation"] = {**self.federation_state(), "settings": self.settings}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restores the federation."""
+        if "federation" not in checkpoint:
+            raise MisconfigurationException("ckpt_path: the checkpoint is not of a federation.")
+        state = checkpoint["federation"]
+        if state["seed"] != self.seed:
+            # what the server draws is a function of the run's seed, not of the process's
+            self._set_up_server(state["seed"])
+        if self.options.client_states == "disk":
+            # the file of a mapped checkpoint stays on the disk, replaced or not, for as long as a tensor is in it
+            state = state | deepcopy({name: state[name] for name in ("initial", "start", "aggregator")})
+        self.load_federation_state(state)
+        self.clients = self._kept(self.clients)
+        if self._fitting:
+            check_rounds(self.round, self.trainer.max_epochs)
+            # another net is no change that a run could go on with
+            self.load_state_dict(checkpoint["state_dict"])
+            self.changed = check_settings(state, self.settings, self.resume_changed)
+
+    def on_fit_end(self) -> None:
+        """Leaves the global model in the client module."""
+        self.client.load_state_dict(self.state_dict())
