@@ -13,7 +13,7 @@ from torch.func import grad, vmap
 
 from pfl_lightning.client.module import Batch, ClientModule
 from pfl_lightning.engines.vmap.checks import reason_of
-from pfl_lightning.engines.vmap.slots import Places
+from pfl_lightning.engines.vmap.slots import Slots
 from pfl_lightning.messages import StateDict
 
 Values: TypeAlias = tuple[dict[str, Tensor], StateDict]
@@ -46,13 +46,13 @@ class Compiled:
 
     def __init__(self, module: ClientModule, precision: Precision) -> None:
         # of its own: a compiler follows it to the module's tables, which stay the same objects
-        places = Places(module)
+        slots = Slots(module)
 
         def loss(leaves: StateDict, others: StateDict, batch: Batch, index: int) -> tuple[Tensor, Values]:
             # copies, as what is mapped must not be changed in place
             moved = {name: entry.clone() for name, entry in others.items()}
             with precision.forward_context():
-                values = places.call(module.training_step, {**leaves, **moved}, batch, index)
+                values = slots.call(module.training_step, {**leaves, **moved}, batch, index)
             return values["loss"], (values, moved)
 
         def step(leaves: StateDict, others: StateDict, batch: Batch, index: int) -> tuple[StateDict, Values]:

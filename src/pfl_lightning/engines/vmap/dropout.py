@@ -50,8 +50,8 @@ class Stream:
             generator.set_state(state)
 
 
-class Drawn(Sequence[Tensor]):
-    """The states of clients' streams that what is drawn on the device comes from.
+class DeviceStates(Sequence[Tensor]):
+    """The states of clients' streams on the device where they train, each made when first asked for.
 
     Args:
         streams: the clients' streams.
@@ -60,8 +60,8 @@ class Drawn(Sequence[Tensor]):
     def __init__(self, streams: list[Stream]) -> None:
         self.streams = streams
 
-    def __getitem__(self, place: Any) -> Any:
-        return self.streams[place].states[-1]
+    def __getitem__(self, index: Any) -> Any:
+        return self.streams[index].states[-1]
 
     def __len__(self) -> int:
         return len(self.streams)
