@@ -22,7 +22,7 @@ from pfl_lightning.engines.leaks import Leaks
 from pfl_lightning.engines.local_optimizer import local_optimizer
 from pfl_lightning.engines.steps import step_values
 from pfl_lightning.engines.threads import is_for_one_thread, one_thread
-from pfl_lightning.messages import Message, StateDict, detached, is_finite
+from pfl_lightning.messages import detached, is_finite
 
 Step: TypeAlias = tuple[int, dict[str, Tensor]]
 
@@ -102,8 +102,11 @@ class Sequential(Engine):
             start: when its work began.
         """
         self.set_mode(training=False)
-        with self.leaks.of("upload"):
-            update, state.personal = self.hand_over(data, layout)
+        with torch.no_grad(), self.leaks.of("upload"):
+            update = detached(self.module.upload(data))
+        if layout.personal:
+            own = self.module.state_dict()
+            state.personal = detached({name: own[name] for name in layout.personal})
         return Outcome(
             client=job.client,
             update=update,
@@ -113,18 +116,6 @@ class Sequential(Engine):
             after=self.evaluate_present(job, data),
             seconds=time.perf_counter() - start,
         )
-
-    @torch.no_grad()
-    def hand_over(self, data: ClientData, layout: Layout) -> tuple[Message, StateDict]:
-        """Copies of what the client that the module is sends, and of its personal entries, which it keeps.
-
-        Args:
-            data: the client's data, where it trains.
-            layout: the module's.
-        """
-        update = detached(self.module.upload(data))
-        own = self.module.state_dict() if layout.personal else {}
-        return update, detached({name: own[name] for name in layout.personal})
 
     def _train_phase(
         self,

@@ -20,7 +20,7 @@ from pfl_lightning.engines.vmap.checks import BlockSignature, SharedAttributes
 from pfl_lightning.engines.vmap.dropout import Stream
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
 from pfl_lightning.engines.vmap.slots import Slots
-from pfl_lightning.messages import StateDict, is_finite
+from pfl_lightning.messages import Message, StateDict, detached, is_finite
 
 
 class HandOver:
@@ -131,36 +131,37 @@ class HandOver:
         if after is None:
             yield from (self._outcome(job, block, layout, slots) for job in jobs)
             return
-        handed_over = self._hand_over_at_once(names, block, layout)
-        (first, _), *_ = handed_over
-        finite = all_finite([block.entries[name] for name in {*first["weights"], *layout.personal}])
+        given = self._upload_at_once(names, block)
+        finite = all_finite([block.entries[name] for name in {*given[0][0]["weights"], *layout.personal}])
         seconds = block.seconds + (time.perf_counter() - start) / len(jobs)
         for job in jobs:
             row = block.rows[job.client]
-            (update, personal), metrics = handed_over[row], block.means[row]
+            (update, own), metrics = given[row], block.means[row]
             others = {name: value for name, value in update.items() if name != "weights"}
             yield Outcome(
                 client=job.client,
                 update=update,
-                state=ClientState(personal, block.members[row].optimizers),
+                state=ClientState({name: own[name] for name in layout.personal}, block.members[row].optimizers),
                 metrics=metrics,
                 finite=finite[row] and is_finite(others) and all(map(math.isfinite, metrics.values())),
                 after=after[row],
                 seconds=seconds,
             )
 
-    def _hand_over_at_once(
-        self, names: list[str], block: Block, layout: Layout
-    ) -> list[tuple[dict[str, Any], StateDict]]:
-        """What `Sequential.hand_over` gives of each row, where the ``state_dict`` is the row."""
+    @torch.no_grad()
+    def _upload_at_once(self, names: list[str], block: Block) -> list[tuple[Message, StateDict]]:
+        """Of each row the update that `ClientModule.upload` makes of it, and its ``state_dict``, as copies."""
+        # of their own: who keeps or saves one row shall not keep the stack
+        stacks = {name: [row.clone() for row in block.entries[name].cpu().unbind()] for name in names}
+        result: list[tuple[Message, StateDict]] = []
+        entries: StateDict
         self.sequential.set_mode(training=False)
-        columns = [block.entries[name].cpu().unbind() for name in names]
-        entries = (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
-        result = []
-        for member, of_one in zip(block.members, entries, strict=True):
-            self.sequential.set_turn(member.job, member.steps)
-            with replaced(self.module, state_dict=lambda of_one=of_one: of_one):
-                result.append(self.sequential.hand_over(member.data, layout))
+        with replaced(self.module, state_dict=lambda: entries):
+            for row, member in enumerate(block.members):
+                entries = {name: rows[row] for name, rows in stacks.items()}
+                self.sequential.set_turn(member.job, member.steps)
+                update = self.module.upload(member.data)
+                result.append(({k: v if k == "weights" else detached(v) for k, v in update.items()}, entries))
         return result
 
     def _outcome(self, job: Job, block: Block, layout: Layout, slots: Slots) -> Outcome:
