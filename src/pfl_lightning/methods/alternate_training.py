@@ -4,6 +4,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from pfl_lightning.aggregators.base import Aggregator
 from pfl_lightning.client.phases import Phase, in_body, in_classifier
 from pfl_lightning.methods.feature_alignment import FeatureAlignment
 from pfl_lightning.methods.fedavg import FedAvg
@@ -42,3 +43,7 @@ class AlternateAlignment(AlternateTraining, FeatureAlignment):
     In the classifier's phase the features stand still, and the alignment has no gradient. Takes the arguments of
     `AlternateTraining` and of `FeatureAlignment`.
     """
+
+    def configure_aggregator(self) -> Aggregator:
+        """That of `FeatureAlignment`, which sends prototypes."""
+        return FeatureAlignment.configure_aggregator(self)
