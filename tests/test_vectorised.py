@@ -29,6 +29,7 @@ from federations import (
     untimed,
 )
 from pfl_lightning import methods
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.engines import ClientState, Job, LocalWork, Sequential
@@ -96,13 +97,13 @@ SETTINGS = {"FedClassAvg": {"contrastive": False}}
 
 def client_modules():
     """Every client module among the methods, by name."""
-    found = {"FedAvg": FedAvg}
+    found = {}
     for file in pkgutil.iter_modules(methods.__path__):
         module = importlib.import_module(f"{methods.__name__}.{file.name}")
         found |= {
             name: value
             for name, value in vars(module).items()
-            if isinstance(value, type) and issubclass(value, FedAvg) and value.__module__ == module.__name__
+            if isinstance(value, type) and issubclass(value, ClientModule) and value.__module__ == module.__name__
         }
     return found
 

@@ -72,8 +72,10 @@ class HandOver:
             # some have two names, or stay as the client before has left them
             return None
         assigned: list[StateDict] = []
+        self.sequential.set_mode(training=False)
         with replaced(module, assign=lambda entries: assigned[-1].update(entries)):
             for member in members:
+                self.sequential.set_turn(member.job)
                 assigned.append({})
                 module.receive(member.job.state.personal, member.job.payload, member.data)
         if any(entries.keys() != own.keys() for entries in assigned):
