@@ -101,7 +101,7 @@ class Block:
 
     @cached_property
     def means(self) -> list[dict[str, float]]:
-        """Each row's means over its steps, weighted by their samples; one transfer from the device a name."""
+        """Each row's means over its steps, weighted by their samples; one transfer from the device for each name."""
         rows = np.arange(len(self.members))
         result: list[dict[str, float]] = [{} for _ in rows]
         for name in dict.fromkeys(name for *_, values in self.steps for name in values):
@@ -122,7 +122,7 @@ class Plan:
         orders: of each client, its samples in the order of its epochs, one epoch after another of the same length.
         begins: the first of each client's samples among those of the block.
         lengths: samples of one epoch of each client.
-        size: samples a batch, but for an epoch's last.
+        size: samples per batch, but for an epoch's last.
         smallest: samples that a batch must have.
         steps: batches of each client, over as many epochs as they take; None takes all.
     """
@@ -166,7 +166,7 @@ class Plan:
                 pieces.append(self._flat[first[sizes == size, None] + np.arange(size)])
         if not pieces:
             return
-        # one transfer, not one a step
+        # one transfer, not one for each step
         flat = torch.from_numpy(np.concatenate([piece.ravel() for piece in pieces])).to(device)
         cut = iter(torch.split(flat, [piece.size for piece in pieces]))
         for step in steps:
@@ -178,7 +178,7 @@ def batches_of(length: Any, size: int, smallest: int) -> Any:
 
     Args:
         length: samples of the epoch.
-        size: samples a batch, but for the last.
+        size: samples per batch, but for the last.
         smallest: samples that a batch must have.
     """
     return length // size * (size >= smallest) + (length % size >= smallest)

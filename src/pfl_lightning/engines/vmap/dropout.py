@@ -152,13 +152,13 @@ class Masks(torch.autograd.Function):
         ctx.mark_non_differentiable(output)
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
         """None."""
         return None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], like: Tensor, draw: Callable[..., Tensor]) -> tuple[Tensor, int]:
-        """Masks of the shape of one client's tensor, one a client."""
+        """Masks of the shape of one client's tensor, one for each client."""
         return draw(like.select(in_dims[0], 0).shape, like.dtype, like.device), 0
 
 
