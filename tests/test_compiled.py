@@ -36,7 +36,7 @@ def normed(input_shape, num_classes):
 
 
 def trusted(run):
-    return run.federation.engines[0]._compiled.trusted
+    return run.federation.engines[0].trainer.compiled.trusted
 
 
 UNCOMPILED = {"PFedMe": "setattr"}
@@ -156,4 +156,4 @@ def test_engines_that_cannot_refuse(engine):
 
 def test_auto_passes_it_on():
     run = fit(make_client(), engine="auto", compile=True)
-    assert run.federation.engines[0]._engine._compiled.trusted
+    assert run.federation.engines[0]._engine.trainer.compiled.trusted

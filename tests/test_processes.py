@@ -114,10 +114,10 @@ def test_so_does_what_takes_longer_elsewhere_until_that_is_forgotten(monkeypatch
 def test_evaluation_learns_from_the_clock_too(monkeypatch, clock):
     forked = []
 
-    def slow(self, function, *args, fork=Processes._fork):
-        forked.append("training" if function == self._run else "evaluation")
+    def slow(self, function, jobs, count, fork=Processes._fork):
+        forked.append("evaluation" if jobs[0].evaluate else "training")
         clock.now += 1000
-        yield from fork(self, function, *args)
+        yield from fork(self, function, jobs, count)
 
     monkeypatch.setattr(Processes, "_fork", slow)
     fit(make_client(), engine="processes", workers=2, max_rounds=3)

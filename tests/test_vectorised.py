@@ -29,9 +29,12 @@ from federations import (
     untimed,
 )
 from pfl_lightning import methods
-from pfl_lightning.client import Phase
+from pfl_lightning.client.module import ClientModule
+from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData, Samples
-from pfl_lightning.engines import ClientState, Job, LocalWork, Sequential, scoring, vectorised
+from pfl_lightning.engines import ClientState, Job, LocalWork, Sequential
+from pfl_lightning.engines.vmap import engine as vectorised
+from pfl_lightning.engines.vmap import evaluator
 from pfl_lightning.engines.vmap.dropout import Streams
 from pfl_lightning.engines.vmap.engine import Unvectorisable, Vectorised
 from pfl_lightning.messages import detached, tensors
@@ -94,13 +97,13 @@ SETTINGS = {"FedClassAvg": {"contrastive": False}}
 
 def client_modules():
     """Every client module among the methods, by name."""
-    found = {"FedAvg": FedAvg}
+    found = {}
     for file in pkgutil.iter_modules(methods.__path__):
         module = importlib.import_module(f"{methods.__name__}.{file.name}")
         found |= {
             name: value
             for name, value in vars(module).items()
-            if isinstance(value, type) and issubclass(value, FedAvg) and value.__module__ == module.__name__
+            if isinstance(value, type) and issubclass(value, ClientModule) and value.__module__ == module.__name__
         }
     return found
 
@@ -573,8 +576,8 @@ def test_an_adapted_model_is_scored_after_its_phases():
 def test_large_parts_go_through_the_net_in_pieces(monkeypatch):
     model = make_client()
     expected = evaluated(model, Sequential)
-    monkeypatch.setattr(scoring, "CHUNK", 4)
-    monkeypatch.setattr(scoring, "AT_ONCE", 16)
+    monkeypatch.setattr(evaluator, "CHUNK", 4)
+    monkeypatch.setattr(evaluator, "AT_ONCE", 16)
     seen = []
     forward = FedAvg.forward
     monkeypatch.setattr(FedAvg, "forward", lambda self, x: seen.append(len(x)) or forward(self, x))
@@ -584,9 +587,9 @@ def test_large_parts_go_through_the_net_in_pieces(monkeypatch):
 
 @pytest.mark.parametrize("most", [1, 20, 1000])
 def test_each_row_is_scored_once_and_with_rows_like_it(monkeypatch, most):
-    monkeypatch.setattr(scoring, "AT_ONCE", most)
+    monkeypatch.setattr(evaluator, "AT_ONCE", most)
     sizes = [7, 0, 1, 30, 29, 2, 7, 15, 0, 14]
-    groups = list(scoring.alike(sizes))
+    groups = list(evaluator.rows_alike(sizes))
     assert sorted(row for group in groups for row in group) == [0, 2, 3, 4, 5, 6, 7, 9]
     for group in groups:
         longest = max(sizes[row] for row in group)
@@ -623,11 +626,11 @@ def test_a_block_that_does_not_fit_is_halved(monkeypatch):
     tried = []
     train = Vectorised._train_block
 
-    def short(self, jobs):
+    def short(self, jobs, *args):
         tried.append(len(jobs))
         if len(jobs) > 2:
             raise torch.cuda.OutOfMemoryError
-        return train(self, jobs)
+        return train(self, jobs, *args)
 
     monkeypatch.setattr(Vectorised, "_train_block", short)
     compare(max_rounds=2)

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -14,6 +14,22 @@ from pfl_lightning.client import ClientModule, Phase
 from pfl_lightning.data import ClientData, LastBatch, Samples, Split
 from pfl_lightning.engines.evaluation import evaluate, metrics_of
 from pfl_lightning.messages import Message, StateDict
+
+
+class Extent(NamedTuple):
+    """How far a phase goes.
+
+    Args:
+        batch_size: samples a batch.
+        last_batch: what becomes of an epoch's last, smaller batch.
+        epochs: passes over the samples.
+        steps: batches, in the place of ``epochs`` where they are given.
+    """
+
+    batch_size: int
+    last_batch: LastBatch
+    epochs: int | None
+    steps: int | None
 
 
 @dataclass(frozen=True)
@@ -35,6 +51,13 @@ class LocalWork:
     last_batch: LastBatch = "keep"
     clip: float | None = None
     clip_algorithm: Literal["norm", "value"] = "norm"
+
+    def extent(self, phase: Phase) -> Extent:
+        """How far a phase goes: what it says itself, and these settings where it says nothing."""
+        last: LastBatch = self.last_batch if phase.data is None else "keep"
+        own = phase.epochs is not None or phase.steps is not None
+        epochs, steps = (phase.epochs, phase.steps) if own else (self.epochs, self.steps)
+        return Extent(phase.batch_size or self.batch_size, last, epochs, steps)
 
 
 @dataclass
@@ -182,7 +205,7 @@ class Engine(ABC):
             model: entries of the client module's ``state_dict``; the others are left as they are.
             samples: what to evaluate it on.
         """
-        self._set_mode(training=False)
+        self.set_mode(training=False)
         self.module.assign(model)
         samples = samples.to(self.device, cast(torch.dtype, self.module.dtype))
         return evaluate(self.module, samples, self.metrics, self.forward_context)
@@ -190,15 +213,29 @@ class Engine(ABC):
     def become(self, job: Job) -> ClientData:
         """Makes the module the job's client, as it stands when the round begins; returns its data, where it trains."""
         module = self.module
-        module.client_id, module.round, module.steps_done = job.client, job.round, 0
-        data = job.data.to(module.device, cast(torch.dtype, module.dtype))
+        self.set_turn(job)
+        data = self.data_of(job)
         self._seed(job.seed)
-        self._set_mode(training=False)
+        self.set_mode(training=False)
         with torch.no_grad():
             module.receive(job.state.personal, job.payload, data)
         return data
 
-    def _set_mode(self, training: bool) -> None:
+    def set_turn(self, job: Job, steps_done: int = 0) -> None:
+        """Tells the module whose turn it is.
+
+        Args:
+            job: the client's work.
+            steps_done: batches that it has trained in this round.
+        """
+        # past `nn.Module.__setattr__`, which looks for parameters first
+        vars(self.module).update(client_id=job.client, round=job.round, steps_done=steps_done)
+
+    def data_of(self, job: Job) -> ClientData:
+        """The data of a job's client, where it trains."""
+        return job.data.to(self.device, cast(torch.dtype, self.module.dtype))
+
+    def set_mode(self, training: bool) -> None:
         """Sets training or evaluation mode on the module and all in it, whatever its hooks have done to parts.
 
         `nn.Module.train` calls itself on each submodule, which takes as long as a step of a small net.

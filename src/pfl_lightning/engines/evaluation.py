@@ -1,6 +1,6 @@
-"""One client's evaluation, and the summary over clients."""
+"""Evaluation of clients: of one, and of the logits of many at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 import torch
@@ -12,6 +12,9 @@ from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, Mult
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import Samples
+
+PADDING = -100
+"""Target of what is no sample; cross-entropy leaves it out."""
 
 
 def metrics_of(module: ClientModule) -> MetricCollection:
@@ -87,3 +90,47 @@ def evaluate(
     if training:
         module.train()
     return computed(metrics) | {"loss": float(torch.stack(losses).sum()) / len(samples)}
+
+
+@torch.no_grad()
+def evaluate_padded(logits: Tensor, targets: Tensor, metrics: MetricCollection) -> list[dict[str, float]]:
+    """What `evaluate` says of several clients, from their logits.
+
+    Args:
+        logits: ``[clients, n, classes]``.
+        targets: ``[clients, n]``; behind each client's samples, of which there is at least one, they are `PADDING`.
+        metrics: what to compute on logits and targets, besides the mean cross-entropy ``loss``.
+
+    Returns:
+        Values by name, for each client.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    sizes = (targets != PADDING).sum(1)
+    flat = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING, reduction="none")
+    sums = flat.view_as(targets).sum(1)
+    losses = [loss / size for loss, size in zip(sums.tolist(), sizes.tolist(), strict=True)]
+    values: Iterable[dict[str, float]]
+    if is_accuracy(metrics):
+        right = (logits.argmax(-1) == targets).sum(1).float() / sizes.float()
+        values = [{"acc": accuracy} for accuracy in right.tolist()]
+    else:
+        values = (
+            computed_on(metrics, of_one[:size], target[:size])
+            for of_one, target, size in zip(logits, targets, sizes.tolist(), strict=True)
+        )
+    return [value | {"loss": loss} for value, loss in zip(values, losses, strict=True)]
+
+
+def is_accuracy(metrics: MetricCollection) -> bool:
+    """Whether metrics are the share of right ones and no more, which can be counted for many clients at once."""
+    if list(metrics) != ["acc"] or type(metric := metrics["acc"]) is not MulticlassAccuracy:
+        return False
+    plain = metric.average == "micro" and metric.multidim_average == "global" and metric.ignore_index is None
+    return plain and metric.top_k == 1
+
+
+def computed_on(metrics: MetricCollection, logits: Tensor, targets: Tensor) -> dict[str, float]:
+    """What metrics come to on the samples of one client."""
+    metrics.reset()
+    metrics.update(logits, targets)
+    return computed(metrics)

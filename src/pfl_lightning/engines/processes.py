@@ -16,6 +16,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.engines.base import Evaluated, Job, Outcome
+from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.parent import end_with
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.threads import one_thread
@@ -51,9 +52,9 @@ class Processes(Sequential):
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Yields outcomes in the order in which clients finish."""
-        self._look()
-        with self._leaks.of_a_round():
-            yield from self._share_out("training", self._run, list(jobs))
+        layout = Layout.of(self.module)
+        with self.leaks.of_a_round():
+            yield from self._share_out("training", lambda job: self.train(job, layout), list(jobs))
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
         """Yields metrics in the order in which clients finish."""

@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pfl_lightning.client import Batch, Phase
-from pfl_lightning.data import ClientData
+from pfl_lightning.client.module import Batch
+from pfl_lightning.client.phases import Phase
+from pfl_lightning.data import ClientData, gather
 from pfl_lightning.engines.base import Job
 from pfl_lightning.engines.vmap.dropout import Stream
 from pfl_lightning.messages import StateDict
@@ -22,7 +23,15 @@ Rows: TypeAlias = slice | Tensor
 
 @dataclass
 class Member:
-    """A client of a block, and what becomes of it."""
+    """A client of a block.
+
+    Args:
+        job: its work in this round.
+        data: its data, where it trains.
+        stream: its states of the default random generators.
+        steps: batches that it has trained.
+        optimizers: states of its phases' optimizers, where they live for the run.
+    """
 
     job: Job
     data: ClientData
@@ -38,7 +47,17 @@ class Member:
 
 @dataclass
 class Block:
-    """Clients that train together: how many samples each has, stacked entries, all samples, and what steps returned."""
+    """Clients that train together.
+
+    Args:
+        members: the clients, those with the most samples first.
+        sizes: training samples of each.
+        entries: their parameters and buffers, stacked: ``[clients, ...]``.
+        samples: training samples of all of them, one client after another.
+        phases: their local phases.
+        seconds: time that each client's training took, on average.
+        steps: of each step so far, its rows, its samples per row, and what ``training_step`` returned.
+    """
 
     members: list[Member]
     sizes: list[int]
@@ -47,6 +66,24 @@ class Block:
     phases: list[Phase]
     seconds: float = 0.0
     steps: list[tuple[Rows, int, dict[str, Tensor]]] = field(default_factory=list)
+
+    @classmethod
+    def of_members(cls, members: list[Member], entries: StateDict, phases: list[Phase]) -> "Block":
+        """The block of some clients: the largest come first, so that those with a batch left are neighbours.
+
+        Args:
+            members: the clients.
+            entries: their parameters and buffers, a row for each client.
+            phases: their local phases.
+        """
+        sizes = [member.data.size("train") for member in members]
+        if sizes != sorted(sizes, reverse=True):
+            order = sorted(range(len(members)), key=lambda row: -sizes[row])
+            members, sizes = [members[row] for row in order], [sizes[row] for row in order]
+            entries = {name: stack[torch.tensor(order, device=stack.device)] for name, stack in entries.items()}
+        parts = gather([member.data for member in members], "train")
+        samples = torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts])
+        return cls(members, sizes, entries, samples, phases)
 
     @cached_property
     def rows(self) -> dict[int, int]:
@@ -64,7 +101,7 @@ class Block:
 
     @cached_property
     def means(self) -> list[dict[str, float]]:
-        """Each row's means over its steps, weighted by their samples; one transfer from the device a name."""
+        """Each row's means over its steps, weighted by their samples; one transfer from the device for each name."""
         rows = np.arange(len(self.members))
         result: list[dict[str, float]] = [{} for _ in rows]
         for name in dict.fromkeys(name for *_, values in self.steps for name in values):
@@ -85,7 +122,7 @@ class Plan:
         orders: of each client, its samples in the order of its epochs, one epoch after another of the same length.
         begins: the first of each client's samples among those of the block.
         lengths: samples of one epoch of each client.
-        size: samples a batch, but for an epoch's last.
+        size: samples per batch, but for an epoch's last.
         smallest: samples that a batch must have.
         steps: batches of each client, over as many epochs as they take; None takes all.
     """
@@ -119,8 +156,8 @@ class Plan:
         pieces: list[NDArray[np.int64]] = []
         for index in range(self.counts.max(initial=0)):
             (rows,) = np.nonzero(self.counts > index)
-            epoch, place = np.divmod(index, self._batches[rows])
-            first = place * self.size
+            epoch, batch = np.divmod(index, self._batches[rows])
+            first = batch * self.size
             sizes = np.minimum(self._lengths[rows] - first, self.size)
             first += self._starts[rows] + epoch * self._lengths[rows]
             steps.append([])
@@ -129,7 +166,7 @@ class Plan:
                 pieces.append(self._flat[first[sizes == size, None] + np.arange(size)])
         if not pieces:
             return
-        # one transfer, not one a step
+        # one transfer, not one for each step
         flat = torch.from_numpy(np.concatenate([piece.ravel() for piece in pieces])).to(device)
         cut = iter(torch.split(flat, [piece.size for piece in pieces]))
         for step in steps:
@@ -141,7 +178,7 @@ def batches_of(length: Any, size: int, smallest: int) -> Any:
 
     Args:
         length: samples of the epoch.
-        size: samples a batch, but for the last.
+        size: samples per batch, but for the last.
         smallest: samples that a batch must have.
     """
     return length // size * (size >= smallest) + (length % size >= smallest)

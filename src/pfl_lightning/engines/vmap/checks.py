@@ -2,13 +2,17 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
-from pfl_lightning.client import ClientModule
+from pfl_lightning.client.hooks import overrides
+from pfl_lightning.client.module import ClientModule
+from pfl_lightning.client.phases import Phase
 from pfl_lightning.contract.attributes import Look
+from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.leaks import attributes_of
 
 
@@ -16,19 +20,19 @@ class Unvectorisable(MisconfigurationException):
     """What a client module does can't be done for many clients at once.
 
     Args:
-        method: the client module.
+        module: the client module.
         reason: why, as a sentence without its end.
     """
 
-    def __init__(self, method: ClientModule, reason: str) -> None:
+    def __init__(self, module: ClientModule, reason: str) -> None:
         super().__init__(
-            f"trainer.engine='vectorised' can't run {type(method).__name__}: {reason}; take engine='sequential'."
+            f"trainer.engine='vectorised' can't run {type(module).__name__}: {reason}; take engine='sequential'."
         )
         self.reason = reason
 
 
-class Watch:
-    """Watches what a client module keeps besides parameters and buffers, of which each client has its own.
+class SharedAttributes:
+    """The plain attributes of a client module: clients that are computed at once have only one of each.
 
     Args:
         module: the client module.
@@ -38,35 +42,42 @@ class Watch:
         self.module = module
         self._attributes = attributes_of(module)
 
-    def attributes(self) -> Look:
-        """What the method's modules hold besides parameters and buffers."""
+    def look(self) -> Look:
+        """What the attributes hold now."""
         return self._attributes.look()
 
-    def compare(self, before: Look, reason: str) -> None:
+    def refuse_changes(self, before: Look, reason: str) -> None:
         """Refuses attributes that have changed.
 
         Args:
-            before: what `attributes` gave.
+            before: what `look` gave.
             reason: why, with ``{}`` for the attribute.
+
+        Raises:
+            Unvectorisable: if there is one.
         """
-        if name := self._attributes.changed(before, self.attributes()):
-            self.refuse(reason.format(name))
+        if name := self._attributes.changed(before, self.look()):
+            raise Unvectorisable(self.module, reason.format(name))
 
     def refuse_references(self, tensors: Iterable[Tensor | None]) -> None:
         """Refuses other ways to parameters and buffers than by their names.
 
         Args:
-            tensors: the parameters and buffers; vmap has tensors of its own in their places.
+            tensors: the parameters and buffers; vmap has tensors of its own in their slots.
+
+        Raises:
+            Unvectorisable: if there is one.
         """
         entries = {id(tensor) for tensor in tensors if tensor is not None}
         for m in self.module.modules():
             for name, value in vars(m).items():
                 held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
                 if name not in ("_parameters", "_buffers") and any(id(item) in entries for item in held):
-                    self.refuse(f"{type(m).__name__}.{name} refers to parameters or buffers, and not by their names")
+                    reason = f"{type(m).__name__}.{name} refers to parameters or buffers, and not by their names"
+                    raise Unvectorisable(self.module, reason)
 
     @contextmanager
-    def nobody_in_turn(self) -> Iterator[None]:
+    def without_turn(self) -> Iterator[None]:
         """Takes away what says whose turn it is: a step that reads it would take one client's for everybody's."""
         taken = {name: vars(self.module).pop(name) for name in ("client_id", "steps_done")}
         try:
@@ -74,41 +85,57 @@ class Watch:
         finally:
             vars(self.module).update(taken)
 
-    def refuse(self, reason: str) -> NoReturn:
-        """Ends in one sentence.
 
-        Raises:
-            Unvectorisable: in any case.
-        """
-        raise Unvectorisable(self.module, reason)
-
-
-class Alike:
-    """Refuses clients that differ in what those of a block must have in common.
+class BlockSignature:
+    """What the clients of a block must have in common; those that differ are refused.
 
     Args:
-        watch: watches what else the module keeps of one.
+        attributes: the module's.
+        layout: the module's.
     """
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self._first: tuple[Any, ...] | None = None
+    def __init__(self, attributes: SharedAttributes, layout: Layout) -> None:
+        self._attributes = attributes
+        self._layout = layout
+        self._first: tuple[Any, Any, Look] | None = None
 
-    def admit(self, phases: list[Any], shapes: dict[str, Any]) -> None:
-        """Compares a client with the first one.
+    def admit(self, phases: list[Phase], entries: dict[str, Tensor]) -> None:
+        """Compares the client that the module is with the first one.
 
         Args:
-            phases: what its phases have in common.
-            shapes: of its parameters and buffers, by name.
+            phases: its local phases.
+            entries: its parameters and buffers, by name.
+
+        Raises:
+            Unvectorisable: if it differs.
         """
+        module = self._attributes.module
+        if any(phase.data is not None for phase in phases):
+            raise Unvectorisable(module, "it has a phase with samples of its own")
+        common = [{**vars(phase), "trains": list(self._layout.trained(phase))} for phase in phases]
+        shapes = {name: tensor.shape for name, tensor in entries.items()}
         if self._first is None:
-            self._first = phases, shapes, self._watch.attributes()
+            self._first = common, shapes, self._attributes.look()
             return
-        if phases != self._first[0]:
-            self._watch.refuse("clients have different local_phases()")
+        if common != self._first[0]:
+            raise Unvectorisable(module, "clients have different local_phases()")
         if shapes != self._first[1]:
-            self._watch.refuse("clients have parameters or buffers of different shapes")
-        self._watch.compare(self._first[2], "it keeps something of a client in {}, which is no buffer")
+            raise Unvectorisable(module, "clients have parameters or buffers of different shapes")
+        self._attributes.refuse_changes(self._first[2], "it keeps something of a client in {}, which is no buffer")
+
+
+def refuse_gradients_of_one(module: ClientModule, precision: Precision) -> None:
+    """Refuses what is done with the gradients of one client.
+
+    Raises:
+        Unvectorisable: if there is something.
+    """
+    if getattr(precision, "scaler", None) is not None:
+        raise Unvectorisable(module, "trainer.precision=16-mixed scales the loss of each client by itself")
+    if overrides(module, "on_after_backward") or overrides(module, "on_before_optimizer_step"):
+        raise Unvectorisable(
+            module, "its on_after_backward or on_before_optimizer_step sees the gradients of one client"
+        )
 
 
 def reason_of(error: Exception) -> str:

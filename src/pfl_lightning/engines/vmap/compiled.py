@@ -13,11 +13,11 @@ from torch.func import grad, vmap
 
 from pfl_lightning.client import Batch, ClientModule
 from pfl_lightning.engines.vmap.checks import reason_of
-from pfl_lightning.engines.vmap.slots import Places
+from pfl_lightning.engines.vmap.slots import Slots
 from pfl_lightning.messages import StateDict
 
 Values: TypeAlias = tuple[dict[str, Tensor], StateDict]
-"""What a step returns, and the gradients of its losses, a row a client."""
+"""What a step returns, and the gradients of its losses, a row for each client."""
 
 CHECKED = 3
 """Steps that are made both ways before a compiled one is trusted."""
@@ -46,13 +46,13 @@ class Compiled:
 
     def __init__(self, module: ClientModule, precision: Precision) -> None:
         # of its own: a compiler follows it to the module's tables, which stay the same objects
-        places = Places(module)
+        slots = Slots(module)
 
         def loss(leaves: StateDict, others: StateDict, batch: Batch, index: int) -> tuple[Tensor, Values]:
             # copies, as what is mapped must not be changed in place
             moved = {name: entry.clone() for name, entry in others.items()}
             with precision.forward_context():
-                values = places.call(module.training_step, {**leaves, **moved}, batch, index)
+                values = slots.call(module.training_step, {**leaves, **moved}, batch, index)
             return values["loss"], (values, moved)
 
         def step(leaves: StateDict, others: StateDict, batch: Batch, index: int) -> tuple[StateDict, Values]:
@@ -90,7 +90,7 @@ class Compiled:
         Args:
             plain: the step as it is, of entries, which may change.
             entries: the stack; those that aren't trained are replaced where they change.
-            batch: inputs and targets, a row a client.
+            batch: inputs and targets, a row for each client.
             index: the batch's number.
             trained: the entries that gradients are taken to.
         """
@@ -98,7 +98,7 @@ class Compiled:
         others = {name: entry for name, entry in entries.items() if name not in leaves}
         try:
             with torch.no_grad():
-                slopes, (values, moved) = self._step(leaves, others, batch, index)
+                gradients, (values, moved) = self._step(leaves, others, batch, index)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
@@ -111,13 +111,13 @@ class Compiled:
             expected = plain(copies)
             # what a loss doesn't depend on has no gradient, which is something else than one of zeros
             version.names = expected[1].keys()
-            found = values, {name: slopes[name] for name in version.names}
+            found = values, {name: gradients[name] for name in version.names}
             kept = {name: copies[name] for name in moved}
             if not all(map(self._near, (*found, moved), (*expected, kept))):
                 self._give_up("compiled they would compute something else")
                 return None
         entries.update(moved)
-        return values, {name: slopes[name] for name in trained if name in version.names}
+        return values, {name: gradients[name] for name in trained if name in version.names}
 
     def _give_up(self, reason: str) -> None:
         self.trusted = False

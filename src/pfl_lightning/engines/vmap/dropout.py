@@ -50,8 +50,8 @@ class Stream:
             generator.set_state(state)
 
 
-class Drawn(Sequence[Tensor]):
-    """The states of clients' streams that what is drawn on the device comes from.
+class DeviceStates(Sequence[Tensor]):
+    """The states of clients' streams on the device where they train, each made when first asked for.
 
     Args:
         streams: the clients' streams.
@@ -60,8 +60,8 @@ class Drawn(Sequence[Tensor]):
     def __init__(self, streams: list[Stream]) -> None:
         self.streams = streams
 
-    def __getitem__(self, place: Any) -> Any:
-        return self.streams[place].states[-1]
+    def __getitem__(self, index: Any) -> Any:
+        return self.streams[index].states[-1]
 
     def __len__(self) -> int:
         return len(self.streams)
@@ -152,13 +152,13 @@ class Masks(torch.autograd.Function):
         ctx.mark_non_differentiable(output)
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
         """None."""
         return None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], like: Tensor, draw: Callable[..., Tensor]) -> tuple[Tensor, int]:
-        """Masks of the shape of one client's tensor, one a client."""
+        """Masks of the shape of one client's tensor, one for each client."""
         return draw(like.select(in_dims[0], 0).shape, like.dtype, like.device), 0
 
 

@@ -9,17 +9,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from pfl_lightning.client.phases import Phase
+from pfl_lightning.data import ClientData
 from pfl_lightning.data.memory import free_memory
-from pfl_lightning.engines.base import Evaluated, Job, Outcome
+from pfl_lightning.engines.base import Engine, Evaluated, Job, Outcome
+from pfl_lightning.engines.layout import Layout
+from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.vmap.block import Block
-from pfl_lightning.engines.vmap.checks import Unvectorisable
-from pfl_lightning.engines.vmap.hand_over import Stacking
+from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable
+from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
+from pfl_lightning.engines.vmap.hand_over import HandOver
+from pfl_lightning.engines.vmap.slots import Slots
+from pfl_lightning.engines.vmap.training import BlockTrainer
 from pfl_lightning.messages import num_bytes
 
 __all__ = ["Unvectorisable", "Vectorised"]
 
 
-class Vectorised(Stacking):
+class Vectorised(Engine):
     """Trains many clients in one computation, by ``torch.func.vmap``, with the results of `Sequential`.
 
     All parameters and buffers of a block of clients are stacked, ``[clients, ...]``. A step of all of them is one
@@ -47,6 +54,11 @@ class Vectorised(Stacking):
     def __init__(self, *args: Any, block_size: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.block_size = block_size
+        self.sequential = Sequential(self.module, self.work, self.precision)
+        attributes = SharedAttributes(self.module)
+        self.trainer = BlockTrainer(self.sequential, attributes, self.compile)
+        self.evaluator = BlockEvaluator(self.sequential, attributes)
+        self.hand_over = HandOver(self.sequential, attributes, self.evaluator)
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Yields outcomes in the order of the jobs, block by block.
@@ -54,77 +66,87 @@ class Vectorised(Stacking):
         Raises:
             Unvectorisable: if the client module can't be vectorised; before the first outcome of a block.
         """
-        self._look()
-        with self._leaks.of_a_round():
-            for block in self._blocks(jobs):
-                yield from self._run_block(block)
+        layout, slots = Layout.of(self.module), Slots(self.module)
+        with self.sequential.leaks.of_a_round():
+            for block in self._blocks(jobs, slots):
+                yield from self._run_block(block, layout, slots)
+
+    def evaluate(self, job: Job) -> dict[str, dict[str, float]]:
+        """Evaluates one client as `Sequential` does."""
+        return self.sequential.evaluate(job)
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
         """Yields metrics in the order of the jobs, block by block."""
-        self._look()
-        blocks = self._blocks(jobs)
-        for block in blocks:
-            results = None if self._scores_alone or len(block) == 1 else self._evaluate_block(block)
-            if results is None:
-                yield from super().evaluate_all(block)
+        layout, slots = Layout.of(self.module), Slots(self.module)
+        for block in self._blocks(jobs, slots):
+            metrics = self._evaluate_block(block, layout, slots)
+            if metrics is None:
+                yield from self.sequential.evaluate_all(block)
             else:
-                yield from zip([job.client for job in block], results, strict=True)
+                yield from zip([job.client for job in block], metrics, strict=True)
+
+    def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
+        """Trains one client as `Sequential` does."""
+        self.sequential.adapt(phases, job, data)
 
     # Blocks
 
-    def _blocks(self, jobs: Iterable[Job]) -> Iterator[list[Job]]:
+    def _blocks(self, jobs: Iterable[Job], slots: Slots) -> Iterator[list[Job]]:
+        """The jobs of each block."""
         jobs = iter(jobs)
         for first in jobs:
             if self.block_size is None:
-                self.block_size = self._room(first)
+                self.block_size = self._room(first, slots)
             yield [first, *islice(jobs, self.block_size - 1)]
 
-    def _room(self, job: Job) -> int:
+    def _room(self, job: Job, slots: Slots) -> int:
         """Clients that half of the free memory should hold, judged by a forward pass of one."""
         part = self.become(job).train
         with torch.no_grad(), self.forward_context():
             outputs = outputs_of(self.module.net, part.x[: self.work.batch_size])
-        entries = sum(tensor.nbytes for tensor in self._places.current().values())
+        entries = sum(tensor.nbytes for tensor in slots.current().values())
         # an entry, its gradient, two of the optimizer and one on the way; outputs and their gradients
         need = 5 * entries + 2 * num_bytes(outputs) + 2 * num_bytes((part.x, part.y))
         return max(1, free_memory(self.device) // (2 * need))
 
-    def _run_block(self, jobs: list[Job]) -> Iterator[Outcome]:
+    def _run_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Iterator[Outcome]:
+        """Outcomes of the clients of a block, or of its halves where memory is short."""
         if len(jobs) == 1:
-            yield self._run(jobs[0])
+            yield self.sequential.train(jobs[0], layout)
             return
         try:
-            block = self._train_block(jobs)
+            block = self._train_block(jobs, layout, slots)
         except torch.cuda.OutOfMemoryError:
             block = None
         if block is not None:
-            yield from self._handed_over(jobs, block)
+            yield from self.hand_over.outcomes(jobs, block, layout, slots)
             return
         # not in the handler: while the error lives, so do the tensors
         self.block_size = -(-len(jobs) // 2)
-        yield from self._run_block(jobs[: self.block_size])
-        yield from self._run_block(jobs[self.block_size :])
+        yield from self._run_block(jobs[: self.block_size], layout, slots)
+        yield from self._run_block(jobs[self.block_size :], layout, slots)
 
-    def _train_block(self, jobs: list[Job]) -> Block:
+    def _train_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Block:
         """Trains the clients of a block in a stack of their own."""
         start = time.perf_counter()
-        if getattr(self.precision, "scaler", None) is not None:
-            self._watch.refuse("trainer.precision=16-mixed scales the loss of each client by itself")
-        if self._calls_after_backward or self._calls_before_step:
-            self._watch.refuse("its on_after_backward or on_before_optimizer_step sees the gradients of one client")
-        block = self._stack(jobs)
-        self._train_stack(block)
+        self.trainer.check()
+        block = Block.of_members(*self.hand_over.receive(jobs, layout, slots))
+        self.trainer.train(block, layout, slots)
         block.seconds = (time.perf_counter() - start) / len(jobs)
         return block
 
-    def _evaluate_block(self, jobs: list[Job]) -> list[dict[str, dict[str, float]]] | None:
+    def _evaluate_block(
+        self, jobs: list[Job], layout: Layout, slots: Slots
+    ) -> list[dict[str, dict[str, float]]] | None:
         """Metrics of clients as they receive their models; None where it can't be done at once."""
-        try:
-            members, entries, _ = self._received(jobs)
-        except Unvectorisable:
-            self._scores_alone = True
+        if len(jobs) == 1 or not self.evaluator.usable:
             return None
-        return self._score(members, entries)
+        try:
+            members, entries, _ = self.hand_over.receive(jobs, layout, slots)
+        except Unvectorisable:
+            self.evaluator.usable = False
+            return None
+        return self.evaluator.evaluate(members, entries, slots)
 
 
 def outputs_of(net: nn.Module, x: Tensor) -> list[Any]:

@@ -1,101 +1,104 @@
 """Evaluation of stacked clients: one forward pass for many of them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import pad_sequence
-from torchmetrics import MetricCollection
 
-from pfl_lightning.client import ClientModule
-from pfl_lightning.data import CHUNK, Samples
-from pfl_lightning.engines.evaluation import computed
-from pfl_lightning.engines.vmap.slots import Places
+from pfl_lightning.client.hooks import overrides
+from pfl_lightning.data import CHUNK, Samples, gather
+from pfl_lightning.engines.evaluation import PADDING, evaluate_padded
+from pfl_lightning.engines.sequential import Sequential
+from pfl_lightning.engines.vmap.block import Member
+from pfl_lightning.engines.vmap.checks import SharedAttributes
+from pfl_lightning.engines.vmap.slots import Slots
 from pfl_lightning.messages import StateDict
 
 AT_ONCE = 8 * CHUNK
 """Samples of all clients together that go through the net at once."""
-PADDING = -100
-"""Target of what is no sample; cross-entropy leaves it out."""
 
 
-class Scorer:
+class BlockEvaluator:
     """Computes for many clients at once what `evaluate` does for one.
 
     Samples of clients with fewer are padded, which changes nothing of a net that looks at each by itself, as in
     evaluation mode all do but BatchNorm without running statistics.
 
     Args:
-        module: the client module, in evaluation mode.
-        metrics: what to compute on logits and targets, besides the mean cross-entropy ``loss``.
-        forward_context: gives the context for a forward pass.
+        sequential: the engine of one client, whose module it is.
+        attributes: the module's, which its forward pass must not change.
     """
 
-    def __init__(
-        self,
-        module: ClientModule,
-        metrics: MetricCollection,
-        forward_context: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self.module = module
-        self.metrics = metrics
-        self.forward_context = forward_context
-        self.alone = any(isinstance(m, _BatchNorm) and m.running_mean is None for m in module.modules())
-        # the share of right ones, of all clients in one computation; other metrics are the work of their own classes
-        self._accuracy_only = type(module).configure_metrics is ClientModule.configure_metrics
+    def __init__(self, sequential: Sequential, attributes: SharedAttributes) -> None:
+        self.sequential = sequential
+        self.module = sequential.module
+        self.attributes = attributes
+        normalises = any(isinstance(m, _BatchNorm) and m.running_mean is None for m in self.module.modules())
+        self.usable = not normalises and not overrides(self.module, "evaluation_phases")
+        """Whether clients can be evaluated at once, as far as is known."""
 
-    @torch.no_grad()
-    def score(self, places: Places, entries: StateDict, parts: list[Samples]) -> list[dict[str, float]]:
-        """Metrics of each client; none for a part without samples.
+    def evaluate(
+        self, members: list[Member], entries: StateDict, slots: Slots
+    ) -> list[dict[str, dict[str, float]]] | None:
+        """Metrics of stacked clients, by the parts that their jobs name; None where it must be done client by client.
 
         Args:
-            places: of the module.
-            entries: its entries, a row a client.
-            parts: the clients' samples, on the module's device.
+            members: the clients.
+            entries: their parameters and buffers, a row for each client.
+            slots: the module's.
         """
-        result: list[dict[str, float]] = [{} for _ in parts]
-        for rows in alike([len(part) for part in parts]):
+        parts = list(dict.fromkeys(chain.from_iterable(member.job.evaluate for member in members)))
+        if parts and not self.usable:
+            return None
+        results: list[dict[str, dict[str, float]]] = [{} for _ in members]
+        self.sequential.set_mode(training=False)
+        try:
+            with self.attributes.without_turn():
+                before = self.attributes.look()
+                for part in parts:
+                    samples = gather([member.data for member in members], part)
+                    measured = self._measure(samples, entries, slots)
+                    for member, result, values in zip(members, results, measured, strict=True):
+                        if values and part in member.job.evaluate:
+                            result[part] = values
+                self.attributes.refuse_changes(before, "its forward pass changes {}")
+        except Exception:
+            # if it is wrong in any way, it is so client by client, and says so there
+            self.usable = False
+            return None
+        return results
+
+    @torch.no_grad()
+    def _measure(self, samples: list[Samples], entries: StateDict, slots: Slots) -> list[dict[str, float]]:
+        """Metrics of each client on its samples; none where there are none."""
+        result: list[dict[str, float]] = [{} for _ in samples]
+        for rows in rows_alike([len(of_one) for of_one in samples]):
             chosen = entries
-            if rows != list(range(len(parts))):
+            if rows != list(range(len(samples))):
                 at = torch.tensor(rows, device=self.module.device)
                 chosen = {name: stack[at] for name, stack in entries.items()}
-            x = pad_sequence([parts[row].x for row in rows], batch_first=True)
-            y = pad_sequence([parts[row].y for row in rows], batch_first=True, padding_value=PADDING)
-            with self.forward_context():
-                logits = torch.cat([self._forward(places, chosen, chunk) for chunk in torch.split(x, CHUNK, dim=1)], 1)
-            values = self._values(logits.to(torch.promote_types(logits.dtype, torch.float32)), y)
-            for row, value in zip(rows, values, strict=True):
-                result[row] = value
+            x = pad_sequence([samples[row].x for row in rows], batch_first=True)
+            y = pad_sequence([samples[row].y for row in rows], batch_first=True, padding_value=PADDING)
+            with self.sequential.forward_context():
+                logits = torch.cat([self._forward(chosen, chunk, slots) for chunk in torch.split(x, CHUNK, dim=1)], 1)
+            for row, values in zip(rows, evaluate_padded(logits, y, self.sequential.metrics), strict=True):
+                result[row] = values
         return result
 
-    def _forward(self, places: Places, entries: StateDict, x: Tensor) -> Tensor:
-        logits: Tensor = vmap(lambda e, x: places.call(self.module.forward, e, x))(entries, x)
+    def _forward(self, entries: StateDict, x: Tensor, slots: Slots) -> Tensor:
+        """Logits ``[clients, n, classes]`` of inputs ``[clients, n, ...]``."""
+        logits: Tensor = vmap(lambda e, x: slots.call(self.module.forward, e, x))(entries, x)
         return logits
 
-    def _values(self, logits: Tensor, y: Tensor) -> list[dict[str, float]]:
-        """Metrics of logits ``[clients, n, classes]`` and targets ``[clients, n]``, a client at a time."""
-        sizes = (y != PADDING).sum(1)
-        losses = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=PADDING, reduction="none").view_as(y)
-        means = [loss / size for loss, size in zip(losses.sum(1).tolist(), sizes.tolist(), strict=True)]
-        if self._accuracy_only:
-            right = (logits.argmax(-1) == y).sum(1).float() / sizes.float()
-            return [{"acc": acc, "loss": loss} for acc, loss in zip(right.tolist(), means, strict=True)]
-        values = []
-        for of_one, target, size, loss in zip(logits, y, sizes.tolist(), means, strict=True):
-            self.metrics.reset()
-            self.metrics.update(of_one[:size], target[:size])
-            values.append(computed(self.metrics) | {"loss": loss})
-        return values
 
-
-def alike(sizes: list[int]) -> Iterator[list[int]]:
+def rows_alike(sizes: list[int]) -> Iterator[list[int]]:
     """Rows that go through the net together: with padding at most twice their samples, and not too many of them.
 
-    >>> list(alike([3, 8, 0, 5, 8]))
+    >>> list(rows_alike([3, 8, 0, 5, 8]))
     [[1, 3, 4], [0]]
 
     Args:

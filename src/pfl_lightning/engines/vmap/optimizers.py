@@ -1,6 +1,7 @@
 """Optimizers of stacks of clients."""
 
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import torch
@@ -17,17 +18,58 @@ COUNTERS = {"eta", "mu", "mu_product", "step"}
 """What their states hold of a parameter as a whole: how many steps were made, and what follows from it."""
 
 
-class Lane:
-    """One optimizer for neighbouring rows of a stack, in the place of one a row.
+class StackOptimizers:
+    """The optimizers of a stack in one phase: a single one, unless clients come back after different numbers of steps.
+
+    Args:
+        optimizers: each client's own, in the order of the rows; one may stand for several rows. They are taken over.
+        entries: the stack, from which parameters are taken, and in which they are changed.
+        names: the parameters' names in it.
+    """
+
+    def __init__(self, optimizers: list[Optimizer], entries: StateDict, names: Mapping[nn.Parameter, str]) -> None:
+        self._parts: list[RowsOptimizer] = []
+        first = 0
+        counted = {optimizer: counters(optimizer) for optimizer in dict.fromkeys(optimizers)}
+        for _, alike in groupby(optimizers, counted.__getitem__):
+            self._parts.append(RowsOptimizer(list(alike), first, entries, names))
+            first += self._parts[-1].rows
+
+    def step(self, gradients: Mapping[str, Tensor]) -> None:
+        """Makes a step of the rows that are left.
+
+        Args:
+            gradients: by name, a row for each row of the stack up to the last one that makes the step; a parameter
+                without one stands still.
+        """
+        for part in self._parts:
+            part.step(gradients)
+
+    def narrow(self, end: int) -> None:
+        """Lets go of rows.
+
+        Args:
+            end: the stack's row from which on all have made their steps.
+        """
+        for part in self._parts:
+            part.narrow(end)
+
+    def state_dicts(self, end: int) -> Iterator[tuple[int, State]]:
+        """The rows that `narrow` would let go, each with the ``state_dict`` of what its own optimizer would be now."""
+        for part in self._parts:
+            yield from part.state_dicts(end)
+
+
+class RowsOptimizer:
+    """One optimizer for neighbouring rows of a stack, in the place of one for each row.
 
     Rows leave it from its end, and what is left of its own state stands still.
 
     Args:
-        optimizers: those of the rows, whose `counters` must be the same; one may stand for several rows. The first is
-            taken over.
+        optimizers: those of the rows, whose `counters` must be the same. The first is taken over.
         first: the first row.
-        entries: the stack, from which parameters are taken, and in which they are changed.
-        names: their names in it.
+        entries: the stack.
+        names: the parameters' names in it.
     """
 
     def __init__(
@@ -38,21 +80,16 @@ class Lane:
         self.leaves: dict[str, Tensor] = {}
         states = {}
         for group in self.optimizer.param_groups:
-            for place, parameter in enumerate(group["params"]):
+            for index, parameter in enumerate(group["params"]):
                 name = names[parameter]
-                self.leaves[name] = group["params"][place] = entries[name][first:end].detach().requires_grad_()
+                self.leaves[name] = group["params"][index] = entries[name][first:end].detach().requires_grad_()
                 if parameter in self.optimizer.state:
                     states[self.leaves[name]] = stacked([o.state[parameter] for o in optimizers])
         self.optimizer.state.clear()
         self.optimizer.state.update(states)
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
-        """Makes a step of the rows that are left.
-
-        Args:
-            gradients: by name, a row for each row of the stack up to the last one that makes the step; a parameter
-                without one stands still.
-        """
+        """Makes a step of the rows that are left, as `StackOptimizers.step`."""
         if not self.rows:
             return
         for name, leaf in self.leaves.items():
@@ -61,11 +98,7 @@ class Lane:
         self.optimizer.step()
 
     def narrow(self, end: int) -> None:
-        """Lets go of rows.
-
-        Args:
-            end: the stack's row from which on all have made their steps.
-        """
+        """Lets go of the stack's rows from ``end`` on."""
         rows = min(max(end - self.first, 0), self.rows)
         if rows == self.rows:
             return

@@ -1,4 +1,4 @@
-"""Where a client module keeps its parameters and buffers, and how a computation gets others in their places."""
+"""The slots of a client module's parameters and buffers, and how a computation gets other tensors into them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,8 +12,15 @@ Result = TypeVar("Result")
 
 
 @dataclass
-class Place:
-    """Where a parameter or buffer is: its name, the module's table, the key in it, and what was there at first."""
+class Slot:
+    """Where a module keeps a parameter or buffer.
+
+    Args:
+        name: of the parameter or buffer.
+        table: the module's own, of parameters or of buffers.
+        key: its key in the table.
+        tensor: what was there at first.
+    """
 
     name: str
     table: dict[str, Any]
@@ -27,8 +34,8 @@ class Place:
         return tensor
 
 
-class Places:
-    """All places of a module; what is tied has one name, its first.
+class Slots:
+    """All slots of a module; what is tied has one name, its first.
 
     Args:
         module: the module.
@@ -37,24 +44,24 @@ class Places:
     def __init__(self, module: nn.Module) -> None:
         names: dict[int, str] = {}
         self.all = [
-            Place(name if tensor is None else names.setdefault(id(tensor), name), table, key, tensor)
+            Slot(name if tensor is None else names.setdefault(id(tensor), name), table, key, tensor)
             for path, m in module.named_modules()
             for table in (m._parameters, m._buffers)
             for key, tensor in table.items()
             for name in [f"{path}.{key}".lstrip(".")]
         ]
-        self.first = list({place.name: place for place in reversed(self.all)}.values())[::-1]
+        self.first = list({slot.name: slot for slot in reversed(self.all)}.values())[::-1]
 
-    def __iter__(self) -> Iterator[Place]:
-        """One place a name."""
+    def __iter__(self) -> Iterator[Slot]:
+        """One slot for each name."""
         return iter(self.first)
 
     def current(self) -> StateDict:
         """What is there now, by name."""
-        return {place.name: place.current.detach() for place in self if place.current is not None}
+        return {slot.name: slot.current.detach() for slot in self if slot.current is not None}
 
     def call(self, function: Callable[..., Result], entries: StateDict, *args: Any) -> Result:
-        """Calls a function with other tensors in their places.
+        """Calls a function with other tensors in the slots.
 
         As `torch.func.functional_call`, which takes as long as a small net's step.
 
@@ -64,19 +71,33 @@ class Places:
             *args: of the function.
 
         Raises:
-            RuntimeError: if the function itself puts tensors into the places.
+            RuntimeError: if the function itself puts tensors into the slots.
         """
-        before = [place.current for place in self.all]
-        put = [entries.get(place.name, tensor) for place, tensor in zip(self.all, before, strict=True)]
+        before = [slot.current for slot in self.all]
+        put = [entries.get(slot.name, tensor) for slot, tensor in zip(self.all, before, strict=True)]
         try:
-            for place, tensor in zip(self.all, put, strict=True):
-                place.table[place.key] = tensor
+            for slot, tensor in zip(self.all, put, strict=True):
+                slot.table[slot.key] = tensor
             result = function(*args)
-            if any(place.current is not tensor for place, tensor in zip(self.all, put, strict=True)):
+            if any(slot.current is not tensor for slot, tensor in zip(self.all, put, strict=True)):
                 raise RuntimeError(
                     f"{function.__name__} puts another tensor in the place of a buffer, which must change in place"
                 )
             return result
         finally:
-            for place, tensor in zip(self.all, before, strict=True):
-                place.table[place.key] = tensor
+            for slot, tensor in zip(self.all, before, strict=True):
+                slot.table[slot.key] = tensor
+
+    def copy_row(self, entries: StateDict, row: int) -> None:
+        """Copies one client's entries into the module.
+
+        Args:
+            entries: a stack, ``[clients, ...]``.
+            row: the client's.
+        """
+        for slot in self:
+            if slot.current is slot.tensor and slot.tensor is not None:
+                slot.tensor.copy_(entries[slot.name][row])
+            elif slot.current is not None:
+                # put there by a hook, and maybe the server's own
+                slot.table[slot.key] = entries[slot.name][row].clone()

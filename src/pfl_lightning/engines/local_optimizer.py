@@ -1,0 +1,30 @@
+"""A client's optimizer for a phase of its local training."""
+
+from torch import nn
+from torch.optim import Optimizer
+
+from pfl_lightning.client.module import ClientModule
+from pfl_lightning.client.phases import Phase
+from pfl_lightning.engines.base import Job
+from pfl_lightning.messages import detached
+
+
+def local_optimizer(module: ClientModule, phase: Phase, job: Job, parameters: list[nn.Parameter]) -> Optimizer:
+    """The phase's optimizer, new or as the client left it, at the round's learning rate.
+
+    Args:
+        module: the client module; its ``learning_rate`` becomes the phase's.
+        phase: the phase.
+        job: the client's work in this round.
+        parameters: those that the phase trains.
+    """
+    optimizer = module.local_optimizer(phase, parameters)
+    factor = job.lr_factor if phase.scheduled else 1.0
+    rates = [group["lr"] * factor for group in optimizer.param_groups]
+    if phase.name in job.state.optimizers:
+        # a copy: an optimizer takes the tensors as they are, and steps in place
+        optimizer.load_state_dict(detached(job.state.optimizers[phase.name]))
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    module.learning_rate = rates[0]
+    return optimizer

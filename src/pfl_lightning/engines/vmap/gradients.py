@@ -1,0 +1,134 @@
+"""One training step of stacked clients: what it returns, and the gradients of its loss."""
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torch.func import vmap
+
+from pfl_lightning.client.module import Batch, ClientModule
+from pfl_lightning.engines.steps import step_values
+from pfl_lightning.engines.vmap.block import Block, Member, Rows
+from pfl_lightning.engines.vmap.checks import Unvectorisable, reason_of
+from pfl_lightning.engines.vmap.compiled import Compiled, Values
+from pfl_lightning.engines.vmap.dropout import DeviceStates, Streams, default_generators
+from pfl_lightning.engines.vmap.slots import Slots
+from pfl_lightning.messages import StateDict
+
+
+class Differentiator:
+    """Computes a training step of many clients, forwards and backwards, in a phase of a block.
+
+    Args:
+        module: the client module.
+        precision: the Trainer's precision plugin.
+        compiled: the compiled step; None takes each step as it is.
+        slots: the module's.
+        block: the clients; its entries are read, and buffers among them moved.
+        trained: names of the entries that gradients are taken to.
+        size: samples of a full batch.
+    """
+
+    def __init__(
+        self,
+        module: ClientModule,
+        precision: Precision,
+        compiled: Compiled | None,
+        slots: Slots,
+        block: Block,
+        trained: list[str],
+        size: int,
+    ) -> None:
+        self.module = module
+        self.precision = precision
+        self.compiled = compiled
+        self.slots = slots
+        self.block = block
+        self.trained = trained
+        self.size = size
+
+    def gradients(self, step: list[tuple[Rows, Tensor]], index: int) -> StateDict:
+        """Gradients of the trained entries, a row for each client, as far as the loss depends on them.
+
+        What `ClientModule.training_step` returns is kept in the block.
+
+        Args:
+            step: which rows learn from which samples ``[rows, size]``.
+            index: the batch's number.
+        """
+        parts: list[tuple[Rows, StateDict]] = []
+        for rows, samples in step:
+            # short batches are too rare to be compiled
+            values, gradients = (self._compiled if samples.shape[1] == self.size else self._plain)(rows, samples, index)
+            parts.append((rows, gradients))
+            self.block.steps.append((rows, samples.shape[1], {name: v.detach() for name, v in values.items()}))
+        if len(parts) == 1:
+            return parts[0][1]
+        joined = {}
+        for name, gradient in parts[0][1].items():
+            joined[name] = gradient.new_empty((sum(len(samples) for _, samples in step), *gradient.shape[1:]))
+            for rows, gradients in parts:
+                joined[name][rows] = gradients[name]
+        return joined
+
+    def _plain(self, rows: Rows, samples: Tensor, index: int) -> Values:
+        """The step as it is, of some rows."""
+        entries = {name: stack[rows] for name, stack in self.block.entries.items()}
+        done = self._differentiate(entries, self.block.batch(samples), index, self.block.of(rows))
+        if isinstance(rows, Tensor):
+            # copies, in which buffers have moved
+            for name in entries.keys() - set(self.trained):
+                self.block.entries[name][rows] = entries[name]
+        return done
+
+    def _compiled(self, rows: Rows, samples: Tensor, index: int) -> Values:
+        """The compiled step, where there is one.
+
+        It is one of all rows, so that it is compiled once: those that don't learn now are computed too, and left.
+        """
+        block = self.block
+        if self.compiled is None or not self.compiled.trusted:
+            return self._plain(rows, samples, index)
+        everyone = samples.new_zeros(len(block.members), samples.shape[1])
+        everyone[rows] = samples
+        batch, entries = block.batch(everyone), dict(block.entries)
+
+        def plain(entries: StateDict) -> Values:
+            return self._differentiate(entries, batch, index, block.members)
+
+        done = self.compiled.differentiate(plain, entries, batch, index, self.trained)
+        if done is None:
+            return self._plain(rows, samples, index)
+        for name in entries.keys() - set(self.trained):
+            block.entries[name][rows] = entries[name][rows]
+        values, gradients = done
+        return {name: v[rows] for name, v in values.items()}, {name: g[rows] for name, g in gradients.items()}
+
+    def _differentiate(self, entries: StateDict, batch: Batch, index: int, members: list[Member]) -> Values:
+        """What ``training_step`` returns, and the gradients of its loss as far as it depends on the trained entries."""
+        leaves = [entries[name].requires_grad_() for name in self.trained]
+        values = self._values(entries, batch, index, members)
+        gradients = torch.autograd.grad(values["loss"].sum(), leaves, allow_unused=True)
+        return values, {name: g for name, g in zip(self.trained, gradients, strict=True) if g is not None}
+
+    def _values(self, entries: StateDict, batch: Batch, index: int, members: list[Member]) -> dict[str, Tensor]:
+        """What ``training_step`` returns, a row for each client."""
+        states = DeviceStates([member.stream for member in members])
+        streams = Streams(default_generators(self.module.device)[-1], states)
+
+        def training_step(batch: Batch, index: int) -> dict[str, Tensor]:
+            return step_values(self.module, batch, index)
+
+        def one(entries: StateDict, batch: Batch) -> dict[str, Tensor]:
+            streams.trained = [entries[name] for name in self.trained]
+            return self.slots.call(training_step, entries, batch, index)
+
+        try:
+            with self.precision.forward_context(), streams:
+                values: dict[str, Tensor] = vmap(one)(entries, batch)
+        except (MisconfigurationException, torch.cuda.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise Unvectorisable(self.module, reason_of(error)) from error
+        states.move(streams.states)
+        return values

@@ -1,0 +1,157 @@
+"""What is done for a whole block has a twin that does it for one client: both say the same."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch.nn.utils.rnn import pad_sequence
+from torch.optim import SGD
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+from federations import CLASSES, blobs, make_client, noisy, points
+from pfl_lightning.client.module import ClientModule
+from pfl_lightning.data import Samples
+from pfl_lightning.engines import ClientState, Job, LocalWork, Sequential, Vectorised
+from pfl_lightning.engines.evaluation import PADDING, evaluate, evaluate_padded, is_accuracy, metrics_of
+from pfl_lightning.engines.vmap.hand_over import HandOver
+from pfl_lightning.messages import detached, tensors
+from pfl_lightning.methods import FedAvg, FedPer
+
+RAGGED = (24, 7, 30, 20)
+
+
+def outcomes(model, cls=Vectorised):
+    """What an engine gives of clients, each with entries of its own."""
+    # engines leave a client behind in theirs
+    model = copy.deepcopy(model)
+    model.requested = frozenset({"class_counts"})
+    data = blobs(*RAGGED)
+    data.setup()
+    torch.manual_seed(7)
+    jobs = []
+    for k in range(len(RAGGED)):
+        own = {name: t * (1 + 0.5 * torch.rand(t.shape)) for name, t in detached(model.state_dict()).items()}
+        personal = {name: t for name, t in own.items() if model.is_personal(name)}
+        payload = {"weights": {name: t for name, t in own.items() if model.is_shared(name)}}
+        jobs.append(Job(k, 0, ClientState(personal), payload, data.client(k), seed=k, evaluate=("train",)))
+    return list(cls(model, LocalWork(batch_size=5), Precision()).run(jobs))
+
+
+def assert_same(first, second, **tolerance):
+    for one, other in zip(first, second, strict=True):
+        assert (one.client, one.finite) == (other.client, other.finite)
+        assert list(one.update) == list(other.update)
+        for part in ("update", "state"):
+            a, b = (getattr(outcome, part) for outcome in (one, other))
+            a, b = (x if part == "update" else x.personal for x in (a, b))
+            torch.testing.assert_close(a, b, **tolerance)
+        assert one.metrics == pytest.approx(other.metrics, rel=1e-5)
+        for part, values in one.after.items():
+            assert values == pytest.approx(other.after[part], rel=1e-5)
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Ends in an error where clients go one by one."""
+
+    def refuse(self, *args):
+        raise AssertionError("one by one")
+
+    monkeypatch.setattr(HandOver, "_receive_one_by_one", refuse)
+    monkeypatch.setattr(HandOver, "_outcome", refuse)
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedPer])
+def test_clients_at_once_give_the_bits_of_clients_one_by_one(method):
+    class Hooked(method):
+        """Whose hooks are its own, and do what they did."""
+
+        def on_download(self, payload, data):
+            super().on_download(payload, data)
+
+        def upload(self, data):
+            return super().upload(data)
+
+    assert_same(*(outcomes(make_client(cls, net=noisy)) for cls in (method, Hooked)), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedPer])
+def test_a_client_module_that_uploads_something_else_does_so_from_a_block(method, monkeypatch, at_once):
+    def upload(self, data, before=ClientModule.upload):
+        update = before(self, data)
+        turn = torch.tensor([self.client_id, self.steps_done])
+        return {**update, "weights": {name: 2 * t for name, t in update["weights"].items()}, "turn": turn}
+
+    monkeypatch.setattr(ClientModule, "upload", upload)
+    both = [outcomes(make_client(method), cls) for cls in (Vectorised, Sequential)]
+    assert both[0][2].update["turn"].tolist() == [2, 4]
+    assert_same(*both, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedPer])
+def test_a_client_module_that_receives_something_else_does_so_into_a_block(method, monkeypatch, at_once):
+    def on_download(self, payload, data):
+        self.assign({name: t / (1 + self.client_id) for name, t in payload["weights"].items()})
+
+    make = partial(make_client, method, optimizer=partial(SGD, lr=0.0))
+    plain = outcomes(make())
+    monkeypatch.setattr(ClientModule, "on_download", on_download)
+    both = [outcomes(make(), cls) for cls in (Vectorised, Sequential)]
+    assert_same(*both, atol=0, rtol=0)
+    for outcome, before in zip(both[0], plain, strict=True):
+        for one, other in zip(tensors(outcome.update["weights"]), tensors(before.update["weights"]), strict=True):
+            torch.testing.assert_close(one * (1 + outcome.client), other)
+
+
+def test_a_value_that_is_not_finite_is_found_in_what_a_block_sends_beside_weights(monkeypatch, at_once):
+    def upload(self, data, before=ClientModule.upload):
+        return {**before(self, data), "scale": torch.tensor(torch.nan if self.client_id == 1 else 1.0)}
+
+    monkeypatch.setattr(ClientModule, "upload", upload)
+    assert [outcome.finite for outcome in outcomes(make_client())] == [True, False, True, True]
+
+
+class Confusing(FedAvg):
+    """With metrics that aren't a number of right ones over all."""
+
+    def configure_metrics(self):
+        f1 = MulticlassF1Score(CLASSES, average="macro")
+        return MetricCollection({"acc": MulticlassAccuracy(CLASSES, average="micro"), "f1": f1})
+
+
+@pytest.mark.parametrize("method", [FedAvg, Confusing])
+def test_evaluation_of_padded_logits_is_that_of_each_client(method):
+    model = make_client(method).eval()
+    metrics = metrics_of(model)
+    x, y = points(sum(RAGGED), seed=2)
+    parts = [Samples(*part) for part in zip(x.split(RAGGED), y.split(RAGGED), strict=True)]
+    with torch.no_grad():
+        logits = pad_sequence([model(part.x) for part in parts], batch_first=True)
+    targets = pad_sequence([part.y for part in parts], batch_first=True, padding_value=PADDING)
+    together = evaluate_padded(logits, targets, metrics)
+    for part, values in zip(parts, together, strict=True):
+        alone = evaluate(model, part, metrics, Precision().forward_context)
+        assert list(values) == list(alone)
+        assert values.pop("loss") == pytest.approx(alone.pop("loss"), rel=1e-6)
+        assert values == alone
+
+
+ACCURACY = partial(MulticlassAccuracy, CLASSES, average="micro")
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {"acc": ACCURACY(top_k=2)},
+        {"acc": ACCURACY(ignore_index=0)},
+        {"acc": MulticlassAccuracy(CLASSES, average="macro")},
+        {"share": ACCURACY()},
+        {"acc": ACCURACY(), "f1": MulticlassF1Score(CLASSES)},
+    ],
+)
+def test_only_the_share_of_right_ones_is_counted_for_many_at_once(metrics):
+    assert not is_accuracy(MetricCollection(metrics))
+    assert is_accuracy(metrics_of(make_client()))
