@@ -502,11 +502,11 @@ class TestOnly:
     __test__ = False
     num_classes = CLASSES
 
-    def parts(self, clients, stage, device="cpu"):
-        return [Samples(*(t[: self.size(client, stage)] for t in points(9, seed=1))) for client in clients]
+    def parts(self, clients, split, device="cpu"):
+        return [Samples(*(t[: self.size(client, split)] for t in points(9, seed=1))) for client in clients]
 
-    def size(self, client, stage):
-        return 3 * (stage == "test")
+    def size(self, client, split):
+        return 3 * (split == "test")
 
 
 def evaluated(model, cls, clients=range(5), **settings):

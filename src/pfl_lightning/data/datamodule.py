@@ -159,7 +159,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         """Load, cut to ``max_samples``, partition and split; only the first call does something.
 
         Args:
-            stage: Ignored: all stages use the same pool.
+            stage: Ignored: all of Lightning's stages use the same pool.
 
         Raises:
             MisconfigurationException: The data are missing, or cannot be divided as asked.
