@@ -174,6 +174,21 @@ def fit(
     return Run(trainer, model, data)
 
 
+class Wide(Net):
+    def __init__(self, input_shape, num_classes):
+        body = nn.Sequential(nn.Linear(input_shape[0], 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, HIDDEN))
+        super().__init__(body, nn.Linear(HIDDEN, num_classes))
+
+
+class Small(Net):
+    def __init__(self, input_shape, num_classes):
+        super().__init__(nn.Linear(input_shape[0], HIDDEN), nn.Linear(HIDDEN, num_classes))
+
+
+NETS = [Small, Wide]
+"""Networks of two architectures, for clients that share their classifier."""
+
+
 class Spy(FederatedCallback):
     """Keeps the cohort and the updates of each round."""
 

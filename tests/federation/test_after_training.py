@@ -7,6 +7,8 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
+from test_evaluation_phases import central
+from test_federation import Poison, Poisoned
 from torch.optim.lr_scheduler import ExponentialLR
 
 from federations import Spy, blobs, equal, fit, load, make_client, make_trainer, noisy, read_csv, same_end
@@ -14,8 +16,6 @@ from pfl_lightning.engines import Sequential
 from pfl_lightning.federation.final_test import metrics_at
 from pfl_lightning.federation.summary import summarise
 from pfl_lightning.methods import FedBABU, FedPer
-from test_evaluation_phases import central
-from test_federation import Poison, Poisoned
 
 
 class Last(Spy):

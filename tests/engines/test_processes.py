@@ -13,12 +13,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim import Adam
 
 from command import forked
-from federations import MOMENTUM, Spy, blobs, fit, make_client, noisy, same_end
+from federations import MOMENTUM, NETS, Spy, blobs, fit, make_client, noisy, same_end
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.engines import Processes, processes
 from pfl_lightning.engines import parent as bound
 from pfl_lightning.methods import WDR, FedAvg, FedBABU, FedPer, FedReMa, Local
-from test_architectures import NETS
 
 
 class Clock:

@@ -178,7 +178,7 @@ def test_evaluations_find_the_run_after_other_evaluations(which, capsys):
 
 def test_loggers_get_the_whole_config():
     Remembering.parameters = {}
-    pfl(f"fit {SMALL} --trainer.max_rounds 1 --trainer.logger test_cli.Remembering")
+    pfl(f"fit {SMALL} --trainer.max_rounds 1 --trainer.logger test_main.Remembering")
     given = Remembering.parameters
     assert given["trainer"]["max_rounds"] == 1
     assert given["data"]["init_args"]["partitioner"]["init_args"]["alpha"] == 0.3

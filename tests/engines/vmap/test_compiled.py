@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from test_engine import RAGGED, client_modules, compare
 from torch import nn
 from torch.optim import SGD
 
@@ -13,7 +14,6 @@ from pfl_lightning.engines import Vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled
 from pfl_lightning.methods import FedAvg, FedPer, FedRep, Local
 from pfl_lightning.nets import Net
-from test_vectorised import RAGGED, client_modules, compare
 
 
 class Compiling(Vectorised):

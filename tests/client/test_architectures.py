@@ -9,10 +9,23 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from command import QUIET, pfl, summary
-from federations import CLASSES, FEATURES, HIDDEN, MOMENTUM, Shuffled, Spy, equal, fit, make_client, same_end
+from federations import (
+    CLASSES,
+    FEATURES,
+    HIDDEN,
+    MOMENTUM,
+    NETS,
+    Shuffled,
+    Small,
+    Spy,
+    Wide,
+    equal,
+    fit,
+    make_client,
+    same_end,
+)
 from pfl_lightning.methods import FedPer, Local
 from pfl_lightning.methods.fedavg import FedAvg
-from pfl_lightning.nets import Net
 
 
 class HeadOnly(FedAvg):
@@ -22,18 +35,6 @@ class HeadOnly(FedAvg):
         return super().is_shared(name) and name.startswith("net.classifier.")
 
 
-class Wide(Net):
-    def __init__(self, input_shape, num_classes):
-        body = nn.Sequential(nn.Linear(input_shape[0], 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, HIDDEN))
-        super().__init__(body, nn.Linear(HIDDEN, num_classes))
-
-
-class Small(Net):
-    def __init__(self, input_shape, num_classes):
-        super().__init__(nn.Linear(input_shape[0], HIDDEN), nn.Linear(HIDDEN, num_classes))
-
-
-NETS = [Small, Wide]
 NETS_FILE = """
 model:
   class_path: Local

@@ -17,7 +17,7 @@ from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.registry import METHODS, Method
 from pfl_lightning.nets import MLP
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TABLES = {"markdown": ROOT / "docs" / "methods.md", "short": ROOT / "README.md"}
 
 BASES = {methods.KnowledgeCoefficients}

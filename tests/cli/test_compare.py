@@ -17,7 +17,7 @@ from pfl_lightning.cli.compare.choices import Choice, choose
 from pfl_lightning.cli.compare.runs import Run
 from pfl_lightning.methods import FedProx
 from pfl_lightning.plots.runs import plot_curves, plot_mean_curves
-from test_wandb import records
+from wandb_files import records
 
 STAND_IN = '''
 """Leaves a record as fit does; what it does else is in plan.json, by method and seed, or by method."""
