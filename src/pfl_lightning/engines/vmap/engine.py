@@ -16,7 +16,7 @@ from pfl_lightning.engines.base import Engine, Evaluated, Job, Outcome
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.vmap.block import Block
-from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable
+from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, refuse_gradients_of_one
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
 from pfl_lightning.engines.vmap.hand_over import HandOver
 from pfl_lightning.engines.vmap.slots import Slots
@@ -129,7 +129,7 @@ class Vectorised(Engine):
     def _train_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Block:
         """Trains the clients of a block in a stack of their own."""
         start = time.perf_counter()
-        self.trainer.check()
+        refuse_gradients_of_one(self.module, self.precision)
         block = Block.of_members(*self.hand_over.receive(jobs, layout, slots))
         self.trainer.train(block, layout, slots)
         block.seconds = (time.perf_counter() - start) / len(jobs)

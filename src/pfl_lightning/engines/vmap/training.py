@@ -13,7 +13,7 @@ from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.local_optimizer import local_optimizer
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.vmap.block import Block, Plan, batches_of
-from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, refuse_gradients_of_one
+from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable
 from pfl_lightning.engines.vmap.compiled import Compiled
 from pfl_lightning.engines.vmap.gradients import Differentiator
 from pfl_lightning.engines.vmap.optimizers import ELEMENTWISE, StackOptimizers
@@ -36,14 +36,6 @@ class BlockTrainer:
         self.work = sequential.work
         self.attributes = attributes
         self.compiled = Compiled(self.module, sequential.precision) if compile else None
-
-    def check(self) -> None:
-        """Refuses what no block of the module's clients could be trained with.
-
-        Raises:
-            Unvectorisable: if there is something.
-        """
-        refuse_gradients_of_one(self.module, self.sequential.precision)
 
     def train(self, block: Block, layout: Layout, slots: Slots) -> None:
         """Runs all phases; the block's entries are changed in place.
