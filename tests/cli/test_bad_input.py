@@ -10,7 +10,7 @@ from command import CONFIGS, QUICKSTART, QUIET, pfl, refusal
 from pfl_lightning.methods.fedavg import FedAvg
 
 SMALL = f"{QUICKSTART} {QUIET} --data.max_samples 300"
-LAST = Path("runs/WDR-Digits/version_0/checkpoints/last.ckpt")
+LAST = Path("runs/cwFedAvg-Digits/version_0/checkpoints/last.ckpt")
 
 NAMES = {
     "fti": "'fti' is not a command; did you mean fit?",
@@ -198,7 +198,7 @@ def test_data_that_need_a_download_without_a_network(capsys, monkeypatch):
 def checkpoint(tmp_path_factory):
     root = tmp_path_factory.mktemp("run")
     pfl(f"fit {SMALL} --trainer.max_rounds 1 --trainer.default_root_dir {root}")
-    return root / "WDR-Digits/version_0/checkpoints/last.ckpt"
+    return root / "cwFedAvg-Digits/version_0/checkpoints/last.ckpt"
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test"])
@@ -241,7 +241,7 @@ def test_another_program_s_checkpoint(capsys, tmp_path):
 @pytest.mark.parametrize("which", ["best", "last"])
 def test_an_evaluation_without_a_run(which, capsys):
     message = refusal(f"test {SMALL} --ckpt_path {which}", capsys)
-    assert message.startswith(f"ckpt_path={which!r}: no run under runs/WDR-Digits has such a checkpoint")
+    assert message.startswith(f"ckpt_path={which!r}: no run under runs/cwFedAvg-Digits has such a checkpoint")
 
 
 def test_divergence_ends_with_a_sentence_and_leaves_the_round_before(capsys):

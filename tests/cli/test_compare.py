@@ -99,7 +99,7 @@ def alive(pid: int) -> bool:
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
     root = tmp_path_factory.mktemp("compared")
-    data = CONFIGS / "data" / "digits_iid.yaml"
+    data = CONFIGS / "protocols" / "digits_iid.yaml"
     settings = f"--config {data} {QUIET} --data.max_samples 300 --trainer.max_rounds 2 --trainer.clients_per_round 0.5"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)

@@ -136,8 +136,21 @@ def test_a_pair_runs(method, data, tiny, monkeypatch):
     assert len((run / "rounds.csv").read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize("data", [path for path in DATA if path.stem.startswith("cifar10_")], ids=lambda p: p.stem)
+def test_a_folder_of_images_takes_the_place_of_the_archive(data, capsys):
+    config = printed([data, CONFIGS / "sources" / "cifar10_folder.yaml"], capsys)["data"]
+    assert config["class_path"].endswith(".ImageFolder") and config["init_args"].pop("root") == "data/cifar10"
+    assert holds(config["init_args"], load(data)["data"]["init_args"])
+
+
+def test_a_protocol_runs_on_a_folder_of_images(tiny):
+    small = f"--data.root {tiny('ImageFolder')} --data.max_samples 500 --data.num_clients 5"
+    pfl(f"fit --config protocols/cifar10_iid --config sources/cifar10_folder {small} --trainer.max_rounds 1 {QUIET}")
+    assert summary("FedAvg-ImageFolder/version_0")["final"]["test/acc"] >= 0
+
+
 def test_quickstart_learns():
     pfl(f"fit {QUICKSTART} {QUIET}")
-    outcome = summary("WDR-Digits/version_0")
+    outcome = summary("cwFedAvg-Digits/version_0")
     assert outcome["final"]["test/acc"] > 0.85
     assert outcome["seconds"] < 60

@@ -13,7 +13,7 @@ from command import QUICKSTART, QUIET, pfl, summary
 from pfl_lightning.cli import main as cli
 
 SMALL = f"{QUICKSTART} {QUIET} --data.max_samples 300"
-CHECKPOINTS = Path("runs/WDR-Digits/version_0/checkpoints")
+CHECKPOINTS = Path("runs/cwFedAvg-Digits/version_0/checkpoints")
 
 
 class Remembering(DummyLogger):
@@ -129,14 +129,14 @@ def test_help(line, capsys):
 def test_a_run_keeps_a_config_that_runs_again():
     pfl(f"fit {SMALL} --trainer.max_rounds 2")
     pfl(f"fit --config {CHECKPOINTS.parent}/config.yaml")
-    first, second = (summary(f"WDR-Digits/version_{version}") for version in (0, 1))
+    first, second = (summary(f"cwFedAvg-Digits/version_{version}") for version in (0, 1))
     assert first["final"] == second["final"]
 
 
 def test_a_resumed_run_keeps_its_new_config_and_its_whole_record():
     pfl(f"fit {SMALL} --trainer.max_rounds 2")
     assert "is not empty" not in warned(f"fit {SMALL} --trainer.max_rounds 3 --ckpt_path last")
-    assert [path.name for path in Path("runs/WDR-Digits").iterdir()] == ["version_0"]
+    assert [path.name for path in Path("runs/cwFedAvg-Digits").iterdir()] == ["version_0"]
     config = yaml.safe_load((CHECKPOINTS.parent / "config.yaml").read_text())
     assert (config["trainer"]["max_rounds"], config["ckpt_path"]) == (3, "last")
     assert len((CHECKPOINTS.parent / "rounds.csv").read_text().splitlines()) == 4

@@ -144,7 +144,7 @@ def test_what_can_t_be_drawn_is_refused(cls, settings, says):
         ready(cls, **settings)
 
 
-FILES = sorted((CONFIGS / "data").glob("*fedclassavg*.yaml"))
+FILES = sorted((CONFIGS / "protocols").glob("*fedclassavg*.yaml"))
 # images of a class in the two halves, classes
 REAL = {"CIFAR10": (5000, 1000, 10), "ImageFolder": (5000, 1000, 10), "FashionMNIST": (6000, 1000, 10)}
 REAL["EMNIST"] = (4800, 800, 26)

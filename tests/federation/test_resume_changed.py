@@ -198,7 +198,7 @@ def test_a_run_without_a_chosen_seed_takes_the_checkpoint_s(checkpoint, tmp_path
 
 
 LINE = f"{QUICKSTART} {QUIET} --data.max_samples 200 --trainer.local_epochs 1"
-FOLDER = Path("runs/WDR-Digits/version_0")
+FOLDER = Path("runs/cwFedAvg-Digits/version_0")
 
 
 def settings(name: str) -> Any:

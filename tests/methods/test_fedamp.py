@@ -237,7 +237,7 @@ def test_settings_out_of_range_are_refused_by_name(settings):
 
 def own_weights(paper: str = "") -> list[float]:
     """The record of three rounds of the configured method on digits."""
-    files = [CONFIGS / "methods" / "fedamp.yaml", CONFIGS / "data" / "digits_dir0.1.yaml"]
+    files = [CONFIGS / "methods" / "fedamp.yaml", CONFIGS / "protocols" / "digits_dir0.1.yaml"]
     files += [CONFIGS / "paper" / paper] if paper else []
     settings = "--data.num_clients 5 --data.batch_size 32 --trainer.max_rounds 4"
     pfl(f"fit {' '.join(f'--config {file}' for file in files)} {settings} {QUIET}")

@@ -288,7 +288,7 @@ def test_it_learns(cls, shape):
 
 @pytest.mark.parametrize("name", ["fedclassavg", "fedclassavg_weight"])
 def test_as_configured_it_learns_by_plain_sgd(name):
-    files = CONFIGS / "methods" / f"{name}.yaml", CONFIGS / "data" / "digits_dir0.1.yaml"
+    files = CONFIGS / "methods" / f"{name}.yaml", CONFIGS / "protocols" / "digits_dir0.1.yaml"
     settings = "--data.num_clients 3 --trainer.max_rounds 2"
     pfl(f"fit --config {files[0]} --config {files[1]} {settings} {QUIET}")
     assert summary("FedClassAvg-Digits/version_0")["final"]["test/acc"] > 0.3
