@@ -153,7 +153,7 @@ def check_machine(arguments: dict[str, Any]) -> None:
     found = [name for name, kinds in ACCELERATORS.items() if any(kind.is_available() for kind in kinds)]
     if accelerator in ACCELERATORS and accelerator not in found:
         raise MisconfigurationException(
-            f"trainer.accelerator={accelerator} is not on this machine, or torch is installed without it; there is "
+            f"trainer.accelerator={accelerator} is not on this machine, or torch is installed without it; choose from "
             f"{', '.join(['cpu', *found])}."
         )
     on_cpu = accelerator == "cpu" or (accelerator == "auto" and not found)

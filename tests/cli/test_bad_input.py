@@ -14,9 +14,9 @@ LAST = Path("runs/cwFedAvg-Digits/version_0/checkpoints/last.ckpt")
 
 NAMES = {
     "fti": "'fti' is not a command; did you mean fit?",
-    "": "a command is missing; there is fit, validate, test, compare, methods.",
+    "": "a command is missing; choose from fit, validate, test, compare, configs, methods.",
     "compar": "'compar' is not a command; did you mean compare?",
-    "fit": "nothing is given for data and model; name it by --data and --model",
+    "fit": "nothing is given for data; name it by --data",
     "fit --modle FedPer": "modle is not an option; did you mean model?",
     "fit Q extra": "extra is given without an option",
     "fit Q --max_rounds 3": "max_rounds is not an option; did you mean trainer.max_rounds?",
@@ -24,7 +24,7 @@ NAMES = {
     "test Q --ckpt_pth x": "ckpt_pth is not an option; did you mean ckpt_path?",
     "fit Q --model FedPorx": "model=FedPorx is no known class; did you mean FedProx",
     "fit Q --model pfl_lightning.methods.FedPorx": "FedPorx is no known class; did you mean FedProx",
-    "fit Q --model torch.nn.Linear": "model=torch.nn.Linear: Import path does not correspond to a subclass of FedAvg.",
+    "fit Q --model torch.nn.Linear": "model=torch.nn.Linear: Import path does not correspond to a subclass of ClientModule.",
     "fit Q --model nowhere.Method": "model=nowhere.Method: No module named 'nowhere'.",
     "fit Q --data MINST": "data=MINST is no known class; did you mean MNIST or EMNIST?",
     "fit Q --aggregator WeightAverage": "aggregator=WeightAverage is no known class; did you mean WeightedAverage?",
@@ -36,7 +36,7 @@ NAMES = {
     "fit Q --trainer.logger WandLogger": "trainer.logger=WandLogger is no known class; did you mean WandbLogger",
     "fit Q --trainer.callbacks+=EarlyStoping": "trainer.callbacks=EarlyStoping is no known class; did you mean EarlySt",
     "fit Q --model FedProx --model.mue 3": "model.mue is not a setting of FedProx; did you mean model.mu?",
-    "fit Q --model.lr 3": "model.lr is not a setting of WDR; there is model.buffers, ",
+    "fit Q --model.lr 3": "model.lr is not a setting of WDR; choose from model.assign_nets, ",
     "fit Q --data.partitoner IID": "data.partitoner is not a setting of Digits; did you mean data.partitioner?",
     "fit Q --data.partitioner.alpa 3": "is not a setting of Dirichlet; did you mean data.partitioner.alpha?",
     "fit Q --model.net.hiden [3]": "model.net.hiden is not a setting of MLP; did you mean model.net.hidden?",
@@ -119,7 +119,7 @@ FILES = {
     "model: {class_path: FedProx, mu: 3}": "model must be a class: class_path names it, and its settings belong",
     "model: {init_args: {net: {class_path: MLP, init_args: {hiden: [3]}}}}": "did you mean model.net.hidden?",
     "model: {init_args: {optimizer: {class_path: SGD, lr: 3}}}": "model.optimizer must be a class",
-    "model: {init_args: {optimizer: {class_path: SGD, init_args: {params: 3}}}}": "is not a setting of SGD; there is",
+    "model: {init_args: {optimizer: {class_path: SGD, init_args: {params: 3}}}}": "is not a setting of SGD; choose from",
     "model: {init_args: null}": "model: class_path or init_args is null; give it a value, or leave it out.",
     "data: {init_args: {partitioner: null}}": "data.partitioner is null; give it a value, or leave it out.",
     "trainer: null": "trainer=None must be settings of the Trainer, such as 'trainer: {max_rounds: 10}'; leave it out",
@@ -205,7 +205,7 @@ def checkpoint(tmp_path_factory):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("--model FedAvg", "the checkpoint is of WDR and this run of FedAvg"),
+        ("--model FedAvg", "the checkpoint is of cwFedAvg and this run of FedAvg"),
         ("--data.num_clients 9", "the checkpoint has 10 clients and data.num_clients=9"),
         ("--data.partitioner.alpha 0.5", "the checkpoint's clients hold other numbers of samples"),
         ("--model.net.hidden [32]", "the checkpoint holds another net"),

@@ -15,8 +15,7 @@ from torch.optim import Adam
 from command import forked
 from federations import MOMENTUM, NETS, Spy, blobs, fit, make_client, noisy, same_end
 from pfl_lightning.callbacks import FederatedCallback
-from pfl_lightning.engines import Processes, processes
-from pfl_lightning.engines import parent as bound
+from pfl_lightning.engines import Processes, parent, processes
 from pfl_lightning.methods import WDR, FedAvg, FedBABU, FedPer, FedReMa, Local
 
 
@@ -185,7 +184,7 @@ class Pausing(FederatedCallback):
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
 def test_workers_end_with_a_main_process_that_is_killed(platform, monkeypatch):
-    monkeypatch.setattr(bound, "sys", SimpleNamespace(platform=platform))
+    monkeypatch.setattr(parent, "sys", SimpleNamespace(platform=platform))
     reader, writer = os.pipe()
     monkeypatch.setattr(Sending, "line", writer)
     main = forked(partial(fit, make_client(Sending), engine="processes", workers=2, callbacks=[Pausing()]))

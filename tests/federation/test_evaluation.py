@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from federations import Spy, blobs, equal, fit, make_client, make_trainer, noisy, points
 from pfl_lightning.data import CHUNK, Samples
 from pfl_lightning.engines.evaluation import evaluate
-from pfl_lightning.federation.summary import summarise
+from pfl_lightning.federation.summary import over_clients
 from pfl_lightning.methods import FedPer
 
 
@@ -41,11 +41,11 @@ def test_metrics_do_not_add_up_over_clients():
 
 def test_summary_by_hand():
     results = {4: {"acc": 0.2, "loss": 3.0}, 1: {"acc": 0.8, "loss": 1.0}}
-    summary = summarise(results, {1: 10, 4: 30})
+    summary = over_clients(results, {1: 10, 4: 30})
     assert summary["acc"] == pytest.approx(0.35) and summary["loss"] == pytest.approx(2.5)
     assert summary["acc_mean"] == pytest.approx(0.5) and summary["acc_std"] == pytest.approx(0.3)
     assert summary["acc_worst"] == 0.2 and summary["acc_p10"] == pytest.approx(0.26)
-    assert summarise({}, {}) == {}
+    assert over_clients({}, {}) == {}
 
 
 def test_both_records_both():

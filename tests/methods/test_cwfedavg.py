@@ -392,7 +392,11 @@ def test_counts_travel_only_where_they_are_asked_for():
     [
         (FedPer, {}, "'net.classifier' has no shared weights"),
         (FedPer, {"layers": "all"}, "take distribution=counts"),
-        (FedAvg, {"layers": ["net.body"]}, "'net.body' has no shared weights; there is net.features.0, net.classifier"),
+        (
+            FedAvg,
+            {"layers": ["net.body"]},
+            "'net.body' has no shared weights; choose from net.features.0, net.classifier",
+        ),
         (FedAvg, {"output_layer": "net.head"}, "output_layer='net.head' is no linear layer with 3 outputs"),
         (Local, {}, "CwFedAvg needs num_samples and weights, which Local does not send"),
     ],

@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from pfl_lightning.runs.report import table
+from pfl_lightning.runs.report import summary_table
 
 SUMMARY = {
     "method": "FedAvg",
@@ -17,7 +17,7 @@ CENTRAL = {"best_global": {"round": 1, "test/global_acc": 0.75}}
 
 
 def lines(summary, clients):
-    text = table(summary, ROWS, clients, Path("folder"))
+    text = summary_table(summary, ROWS, clients, Path("folder"))
     return [line.split("  ")[0] for line in text.splitlines() if line and not line.startswith("  ")], text
 
 

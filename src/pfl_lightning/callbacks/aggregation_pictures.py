@@ -193,8 +193,8 @@ def by_round(table: Tensor, num_clients: int) -> tuple[list[int], Tensor, Tensor
     """
     rounds = range(int(table[0, 0]), int(table[-1, 0]) + 1)
     weights, samples = torch.full((2, len(rounds), num_clients), torch.nan, dtype=torch.float64)
-    place = table[:, 0].long() - rounds[0], table[:, 1].long()
-    weights[place], samples[place] = table[:, 2], table[:, 3]
+    cells = table[:, 0].long() - rounds[0], table[:, 1].long()
+    weights[cells], samples[cells] = table[:, 2], table[:, 3]
     return list(rounds), weights, samples
 
 

@@ -15,7 +15,7 @@ from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import FinalTest
 from pfl_lightning.messages import digest
 from pfl_lightning.runs.folder import run_folder
-from pfl_lightning.runs.report import Row, append_row, environment, numbers, table, write_json, write_rows
+from pfl_lightning.runs.report import Row, append_row, environment, numbers, summary_table, write_json, write_rows
 
 
 class RoundLogger(FederatedCallback):
@@ -130,7 +130,7 @@ class RoundLogger(FederatedCallback):
         if folder := run_folder(trainer):
             write_rows(folder / "clients.csv", self.clients)
             write_json(folder / "summary.json", self.summary)
-            print(table(self.summary, self.rows, self.clients, folder))
+            print(summary_table(self.summary, self.rows, self.clients, folder))
 
     def _best(self, column: str) -> Row:
         """The round with the highest value of a column; of several the first."""

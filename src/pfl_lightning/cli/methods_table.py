@@ -68,7 +68,7 @@ class Crowd(FederatedDataModule):
         return self._gather(torch.arange(10))
 
 
-class Watch(FederatedCallback):
+class Traffic(FederatedCallback):
     """Keeps the names of what travels, as of the last round, and whether it shows which classes a client holds."""
 
     up: list[str]
@@ -136,18 +136,18 @@ def describe(method: Method) -> dict[str, str]:
     Args:
         method: the method.
     """
-    data, watch = Crowd(), Watch()
-    federation = fit(method, data, CNN, watch, max_rounds=2)
+    data, traffic = Crowd(), Traffic()
+    federation = fit(method, data, CNN, traffic, max_rounds=2)
     model = num_bytes(CNN(data.input_shape, data.num_classes).state_dict())
     own = len({digest(federation.aggregator.download(client)) for client in range(CLIENTS)}) > 1
     personal = federation.clients[0].personal
     # flags and counters are named only where there is nothing else
     named = [name for name, tensor in personal.items() if tensor.numel() > 1] or personal
     parts = dict.fromkeys(name.removeprefix("net.").split(".")[0] for name in named)
-    counts = "class_counts" in watch.up
+    counts = "class_counts" in traffic.up
     needs = {
         "class counts": counts,
-        "classes": watch.classes and not counts,
+        "classes": traffic.classes and not counts,
         "validation data": "val" in data.asked,
         "data at the server": "server" in data.asked,
     }
@@ -161,8 +161,8 @@ def describe(method: Method) -> dict[str, str]:
         "configuration": f"methods/{method.file}",
         "client module": client,
         "aggregator": aggregator,
-        "up": amount(federation.metrics["bytes/up"] / CLIENTS / model, watch.up),
-        "down": amount(federation.metrics["bytes/down"] / CLIENTS / model, watch.down) + own * " of its own",
+        "up": amount(federation.metrics["bytes/up"] / CLIENTS / model, traffic.up),
+        "down": amount(federation.metrics["bytes/down"] / CLIENTS / model, traffic.down) + own * " of its own",
         "stays": amount(num_bytes(personal) / model, parts),
         "needs": ", ".join(name for name, needed in needs.items() if needed),
         "different nets": works(method, bodies, max_rounds=2),

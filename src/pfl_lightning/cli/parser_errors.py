@@ -30,7 +30,7 @@ NOISE = re.compile(
 )
 
 
-class Place(NamedTuple):
+class Setting(NamedTuple):
     """Where in the configuration a complaint belongs."""
 
     key: str
@@ -54,7 +54,7 @@ def sentence(message: str, options: list[str]) -> str:
     return one_line(remaining(message))
 
 
-def locate(message: str, match: re.Match[str]) -> Place:
+def locate(message: str, match: re.Match[str]) -> Setting:
     """Finds the setting that a part of a message is about, by the indentation of what stands above it."""
     above: list[tuple[int, str, str]] = []
     for line in message[: match.start()].splitlines():
@@ -66,8 +66,8 @@ def locate(message: str, match: re.Match[str]) -> Place:
     key = ".".join(name for _, kind, name in above if kind == "key")
     given = re.search(r"(?:Got|Given) value: \[?Namespace\(class_path='([^']+)'", message[match.end() :])
     if above and above[-1][1] == "class":
-        return Place(key, above[-1][2], value_after(message, match))
-    return Place(key, given[1] if given else "", value_after(message, match))
+        return Setting(key, above[-1][2], value_after(message, match))
+    return Setting(key, given[1] if given else "", value_after(message, match))
 
 
 def value_after(message: str, match: re.Match[str]) -> str:
@@ -81,14 +81,14 @@ def value_after(message: str, match: re.Match[str]) -> str:
 
 def unknown_setting(message: str, match: re.Match[str], options: list[str]) -> str:
     """A class has no such setting."""
-    place, name = locate(message, match), match[1]
+    setting, name = locate(message, match), match[1]
     if name == "class_path":
         return no_class(message, match, options)
-    if place.owner.startswith("typing."):
-        return f"{place.key}.{name} is given, but no {place.key}; name its class too."
-    names = [known for known in settings(place.owner) if known != name]
-    near = suggestion(name, names, f"{place.key}.")
-    return f"{place.key}.{name} is not a setting of {place.owner.rpartition('.')[2]}{near}"
+    if setting.owner.startswith("typing."):
+        return f"{setting.key}.{name} is given, but no {setting.key}; name its class too."
+    names = [known for known in settings(setting.owner) if known != name]
+    near = suggestion(name, names, f"{setting.key}.")
+    return f"{setting.key}.{name} is not a setting of {setting.owner.rpartition('.')[2]}{near}"
 
 
 def unknown_option(message: str, match: re.Match[str], options: list[str]) -> str:
@@ -110,15 +110,15 @@ def unknown_command(message: str, match: re.Match[str], options: list[str]) -> s
 
 def missing_command(message: str, match: re.Match[str], options: list[str]) -> str:
     """No subcommand is given."""
-    return f"a command is missing; there is {', '.join([*match[1].split(','), *OTHERS])}."
+    return f"a command is missing; choose from {', '.join([*match[1].split(','), *OTHERS])}."
 
 
 def missing_setting(message: str, match: re.Match[str], options: list[str]) -> str:
     """Something that has no default isn't given."""
     names = [name.partition(".")[2] or name for name in match[1].split(", ")]
-    place = locate(message, match)
-    if place.key:
-        return f"{place.key}: {place.owner.rpartition('.')[2]} needs {' and '.join(names)}."
+    setting = locate(message, match)
+    if setting.key:
+        return f"{setting.key}: {setting.owner.rpartition('.')[2]} needs {' and '.join(names)}."
     return f"nothing is given for {' and '.join(names)}; name it by --{' and --'.join(names)}, or in a --config."
 
 
@@ -144,35 +144,35 @@ def no_settings(message: str, match: re.Match[str], options: list[str]) -> str:
 
 def no_class(message: str, match: re.Match[str], options: list[str]) -> str:
     """Settings stand where a class with settings is asked for."""
-    place = locate(message, match)
-    names = class_names(place.key.rpartition(".")[2])
+    setting = locate(message, match)
+    names = class_names(setting.key.rpartition(".")[2])
     listed = f"; choose from {', '.join(sorted(names))}" if len(names) < 9 else ""
     return (
-        f"{place.key}{place.value} must be a class: class_path names it, and its settings belong under "
+        f"{setting.key}{setting.value} must be a class: class_path names it, and its settings belong under "
         f"init_args{listed}."
     )
 
 
 def abstract_class(message: str, match: re.Match[str], options: list[str]) -> str:
     """A class lacks methods of its base."""
-    place = locate(message, match)
-    return f"{place.key}={match[1]} is abstract; define all methods that its base leaves open."
+    setting = locate(message, match)
+    return f"{setting.key}={match[1]} is abstract; define all methods that its base leaves open."
 
 
 def unknown_class(message: str, match: re.Match[str], options: list[str]) -> str:
     """No class of this name is known."""
-    place = locate(message, match)
-    if place.key == "model" and (advice := advice_on(match[1])):
+    setting = locate(message, match)
+    if setting.key == "model" and (advice := advice_on(match[1])):
         return f"model={match[1]} {advice}"
-    near = suggestion(match[1].rpartition(".")[2], class_names(place.key.rpartition(".")[2]))
-    return f"{place.key}={match[1]} is no known class{near}"
+    near = suggestion(match[1].rpartition(".")[2], class_names(setting.key.rpartition(".")[2]))
+    return f"{setting.key}={match[1]} is no known class{near}"
 
 
 def wrong_value(message: str, match: re.Match[str], options: list[str]) -> str:
     """A value is not of the setting's type, or not one of its choices: the innermost of all complaints counts."""
     found = [(locate(message, each), each[1]) for each in re.finditer(WRONG, message)]
-    place = max((place for place, _ in found), key=lambda place: place.key.count("."))
-    types = list(dict.fromkeys(kind for other, kind in found if other.key == place.key))
+    setting = max((setting for setting, _ in found), key=lambda setting: setting.key.count("."))
+    types = list(dict.fromkeys(kind for other, kind in found if other.key == setting.key))
     literals = [kind for kind in types if kind.startswith("typing.Literal")]
     choices = [str(choice) for kind in literals for choice in literal_eval(kind.removeprefix("typing.Literal"))]
     names = [
@@ -182,21 +182,21 @@ def wrong_value(message: str, match: re.Match[str], options: list[str]) -> str:
     near = "."
     if choices:
         choices = list(dict.fromkeys(choices))
-        near = suggestion(place.value.removeprefix("="), choices)
+        near = suggestion(setting.value.removeprefix("="), choices)
         allowed.append(f"one of {', '.join(choices)}")
-    return f"{place.key}{place.value} must be {' or '.join(allowed)}{near if 'mean' in near else '.'}"
+    return f"{setting.key}{setting.value} must be {' or '.join(allowed)}{near if 'mean' in near else '.'}"
 
 
 def no_number(message: str, match: re.Match[str], options: list[str]) -> str:
     """A number is asked for, or a tensor of one, whose complaint is about a class."""
-    place = locate(message, match)
-    return f"{place.key}{place.value} must be a number."
+    setting = locate(message, match)
+    return f"{setting.key}{setting.value} must be a number."
 
 
 def wrong_length(message: str, match: re.Match[str], options: list[str]) -> str:
     """A list has too many values or too few."""
-    place = locate(message, match)
-    return f"{place.key}{place.value} must be a list of {match[1]}."
+    setting = locate(message, match)
+    return f"{setting.key}{setting.value} must be a list of {match[1]}."
 
 
 def advice_on(name: str) -> str:
@@ -217,17 +217,17 @@ def advice_on(name: str) -> str:
 
 def other_class(message: str, match: re.Match[str], options: list[str]) -> str:
     """A class is known, and of another kind."""
-    place = locate(message, match)
-    if place.key == "model" and (advice := advice_on(match[1])):
+    setting = locate(message, match)
+    if setting.key == "model" and (advice := advice_on(match[1])):
         return f"model={match[1]} {advice}"
-    names = class_names(place.key.rpartition(".")[2])
-    return f"{place.key}={match[1]} is no {match[2]}{suggestion(match[1].rpartition('.')[2], names)}"
+    names = class_names(setting.key.rpartition(".")[2])
+    return f"{setting.key}={match[1]} is no {match[2]}{suggestion(match[1].rpartition('.')[2], names)}"
 
 
 def no_module(message: str, match: re.Match[str], options: list[str]) -> str:
     """A class is named by a module that isn't there."""
-    place = locate(message, match)
-    return f"{place.key}={match[1]}: {match[2]}"
+    setting = locate(message, match)
+    return f"{setting.key}={match[1]}: {match[2]}"
 
 
 def no_value(message: str, match: re.Match[str], options: list[str]) -> str:
@@ -262,9 +262,9 @@ def remaining(message: str) -> str:
     lines = [match for match in re.finditer(r"^.*\S.*$", message, re.MULTILINE) if not NOISE.match(match[0])]
     if not lines:
         return message
-    place = locate(message, lines[0])
+    setting = locate(message, lines[0])
     text = re.sub(r"\. Got value:.*|Type .* callable class: ", "", lines[0][0]).lstrip(" -")
-    return f"{place.key}{place.value}: {text}" if place.key else " ".join(line[0] for line in lines)
+    return f"{setting.key}{setting.value}: {text}" if setting.key else " ".join(line[0] for line in lines)
 
 
 WRONG = r"Expected a (<class '[\w.]+'>|typing\.Literal\[.*?\])"

@@ -1,6 +1,5 @@
 """Whether a client and an aggregator fit together."""
 
-import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -10,6 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.client import ClientModule
+from pfl_lightning.client.arguments import kept_arguments, parameters_of
 from pfl_lightning.messages import StateDict
 
 
@@ -42,11 +42,9 @@ def numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 def given(made: ClientModule | Aggregator) -> dict[str, Any]:
     """The settings that something was made with, as far as it keeps them, without numbers that are the defaults."""
-    inits = [vars(cls).get("__init__", cls) for cls in reversed(type(made).__mro__)]
-    parameters = [each for init in inits for each in inspect.signature(init).parameters.values()]
-    defaults = {parameter.name: parameter.default for parameter in parameters}
-    settings = {name: vars(made)[name] for name in defaults if name in vars(made)} | dict(getattr(made, "hparams", {}))
-    return {n: value for n, value in settings.items() if not (isinstance(value, float) and value == defaults.get(n))}
+    defaults = {name: parameter.default for name, parameter in parameters_of(made).items()}
+    kept = kept_arguments(made).items()
+    return {name: value for name, value in kept if not (isinstance(value, float) and value == defaults.get(name))}
 
 
 def check_pair(client: ClientModule, aggregator: Aggregator) -> None:

@@ -1,6 +1,6 @@
 """Processes that end with the one that started them, however that ends.
 
-As a program, ``python bound.py PARENT MODULE ARGUMENTS``, it is ``python -m MODULE ARGUMENTS`` that ends with the
+As a program, ``python parent.py PARENT MODULE ARGUMENTS``, it is ``python -m MODULE ARGUMENTS`` that ends with the
 process PARENT. It imports nothing of its package: while that is read, which takes seconds, a parent may already end.
 """
 

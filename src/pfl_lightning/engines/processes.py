@@ -108,10 +108,10 @@ class Processes(Sequential):
             torch.set_num_threads(1)
             while True:
                 with following.get_lock():
-                    place, following.value = following.value, following.value + 1
-                if place >= len(jobs):
+                    index, following.value = following.value, following.value + 1
+                if index >= len(jobs):
                     return
-                sender.send_bytes(packed(function, jobs[place]))
+                sender.send_bytes(packed(function, jobs[index]))
 
         try:
             for _ in range(count):

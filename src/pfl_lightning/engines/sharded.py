@@ -38,8 +38,8 @@ class Sharded(Engine):
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Trains each job's client on one of the ranks, and yields all outcomes in the order of the jobs."""
         jobs = list(jobs)
-        places = deal([job.data.size("train") for job in jobs], self.ranks)
-        own = [job for job, rank in zip(jobs, places, strict=True) if rank == self.rank]
+        ranks_of = deal([job.data.size("train") for job in jobs], self.ranks)
+        own = [job for job, rank in zip(jobs, ranks_of, strict=True) if rank == self.rank]
         outcomes = {outcome.client: outcome for outcome in self._gathered(lambda: list(self.engine.run(own)))}
         return (outcomes[job.client] for job in jobs)
 
@@ -91,9 +91,9 @@ def deal(sizes: list[int], ranks: int) -> list[int]:
         sizes: of the jobs.
         ranks: how many there are.
     """
-    load, places = [0] * ranks, [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        places[place] = min(range(ranks), key=load.__getitem__)
+    load, ranks_of = [0] * ranks, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        ranks_of[index] = min(range(ranks), key=load.__getitem__)
         # a client without samples takes its time too
-        load[places[place]] += sizes[place] + 1
-    return places
+        load[ranks_of[index]] += sizes[index] + 1
+    return ranks_of

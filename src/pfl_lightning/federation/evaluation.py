@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from pfl_lightning.data import Split
 from pfl_lightning.engines import Engine, Job
 from pfl_lightning.federation.options import FederationOptions
-from pfl_lightning.federation.summary import summarise
+from pfl_lightning.federation.summary import over_clients
 
 Metrics: TypeAlias = dict[str, dict[str, float]]
 """A client's metrics by the split that they were computed on."""
@@ -129,7 +129,7 @@ class Evaluations:
             results: metrics by client.
         """
         sizes = self.sizes_of(results, split_of(name))
-        return {f"{name}/{metric}": value for metric, value in summarise(results, sizes).items()}
+        return {f"{name}/{metric}": value for metric, value in over_clients(results, sizes).items()}
 
 
 def split_of(name: str) -> Split:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pfl_lightning.engines import Outcome
-from pfl_lightning.federation.summary import summarise
+from pfl_lightning.federation.summary import over_clients
 from pfl_lightning.messages import num_bytes
 
 
@@ -40,5 +40,5 @@ def training_metrics(taken: Mapping[int, Outcome], sizes: Mapping[int, int]) -> 
     return {
         "clients": len(taken),
         "bytes/up": sum(num_bytes(outcome.update) for outcome in taken.values()),
-        **{f"train/{name}": value for name, value in summarise(trained, sizes).items()},
+        **{f"train/{name}": value for name, value in over_clients(trained, sizes).items()},
     }

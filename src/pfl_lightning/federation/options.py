@@ -64,7 +64,7 @@ class FederationOptions:
             )
         if isinstance(self.engine, str) and self.engine not in ENGINES:
             raise MisconfigurationException(
-                f"trainer.engine={self.engine!r} is not an engine; there is {', '.join(map(repr, ENGINES))}."
+                f"trainer.engine={self.engine!r} is not an engine; choose from {', '.join(map(repr, ENGINES))}."
             )
         if self.compile and self.engine in ("sequential", "processes"):
             raise MisconfigurationException(

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pfl_lightning.aggregators.base import Aggregator
+from pfl_lightning.client.arguments import kept_arguments
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.federation.options import FederationOptions
@@ -139,10 +140,7 @@ def arguments_of(made: Any) -> Settings:
     """The arguments that an object was made with, as far as it keeps them: attributes of the same names."""
     if isinstance(made, (nn.Module, torch.Tensor)):
         return {}
-    inits = [kind.__dict__.get("__init__") for kind in type(made).__mro__]
-    names = [name for init in inits if inspect.isfunction(init) for name in inspect.signature(init).parameters]
-    kept = getattr(made, "__dict__", {})
-    return {name: kept[name] for name in names if name in kept} | dict(getattr(made, "hparams", {}))
+    return kept_arguments(made)
 
 
 def changes(then: Settings, now: Settings) -> list[str]:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 import numpy as np
 
 
-def summarise(results: Mapping[int, Mapping[str, float]], sizes: Mapping[int, int]) -> dict[str, float]:
+def over_clients(results: Mapping[int, Mapping[str, float]], sizes: Mapping[int, int]) -> dict[str, float]:
     """Summary over clients: weighted mean, and for ``acc`` also plain mean, standard deviation and the worst.
 
     A client without a value, or with NaN, as of a metric that isn't defined for what it holds, is left out of it.
 
-    >>> summary = summarise({0: {"acc": 1.0, "f1": math.nan}, 1: {"acc": 0.5, "f1": 0.25}}, {0: 30, 1: 10})
+    >>> summary = over_clients({0: {"acc": 1.0, "f1": math.nan}, 1: {"acc": 0.5, "f1": 0.25}}, {0: 30, 1: 10})
     >>> summary["acc"], summary["acc_mean"], summary["acc_std"], summary["acc_worst"]
     (0.875, 0.75, 0.25, 0.5)
     >>> summary["f1"], summary["f1_clients"]

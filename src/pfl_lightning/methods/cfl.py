@@ -105,7 +105,7 @@ class CFL(Aggregator):
 
     def download(self, client: int) -> Message:
         """The model of the client's cluster."""
-        cluster = next(place for place, members in enumerate(self.state["clusters"]) if client in members)
+        cluster = next(index for index, members in enumerate(self.state["clusters"]) if client in members)
         return {"weights": self.state["models"][cluster]}
 
     def global_model(self) -> StateDict:

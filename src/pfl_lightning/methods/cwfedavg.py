@@ -170,7 +170,7 @@ def class_wise_entries(weights: StateDict, layers: Sequence[str] | Literal["all"
     for layer in layers:
         if not any(name.startswith(f"{layer}.") for name in floating):
             raise MisconfigurationException(
-                f"aggregator.layers: {layer!r} has no shared weights; there is "
+                f"aggregator.layers: {layer!r} has no shared weights; choose from "
                 f"{', '.join(dict.fromkeys(name.rpartition('.')[0] for name in floating)) or 'nothing'}."
             )
     return [name for name in floating if any(name.startswith(f"{layer}.") for layer in layers)]

@@ -127,9 +127,9 @@ class ClassifierCombination(WeightedAverage):
         super().aggregate(updates, round)
         variances = torch.stack([update["statistics"]["variance"] for update in updates.values()]).double()
         means = torch.zeros(len(updates), *self.shape, dtype=torch.float64)
-        for place, update in enumerate(updates.values()):
+        for index, update in enumerate(updates.values()):
             for c, mean in update["statistics"]["means"].items():
-                means[place, c] = mean
+                means[index, c] = mean
         weights = combination_weights(variances, means.flatten(1))
         classifiers = {client: classifier_of(update["weights"]) for client, update in updates.items()}
         for client, row in zip(updates, weights.tolist(), strict=True):

@@ -27,7 +27,7 @@ def find_output_layer(client: nn.Module, num_classes: int, name: str | None = No
             return name
         raise MisconfigurationException(
             f"output_layer={name!r} is no linear layer with {num_classes} outputs; "
-            f"there is {', '.join(map(repr, linear)) or 'none in this net'}."
+            f"choose from {', '.join(map(repr, linear)) or 'none in this net'}."
         )
     found = [path for path in linear if path == "net.classifier" or path.startswith("net.classifier.")]
     if len(found) != 1:

@@ -48,9 +48,9 @@ def plot_weights(rounds: Sequence[int], weights: Tensor, samples: Tensor) -> "Fi
     faint = solid | {"color": "grey", "alpha": 0.4, "linewidth": 0.5, "markersize": solid["markersize"] / 2}
     for client in others:
         axes.plot(rounds, lines[:, client], **faint)
-    for place, client in enumerate(named):
-        axes.plot(rounds, aims[:, client], color=f"C{place}", **dashed)
-        axes.plot(rounds, lines[:, client], color=f"C{place}", label=f"client {client}", **solid)
+    for index, client in enumerate(named):
+        axes.plot(rounds, aims[:, client], color=f"C{index}", **dashed)
+        axes.plot(rounds, lines[:, client], color=f"C{index}", label=f"client {client}", **solid)
     axes.set(xlabel="round", ylabel=f"weight {WEIGHT}", title="Aggregation weights")
     _whole_rounds(axes)
     axes.grid(alpha=0.3)

@@ -36,7 +36,7 @@ def plot_distribution_trace(traces: Mapping[str, Tensor], p: Tensor) -> "Figure"
 
 def _draw_trace(axes: "Axes", trace: Tensor, p: Tensor) -> None:
     largest = [j for j in p.argsort(descending=True).tolist()[:NAMED_CLASSES] if p[j] > 0]
-    colours = {j: f"C{place}" for place, j in enumerate(largest)}
+    colours = {j: f"C{index}" for index, j in enumerate(largest)}
     for j, line in enumerate(trace.T.tolist()):
         named = j in colours
         axes.plot(
@@ -64,8 +64,8 @@ def plot_distribution_scatter(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> "Fi
     axes = figure.subplots()
     axes.axline((0, 0), slope=1, color="grey", linestyle="--", linewidth=1, zorder=1)
     markers = ("o", "^", "s", "D")
-    for place, (name, (p, estimate)) in enumerate(pairs.items()):
-        marker = markers[place % len(markers)]
+    for index, (name, (p, estimate)) in enumerate(pairs.items()):
+        marker = markers[index % len(markers)]
         axes.scatter(p.flatten().tolist(), estimate.flatten().tolist(), s=16, alpha=0.7, marker=marker, label=name)
     axes.set(xlabel="true share of the class", ylabel="share estimated from row norms")
     top = 1.05 * max(float(side.nan_to_num().max()) for pair in pairs.values() for side in pair)

@@ -33,11 +33,11 @@ def plot_tsne(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> "Figure":
     }
     figure = Figure(figsize=(10.4, 0.2 + 4.3 * len(tables)), layout="constrained")
     grid = figure.subplots(len(tables), 2, squeeze=False)
-    for place, quantity in enumerate(("label", "client")):
+    for index, quantity in enumerate(("label", "client")):
         column = TSNE_COLUMNS.index(quantity)
         values = np.unique(np.concatenate([points[:, column] for points in tables.values()])).astype(int)
         colours = _colours(len(values))
-        for axes, (name, points) in zip(grid[:, place], tables.items(), strict=True):
+        for axes, (name, points) in zip(grid[:, index], tables.items(), strict=True):
             # in an order by chance: else the last client would cover the others
             points = np.random.RandomState(0).permutation(points)
             axes.scatter(
@@ -51,7 +51,7 @@ def plot_tsne(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> "Figure":
             axes.set(xticks=[], yticks=[])
             axes.set_aspect("equal", "datalim")
         shown = range(0, len(values), 1 + (len(values) - 1) // NAMED_COLOURS)
-        bar = figure.colorbar(colours, ax=grid[:, place].tolist(), label=quantity, aspect=40, ticks=shown)
+        bar = figure.colorbar(colours, ax=grid[:, index].tolist(), label=quantity, aspect=40, ticks=shown)
         bar.ax.set_yticklabels(values[shown].tolist())
         bar.ax.tick_params(length=0, labelsize="small")
     return figure
@@ -105,7 +105,7 @@ def plot_conductance(conductance: Tensor, clients: Sequence[int], title: str = "
         _write_values(right, correlation)
     figure.colorbar(image, ax=right, fraction=0.046, label="Spearman's rank correlation")
     places = range(0, len(clients), 1 + (len(clients) - 1) // NAMED_COLOURS)
-    names = [str(clients[place]) for place in places]
+    names = [str(clients[index]) for index in places]
     for axis in (left.xaxis, right.xaxis, right.yaxis):
         axis.set_ticks(places, names, fontsize="small")
     return figure

@@ -76,12 +76,12 @@ def _pairs(axes: "Axes", matrix: Any, groups: Sequence[int] | None, **scale: Any
     axes.set_facecolor("lightgrey")
     places = range(0, clients, 1 + (clients - 1) // 10)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_ticks(places, [str(order[place]) for place in places], fontsize="small")
+        axis.set_ticks(places, [str(order[index]) for index in places], fontsize="small")
     if groups is not None:
-        for place in range(1, clients):
-            if groups[order[place]] != groups[order[place - 1]]:
-                axes.axhline(place - 0.5, color="white", linewidth=1)
-                axes.axvline(place - 0.5, color="white", linewidth=1)
+        for index in range(1, clients):
+            if groups[order[index]] != groups[order[index - 1]]:
+                axes.axhline(index - 0.5, color="white", linewidth=1)
+                axes.axvline(index - 0.5, color="white", linewidth=1)
     return image
 
 
@@ -103,7 +103,7 @@ def plot_gaps(rounds: Sequence[int], gaps: Sequence[float], delta: float) -> "Fi
     threshold = [delta * value for value in highest]
     label = rf"$\delta$ times it, $\delta={delta:g}$"
     axes.step(rounds, threshold, where="post", color="C1", linestyle="--", linewidth=1.2, label=label)
-    ends = (place for place in range(len(gaps)) if is_over(list(gaps[: place + 1]), delta))
+    ends = (index for index in range(len(gaps)) if is_over(list(gaps[: index + 1]), delta))
     if (end := next(ends, None)) is not None:
         axes.axvline(rounds[end], color="C3", linestyle=":", label=f"end of the period, round {rounds[end]}")
         axes.axvspan(rounds[0], rounds[end], color="C3", alpha=0.05, linewidth=0)

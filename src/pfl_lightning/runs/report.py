@@ -64,7 +64,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequence[Row], folder: Path) -> str:
+def summary_table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequence[Row], folder: Path) -> str:
     """The final table as text.
 
     Args:

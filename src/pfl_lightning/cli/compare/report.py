@@ -8,11 +8,11 @@ from pfl_lightning.cli.compare.results import (
     CAPTION,
     COLUMNS,
     Result,
+    comparison_table,
     differences,
+    over_seeds,
     reasons,
     same_numbers,
-    summarise,
-    table,
 )
 from pfl_lightning.cli.compare.runs import Run
 from pfl_lightning.plots.runs import plot_mean_curves
@@ -32,7 +32,7 @@ def write(out: Path, methods: Mapping[str, Sequence[Result]], failures: Mapping[
         failures: why others failed.
         seeds: all seeds.
     """
-    cells = table(methods, failures)
+    cells = comparison_table(methods, failures)
     over = "mean ± sample standard deviation over seeds" if len(seeds) > 1 else "seed"
     caption = CAPTION.format(over=f"{over} {', '.join(map(str, seeds))}")
     notes = [reason for method in methods for reason in reasons(method, failures)]
@@ -63,7 +63,7 @@ def row_of(result: Result, out: Path) -> Row:
 def row_of_method(method: str, results: Sequence[Result], failures: Mapping[Run, str], out: Path) -> Row:
     """A method's row in ``comparison.csv``."""
     row: dict[str, Any] = {"method": method, "seeds": " ".join(str(result.run.seed) for result in results)}
-    summary = summarise(results)
+    summary = over_seeds(results)
     for column in COLUMNS:
         row[f"{column.name} mean"], row[f"{column.name} std"] = summary.get(column.name, (None, None))
     configs = " ".join(str((result.folder / "config.yaml").relative_to(out)) for result in results)

@@ -104,7 +104,7 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def summarise(results: Sequence[Result]) -> dict[str, tuple[float, float | None]]:
+def over_seeds(results: Sequence[Result]) -> dict[str, tuple[float, float | None]]:
     """Mean and sample standard deviation over seeds by column; the latter None for a single seed.
 
     Args:
@@ -116,14 +116,14 @@ def summarise(results: Sequence[Result]) -> dict[str, tuple[float, float | None]
     }
 
 
-def table(methods: Mapping[str, Sequence[Result]], failures: Mapping[Run, str]) -> list[list[str]]:
+def comparison_table(methods: Mapping[str, Sequence[Result]], failures: Mapping[Run, str]) -> list[list[str]]:
     """The table's cells, the header first, without columns that no method has.
 
     Args:
         methods: finished runs by method.
         failures: why others failed.
     """
-    summaries = {method: summarise(results) for method, results in methods.items()}
+    summaries = {method: over_seeds(results) for method, results in methods.items()}
     columns = [column for column in COLUMNS if any(column.name in summary for summary in summaries.values())]
     rows = [["method", *(column.title for column in columns)]]
     rows += [[method, *(cell(column, got.get(column.name)) for column in columns)] for method, got in summaries.items()]

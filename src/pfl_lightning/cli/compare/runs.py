@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.engines import parent as bound
+from pfl_lightning.engines import parent
 from pfl_lightning.runs.folder import held
 
 PROGRAM = "pfl_lightning.cli.main"
@@ -57,14 +57,14 @@ class Run:
     @property
     def command(self) -> list[str]:
         """The process's arguments; it goes on where an earlier one stopped."""
-        place = ["--trainer.default_root_dir", str(self.folder)]
+        where = ["--trainer.default_root_dir", str(self.folder)]
         if has_logger(self.arguments):
-            place = ["--trainer.logger.save_dir", str(self.folder)]
+            where = ["--trainer.logger.save_dir", str(self.folder)]
             # a logger's own folder bears its version, which for Weights & Biases is the run's id
-            place += ["--trainer.logger.version", self.begun.name] if self.begun else []
+            where += ["--trainer.logger.version", self.begun.name] if self.begun else []
         # a comparison that is killed takes its runs along
-        program = [sys.executable, bound.__file__, str(os.getpid()), PROGRAM]
-        return [*program, "fit", *QUIET, *self.arguments, *place, "--ckpt_path", "last"]
+        program = [sys.executable, parent.__file__, str(os.getpid()), PROGRAM]
+        return [*program, "fit", *QUIET, *self.arguments, *where, "--ckpt_path", "last"]
 
     def claim(self) -> None:
         """Keeps the settings beside the run.
