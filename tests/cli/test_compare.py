@@ -15,6 +15,7 @@ from federations import blobs, equal, fit, load, make_client, read_csv
 from pfl_lightning.cli.compare import runs
 from pfl_lightning.cli.compare.choices import Choice, choose
 from pfl_lightning.cli.compare.runs import Run
+from pfl_lightning.cli.configs import FOLDER
 from pfl_lightning.methods import FedProx
 from pfl_lightning.plots.runs import plot_curves, plot_mean_curves
 from wandb_files import records
@@ -25,7 +26,9 @@ import json, os, sys, time
 from pathlib import Path
 
 words = sys.argv[1:]
-model = words[words.index("--model") + 1]
+files = {"local": "Local", "fedavg": "FedAvg", "fedprox": "FedProx", "fedper": "FedPer", "ditto": "Ditto"}
+given = words[words.index("--model" if "--model" in words else "--config") + 1]
+model = given if "--model" in words else files[Path(given).stem]
 seed = int(words[words.index("--seed_everything") + 1])
 plans = json.loads(Path("plan.json").read_text()) if Path("plan.json").exists() else {}
 plan = plans.get(f"{model} {seed}", plans.get(model, {}))
@@ -381,7 +384,7 @@ def test_a_logger_writes_into_the_run_s_folder_and_goes_on_in_it(tmp_path):
 def configs(tmp_path):
     folder = tmp_path / "configs" / "methods"
     folder.mkdir(parents=True)
-    for name in ("fedavg", "fedprox"):
+    for name in ("fedavg", "fedprox", "own"):
         (folder / f"{name}.yaml").write_text(f"# {name}")
     (tmp_path / "mu.yaml").write_text("# mu")
     (tmp_path / "whole.yaml").write_text("model: {class_path: WDR}")
@@ -389,12 +392,12 @@ def configs(tmp_path):
 
 
 def test_a_method_is_a_name_a_path_or_a_class(configs):
-    chosen = choose(["fedavg", str(configs / "fedprox.yaml"), "FedPer", "mine.Mine", "fedprox+mu.yaml"], configs)
-    assert [choice.label for choice in chosen] == ["fedavg", "fedprox", "FedPer", "Mine", "fedprox+mu"]
-    files = [("--config", str(configs / "fedavg.yaml")), ("--config", str(configs / "fedprox.yaml"))]
-    assert [choice.arguments for choice in chosen[:2]] == files
+    chosen = choose(["fedavg", str(configs / "own.yaml"), "FedPer", "mine.Mine", "FedProx+mu.yaml"], configs)
+    assert [choice.label for choice in chosen] == ["FedAvg", "own", "FedPer", "Mine", "FedProx+mu"]
+    files = [("--config", str(configs / f"{name}.yaml")) for name in ("fedavg", "own", "fedprox")]
+    assert [choice.arguments for choice in chosen[:2]] == files[:2]
     assert [choice.arguments for choice in chosen[2:4]] == [("--model", "FedPer"), ("--model", "mine.Mine")]
-    assert (chosen[4].arguments, chosen[4].winning) == (files[1], ("--config", "mu.yaml"))
+    assert (chosen[4].arguments, chosen[4].winning) == (files[2], ("--config", "mu.yaml"))
 
 
 def test_files_behind_a_plus_win_over_all_files_and_flags_over_them():
@@ -408,17 +411,18 @@ def test_files_behind_a_plus_win_over_all_files_and_flags_over_them():
 def test_options_of_fit_stand_behind_the_method(stand_in, configs):
     compare("--methods FedProx+mu.yaml --data Digits --model.mu=-0 -c mu.yaml --seeds 4")
     words = calls()[0]["words"]
-    options = words[words.index("--model") :]
-    assert options[:7] == ["--model", "FedProx", "--data", "Digits", "--model.mu=-0", "-c", "mu.yaml"]
+    options = words[words.index("--config") :]
+    assert options[0] == "--config" and Path(options[1]) == FOLDER / "methods" / "fedprox.yaml"
+    assert options[2:7] == ["--data", "Digits", "--model.mu=-0", "-c", "mu.yaml"]
     assert options[7:11] == ["--config", "mu.yaml", "--seed_everything", "4"]
 
 
 MISTAKES = {
-    "--methods fedavgg": "compare: --methods fedavgg is no file in configs/methods/ and no client module; did you mean",
-    "--methods FedPorx": "is no file in configs/methods/ and no client module; did you mean fedprox or FedP",
+    "--methods fedavgg": "compare: --methods fedavgg is no method and no client module; did you mean",
+    "--methods FedPorx": "--methods FedPorx is no method and no client module; did you mean FedProx or FedP",
     "--methods gone.yaml": "compare: gone.yaml is no file; did you mean",
-    "--methods fedavg+gone": "compare: --methods fedavg+gone: gone is no file in configs/methods/; behind a + give",
-    "--methods fedavg fedprox fedavg": "compare: --methods has two called fedavg; leave one out, or rename",
+    "--methods fedavg+gone": "compare: --methods fedavg+gone: gone is no file; behind a + give",
+    "--methods fedavg fedprox fedavg": "compare: --methods has two called FedAvg; leave one out, or rename",
     "--methods": "compare: --methods: expected at least one argument.",
     "": "compare: the following arguments are required: --methods.",
     "--methods fedavg --seeds": "compare: --seeds: expected at least one argument.",

@@ -272,7 +272,7 @@ def test_clients_are_evaluated_with_classifiers_of_their_own():
 def test_it_is_the_two_sides_together():
     both = fit(make_client(PACClient), aggregator=AggregatorList([ClassifierCombination(), ClassMeans()]))
     one = fit(make_client(PACClient))
-    assert one.federation.method == "PACClient" and type(one.federation.aggregator) is FedPAC
+    assert one.federation.method == "FedPAC" and type(one.federation.aggregator) is FedPAC
     assert equal(one.weights, both.weights) and equal(one.federation.aggregator.state, both.federation.aggregator.state)
 
 

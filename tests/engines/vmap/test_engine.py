@@ -103,7 +103,11 @@ def client_modules():
         found |= {
             name: value
             for name, value in vars(module).items()
-            if isinstance(value, type) and issubclass(value, ClientModule) and value.__module__ == module.__name__
+            if isinstance(value, type)
+            and issubclass(value, ClientModule)
+            and value.__module__ == module.__name__
+            # else it is a part of others
+            and value.configure_aggregator is not ClientModule.configure_aggregator
         }
     return found
 

@@ -75,9 +75,11 @@ def choose_one(word: str, folder: Path) -> Choice:
     elif "." in first or first in class_names("model"):
         label, arguments = first.rpartition(".")[2], ["--model", first]
     else:
-        names = {file.stem: "" for file in folder.glob("*.yaml")} | dict.fromkeys(class_names("model"), "")
+        own = {file.stem for file in folder.glob("*.yaml")} - {method.file for method in METHODS}
+        named = own | {method.name for method in METHODS}
         raise MisconfigurationException(
-            f"compare: --methods {first} is no file in {folder}/ and no client module{suggestion(first, names)}"
+            f"compare: --methods {first} is no method and no client module"
+            f"{suggestion(first, named | class_names('model'))}"
         )
     winning: list[str] = []
     for other in others:
