@@ -40,7 +40,7 @@ def trusted(run):
 
 
 UNCOMPILED = {"PFedMe": "setattr", "PerFedAvg": "compiled they would compute something else"}
-"""Why steps stay as they are; PerFedAvg's in some versions of torch, which differentiate its inner gradient otherwise."""
+"""Why steps stay as they are; PerFedAvg's in some versions of torch, which take its inner gradient otherwise."""
 # whose steps have more to follow than FedAvg's: other models, phases, gradients of gradients, what entries require
 INVOLVED = ["Ditto", "FedProx", "FedRoD", "MOON", "PACClient", "PFedMe", "PerFedAvg", "WDR"]
 
