@@ -126,6 +126,7 @@ def test_a_pair_runs(method, data, tiny, monkeypatch):
     clients = 10 if data.stem.startswith(("cifar100", "tinyimagenet")) else 5
     fewer = " --data.partitioner.samples_per_client 40" if "dominant" in data.stem else ""
     small = f"--data.root {root} --data.max_samples {SAMPLES - 100} --data.num_clients {clients}{fewer}"
+    small += " --trainer.local_steps 2"
     if method.stem == "kt_pfl":
         small += f" --data.public {load(data)['data']['class_path']} --data.public.root {root} --data.public_samples 50"
     pfl(f"fit --config {method} --config {data} {small} --trainer.max_rounds 1 {QUIET}")

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from command import QUIET, forked, pfl, wait_for
 from federations import equal, load, read_csv, untimed
 from pfl_lightning.methods import FedAvg
+from pfl_lightning.runs.checkpoint_io import save
+from pfl_lightning.runs.stopping import Stopped, postponed, stoppable
 
 
 def write_config(root: Path, max_rounds: int, local_epochs: int) -> Path:
@@ -127,14 +130,14 @@ class Waiting(FedAvg):
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("fit", " before there was a checkpoint; start again with: pfl-lightning fit --model test_kill.Waiting"),
+        ("fit", " before there was a checkpoint; start again with: pfl-lightning fit --model test_stopping.Waiting"),
         ("validate", "."),
         ("test", "."),
     ],
 )
 def test_a_command_that_is_told_to_end_does_so_at_once(command, says, tmp_path, capfd):
     process = forked(
-        pfl, f"{command} --model test_kill.Waiting --model.net MLP --data Digits --data.num_clients 2 {QUIET}"
+        pfl, f"{command} --model test_stopping.Waiting --model.net MLP --data Digits --data.num_clients 2 {QUIET}"
     )
     wait_for(Path("begun").exists, process)
     process.terminate()
@@ -155,3 +158,17 @@ def test_a_run_killed_before_any_checkpoint_starts_anew(uninterrupted, tmp_path)
     (finished,) = (path.parent for path in folder.parent.glob("*/summary.json"))
     for one, other in zip(end_of(uninterrupted), end_of(finished), strict=True):
         assert equal(one, other)
+
+
+def test_what_is_being_written_comes_to_its_end_first(tmp_path):
+    class Told:
+        def __reduce__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return str, ("whole",)
+
+    path = tmp_path / "file"
+    with pytest.raises(Stopped), stoppable():
+        save({"told": Told(), "more": torch.ones(3)}, path)
+    assert torch.load(path, weights_only=False)["told"] == "whole"
+    with pytest.raises(ZeroDivisionError), stoppable(), postponed():
+        _ = 1 / 0

@@ -8,6 +8,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from pfl_lightning.runs.stopping import postponed
 from pfl_lightning.runs.whole_files import replacing
 
 ENTRIES = {"state_dict", "federation", "pytorch-lightning_version"}
@@ -89,7 +90,7 @@ def save(content: Any, path: Path) -> None:
         OSError: if it can't be written; torch itself, at a full disk, complains of an unexpected position.
     """
     try:
-        with path.open("wb") as file:
+        with postponed(), path.open("wb") as file:
             torch.save(content, file)
     except RuntimeError as error:
         if isinstance(error.__context__, OSError):

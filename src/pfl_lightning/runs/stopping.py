@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -31,15 +31,37 @@ class _Stop:
 
     def __init__(self) -> None:
         self._last = -math.inf
+        self._postponed = 0
+        self._waiting: int | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if now - self._last > 1:
             self._last = now
+            if self._postponed:
+                self._waiting = number
+            else:
+                raise Stopped(number)
+
+    @contextmanager
+    def postponed(self) -> Iterator[None]:
+        """Lets what it contains come to its end first."""
+        self._postponed += 1
+        try:
+            yield
+        finally:
+            self._postponed -= 1
+        if not self._postponed and self._waiting is not None:
+            number, self._waiting = self._waiting, None
             raise Stopped(number)
 
 
 _stop = _Stop()
+
+
+def postponed() -> AbstractContextManager[None]:
+    """A context that is not stopped in its middle, but at its end: torch's writing of a file can abort the process."""
+    return _stop.postponed()
 
 
 @contextmanager
