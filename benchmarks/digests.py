@@ -51,7 +51,7 @@ def main() -> None:
     """Prints a line a method."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="*", help="names of files in configs/methods; all by default")
-    parser.add_argument("--data", type=Path, default=CONFIGS / "data" / "digits_dir0.1.yaml")
+    parser.add_argument("--data", type=Path, default=CONFIGS / "protocols" / "digits_dir0.1.yaml")
     parser.add_argument("--engine", default="sequential")
     args = parser.parse_args()
     names = args.methods or sorted(path.stem for path in (CONFIGS / "methods").glob("*.yaml"))

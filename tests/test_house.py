@@ -11,7 +11,7 @@ import pfl_lightning
 
 PACKAGE = Path(pfl_lightning.__file__).parent
 ORDER = (
-    ("seeds", "messages", "choices", "nets"),
+    ("seeds", "messages", "choices", "nets", "tasks"),
     ("data",),
     ("client",),
     ("aggregators",),

@@ -53,16 +53,15 @@ class FederatedTrainer(Trainer):
             takes less time than it takes to start them.
         compile: whether the engine ``vectorised`` compiles clients' steps by ``torch.compile``. That takes some ten
             seconds for each net, phase and number of clients, and saves a small net half of each later step: it pays in
-            runs of thousands of steps. Clients that have made their last full batch are computed on, for nothing. What
-            can't be compiled, such as dropout, stays as it is, and a line says why.
+            runs of thousands of steps. What can't be compiled, such as dropout, stays as it is, and a line says why.
         evaluate: which model of each client is evaluated, by all clients whoever takes part in the round: ``before``
             local training, as received from the server; ``after`` local training, the model that the client had when it
             last trained, or the initial one where it never has; or ``both``, then the latter is recorded as
             ``val_after/…`` and ``test_after/…``. A client is evaluated on both splits right after its training, and its
             metrics are kept, in checkpoints too, until it trains again; nobody trains for an evaluation.
-        test_every_round: whether the test splits, and the server's model on the central test set where the data have
-            one, are evaluated with the validation splits, every round, which the papers' protocol asks for; they are
-            evaluated at the end of ``fit`` in any case.
+        test_every_round: whether the test splits, and the server's model on the central test set where there is one,
+            are evaluated every round, which the papers' protocol asks for; else only at the end of ``fit``.
+        monitor: the metric that selects the best round, such as ``val/f1``; None takes the task's, such as ``val/acc``.
         gradient_clip_val: largest norm or value of a client's gradients, above 0; None or, as in Lightning, 0 doesn't
             clip.
         gradient_clip_algorithm: whether ``gradient_clip_val`` bounds their ``norm`` or each ``value``.
@@ -72,7 +71,7 @@ class FederatedTrainer(Trainer):
             files. The clients that take part in a round are in memory until its end in either case.
         default_root_dir: where runs are kept, each in a folder ``METHOD-DATA/version_N``.
         **kwargs: Lightning's Trainer's arguments. Without a logger a CSVLogger writes beside the record. The round
-            with the best ``val/acc`` is kept as ``best.ckpt`` and the last one as ``last.ckpt``, whatever other
+            with the best ``monitor`` is kept as ``best.ckpt`` and the last one as ``last.ckpt``, whatever other
             ModelCheckpoint there is; none with ``enable_checkpointing=False``. ``limit_val_batches`` and
             ``limit_test_batches`` are of clients: so many, or such a share of them, are validated or tested.
 
@@ -91,6 +90,7 @@ class FederatedTrainer(Trainer):
         compile: bool = False,
         evaluate: Literal["before", "after", "both"] = "before",
         test_every_round: bool = False,
+        monitor: str | None = None,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
         client_states: Literal["memory", "disk"] = "memory",
@@ -109,6 +109,7 @@ class FederatedTrainer(Trainer):
             compile=compile,
             evaluate=evaluate,
             test_every_round=test_every_round,
+            monitor=monitor,
             clip=gradient_clip_val,
             clip_algorithm=gradient_clip_algorithm,
             client_states=client_states,

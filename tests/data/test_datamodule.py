@@ -13,6 +13,7 @@ from pfl_lightning.data import IID, Digits, Dirichlet, FederatedDataModule, Part
 from pfl_lightning.data import pool as pools
 from pfl_lightning.data.splits import stratified_rows
 from pfl_lightning.messages import num_bytes
+from pfl_lightning.tasks import Classification
 
 SPLITS = ("train", "val", "test")
 
@@ -114,7 +115,7 @@ def test_counts_are_those_of_the_train_parts():
 def test_client_holds_its_three_parts():
     dm = ready()
     client = dm.client(3)
-    assert client.num_classes == 5
+    assert client.task == Classification(5)
     for split in SPLITS:
         part = getattr(client, split)
         assert torch.equal(part.x.flatten(), rows(dm, 3, split))
@@ -316,10 +317,10 @@ def test_refuses_bad_pools():
 
     dm = Bad(num_clients=1, partitioner=IID())
     for y, sentence in [
-        (torch.tensor([0, 1, 5]), "labels from 0 to 5; num_classes=5 allows 0 to 4"),
-        (torch.tensor([0, -1, 2]), "labels from -1 to 2"),
-        (torch.tensor([0, 1]), r"3 inputs and torch.int64 labels of shape \[2\]"),
-        (torch.zeros(3), "torch.float32 labels"),
+        (torch.tensor([0, 1, 5]), r"targets from 0 to 5; task Classification\(num_classes=5\) allows 0 to 4"),
+        (torch.tensor([0, -1, 2]), "targets from -1 to 2"),
+        (torch.tensor([0, 1]), r"load\(\) returned tensors of 3, 2 rows"),
+        (torch.zeros(3), "torch.float32 targets"),
     ]:
         dm.pool = (torch.zeros(3, 1), y)
         with pytest.raises(MisconfigurationException, match=sentence):

@@ -107,7 +107,9 @@ def test_only_letters_are_counted_from_one(tmp_path):
     raw = tmp_path / "EMNIST" / "raw"
     for half in ("train", "test"):
         write_idx(raw, f"emnist-letters-{half}", np.zeros((4, 28, 28), np.uint8), np.arange(4, dtype=np.uint8))
-    with pytest.raises(MisconfigurationException, match="labels from -1 to 2; num_classes=26 allows 0 to 25"):
+    with pytest.raises(
+        MisconfigurationException, match=r"targets from -1 to 2; task Classification\(num_classes=26\) allows 0 to 25"
+    ):
         EMNIST(root=str(tmp_path), **TWO).setup()
 
 

@@ -79,7 +79,7 @@ def test_without_the_metric_by_which_rounds_are_selected_no_round_begins(tmp_pat
             raise AssertionError("a round has begun")
 
     words = (
-        r"Measured\.configure_metrics has MulticlassF1Score and no acc, by which the best round is kept; name one so"
+        r"Measured\.configure_metrics has MulticlassF1Score and no acc, by which the best round is kept; name another"
     )
     with pytest.raises(MisconfigurationException, match=words):
         fit(measured_by(MulticlassF1Score(CLASSES)), root=tmp_path, callbacks=[Watch()])

@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from pfl_lightning.aggregators.base import Aggregator, Server
 from pfl_lightning.data import Samples
 from pfl_lightning.messages import Message, StateDict, Updates
+from pfl_lightning.tasks import Task
 
 BLOCK = 20_000
 """Columns of the matrices that inner products are summed from: they bound memory and stay in the processor's cache."""
@@ -84,13 +85,14 @@ def blocks(tensors: list[Tensor]) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def mean_loss(model: Callable[[Tensor], Tensor], part: Samples) -> float:
-    """Mean cross-entropy of a model on samples; infinite where it isn't a number.
+def mean_loss(model: Callable[[Any], Tensor], part: Samples, task: Task) -> float:
+    """The task's mean loss of a model on samples; infinite where it isn't a number.
 
     Args:
-        model: gives logits ``[n, num_classes]`` of inputs, such as a net in evaluation mode.
+        model: gives outputs of inputs, such as a net in evaluation mode.
         part: the samples, on the model's device, at least one.
+        task: what the loss is of.
     """
-    losses = [F.cross_entropy(model(x), y, reduction="sum").double() for x, y in part.chunks()]
-    loss = float(torch.stack(losses).sum()) / len(part)
+    losses = [task.loss(model(x), y, "sum").double() for x, y in part.chunks()]
+    loss = float(torch.stack(losses).sum()) / max(int(task.weight(part.y)), 1)
     return math.inf if math.isnan(loss) else loss

@@ -159,12 +159,12 @@ def common_samples(data: FederatedDataModule, count: int) -> Samples:
         _draw(data.part(k, "test"), each + (k < rest), derive_seed(data.seed, "feature pictures", k))
         for k in range(data.num_clients)
     ]
-    return Samples(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
+    return Samples.joined(parts)
 
 
 def _draw(part: Samples, count: int, seed: int) -> Samples:
     rows = torch.randperm(len(part), generator=torch.Generator().manual_seed(seed))[:count]
-    return Samples(part.x[rows], part.y[rows])
+    return part.take(rows)
 
 
 def as_used(federation: Federation, client: int) -> Engine:
@@ -268,7 +268,7 @@ def draw_conductance(federation: Federation, seen: Seen, steps: int) -> "Figure"
     clients = [client for client, right in zip(seen.clients, seen.correct[:, sample], strict=True) if right]
     if len(clients) < 2:
         raise ValueError("no two clients classify the same sample correctly")
-    part = Samples(seen.part.x[sample : sample + 1], seen.part.y[sample : sample + 1])
+    part = seen.part.take(slice(sample, sample + 1))
     rows = []
     for client in clients:
         module = as_used(federation, client).module

@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import asdict
 from statistics import fmean, pstdev
 from typing import Any, cast
 
@@ -11,11 +12,33 @@ from lightning.pytorch.loggers import CSVLogger
 
 from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.client.module import ClientModule
+from pfl_lightning.data.description import described, fingerprint
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import FinalTest
 from pfl_lightning.messages import digest
 from pfl_lightning.runs.folder import run_folder
-from pfl_lightning.runs.report import Row, append_row, environment, numbers, summary_table, write_json, write_rows
+from pfl_lightning.runs.report import (
+    Row,
+    append_row,
+    environment,
+    further,
+    numbers,
+    summary_table,
+    write_json,
+    write_rows,
+)
+from pfl_lightning.tasks import Monitor
+
+
+def shown(metrics: Row, monitor: Monitor) -> Row:
+    """The test metrics that a summary has beside the monitored one: others of the clients, and the server's model's.
+
+    Args:
+        metrics: test metrics, among others.
+        monitor: the metric that selects.
+    """
+    own = {f"test/{name}": value for name, value in further(metrics, monitor)}
+    return own | {name: metrics[name] for name in (f"test/global_{monitor.metric}",) if name in metrics}
 
 
 class RoundLogger(FederatedCallback):
@@ -57,8 +80,7 @@ class RoundLogger(FederatedCallback):
         federation = cast(Federation, pl_module)
         if federation.seed is None:
             nets = [cast(ClientModule, kind).net.state_dict() for kind in federation.architectures]
-            counts = [federation.data.class_counts(split) for split in ("train", "val", "test")]
-            self.fingerprints = {"partition": digest(counts), "initial": digest(nets)}
+            self.fingerprints = {"partition": fingerprint(federation.data), "initial": digest(nets)}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the rows so far: a run has its file from the start, and a resumed one those that it goes on from.
@@ -103,25 +125,19 @@ class RoundLogger(FederatedCallback):
         """Writes and prints the final tables."""
         if not self.rows:
             return
+        monitor = federation.monitor
+        column, server = f"test/{monitor.metric}", f"test/global_{monitor.metric}"
         central = {name: value for name, value in tested.metrics.items() if name.startswith("test/global_")}
-        final = {"test/acc": tested.metrics.get("test/acc"), **central}
-        counts = federation.data.counts
-        self.clients = [
-            {
-                "client": client,
-                "samples": federation.data.size(client, "train"),
-                "classes": int((counts[client] > 0).sum()),
-                **metrics,
-            }
-            for client, metrics in tested.clients.items()
-        ]
+        final = {column: tested.metrics.get(column), **shown(tested.metrics, monitor), **central}
+        self.clients = [described(federation.data, client) | metrics for client, metrics in tested.clients.items()]
         self.summary = {
             "method": type(federation.client).__name__,
             "aggregator": federation.aggregator.name,
+            "monitor": asdict(monitor),
             "final": {"round": self.rows[-1]["round"], **final},
-            "selected": self._selected(final, tested.selected),
-            "best_on_test": self._best("test/acc"),
-            **({"best_global": self._best("test/global_acc") | self._ten_best("test/global_acc")} if central else {}),
+            "selected": self._selected(monitor, final, tested.selected),
+            "best_on_test": self._best(monitor, column),
+            **({"best_global": self._best(monitor, server) | self._ten_best(monitor, server)} if central else {}),
             "seed": federation.seed,
             **self.fingerprints,
             "seconds": round(self._elapsed(), 3),
@@ -132,37 +148,38 @@ class RoundLogger(FederatedCallback):
             write_json(folder / "summary.json", self.summary)
             print(summary_table(self.summary, self.rows, self.clients, folder))
 
-    def _best(self, column: str) -> Row:
-        """The round with the highest value of a column; of several the first."""
-        best = max(self._known(column), key=lambda row: (row[column], -row["round"]), default={})
+    def _best(self, monitor: Monitor, column: str) -> Row:
+        """The round with the best value of a column; of several the first."""
+        best = max(self._known(column), key=lambda row: (monitor.sign * row[column], -row["round"]), default={})
         return {name: best.get(name) for name in ("round", column)}
 
-    def _ten_best(self, column: str) -> Row:
-        """Mean and standard deviation of the ten highest values of a column, as the FedAWA code reports them."""
-        values = sorted((row[column] for row in self._known(column)), reverse=True)[:10]
+    def _ten_best(self, monitor: Monitor, column: str) -> Row:
+        """Mean and standard deviation of the ten best values of a column, as the FedAWA code reports them."""
+        values = sorted((row[column] for row in self._known(column)), key=lambda value: -monitor.sign * value)[:10]
         return {"ten_best_mean": fmean(values), "ten_best_std": pstdev(values)} if values else {}
 
     def _known(self, column: str) -> list[Row]:
         """The rounds that have a value in a column."""
         return [row for row in self.rows if not math.isnan(row.get(column, math.nan))]
 
-    def _selected(self, final: Row, best: Row) -> Row:
-        """The round with the best validation accuracy, and its test accuracy where that can be known.
+    def _selected(self, monitor: Monitor, final: Row, best: Row) -> Row:
+        """The round with the best validation, and its test metrics where they can be known.
 
         Args:
+            monitor: the metric that selects.
             final: test metrics of the last round.
             best: those of the best checkpoint, and its round.
         """
-        validated = self._known("val/acc")
+        validation, test = f"val/{monitor.metric}", f"test/{monitor.metric}"
+        validated = self._known(validation)
         if not validated:
-            return {"round": None, "val/acc": None, "test/acc": None}
+            return {"round": None, validation: None, test: None}
         # in float32, as ModelCheckpoint compares: of rounds that differ by less it keeps the first
-        row = max(validated, key=lambda row: (torch.tensor(row["val/acc"]).item(), -row["round"]))
+        row = max(validated, key=lambda row: (monitor.sign * torch.tensor(row[validation]).item(), -row["round"]))
         tested = final if row is self.rows[-1] else row
-        if "test/acc" not in tested and best.get("round") == row["round"]:
+        if test not in tested and best.get("round") == row["round"]:
             tested = row | best
-        central = {name: tested[name] for name in ("test/global_acc",) if name in tested}
-        return {"round": row["round"], "val/acc": row["val/acc"], "test/acc": tested.get("test/acc"), **central}
+        return {"round": row["round"], validation: row[validation], test: tested.get(test), **shown(tested, monitor)}
 
     def _write(self, trainer: Trainer) -> None:
         if folder := run_folder(trainer):

@@ -24,9 +24,11 @@ class WandbReport(FederatedCallback):
         for logger in wandb_loggers(trainer):
             logger.experiment.define_metric("round")
             logger.experiment.define_metric("*", step_metric="round")
-            logger.experiment.define_metric("val/acc", step_metric="round", summary="max,last")
-            figure = plot_partition(federation.data.counts)
-            logger.log_image("partition", [figure])
+            monitor = federation.monitor
+            best = f"{monitor.mode},last"
+            logger.experiment.define_metric(f"val/{monitor.metric}", step_metric="round", summary=best)
+            if federation.data.task.has_classes:
+                logger.log_image("partition", [plot_partition(federation.data.counts)])
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Shows the final table of clients and the summary."""

@@ -122,9 +122,9 @@ class PflCLI(LightningCLI):
         return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Lets the shape of the data flow to the net, and takes FedAvg where no method is named."""
+        """Lets the task and the shape of the data flow to the client, and takes FedAvg where no method is named."""
         parser.set_defaults({"model": {"class_path": "FedAvg"}})
-        for name in ("num_classes", "input_shape"):
+        for name in ("task", "input_shape"):
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
     @staticmethod

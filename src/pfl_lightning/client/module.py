@@ -8,15 +8,13 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy
 
 from pfl_lightning.choices import check_choices
-from pfl_lightning.client.arguments import arguments_of_init, live, made_again
+from pfl_lightning.client.architectures import made_with_others
+from pfl_lightning.client.arguments import arguments_of_init, live
 from pfl_lightning.client.entries import copy_entries, saved_client
 from pfl_lightning.client.optimizers import check_first_rate, checked_optimizer
 from pfl_lightning.client.phases import Phase
@@ -24,9 +22,11 @@ from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.nets import CNN, Net, NetFactory
 from pfl_lightning.nets.base import checked_list, checked_net
-from pfl_lightning.seeds import derive_seed
+from pfl_lightning.tasks import Classification, Task
+from pfl_lightning.tasks.base import number_of_classes
+from pfl_lightning.tasks.plain import hparams, made
 
-Batch: TypeAlias = tuple[Tensor, Tensor]
+Batch: TypeAlias = tuple[Any, Any]
 
 
 class ClientModule(LightningModule):
@@ -36,14 +36,12 @@ class ClientModule(LightningModule):
     `configure_aggregator`. As they stand, a client receives a model, trains all of it, and sends all of it back.
 
     **A client is its** ``state_dict``. Engines run many clients through one module, so all that a client owns is an
-    entry of it, *shared* (travels), *personal* (stays with its client between rounds), or both. What is rebuilt at
-    each download and needs no keeping is a buffer registered with ``persistent=False``. Nothing in other attributes
-    survives a round.
+    entry of it, *shared* (travels), *personal* (stays with its client between rounds), or both. What each download
+    makes anew is a buffer registered with ``persistent=False``. Nothing in other attributes survives a round.
 
-    Engines call `on_download` and `upload` in evaluation mode, without gradients and in full precision. They tell the
-    module where it is: ``client_id``, ``round`` (from 0), ``num_rounds`` (of the run), ``phase``, ``learning_rate`` (of
-    the phase), ``steps_done`` (batches trained in this round, right in `upload`), and ``requested`` (what the
-    aggregator needs of the `offers`).
+    Engines call `on_download` and `upload` in evaluation mode, without gradients and in full precision, and tell the
+    module where it is: ``client_id``, ``round`` (from 0), ``num_rounds`` (of the run), ``phase``, its
+    ``learning_rate``, ``steps_done`` (batches trained in this round), and ``requested`` (of the `offers`).
 
     As a LightningModule it is complete: a plain ``lightning.Trainer`` can train it further or predict with it.
 
@@ -51,15 +49,16 @@ class ClientModule(LightningModule):
         net: builds the network from the shape of the data: a `Net` class, or a function; a list of them gives clients
             different networks, for methods that share only what all networks have alike.
         assign_nets: how a list of networks is dealt: ``turn`` gives client i the network i modulo their number,
-            ``block`` gives the first clients the first network, the next ones the second, in blocks of one size.
-        input_shape: shape of one sample, without the batch; on the command line it comes from the data.
-        num_classes: number of classes; on the command line it comes from the data.
+            ``block`` the first clients the first network, the next ones the second, in blocks of one size.
+        input_shape: shape of one sample, without the batch. On the command line it and the task come from the data.
+        num_classes: number of classes of the task, where that is to classify.
         optimizer: builds the local optimizer from the trained parameters.
         lr_scheduler: builds the schedule of the learning rate from the optimizer; it steps once a round.
         optimizer_lifetime: ``round`` starts each round with a new optimizer; ``run`` lets its state (momentum)
             live on with the client from round to round.
         buffers: what becomes of the floating buffers of the net (BatchNorm's running statistics): ``average`` shares
             them like parameters, ``local`` leaves them with each client.
+        task: what is predicted: the data module's ``task``. None is ``Classification(num_classes)``.
 
     Raises:
         MisconfigurationException: if an argument is none of its choices, or the optimizer or the schedule can't be
@@ -87,12 +86,15 @@ class ClientModule(LightningModule):
         optimizer_lifetime: Literal["round", "run"] = "round",
         buffers: Literal["average", "local"] = "average",
         assign_nets: Literal["turn", "block"] = "turn",
+        task: Task | None = None,
     ) -> None:
         super().__init__()
         self._made_with = arguments_of_init(self)
-        self.save_hyperparameters()
+        self.task = Classification(num_classes) if task is None else made(task)
+        self.save_hyperparameters(ignore=["task"])
         for name in live(self.hparams):
             del self.hparams[name]
+        self.hparams.update(hparams(self.task))
         self.nets = checked_list(net)
         check_choices(
             "model",
@@ -101,9 +103,8 @@ class ClientModule(LightningModule):
             assign_nets=(assign_nets, ("turn", "block")),
         )
         self.assign_nets = assign_nets
-        self._build = partial(self.nets[0], tuple(input_shape), num_classes)
+        self._build = partial(self.nets[0], tuple(input_shape), self.task.outputs)
         self.net = self.new_net()
-        self.num_classes = num_classes
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.optimizer_lifetime = optimizer_lifetime
@@ -117,6 +118,11 @@ class ClientModule(LightningModule):
         checked_optimizer(optimizer, list(self.parameters()), "model.optimizer")
         check_first_rate(self.configure_optimizers)
 
+    @property
+    def num_classes(self) -> int:
+        """Number of classes; a MisconfigurationException where samples have none."""
+        return number_of_classes(self.task, f"model {type(self).__name__}")
+
     def new_net(self) -> Net:
         """A net of the same architecture with weights of its own, drawn from the global random state.
 
@@ -127,12 +133,7 @@ class ClientModule(LightningModule):
 
     def architectures(self) -> list["ClientModule"]:
         """Client modules like this one, one a network of the list; the first is this module itself."""
-        made: list[ClientModule] = [self]
-        for index, net in enumerate(self.nets[1:], start=1):
-            with isolate_rng():
-                torch.manual_seed(derive_seed(torch.initial_seed(), "net", index))
-                made.append(made_again(self, self._made_with, self.nets, net))
-        return made
+        return [self, *made_with_others(self, self._made_with, self.nets)]
 
     def architecture_of(self, client: int, num_clients: int) -> int:
         """Which of the `architectures` a client has, by its id and the number of clients."""
@@ -141,9 +142,9 @@ class ClientModule(LightningModule):
         return client // -(-num_clients // len(self.nets))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits ``[n, num_classes]`` that evaluation and prediction use, of inputs ``[n, *input_shape]``."""
-        logits: Tensor = self.net(x)
-        return logits
+        """Outputs ``[n, ...]``, as the task has them, of inputs ``[n, *input_shape]``: evaluation and prediction."""
+        outputs: Tensor = self.net(x)
+        return outputs
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """The local objective on one batch.
@@ -151,8 +152,8 @@ class ClientModule(LightningModule):
         Free of ``.item()`` and counters, so that engines can run many clients at once.
 
         Args:
-            batch: inputs ``[n, *input_shape]`` and targets ``[n]``.
-            batch_idx: number of the batch in the epoch.
+            batch: inputs ``[n, *input_shape]`` and targets ``[n, ...]``, each a tensor or a tree of them.
+            batch_idx: number of the batch.
 
         Returns:
             ``loss``, which is minimised, and any other scalars; their means over the round are in its record as
@@ -176,15 +177,15 @@ class ClientModule(LightningModule):
         else:
             self._logged[name.removeprefix("train/")] = torch.as_tensor(value).detach()
 
-    def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
-        """Cross-entropy; methods add their terms.
+    def loss(self, features: Tensor, logits: Tensor, target: Any) -> Tensor:
+        """The task's loss, of which classification's is cross-entropy; methods add their terms.
 
         Args:
             features: the classifier's input ``[n, d]``.
-            logits: its output ``[n, num_classes]``.
-            target: class numbers ``[n]``.
+            logits: its output ``[n, outputs]``.
+            target: as the task has it, class numbers ``[n]`` for classification.
         """
-        return F.cross_entropy(logits, target)
+        return self.task.loss(logits, target)
 
     def local_phases(self) -> list[Phase]:
         """The phases of local training, in order; by default one that trains everything."""
@@ -236,11 +237,11 @@ class ClientModule(LightningModule):
         )
 
     def configure_metrics(self) -> MetricCollection | Metric:
-        """Metrics of one client's evaluation, computed on logits and targets, each a number; ``acc`` selects rounds.
+        """Metrics of one client's evaluation, computed on outputs and targets, each a number; by default the task's.
 
         A client for which a metric is NaN, because it isn't defined there, is left out of its mean.
         """
-        return MetricCollection({"acc": MulticlassAccuracy(self.num_classes, average="micro", validate_args=False)})
+        return self.task.metrics()
 
     def local_optimizer(self, phase: Phase, parameters: list[nn.Parameter]) -> Optimizer:
         """A new optimizer for one phase of local training.

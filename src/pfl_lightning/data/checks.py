@@ -14,6 +14,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from pfl_lightning.data.batches import LastBatch
+from pfl_lightning.data.trees import Tree, leaves_of
+from pfl_lightning.tasks import Task
 
 ClientTest = Literal["own", "original"]
 """What clients are tested on: a split of their own samples, or samples of the original test half."""
@@ -110,26 +112,66 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise MisconfigurationException(f"data.{sentence.format(**settings)}")
 
 
-def check_labels(x: Tensor, y: Tensor, num_classes: int) -> None:
-    """Check that a loaded pool has one label in range for each input.
+def check_pool(x: Tree, y: Tree, task: Task) -> None:
+    """Check that a loaded pool has a target of the task for each input.
 
     Args:
-        x: Inputs, shape [N, ...].
-        y: Labels, shape [N].
-        num_classes: Number of classes K.
+        x: Inputs, shape [N, ...], or a tree of such tensors.
+        y: Targets, shape [N, ...], or a tree of such tensors.
+        task: What is predicted.
 
     Raises:
-        MisconfigurationException: The pool is empty, or inputs and labels do not fit.
+        MisconfigurationException: The pool is empty, or inputs and targets do not fit.
     """
-    if len(x) == 0 or y.shape != x.shape[:1] or y.dtype != torch.int64:
+    rows = [len(leaf) for tree in (x, y) for leaf in leaves_of(tree)]
+    if not rows or min(rows) != max(rows) or max(rows) == 0:
+        found = ", ".join(map(str, rows)) or "no"
         raise MisconfigurationException(
-            f"load() returned {len(x)} inputs and {y.dtype} labels of shape {list(y.shape)}; "
-            "return at least one input and one int64 label for each"
+            f"load() returned tensors of {found} rows; return at least one input and one target for each"
         )
-    if y.min() < 0 or y.max() >= num_classes:
+    task.check(y, "load()")
+
+
+def strata_of(strata: Tensor | None, count: int, task: Task, partitioner: object) -> tuple[Tensor, int]:
+    """The group of each sample and the number of groups: one of all where there are none.
+
+    Args:
+        strata: What the data module says.
+        count: Number of samples.
+        task: What is predicted.
+        partitioner: Who divides the samples.
+
+    Raises:
+        MisconfigurationException: The partitioner needs groups, and there are none, or they are no such numbers.
+    """
+    if strata is None:
+        if getattr(partitioner, "by_class", True):
+            raise MisconfigurationException(
+                f"data.partitioner={type(partitioner).__name__} tells samples apart by their class, and task {task} "
+                "has none; take IID or Natural, or let the data module's strata give a group for each sample"
+            )
+        return torch.zeros(count, dtype=torch.int64), 1
+    if strata.shape != (count,) or strata.dtype != torch.int64 or strata.min() < 0:
         raise MisconfigurationException(
-            f"load() returned labels from {int(y.min())} to {int(y.max())}; "
-            f"num_classes={num_classes} allows 0 to {num_classes - 1}"
+            f"strata() returned {strata.dtype} of shape {list(strata.shape)}; return an int64 number from 0 up for each "
+            f"of {count} samples"
+        )
+    return strata, task.outputs if task.has_classes else int(strata.max()) + 1
+
+
+def check_enough(max_samples: int, count: int) -> None:
+    """Check that a subset can have a sample of each group.
+
+    Args:
+        max_samples: Size of the subset.
+        count: Number of groups.
+
+    Raises:
+        MisconfigurationException: It is smaller.
+    """
+    if max_samples < count:
+        raise MisconfigurationException(
+            f"data.max_samples={max_samples} must be at least the {count} classes of the data"
         )
 
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
+
+from pfl_lightning.data.trees import Tree, joined, rows_in, split, take
+from pfl_lightning.messages import tensors, tree_map
+from pfl_lightning.tasks import Classification, Task
+from pfl_lightning.tasks.base import number_of_classes
 
 Split = Literal["train", "val", "test"]
 """Which of a client's samples are meant."""
@@ -23,18 +28,34 @@ class Samples:
     """Samples with their targets, such as one split of one client's.
 
     Args:
-        x: Inputs as the net takes them, shape [n, ...], usually float and normalised.
-        y: Class labels, shape [n], int64 in [0, num_classes).
+        x: Inputs as the net takes them, shape [n, ...], usually float and normalised; or a tree of such tensors.
+        y: Targets as the task has them, such as class numbers [n], int64; or a tree of tensors.
     """
 
-    x: Tensor
-    y: Tensor
+    x: Tree
+    y: Tree
 
     def __len__(self) -> int:
-        return len(self.y)
+        return rows_in(self.y)
 
-    def chunks(self, size: int = CHUNK) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and labels of so many samples at a time, in their order.
+    def take(self, rows: Tensor | slice) -> Samples:
+        """Some of the samples.
+
+        Args:
+            rows: their positions.
+        """
+        if isinstance(rows, Tensor) and (first := next(tensors(self.y), None)) is not None:
+            # once, and not for each tensor
+            rows = rows.to(first.device)
+        return Samples(take(self.x, rows), take(self.y, rows))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Samples]) -> Samples:
+        """The samples of several, one after another."""
+        return cls(*joined([(part.x, part.y) for part in parts]))
+
+    def chunks(self, size: int = CHUNK) -> Iterator[tuple[Tree, Tree]]:
+        """Inputs and targets of so many samples at a time, in their order.
 
         >>> samples = Samples(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0, 1, 2]))
         >>> [y.tolist() for x, y in samples.chunks(2)]
@@ -43,7 +64,7 @@ class Samples:
         Args:
             size: samples per chunk; the last one may have fewer.
         """
-        return zip(torch.split(self.x, size), torch.split(self.y, size), strict=True)
+        return split((self.x, self.y), size)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Samples:
         """Return the same samples on another device; nothing is copied if they are there already.
@@ -52,20 +73,37 @@ class Samples:
             device: Where to put the tensors.
             dtype: Floating type of the inputs; None, and inputs that are integers, keep theirs.
         """
-        x, y = self.x.to(device, dtype if self.x.is_floating_point() else None), self.y.to(device)
+        x = tree_map(lambda t: t.to(device, dtype if t.is_floating_point() else None), self.x)
+        y = tree_map(lambda t: t.to(device), self.y)
         return self if x is self.x and y is self.y else Samples(x, y)
 
 
 class Source(Protocol):
     """Where clients' samples come from: a `FederatedDataModule`."""
 
-    num_classes: int
+    @property
+    def task(self) -> Task:
+        """What is predicted."""
 
     def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = ...) -> list[Samples]:
         """One split of each client."""
 
     def size(self, client: int, split: Split) -> int:
         """Number of samples in one split of one client."""
+
+
+def class_counts(task: Task, target: Tree) -> Tensor:
+    """Number of samples of each class, shape [num_classes], int64.
+
+    Args:
+        task: What is predicted.
+        target: Targets of the samples.
+
+    Raises:
+        MisconfigurationException: They have no class.
+    """
+    classes = number_of_classes(task, "who asks for class counts")
+    return torch.bincount(cast(Tensor, task.classes(target)), minlength=classes)
 
 
 class ClientData:
@@ -83,7 +121,6 @@ class ClientData:
     ) -> None:
         self.source = source
         self.client = client
-        self.num_classes = source.num_classes
         self._where = (device, dtype)
 
     @cached_property
@@ -124,9 +161,18 @@ class ClientData:
         return ClientData(self.source, self.client, device, dtype)
 
     @property
+    def task(self) -> Task:
+        """What is predicted; classification where the source names but ``num_classes``."""
+        return task_of(self.source)
+
+    @property
     def class_counts(self) -> Tensor:
-        """Number of training samples of each class, n_ij, shape [num_classes], int64."""
-        return torch.bincount(self.train.y, minlength=self.num_classes)
+        """Number of training samples of each class, n_ij, shape [num_classes], int64.
+
+        Raises:
+            MisconfigurationException: The samples have no class.
+        """
+        return class_counts(self.task, self.train.y)
 
 
 def gather(clients: Sequence[ClientData], split: Split) -> list[Samples]:
@@ -148,3 +194,9 @@ def gather(clients: Sequence[ClientData], split: Split) -> list[Samples]:
             # where `cached_property` looks first
             vars(client)[split] = samples.to(device, dtype)
     return [getattr(client, split) for client in clients]
+
+
+def task_of(source: Any) -> Task:
+    """The task of a source of samples; classification where it names but ``num_classes``."""
+    task: Task | None = getattr(source, "task", None)
+    return Classification(source.num_classes) if task is None else task

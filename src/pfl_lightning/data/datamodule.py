@@ -12,32 +12,36 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
 from pfl_lightning.data.batches import LastBatch
-from pfl_lightning.data.checks import ClientTest, check_halves, check_labels, check_settings, warn_of_one_class
-from pfl_lightning.data.client_data import ClientData, Samples, Split
-from pfl_lightning.data.division import divide
+from pfl_lightning.data.checks import (
+    ClientTest,
+    check_enough,
+    check_halves,
+    check_pool,
+    check_settings,
+    strata_of,
+    warn_of_one_class,
+)
+from pfl_lightning.data.client_data import ClientData, Samples, Split, class_counts
+from pfl_lightning.data.division import Division, divide
+from pfl_lightning.data.inputs import net_inputs
 from pfl_lightning.data.loaders import ClientLoader
 from pfl_lightning.data.partitioners import Dirichlet, Partitioner
 from pfl_lightning.data.pool import Pool
 from pfl_lightning.data.public import public_samples
 from pfl_lightning.data.splits import stratified_rows
-
-
-def net_inputs(x: Tensor) -> Tensor:
-    """Scale images to [-1, 1]: uint8 becomes (x / 255 - 0.5) / 0.5, other types stay as they are.
-
-    >>> net_inputs(torch.tensor([0, 255], dtype=torch.uint8))
-    tensor([-1.,  1.])
-    """
-    return x.float().div_(127.5).sub_(1.0) if x.dtype == torch.uint8 else x
+from pfl_lightning.data.trees import Tree, take
+from pfl_lightning.data.trees import split as cut
+from pfl_lightning.messages import tree_map
+from pfl_lightning.tasks import Classification, Task
 
 
 class FederatedDataModule(LightningDataModule, ABC):
     """A pool of samples, divided among clients and, at each client, into train, val and test.
 
-    Subclasses set ``num_classes`` and ``input_shape`` and implement :meth:`load`. The pool is kept once, as
-    loaded, and once more on a GPU that clients train on, if a quarter of its free memory holds it; a client's
-    samples are gathered and transformed on request. Who holds which sample depends on ``seed`` alone, so runs that
-    differ in the training seed share their partition.
+    Subclasses set ``input_shape`` and ``num_classes``, or a ``task`` of another kind in the place of the latter, and
+    implement :meth:`load`. The pool is kept once, as loaded, and once more on a GPU that clients train on, if a quarter
+    of its free memory holds it; a client's samples are gathered and transformed on request. Who holds which sample
+    depends on ``seed`` alone, so runs that differ in the training seed share their partition.
 
     Args:
         root: Folder of the data set's files.
@@ -66,7 +70,7 @@ class FederatedDataModule(LightningDataModule, ABC):
     """
 
     num_classes: int
-    """Number of classes K, known without :meth:`setup`."""
+    """Number of classes K of a classification, known without :meth:`setup`."""
     input_shape: tuple[int, ...]
     """Shape of one transformed input, for images [C, H, W], known without :meth:`setup`."""
     original_test: Tensor = torch.empty(0, dtype=torch.int64)
@@ -117,21 +121,38 @@ class FederatedDataModule(LightningDataModule, ABC):
         self._pool: Pool | None = None
         self._public: Samples | None = None
 
+    @property
+    def task(self) -> Task:
+        """What is predicted, known without :meth:`setup`; by default ``Classification(num_classes)``."""
+        return Classification(self.num_classes)
+
     @abstractmethod
-    def load(self) -> tuple[Tensor, Tensor]:
+    def load(self) -> tuple[Tree, Tree]:
         """Read the whole pool, original train and test samples together; say which are which in ``original_test``.
 
         Returns:
-            Inputs [N, ...], images as uint8 [N, C, H, W], and labels [N], int64 in [0, num_classes).
+            Inputs [N, ...], images as uint8 [N, C, H, W], and targets as the ``task`` has them, such as class numbers
+            [N]. Each may be a dict, tuple or list of tensors.
         """
 
-    def transform(self, x: Tensor) -> Tensor:
+    def strata(self, y: Tree) -> Tensor | None:
+        """Number of the group of each sample ``[N]``, from 0; None where there are none.
+
+        Partitioners tell samples apart by it, and ``max_samples`` and ``central_test`` keep its proportions. By default
+        it is the class; override it for others, such as a quantile of a quantity, or a text's topic.
+
+        Args:
+            y: Targets of the pool.
+        """
+        return self.task.classes(y)
+
+    def transform(self, x: Tree) -> Tree:
         """Make inputs ready for the net, each by itself: uint8 images become (x / 255 - 0.5) / 0.5, others stay.
 
         Args:
             x: Some inputs of the pool, shape [n, ...], of one client or of several, on the CPU or on a GPU.
         """
-        return net_inputs(x)
+        return tree_map(net_inputs, x)
 
     def server_samples(self) -> Samples | None:
         """Return the samples that the server holds, as loaded, or None: ``public`` ones, or its ``server_fraction``.
@@ -142,7 +163,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         rows = pool.division.server
         if self._public is not None or not len(rows):
             return self._public
-        return Samples(pool.samples.x[rows], pool.samples.y[rows])
+        return pool.samples.take(rows)
 
     def server_data(self) -> Samples | None:
         """Return the same samples, transformed, or None."""
@@ -167,23 +188,23 @@ class FederatedDataModule(LightningDataModule, ABC):
         if self._pool is not None:
             return
         x, y = self.load()
-        check_labels(x, y, self.num_classes)
-        is_test = torch.zeros(len(y), dtype=torch.bool).index_fill(0, self.original_test, True)
+        check_pool(x, y, self.task)
+        samples = Samples(x, y)
+        strata, count = strata_of(self.strata(y), len(samples), self.task, self.partitioner)
+        is_test = torch.zeros(len(samples), dtype=torch.bool).index_fill(0, self.original_test, True)
         if self.max_samples is not None:
-            if self.max_samples < self.num_classes:
-                raise MisconfigurationException(
-                    f"data.max_samples={self.max_samples} must be at least the {self.num_classes} classes of the data"
-                )
-            kept = stratified_rows(y, self.max_samples, self.num_classes, self.seed)
-            x, y, is_test = x[kept], y[kept], is_test[kept]
-        warn_of_one_class(type(self).__name__, y)
+            check_enough(self.max_samples, count)
+            kept = stratified_rows(strata, self.max_samples, count, self.seed)
+            samples, strata, is_test = samples.take(kept), strata[kept], is_test[kept]
+        if self.task.has_classes:
+            warn_of_one_class(type(self).__name__, samples.y)
         check_halves(type(self).__name__, bool(is_test.any()), self.client_test, self.central_test)
         division = divide(
-            y,
+            strata,
             is_test,
             self.partitioner,
             num_clients=self.num_clients,
-            num_classes=self.num_classes,
+            num_classes=count,
             test_fraction=self.test_fraction,
             val_fraction=self.val_fraction,
             client_test=self.client_test,
@@ -194,7 +215,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         if self.public is not None:
             name = type(self).__name__
             self._public = public_samples(self.public, self.public_samples, self.seed, name, self.input_shape)
-        self._pool = Pool(Samples(x, y), division)
+        self._pool = Pool(samples, division)
 
     def part(self, client: int, split: Split) -> Samples:
         """Gather and transform one split of one client.
@@ -220,12 +241,11 @@ class FederatedDataModule(LightningDataModule, ABC):
         rows = [held[client][split] for client in clients]
         whole = self._gather(torch.cat(rows), device)
         sizes = [len(r) for r in rows]
-        return [Samples(x, y) for x, y in zip(torch.split(whole.x, sizes), torch.split(whole.y, sizes), strict=True)]
+        return [Samples(x, y) for x, y in cut((whole.x, whole.y), sizes)]
 
     def _gather(self, rows: Tensor, device: torch.device | str = "cpu") -> Samples:
-        samples = self._ready().on(torch.device(device))
-        rows = rows.to(samples.y.device)
-        return Samples(self.transform(samples.x[rows]), samples.y[rows])
+        samples = self._ready().on(torch.device(device)).take(rows)
+        return Samples(self.transform(samples.x), samples.y)
 
     def teardown(self, stage: str | None = None) -> None:
         """Let go of copies of the pool on devices.
@@ -254,6 +274,11 @@ class FederatedDataModule(LightningDataModule, ABC):
         """
         return len(self._ready().division.clients[client][split])
 
+    @property
+    def division(self) -> Division:
+        """Who holds which of the samples, by their positions in the pool."""
+        return self._ready().division
+
     def class_counts(self, split: Split) -> Tensor:
         """Count the samples of each client and class.
 
@@ -262,10 +287,14 @@ class FederatedDataModule(LightningDataModule, ABC):
 
         Returns:
             Counts n_ij, shape [num_clients, num_classes], int64.
+
+        Raises:
+            MisconfigurationException: The samples have no class.
         """
         pool = self._ready()
-        labels = [pool.samples.y[rows[split]] for rows in pool.division.clients]
-        return torch.stack([torch.bincount(y, minlength=self.num_classes) for y in labels])
+        return torch.stack(
+            [class_counts(self.task, take(pool.samples.y, rows[split])) for rows in pool.division.clients]
+        )
 
     @property
     def counts(self) -> Tensor:

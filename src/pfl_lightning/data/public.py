@@ -8,8 +8,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.data.checks import check_labels
-from pfl_lightning.data.client_data import Samples
+from pfl_lightning.data.checks import check_pool
+from pfl_lightning.data.client_data import Samples, task_of
 from pfl_lightning.data.splits import stratified_rows
 
 
@@ -51,7 +51,7 @@ def public_samples(public: PublicData, count: int, seed: int, owner: str, input_
         x, y = public.load()
     except MisconfigurationException as error:
         raise MisconfigurationException(str(error).replace("data.root", "data.public.root")) from error
-    check_labels(x, y, public.num_classes)
+    check_pool(x, y, task_of(public))
     rows = torch.ones(len(y), dtype=torch.bool).index_fill(0, public.original_test, False).nonzero().flatten()
     if count > len(rows):
         raise MisconfigurationException(

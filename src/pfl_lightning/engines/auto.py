@@ -77,7 +77,7 @@ class Auto(Engine):
 
     @torch.no_grad()
     def _is_small(self, data: ClientData) -> bool:
-        x = data.to(self.device, cast(torch.dtype, self.module.dtype)).part("train").x[:1]
+        x = data.to(self.device, cast(torch.dtype, self.module.dtype)).part("train").take(slice(1)).x
         self.set_mode(training=False)
         with self.forward_context():
             outputs = sum(tensor.numel() for tensor in tensors(outputs_of(self.module.net, x)))

@@ -1,24 +1,34 @@
-"""Evaluation of clients: of one, and of the logits of many at once."""
+"""Evaluation of clients: of one, and of the outputs of many at once."""
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, MultilabelAccuracy
 
 from pfl_lightning.client import ClientModule
-from pfl_lightning.data import Samples
+from pfl_lightning.data import CHUNK, Samples
+from pfl_lightning.data.trees import Tree, rows_in
+from pfl_lightning.messages import StateDict, tensors
+from pfl_lightning.tasks import Classification, Task
 
 PADDING = -100
 """Target of what is no sample; cross-entropy leaves it out."""
+POOLED = "_pooled"
+"""Ends the name of a metric of all clients' samples, of which a client has a share."""
+OUTPUTS = 2**24
+"""Numbers that a net may put out at once in an evaluation: 64 MiB in single precision."""
 
 
 def metrics_of(module: ClientModule) -> MetricCollection:
-    """The metrics of a client module, on its device.
+    """The metrics of a client module, on its device, with those that are pooled.
 
     A single metric is named after its class, as `MetricCollection` does, and an accuracy ``acc``.
 
@@ -38,16 +48,20 @@ def metrics_of(module: ClientModule) -> MetricCollection:
             f"{type(module).__name__}.configure_metrics gives a {type(made).__name__}; "
             "return a torchmetrics.MetricCollection, or a single metric."
         )
+    if pooled := module.task.pooled():
+        made.add_metrics({name + POOLED: metric for name, metric in pooled.items()})
     return made.to(module.device)
 
 
-def computed(metrics: MetricCollection) -> dict[str, float]:
-    """What metrics have come to, by name.
+def computed(metrics: MetricCollection) -> dict[str, Any]:
+    """What metrics have come to, by name; of pooled ones their states.
 
     Raises:
         MisconfigurationException: if one isn't a number.
     """
     values = metrics.compute()
+    states = {name: state_of(metric) for name, metric in metrics.items() if name.endswith(POOLED)}
+    values = {name: value for name, value in values.items() if name not in states}
     for name, value in values.items():
         if not isinstance(value, Tensor) or value.numel() != 1:
             found = f"values of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -55,7 +69,30 @@ def computed(metrics: MetricCollection) -> dict[str, float]:
                 f"configure_metrics: {name} gives {found} and not a number; take its average, or wrap it in "
                 "torchmetrics.ClasswiseWrapper, which names the value of each class."
             )
-    return {name: float(value) for name, value in values.items()}
+    return {name: float(value) for name, value in values.items()} | states
+
+
+def state_of(metric: Metric) -> StateDict:
+    """What samples have added to a metric, on the CPU."""
+    return {name: getattr(metric, name).detach().cpu() for name in metric._defaults}
+
+
+def pooled_value(metric: Metric, states: Iterable[Mapping[str, Tensor]]) -> float:
+    """A metric of all the samples that have been added to some.
+
+    Args:
+        metric: one of a task's `Task.pooled`; left as new.
+        states: what clients' samples add to it, as `evaluate` gives it.
+    """
+    states = list(states)
+    metric.reset()
+    for name in metric._defaults:
+        setattr(metric, name, torch.stack([state[name] for state in states]).sum(0).to(metric.device))
+    # without it torchmetrics warns that nothing was added
+    metric._update_count = len(states)
+    value = float(metric.compute())
+    metric.reset()
+    return value
 
 
 @torch.no_grad()
@@ -70,54 +107,77 @@ def evaluate(
     Args:
         module: the module in the state to look at; left in training mode or not as it was.
         samples: on the module's device, at least one.
-        metrics: what to compute on logits and targets, besides the mean cross-entropy ``loss``.
+        metrics: what to compute on outputs and targets, besides the task's mean ``loss``.
         forward_context: gives the context for a forward pass.
 
     Returns:
-        Values by name.
+        Values by name; under ``NAME_pooled`` what the samples add to a metric of all clients' samples.
     """
+    task = module.task
     training = module.training
     if training:
         module.eval()
     metrics.reset()
     losses = []
-    for x, target in samples.chunks():
+    for x, target in samples.chunks(rows_at_once(task, samples.y)):
         with forward_context():
-            logits = module(x)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        metrics.update(logits, target)
-        losses.append(F.cross_entropy(logits, target, reduction="sum"))
+            outputs = module(x)
+        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        metrics.update(outputs, target)
+        losses.append(task.loss(outputs, target, "sum"))
     if training:
         module.train()
-    return computed(metrics) | {"loss": float(torch.stack(losses).sum()) / len(samples)}
+    return computed(metrics) | {"loss": mean_of(torch.stack(losses).sum(), task.weight(samples.y))}
+
+
+def rows_at_once(task: Task, target: Tree) -> int:
+    """Samples whose outputs may be in memory at once: `CHUNK`, or fewer where each has many positions and outputs.
+
+    >>> from pfl_lightning.tasks import Classification, NextToken
+    >>> rows_at_once(Classification(10), torch.zeros(5)), rows_at_once(NextToken(32_000), torch.zeros(5, 512))
+    (1024, 1)
+    """
+    positions = next(tensors(target))[:1].numel()
+    return max(1, min(CHUNK, OUTPUTS // (task.outputs * positions)))
+
+
+def mean_of(total: Tensor, weight: int | Tensor) -> float:
+    """A sum of errors over their number; NaN where there is none."""
+    return float(total) / float(weight) if weight else math.nan
 
 
 @torch.no_grad()
-def evaluate_padded(logits: Tensor, targets: Tensor, metrics: MetricCollection) -> list[dict[str, float]]:
-    """What `evaluate` says of several clients, from their logits.
+def evaluate_padded(
+    outputs: Tensor, targets: Sequence[Tree], metrics: MetricCollection, task: Task
+) -> list[dict[str, float]]:
+    """What `evaluate` says of several clients, from their outputs.
 
     Args:
-        logits: ``[clients, n, classes]``.
-        targets: ``[clients, n]``; behind each client's samples, of which there is at least one, they are `PADDING`.
-        metrics: what to compute on logits and targets, besides the mean cross-entropy ``loss``.
+        outputs: ``[clients, n, ...]``.
+        targets: of each client's samples, of which there is at least one.
+        metrics: what to compute on outputs and targets, besides the task's mean ``loss``.
+        task: what is predicted.
 
     Returns:
         Values by name, for each client.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    sizes = (targets != PADDING).sum(1)
-    flat = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING, reduction="none")
-    sums = flat.view_as(targets).sum(1)
-    losses = [loss / size for loss, size in zip(sums.tolist(), sizes.tolist(), strict=True)]
+    outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+    sizes = [rows_in(target) for target in targets]
+    of_clients = [(some[:size], target) for some, size, target in zip(outputs, sizes, targets, strict=True)]
+    if type(task) is not Classification:
+        sums = [(task.loss(*of_one, "sum"), task.weight(of_one[1])) for of_one in of_clients]
+        losses = [mean_of(*of_one) for of_one in sums]
+        return [computed_on(metrics, *of_one) | {"loss": loss} for of_one, loss in zip(of_clients, losses, strict=True)]
+    # what it takes for many clients at once is known here
+    y = pad_sequence(list(targets), batch_first=True, padding_value=PADDING)
+    flat = F.cross_entropy(outputs.flatten(0, 1), y.flatten(), ignore_index=PADDING, reduction="none")
+    losses = [loss / size for loss, size in zip(flat.view_as(y).sum(1).tolist(), sizes, strict=True)]
     values: Iterable[dict[str, float]]
     if is_accuracy(metrics):
-        right = (logits.argmax(-1) == targets).sum(1).float() / sizes.float()
+        right = (outputs.argmax(-1) == y).sum(1).float() / torch.tensor(sizes, device=y.device)
         values = [{"acc": accuracy} for accuracy in right.tolist()]
     else:
-        values = (
-            computed_on(metrics, of_one[:size], target[:size])
-            for of_one, target, size in zip(logits, targets, sizes.tolist(), strict=True)
-        )
+        values = (computed_on(metrics, *of_one) for of_one in of_clients)
     return [value | {"loss": loss} for value, loss in zip(values, losses, strict=True)]
 
 
@@ -129,8 +189,8 @@ def is_accuracy(metrics: MetricCollection) -> bool:
     return plain and metric.top_k == 1
 
 
-def computed_on(metrics: MetricCollection, logits: Tensor, targets: Tensor) -> dict[str, float]:
+def computed_on(metrics: MetricCollection, outputs: Tensor, targets: Tree) -> dict[str, float]:
     """What metrics come to on the samples of one client."""
     metrics.reset()
-    metrics.update(logits, targets)
+    metrics.update(outputs, targets)
     return computed(metrics)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from pfl_lightning.client import Batch, Phase
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import ClientData, Samples, epoch_order
+from pfl_lightning.data.trees import rows_in
 from pfl_lightning.engines.base import ClientState, Engine, Job, Outcome
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.leaks import Leaks
@@ -143,7 +144,7 @@ class Sequential(Engine):
                 values = step_values(module, (x, y), index)
             optimizer.zero_grad()
             self._step(values["loss"], optimizer, scaler, trained)
-            steps.append((len(y), {name: value.detach() for name, value in values.items()}))
+            steps.append((rows_in(y), {name: value.detach() for name, value in values.items()}))
         # grad=None and not zeros: momentum would go on moving a parameter whose next phase freezes it
         optimizer.zero_grad()
         for parameter in frozen:
@@ -160,9 +161,8 @@ class Sequential(Engine):
         size, last, epochs, steps = self.work.extent(phase)
 
         def epoch() -> Iterator[Batch]:
-            order = epoch_order(len(part), size, last, generator).to(part.y.device)
-            batches = zip(*(torch.split(tensor[order], size) for tensor in (part.x, part.y)), strict=True)
-            return ((x, y) for x, y in batches if len(y) >= smallest)
+            batches = part.take(epoch_order(len(part), size, last, generator)).chunks(size)
+            return ((x, y) for x, y in batches if rows_in(y) >= smallest)
 
         if len(part) < smallest:
             return iter(())

@@ -60,8 +60,9 @@ class FederationBase(LightningModule):
         self.start: StateDict = {}
         self.clients: MutableMapping[int, ClientState] = {}
         self.metrics: dict[str, Any] = {}
-        self.evaluations = Evaluations(options, self.engines_of, self.job, self.sizes)
         check_hooks(client)
+        self.monitor = options.monitored(client)
+        self.evaluations = Evaluations(options, self.engines_of, self.job, self.sizes, client.task, self.monitor)
         self.settings: Settings = {}
         self.resume_changed = self.changed = False
         check_finite(client, self.aggregator)

@@ -12,6 +12,7 @@ from pfl_lightning.data import Split
 from pfl_lightning.engines import Engine, Job
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.summary import over_clients
+from pfl_lightning.tasks import Monitor, Task
 
 Metrics: TypeAlias = dict[str, dict[str, float]]
 """A client's metrics by the split that they were computed on."""
@@ -31,6 +32,8 @@ class Evaluations:
         engines_of: what runs the clients.
         job_of: a client's job as the federation stands.
         sizes_of: how many samples clients have.
+        task: what is predicted.
+        monitor: the metric that selects.
     """
 
     def __init__(
@@ -39,11 +42,15 @@ class Evaluations:
         engines_of: EnginesOf,
         job_of: JobOf,
         sizes_of: SizesOf,
+        task: Task,
+        monitor: Monitor,
     ) -> None:
         self.options = options
         self.engines_of = engines_of
         self.job_of = job_of
         self.sizes_of = sizes_of
+        self.monitor = monitor
+        self.pooled = task.pooled()
         self.after: dict[int, Metrics] = {}
         """Metrics of the model that each client had after its last training, on all splits; before its first training,
         those of the initial model as it received it. A model that doesn't train stays what it is, and so do its
@@ -129,7 +136,8 @@ class Evaluations:
             results: metrics by client.
         """
         sizes = self.sizes_of(results, split_of(name))
-        return {f"{name}/{metric}": value for metric, value in over_clients(results, sizes).items()}
+        values = over_clients(results, sizes, self.monitor, self.pooled)
+        return {f"{name}/{metric}": value for metric, value in values.items()}
 
 
 def split_of(name: str) -> Split:

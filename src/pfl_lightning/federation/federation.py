@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from pfl_lightning.contract.messages import check_payload, sound_updates
 from pfl_lightning.engines import Job, Outcome
+from pfl_lightning.engines.evaluation import POOLED
 from pfl_lightning.federation.base import FederationBase
 from pfl_lightning.federation.evaluation import undisturbed
 from pfl_lightning.federation.metrics import new_row, training_metrics
@@ -149,12 +150,12 @@ class Federation(FederationBase):
             return {}
         with undisturbed():
             values = self.engines[0].evaluate_model(model or self.initial[0] | own, samples)
-        return {f"test/global_{name}": value for name, value in values.items()}
+        return {f"test/global_{name}": value for name, value in values.items() if not name.endswith(POOLED)}
 
     def _log_summary(self, summary: dict[str, float]) -> None:
         # while fitting, loggers get the whole record of the round at once, from a callback
         for name, value in summary.items():
-            shown = name.endswith(("/acc", "/global_acc"))
+            shown = name.endswith((f"/{self.monitor.metric}", f"/global_{self.monitor.metric}"))
             self.log(name, value, prog_bar=shown and self._fitting, logger=not self._fitting, batch_size=1)
 
     # Callbacks

@@ -8,6 +8,7 @@ import torch
 
 from pfl_lightning.data import Split
 from pfl_lightning.engines import Job
+from pfl_lightning.engines.evaluation import POOLED
 from pfl_lightning.federation.checkpoint import saved_job
 from pfl_lightning.federation.evaluation import split_of
 from pfl_lightning.federation.federation import Federation
@@ -49,6 +50,7 @@ def final_test(federation: Federation, best: str | None) -> FinalTest:
                 f"{name}/{metric}": value
                 for name, of_clients in results.items()
                 for metric, value in of_clients.get(client, {}).items()
+                if not metric.endswith(POOLED)
             }
             for client in clients
         },

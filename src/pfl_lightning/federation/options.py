@@ -12,7 +12,9 @@ from pfl_lightning.choices import check_choices
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ENGINES, Engine, LocalWork, Sharded
+from pfl_lightning.engines.evaluation import POOLED, metrics_of
 from pfl_lightning.nets.batch_norm import smallest_batch
+from pfl_lightning.tasks import Monitor
 
 
 def is_count(value: Any) -> bool:
@@ -41,6 +43,7 @@ class FederationOptions:
     client_states: Literal["memory", "disk"] = "memory"
     limit_val_batches: int | float = 1.0
     limit_test_batches: int | float = 1.0
+    monitor: str | None = None
 
     def __post_init__(self) -> None:
         per_round = self.clients_per_round
@@ -77,6 +80,32 @@ class FederationOptions:
             gradient_clip_algorithm=(self.clip_algorithm, ("norm", "value")),
             client_states=(self.client_states, ("memory", "disk")),
         )
+
+    def monitored(self, client: ClientModule) -> Monitor:
+        """The metric that selects rounds: the task's, or the one that is named here.
+
+        Raises:
+            MisconfigurationException: if the client module has none of this name, or one that doesn't tell its
+                direction.
+        """
+        if self.monitor is None:
+            return Monitor(client.task.monitor, client.task.mode)
+        name = self.monitor.removeprefix("val/")
+        if name == "loss":
+            return Monitor(name, "min")
+        metrics = metrics_of(client)
+        names = [str(known) for known in metrics if not str(known).endswith(POOLED)]
+        if name not in names:
+            raise MisconfigurationException(
+                f"trainer.monitor={self.monitor!r} is not measured; choose from {', '.join([*names, 'loss'])}."
+            )
+        better = metrics[name].higher_is_better
+        if better is None:
+            raise MisconfigurationException(
+                f"trainer.monitor={self.monitor!r}: {type(metrics[name]).__name__} doesn't say whether more of it is "
+                "better; set higher_is_better on its class."
+            )
+        return Monitor(name, "max" if better else "min")
 
     @property
     def engine_class(self) -> type[Engine]:

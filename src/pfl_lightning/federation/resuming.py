@@ -26,7 +26,7 @@ Settings: TypeAlias = dict[str, Any]
 """Numbers, texts, truth values, None, and lists of them, by dotted names as on the command line."""
 
 PLAIN = (bool, int, float, str)
-BUILT = {"net", "optimizer", "lr_scheduler", "input_shape", "num_classes"}
+BUILT = {"net", "optimizer", "lr_scheduler", "input_shape", "num_classes", "task"}
 """Arguments of client modules that are described by what they build, whoever wrote them down."""
 UNTOLD = {"root", "download", "params", "initial_lr", "base_lrs", "_last_lr", "_class_path", "_instantiator"}
 """Last parts of names of what can't matter, or is said by another setting."""

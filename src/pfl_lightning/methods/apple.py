@@ -12,7 +12,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from pfl_lightning.aggregators import Aggregator, ModelPool, Server
@@ -148,7 +147,7 @@ class APPLE(ClientModule):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Cross-entropy of w_i, and the penalty."""
         x, target = batch
-        loss = F.cross_entropy(self(x), target)
+        loss = self.task.loss(self(x), target)
         weight = self.mu * self.fade()
         return {"loss": loss + weight / 2 * (self.rho - self.p).square().sum() if weight else loss}
 

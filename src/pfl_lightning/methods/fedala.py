@@ -7,9 +7,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 
 from pfl_lightning.data import ClientData, Samples
+from pfl_lightning.data.trees import joined
 from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.frozen import Frozen
@@ -110,14 +110,13 @@ class FedALA(FedAvg):
         # a generator of its own leaves the draws of training as they are
         generator = torch.Generator().manual_seed(derive_seed(torch.initial_seed(), "ala"))
         rows = torch.randperm(len(part), generator=generator)[: max(1, int(len(part) * self.rand_percent / 100))]
-        rows = rows.to(part.y.device)
-        drawn = Samples(part.x[rows], part.y[rows])
+        drawn = part.take(rows)
         net: nn.Module = self.net
         path = ""
         if all(name.startswith("classifier.") for name in self.names):
             # the features don't change
             net, path = self.net.classifier, "classifier."
-            drawn = Samples(torch.cat([self.net.features(x) for x, _ in drawn.chunks()]), drawn.y)
+            drawn = Samples(joined([self.net.features(x) for x, _ in drawn.chunks()]), drawn.y)
 
         losses: list[float] = []
         for _ in range(self.max_passes if self.rounds_trained == 1 else 1):
@@ -125,7 +124,7 @@ class FedALA(FedAvg):
                 with torch.enable_grad():
                     leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
                     mixed = {name.removeprefix(path): tensor for name, tensor in self.mix(leaves).items()}
-                    loss = F.cross_entropy(functional_call(net, mixed, (x,)), target)
+                    loss = self.task.loss(functional_call(net, mixed, (x,)), target)
                 slopes = zip(weights.items(), torch.autograd.grad(loss, list(leaves.values())), strict=True)
                 weights = {name: (w - self.eta * slope).clamp(0, 1) for (name, w), slope in slopes}
             losses.append(float(loss.detach()))

@@ -78,7 +78,7 @@ class FedFomo(ClientModule):
             )
         own = detached({name: tensor for name, tensor in self.state_dict().items() if self.is_shared(name)})
         models = dict(sorted({**payload["models"], self.client_id: own}.items()))
-        before = mean_loss(self.old, part)
+        before = mean_loss(self.old, part, self.task)
         self.gains = {m: self._gain(model, before, part) for m, model in models.items()}
         helpful = {m: gain for m, gain in self.gains.items() if gain > 0}
         total = math.fsum(helpful.values())
@@ -91,7 +91,9 @@ class FedFomo(ClientModule):
         self.assign(model)
         pairs = zip(self.net.parameters(), self.old.parameters(), strict=True)
         gaps = torch.stack([torch.linalg.vector_norm(w - old, ord=self.order) for w, old in pairs])
-        gain = (before - mean_loss(self, part)) / (float(torch.linalg.vector_norm(gaps, ord=self.order)) + 1e-5)
+        gain = (before - mean_loss(self, part, self.task)) / (
+            float(torch.linalg.vector_norm(gaps, ord=self.order)) + 1e-5
+        )
         return gain if math.isfinite(gain) else 0.0
 
     def upload(self, data: ClientData) -> Message:

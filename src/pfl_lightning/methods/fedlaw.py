@@ -12,7 +12,6 @@ from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.func import functional_call
-from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
 from pfl_lightning.aggregators import Server, WeightedAverage, client_weights
@@ -92,10 +91,11 @@ class FedLAW(WeightedAverage):
         state = server.module.state_dict()
         self.state["personal"] = detached({name: t for name, t in state.items() if name not in server.weights})
         self.proxy = server.data.server_data()
-        if self.proxy is not None and (self.proxy.y >= server.module.num_classes).any():
+        task = server.module.task
+        if self.proxy is not None and task.has_classes and (self.proxy.y >= task.outputs).any():
             raise MisconfigurationException(
                 f"data.public has labels up to {int(self.proxy.y.max())}, which aggregator FedLAW can't learn with "
-                f"{server.module.num_classes} classes; leave data.public out, or take data.server_fraction=0.02."
+                f"{task.outputs} classes; leave data.public out, or take data.server_fraction=0.02."
             )
         if self.proxy is None and self.proxy_fraction > 0 and self.server_epochs > 0:
             generator = torch.Generator().manual_seed(derive_seed(server.seed, "fedlaw"))
@@ -147,11 +147,12 @@ class FedLAW(WeightedAverage):
             batches = [rows for rows in torch.split(order, self.batch_size) if len(rows) >= self.smallest_batch]
             total = torch.zeros((), dtype=dtype, device=device)
             for rows in batches:
+                batch = proxy.take(rows)
                 shares = (z[-1].exp() * z[:-1].softmax(0)).to(dtype).to(device)
                 w = {name: torch.tensordot(shares, stack, 1) for name, stack in stacks.items()}
                 with on_batch_statistics(module):
-                    logits = functional_call(module, rest | w, (proxy.x[rows],), tie_weights=False)
-                loss = F.cross_entropy(logits, proxy.y[rows])
+                    logits = functional_call(module, rest | w, (batch.x,), tie_weights=False)
+                loss = module.task.loss(logits, batch.y)
                 optimizer.zero_grad()
                 torch.autograd.backward(loss)
                 optimizer.step()

@@ -44,7 +44,7 @@ class IFCA(ClientModule):
             losses = []
             for model in models:
                 self.assign(model)
-                losses.append(mean_loss(self, data.train))
+                losses.append(mean_loss(self, data.train, self.task))
             self.cluster.fill_(losses.index(min(losses)))
         self.assign(models[int(self.cluster)])
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from pfl_lightning.aggregators import Aggregator, Server
 from pfl_lightning.client import Batch, Phase
 from pfl_lightning.data import CHUNK, ClientData, FederatedDataModule, Samples
-from pfl_lightning.data.datamodule import net_inputs
+from pfl_lightning.data.inputs import net_inputs
 from pfl_lightning.messages import Message, Updates, weighted_mean
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
 from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
@@ -174,4 +174,5 @@ def travelling_inputs(data: FederatedDataModule) -> Tensor:
             "data.public to another data set, or data.server_fraction."
         )
     same = stored is not None and torch.equal(net_inputs(stored.x), ready.x)
-    return stored.x if stored is not None and same else ready.x
+    samples: Tensor = stored.x if stored is not None and same else ready.x
+    return samples

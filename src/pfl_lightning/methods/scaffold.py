@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.func import functional_call, grad
-from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
 from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage
@@ -69,17 +68,19 @@ class ControlVariates(ClientModule):
             self.gradient.copy_(self.mean_gradient(data.train))
 
     def mean_gradient(self, part: Samples) -> Tensor:
-        """The gradient of the mean cross-entropy of some samples ``[P]``."""
+        """The gradient of the mean loss of some samples ``[P]``."""
 
-        def objective(weights: StateDict, x: Tensor, y: Tensor) -> Tensor:
-            return F.cross_entropy(functional_call(self.net, weights, (x,)), y, reduction="sum") / len(part)
+        def objective(weights: StateDict, x: Any, y: Any) -> Tensor:
+            return self.task.loss(functional_call(self.net, weights, (x,)), y, "sum") / total
+
+        total = self.task.weight(part.y)
 
         weights = {name: parameter.detach() for name, parameter in self.net.named_parameters()}
         gradients = [parameters_to_vector(grad(objective)(weights, x, y).values()) for x, y in part.chunks()]
         return torch.stack(gradients).sum(0)
 
     def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
-        """Cross-entropy, with the corrected gradient."""
+        """The task's loss, with the corrected gradient."""
         term = (self.vector() * self.correction).sum()
         return super().loss(features, logits, target) + (term - term.detach())
 

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from pfl_lightning.runs.whole_files import replacing
+from pfl_lightning.tasks import Monitor
 
 Row: TypeAlias = dict[str, Any]
 
@@ -73,24 +74,29 @@ def summary_table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequ
         clients: as in ``clients.csv``.
         folder: the run's folder, named in the last line.
     """
-    accuracies = sorted(row["test/acc"] for row in clients if not math.isnan(row.get("test/acc", math.nan)))
+    monitor = Monitor(**summary["monitor"])
+    test, server, shown = f"test/{monitor.metric}", f"test/global_{monitor.metric}", monitor.written
+    known = (row[test] for row in clients if not math.isnan(row.get(test, math.nan)))
+    values = sorted(known, key=lambda value: monitor.sign * value)
     selected, central = summary["selected"], summary.get("best_global")
-    extremes = [accuracies[0], accuracies[len(accuracies) // 2]] if accuracies else []
+    extremes = [values[0], values[len(values) // 2]] if values else []
+    of = "" if monitor.metric == "acc" else f", {monitor.words}"
     lines = [
         ("method / aggregator", f"{summary['method']} / {summary['aggregator']}"),
         ("rounds, clients", f"{summary['final']['round']}, {len(clients)}"),
     ]
     # with a central test set clients may have no test samples of their own
-    if accuracies or not central:
+    if values or not central:
         lines += [
-            ("test accuracy, last round", percent(summary["final"]["test/acc"])),
-            ("  worst and median client", ", ".join(map(percent, extremes)) or percent(None)),
-            (f"test accuracy, round {selected['round']} (best on validation)", percent(selected["test/acc"])),
+            (f"test {monitor.words}, last round", shown(summary["final"][test])),
+            ("  worst and median client", ", ".join(map(shown, extremes)) or shown(None)),
+            (f"test {monitor.words}, round {selected['round']} (best on validation)", shown(selected[test])),
+            *((f"test {name}, last round", f"{value:.4g}") for name, value in further(summary["final"], monitor)),
         ]
     if central:
         lines += [
-            ("server's model on the central test set", percent(summary["final"]["test/global_acc"])),
-            (f"  best, round {central['round']}", percent(central["test/global_acc"])),
+            (f"server's model on the central test set{of}", shown(summary["final"][server])),
+            (f"  best, round {central['round']}", shown(central[server])),
         ]
     lines += [
         ("sent up and down a round", " and ".join(size(rows[-1][f"bytes/{way}"]) for way in ("up", "down"))),
@@ -101,13 +107,27 @@ def summary_table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequ
     return "\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
 
 
-def percent(share: float | None) -> str:
-    """A share in per cent.
+def further(final: Mapping[str, Any], monitor: Monitor) -> list[tuple[str, float]]:
+    """Test metrics besides the monitored one, by name, each a mean over clients or of all samples.
 
-    >>> percent(0.98765), percent(None)
-    ('98.77 %', 'not evaluated')
+    >>> further({"round": 3, "test/mae": 1.0, "test/mae_std": 0.5, "test/r2": 0.25, "test/loss": 2.0}, Monitor("mae"))
+    [('r2', 0.25)]
+
+    Args:
+        final: as in ``summary.json``.
+        monitor: the metric that selects.
     """
-    return "not evaluated" if share is None else f"{100 * share:.2f} %"
+    left_out = {
+        "loss",
+        monitor.metric,
+        *(f"{monitor.metric}_{part}" for part in ("mean", "std", "worst", "p10", "p90")),
+    }
+    named = {name.removeprefix("test/"): value for name, value in final.items() if name.startswith("test/")}
+    return [
+        (name, value)
+        for name, value in named.items()
+        if name not in left_out and not name.startswith("global_") and not name.endswith("_clients")
+    ]
 
 
 def size(count: float) -> str:

@@ -580,8 +580,8 @@ def test_an_adapted_model_is_scored_after_its_phases():
 def test_large_parts_go_through_the_net_in_pieces(monkeypatch):
     model = make_client()
     expected = evaluated(model, Sequential)
-    monkeypatch.setattr(evaluator, "CHUNK", 4)
-    monkeypatch.setattr(evaluator, "AT_ONCE", 16)
+    monkeypatch.setattr(evaluator, "rows_at_once", lambda task, target: 4)
+    monkeypatch.setattr(evaluator, "CLIENTS", 4)
     seen = []
     forward = FedAvg.forward
     monkeypatch.setattr(FedAvg, "forward", lambda self, x: seen.append(len(x)) or forward(self, x))
@@ -590,10 +590,9 @@ def test_large_parts_go_through_the_net_in_pieces(monkeypatch):
 
 
 @pytest.mark.parametrize("most", [1, 20, 1000])
-def test_each_row_is_scored_once_and_with_rows_like_it(monkeypatch, most):
-    monkeypatch.setattr(evaluator, "AT_ONCE", most)
+def test_each_row_is_scored_once_and_with_rows_like_it(most):
     sizes = [7, 0, 1, 30, 29, 2, 7, 15, 0, 14]
-    groups = list(evaluator.rows_alike(sizes))
+    groups = list(evaluator.rows_alike(sizes, most))
     assert sorted(row for group in groups for row in group) == [0, 2, 3, 4, 5, 6, 7, 9]
     for group in groups:
         longest = max(sizes[row] for row in group)

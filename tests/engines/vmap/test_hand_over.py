@@ -15,7 +15,7 @@ from federations import CLASSES, blobs, make_client, noisy, points
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import Samples
 from pfl_lightning.engines import ClientState, Job, LocalWork, Sequential, Vectorised
-from pfl_lightning.engines.evaluation import PADDING, evaluate, evaluate_padded, is_accuracy, metrics_of
+from pfl_lightning.engines.evaluation import evaluate, evaluate_padded, is_accuracy, metrics_of
 from pfl_lightning.engines.vmap.hand_over import HandOver
 from pfl_lightning.messages import detached, tensors
 from pfl_lightning.methods import FedAvg, FedPer
@@ -130,8 +130,7 @@ def test_evaluation_of_padded_logits_is_that_of_each_client(method):
     parts = [Samples(*part) for part in zip(x.split(RAGGED), y.split(RAGGED), strict=True)]
     with torch.no_grad():
         logits = pad_sequence([model(part.x) for part in parts], batch_first=True)
-    targets = pad_sequence([part.y for part in parts], batch_first=True, padding_value=PADDING)
-    together = evaluate_padded(logits, targets, metrics)
+    together = evaluate_padded(logits, [part.y for part in parts], metrics, model.task)
     for part, values in zip(parts, together, strict=True):
         alone = evaluate(model, part, metrics, Precision().forward_context)
         assert list(values) == list(alone)

@@ -16,7 +16,6 @@ from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.cli.compare.runs import Run, files, run_all
 from pfl_lightning.cli.configs import FOLDER, nearest, resolved
 from pfl_lightning.runs.folder import explained
-from pfl_lightning.runs.report import percent
 
 DESCRIPTION = """\
 Runs several methods with several seeds on one data configuration, and makes one table of them. Each run is
@@ -110,9 +109,12 @@ class Progress:
             said = f"failed: {failure}"
         else:
             result = Result(run, run.finished)
-            name = next((name for name in ("final/test/acc", "final/test/global_acc") if name in result.values), None)
-            accuracy = percent(result.values[name]) if name else "not evaluated"
-            said = f"{accuracy} after {result.summary['final']['round']} rounds, {result.values['seconds']:.1f} seconds"
+            monitor = result.monitor
+            names = (f"final/test/{monitor.metric}", f"final/test/global_{monitor.metric}")
+            value = next((result.values[name] for name in names if name in result.values), None)
+            of = "" if monitor.metric == "acc" or value is None else f"{monitor.metric} "
+            said = f"{of}{monitor.written(value)} "
+            said += f"after {result.summary['final']['round']} rounds, {result.values['seconds']:.1f} seconds"
         print(f"[{self.done}/{self.total}] {run.method}, seed {run.seed}: {said}", flush=True)
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from pfl_lightning.cli.compare.results import (
     CAPTION,
-    COLUMNS,
     Result,
+    all_columns,
     comparison_table,
     differences,
     over_seeds,
@@ -18,9 +18,7 @@ from pfl_lightning.cli.compare.runs import Run
 from pfl_lightning.plots.runs import plot_mean_curves
 from pfl_lightning.runs.report import Row, write_rows
 from pfl_lightning.runs.tables import latex, latex_table, markdown_table, text_table
-
-METRICS = ("test/acc", "test/global_acc", "val/acc")
-"""What curves are drawn of: the first that there is."""
+from pfl_lightning.tasks import Monitor
 
 
 def write(out: Path, methods: Mapping[str, Sequence[Result]], failures: Mapping[Run, str], seeds: Sequence[int]) -> str:
@@ -34,12 +32,18 @@ def write(out: Path, methods: Mapping[str, Sequence[Result]], failures: Mapping[
     """
     cells = comparison_table(methods, failures)
     over = "mean ± sample standard deviation over seeds" if len(seeds) > 1 else "seed"
-    caption = CAPTION.format(over=f"{over} {', '.join(map(str, seeds))}")
+    monitor = monitor_of(methods)
+    caption = CAPTION.format(
+        metric="accuracy in %" if monitor.metric == "acc" else monitor.metric,
+        over=f"{over} {', '.join(map(str, seeds))}",
+        end="lowest" if monitor.mode == "max" else "highest",
+    )
     notes = [reason for method in methods for reason in reasons(method, failures)]
     notes += same_numbers(methods)
     notes += differences(methods) or ["Same partition, cohorts and initial weights for all methods at each seed."]
-    write_rows(out / "runs.csv", [row_of(result, out) for results in methods.values() for result in results])
-    write_rows(out / "comparison.csv", [row_of_method(name, methods[name], failures, out) for name in methods])
+    names = [column.name for column in all_columns(methods)]
+    write_rows(out / "runs.csv", [row_of(result, names, out) for results in methods.values() for result in results])
+    write_rows(out / "comparison.csv", [row_of_method(name, methods[name], failures, names, out) for name in methods])
     (out / "comparison.md").write_text("\n\n".join([markdown_table(cells), caption, *notes]) + "\n")
     comments = "\n".join(f"% {latex(line)}" for line in [*caption.splitlines(), *notes])
     (out / "comparison.tex").write_text(f"{comments}\n{latex_table(cells)}\n")
@@ -48,24 +52,31 @@ def write(out: Path, methods: Mapping[str, Sequence[Result]], failures: Mapping[
     return "\n".join(["", text_table(cells), "", caption, "", *notes, closing])
 
 
-def row_of(result: Result, out: Path) -> Row:
+def monitor_of(methods: Mapping[str, Sequence[Result]]) -> Monitor:
+    """The metric that selects in the runs that have finished; accuracy where none has."""
+    return next((result.monitor for results in methods.values() for result in results), Monitor())
+
+
+def row_of(result: Result, columns: Sequence[str], out: Path) -> Row:
     """A run's row in ``runs.csv``."""
     return {
         "method": result.run.method,
         "seed": result.run.seed,
-        **{column.name: result.values.get(column.name) for column in COLUMNS},
+        **{name: result.values.get(name) for name in columns},
         "partition": result.common["partition"],
         "initial": result.common["initial"],
         "config": str((result.folder / "config.yaml").relative_to(out)),
     }
 
 
-def row_of_method(method: str, results: Sequence[Result], failures: Mapping[Run, str], out: Path) -> Row:
+def row_of_method(
+    method: str, results: Sequence[Result], failures: Mapping[Run, str], columns: Sequence[str], out: Path
+) -> Row:
     """A method's row in ``comparison.csv``."""
     row: dict[str, Any] = {"method": method, "seeds": " ".join(str(result.run.seed) for result in results)}
     summary = over_seeds(results)
-    for column in COLUMNS:
-        row[f"{column.name} mean"], row[f"{column.name} std"] = summary.get(column.name, (None, None))
+    for name in columns:
+        row[f"{name} mean"], row[f"{name} std"] = summary.get(name, (None, None))
     configs = " ".join(str((result.folder / "config.yaml").relative_to(out)) for result in results)
     return row | {"configs": configs, "failed": " ".join(reasons(method, failures))}
 
@@ -74,6 +85,8 @@ def curves(path: Path, methods: Mapping[str, Sequence[Result]]) -> None:
     """Draws the curves of what has finished."""
     runs = {name: [result.rows for result in results] for name, results in methods.items() if results}
     known = {name for records in runs.values() for rows in records for row in rows for name in row if row[name]}
-    metric = next((metric for metric in METRICS if metric in known), None)
+    monitored = monitor_of(methods).metric
+    names = (f"test/{monitored}", f"test/global_{monitored}", f"val/{monitored}")
+    metric = next((name for name in names if name in known), None)
     if metric is not None:
         plot_mean_curves(runs, metric).savefig(path, dpi=150)

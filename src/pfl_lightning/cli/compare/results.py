@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_lightning.cli.compare.runs import Run
+from pfl_lightning.runs.report import further
+from pfl_lightning.tasks import Monitor
 
 
 class Column(NamedTuple):
@@ -29,26 +31,37 @@ class Column(NamedTuple):
     """Whether tables have its standard deviation."""
 
 
-COLUMNS = (
-    Column("selected/test/acc", "best on validation", 100, ".2f", True),
-    Column("final/test/acc", "last", 100, ".2f", True),
-    Column("best_on_test/test/acc", "best on test", 100, ".2f", True),
-    Column("final/test/acc_p10", "worst decile", 100, ".2f", True),
-    Column("selected/test/global_acc", "server: best on validation", 100, ".2f", True),
-    Column("final/test/global_acc", "server: last", 100, ".2f", True),
-    Column("best_global/test/global_acc", "server: best on test", 100, ".2f", True),
-    Column("bytes/up", "MiB up", 2**-20, ".2f"),
-    Column("bytes/down", "MiB down", 2**-20, ".2f"),
-    Column("seconds", "seconds", 1, ".1f"),
-)
-
 CAPTION = """\
-Test accuracy in %, {over}: of the round that validation selects, of the last round,
-and of the round that is best on the test samples, which is no fair choice; worst decile: the lowest decile of clients
+Test {metric}, {over}: of the round that validation selects, of the last round,
+and of the round that is best on the test samples, which is no fair choice; worst decile: the {end} decile of clients
 in the last round; server: its one model on the central test set; MiB: of all clients in a round."""
 
 COMMON = {"partition": "partitions", "cohorts": "cohorts", "initial": "initial weights"}
 """What methods share at a seed."""
+
+
+def columns_of(monitor: Monitor, further: Iterable[str] = ()) -> tuple[Column, ...]:
+    """The columns of runs, of which not all have all.
+
+    Args:
+        monitor: the metric that selects.
+        further: others of the last round.
+    """
+    test, server = f"test/{monitor.metric}", f"test/global_{monitor.metric}"
+    factor, form = (100, ".2f") if monitor.metric == "acc" else (1, ".4g")
+    return (
+        Column(f"selected/{test}", "best on validation", factor, form, True),
+        Column(f"final/{test}", "last", factor, form, True),
+        Column(f"best_on_test/{test}", "best on test", factor, form, True),
+        Column(f"final/{test}_{monitor.decile}", "worst decile", factor, form, True),
+        *(Column(f"final/test/{name}", f"{name}, last", 1, ".4g", True) for name in further),
+        Column(f"selected/{server}", "server: best on validation", factor, form, True),
+        Column(f"final/{server}", "server: last", factor, form, True),
+        Column(f"best_global/{server}", "server: best on test", factor, form, True),
+        Column("bytes/up", "MiB up", 2**-20, ".2f"),
+        Column("bytes/down", "MiB down", 2**-20, ".2f"),
+        Column("seconds", "seconds", 1, ".1f"),
+    )
 
 
 @dataclass(frozen=True)
@@ -75,22 +88,36 @@ class Result:
         return summary
 
     @cached_property
+    def monitor(self) -> Monitor:
+        """The metric that selects."""
+        return Monitor(**self.summary["monitor"])
+
+    @cached_property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns of its kind of runs."""
+        return columns_of(self.monitor, dict(further(self.summary["final"], self.monitor)))
+
+    @cached_property
     def values(self) -> dict[str, float]:
         """The columns that the run has."""
         values = {f"bytes/{way}": fmean(float(row[f"bytes/{way}"]) for row in self.rows) for way in ("up", "down")}
         for part in ("selected", "final", "best_on_test", "best_global"):
             values |= {f"{part}/{name}": value for name, value in self.summary.get(part, {}).items()}
-        tested = [float(row["test/acc"]) for row in read(self.folder / "clients.csv") if row.get("test/acc")]
+        test = f"test/{self.monitor.metric}"
+        tested = [float(row[test]) for row in read(self.folder / "clients.csv") if row.get(test)]
         if not np.isnan(tested).all():
-            values["final/test/acc_p10"] = float(np.nanquantile(tested, 0.1))
+            share = 0.1 if self.monitor.mode == "max" else 0.9
+            values[f"final/{test}_{self.monitor.decile}"] = float(np.nanquantile(tested, share))
         values["seconds"] = self.summary["seconds"]
-        return {column.name: values[column.name] for column in COLUMNS if values.get(column.name) is not None}
+        return {column.name: values[column.name] for column in self.columns if values.get(column.name) is not None}
 
     @property
-    def accuracies(self) -> list[Any]:
-        """All accuracies of the run: of each round, and those of its columns."""
-        rounds = [value for row in self.rows for name, value in row.items() if name.endswith("acc") and value]
-        return rounds + [self.values[column.name] for column in COLUMNS if column.spread and column.name in self.values]
+    def measured(self) -> list[Any]:
+        """All values of the monitored metric: of each round, and those of its columns."""
+        metric = self.monitor.metric
+        rounds = [value for row in self.rows for name, value in row.items() if name.endswith(metric) and value]
+        spread = [column.name for column in self.columns if column.spread]
+        return rounds + [self.values[name] for name in spread if name in self.values]
 
     @cached_property
     def common(self) -> dict[str, Any]:
@@ -110,7 +137,8 @@ def over_seeds(results: Sequence[Result]) -> dict[str, tuple[float, float | None
     Args:
         results: a method's.
     """
-    known = {column.name: [r.values[column.name] for r in results if column.name in r.values] for column in COLUMNS}
+    names = dict.fromkeys(name for result in results for name in result.values)
+    known = {name: [r.values[name] for r in results if name in r.values] for name in names}
     return {
         name: (fmean(values), stdev(values) if len(values) > 1 else None) for name, values in known.items() if values
     }
@@ -124,7 +152,7 @@ def comparison_table(methods: Mapping[str, Sequence[Result]], failures: Mapping[
         failures: why others failed.
     """
     summaries = {method: over_seeds(results) for method, results in methods.items()}
-    columns = [column for column in COLUMNS if any(column.name in summary for summary in summaries.values())]
+    columns = [column for column in all_columns(methods) if any(column.name in got for got in summaries.values())]
     rows = [["method", *(column.title for column in columns)]]
     rows += [[method, *(cell(column, got.get(column.name)) for column in columns)] for method, got in summaries.items()]
     if failures:
@@ -135,10 +163,21 @@ def comparison_table(methods: Mapping[str, Sequence[Result]], failures: Mapping[
     return rows
 
 
+def all_columns(methods: Mapping[str, Sequence[Result]]) -> list[Column]:
+    """The columns of all runs, each once; those of classifications where none has finished.
+
+    Args:
+        methods: finished runs by method.
+    """
+    found = [column for results in methods.values() for result in results for column in result.columns]
+    return list(dict.fromkeys(found or columns_of(Monitor())))
+
+
 def cell(column: Column, value: tuple[float, float | None] | None) -> str:
     """A value as tables write it.
 
-    >>> cell(COLUMNS[0], (0.98765, 0.0012)), cell(COLUMNS[-1], (7.0, 0.1)), cell(COLUMNS[0], None)
+    >>> columns = columns_of(Monitor())
+    >>> cell(columns[0], (0.98765, 0.0012)), cell(columns[-1], (7.0, 0.1)), cell(columns[0], None)
     ('98.77 ± 0.12', '7.0', '-')
     """
     if value is None:
@@ -181,16 +220,16 @@ def differences(methods: Mapping[str, Sequence[Result]]) -> list[str]:
 
 
 def same_numbers(methods: Mapping[str, Sequence[Result]]) -> list[str]:
-    """A sentence for the methods whose accuracies are the same to the last digit at all seeds, for each set of them.
+    """A sentence for methods whose measured values are the same to the last digit at all seeds, for each set of them.
 
     Args:
         methods: finished runs by method.
     """
     alike: dict[str, list[str]] = {}
     for method, results in methods.items():
-        accuracies = {result.run.seed: result.accuracies for result in results}
-        if any(accuracies.values()):
-            alike.setdefault(repr(accuracies), []).append(method)
+        measured = {result.run.seed: result.measured for result in results}
+        if any(measured.values()):
+            alike.setdefault(repr(measured), []).append(method)
     return [
         f"{', '.join(names[:-1])} and {names[-1]} gave the same numbers to the last digit: what sets them apart has no "
         "effect here, such as a term whose weight is too small."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ class Partitioner(ABC):
     Calling a partitioner returns one int64 tensor of pool positions a client. The tensors are disjoint and
     depend on the labels, the sizes and the seed alone: the global random state is neither read nor moved.
     """
+
+    by_class: ClassVar[bool] = True
+    """Whether it tells samples apart by their class, or another group that the data module's ``strata`` names."""
 
     def __call__(self, labels: Tensor, num_clients: int, num_classes: int, seed: int) -> list[Tensor]:
         """Divide the pool.

@@ -14,6 +14,8 @@ class IID(Partitioner):
     client gets every class, in very unequal amounts. For that use ``Pathological(classes_per_client=K)``.
     """
 
+    by_class = False
+
     def split(self, classes: list[Rows], num_clients: int, rng: np.random.RandomState) -> list[Rows]:
         """Shuffle and cut into equal pieces; see :meth:`Partitioner.split`."""
         return np.array_split(rng.permutation(np.concatenate(classes)), num_clients)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from pfl_lightning.client.module import Batch
 from pfl_lightning.client.phases import Phase
-from pfl_lightning.data import ClientData, gather
+from pfl_lightning.data import ClientData, Samples, gather
 from pfl_lightning.engines.base import Job
 from pfl_lightning.engines.vmap.dropout import Stream
-from pfl_lightning.messages import StateDict
+from pfl_lightning.messages import StateDict, tree_map
 
 Rows: TypeAlias = slice | Tensor
 """Rows of a stack: neighbours, or any."""
@@ -81,9 +81,8 @@ class Block:
             order = sorted(range(len(members)), key=lambda row: -sizes[row])
             members, sizes = [members[row] for row in order], [sizes[row] for row in order]
             entries = {name: stack[torch.tensor(order, device=stack.device)] for name, stack in entries.items()}
-        parts = gather([member.data for member in members], "train")
-        samples = torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts])
-        return cls(members, sizes, entries, samples, phases)
+        samples = Samples.joined(gather([member.data for member in members], "train"))
+        return cls(members, sizes, entries, (samples.x, samples.y), phases)
 
     @cached_property
     def rows(self) -> dict[int, int]:
@@ -96,8 +95,9 @@ class Block:
 
     def batch(self, samples: Tensor) -> Batch:
         """Inputs and targets of samples ``[rows, size]`` of the block."""
-        x, y = (t.index_select(0, samples.flatten()).view(*samples.shape, *t.shape[1:]) for t in self.samples)
-        return x, y
+        rows = samples.flatten()
+        batch: Batch = tree_map(lambda t: t.index_select(0, rows).view(*samples.shape, *t.shape[1:]), self.samples)
+        return batch
 
     @cached_property
     def means(self) -> list[dict[str, float]]:

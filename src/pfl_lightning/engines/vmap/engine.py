@@ -6,12 +6,13 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.data.memory import free_memory
+from pfl_lightning.data.trees import Tree
 from pfl_lightning.engines.base import Engine, Evaluated, Job, Outcome
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.sequential import Sequential
@@ -103,7 +104,7 @@ class Vectorised(Engine):
         """Clients that half of the free memory should hold, judged by a forward pass of one."""
         part = self.become(job).train
         with torch.no_grad(), self.forward_context():
-            outputs = outputs_of(self.module.net, part.x[: self.work.batch_size])
+            outputs = outputs_of(self.module.net, part.take(slice(self.work.batch_size)).x)
         entries = sum(tensor.nbytes for tensor in slots.current().values())
         # an entry, its gradient, two of the optimizer and one on the way; outputs and their gradients
         need = 5 * entries + 2 * num_bytes(outputs) + 2 * num_bytes((part.x, part.y))
@@ -149,12 +150,12 @@ class Vectorised(Engine):
         return self.evaluator.evaluate(members, entries, slots)
 
 
-def outputs_of(net: nn.Module, x: Tensor) -> list[Any]:
+def outputs_of(net: nn.Module, x: Tree) -> list[Any]:
     """What each module of a net puts out.
 
     Args:
         net: the net.
-        x: its inputs, ``[n, ...]``.
+        x: its inputs.
     """
     outputs: list[Any] = []
     with register_module_forward_hook(lambda module, args, output: outputs.append(output)):

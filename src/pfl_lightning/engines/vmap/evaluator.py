@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.rnn import pad_sequence
 
 from pfl_lightning.client.hooks import overrides
-from pfl_lightning.data import CHUNK, Samples, gather
-from pfl_lightning.engines.evaluation import PADDING, evaluate_padded
+from pfl_lightning.data import Samples, gather
+from pfl_lightning.data.trees import Tree, padded, split
+from pfl_lightning.engines.evaluation import evaluate_padded, rows_at_once
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.vmap.block import Member
 from pfl_lightning.engines.vmap.checks import SharedAttributes
 from pfl_lightning.engines.vmap.slots import Slots
 from pfl_lightning.messages import StateDict
 
-AT_ONCE = 8 * CHUNK
-"""Samples of all clients together that go through the net at once."""
+CLIENTS = 8
+"""Clients that go through the net at once, if each has as many samples as one may have; more where they have fewer."""
 
 
 class BlockEvaluator:
@@ -76,38 +76,43 @@ class BlockEvaluator:
     def _measure(self, samples: list[Samples], entries: StateDict, slots: Slots) -> list[dict[str, float]]:
         """Metrics of each client on its samples; none where there are none."""
         result: list[dict[str, float]] = [{} for _ in samples]
-        for rows in rows_alike([len(of_one) for of_one in samples]):
+        sizes = [len(of_one) for of_one in samples]
+        if not any(sizes):
+            return result
+        at_once = rows_at_once(self.module.task, next(of_one.y for of_one in samples if len(of_one)))
+        for rows in rows_alike(sizes, CLIENTS * at_once):
             chosen = entries
             if rows != list(range(len(samples))):
                 at = torch.tensor(rows, device=self.module.device)
                 chosen = {name: stack[at] for name, stack in entries.items()}
-            x = pad_sequence([samples[row].x for row in rows], batch_first=True)
-            y = pad_sequence([samples[row].y for row in rows], batch_first=True, padding_value=PADDING)
+            x = padded([samples[row].x for row in rows])
             with self.sequential.forward_context():
-                logits = torch.cat([self._forward(chosen, chunk, slots) for chunk in torch.split(x, CHUNK, dim=1)], 1)
-            for row, values in zip(rows, evaluate_padded(logits, y, self.sequential.metrics), strict=True):
+                outputs = torch.cat([self._forward(chosen, chunk, slots) for chunk in split(x, at_once, dim=1)], 1)
+            targets = [samples[row].y for row in rows]
+            measured = evaluate_padded(outputs, targets, self.sequential.metrics, self.module.task)
+            for row, values in zip(rows, measured, strict=True):
                 result[row] = values
         return result
 
-    def _forward(self, entries: StateDict, x: Tensor, slots: Slots) -> Tensor:
-        """Logits ``[clients, n, classes]`` of inputs ``[clients, n, ...]``."""
-        logits: Tensor = vmap(lambda e, x: slots.call(self.module.forward, e, x))(entries, x)
-        return logits
+    def _forward(self, entries: StateDict, x: Tree, slots: Slots) -> Tensor:
+        """Outputs ``[clients, n, ...]`` of inputs ``[clients, n, ...]``."""
+        outputs: Tensor = vmap(lambda e, x: slots.call(self.module.forward, e, x))(entries, x)
+        return outputs
 
 
-def rows_alike(sizes: list[int]) -> Iterator[list[int]]:
+def rows_alike(sizes: list[int], limit: int) -> Iterator[list[int]]:
     """Rows that go through the net together: with padding at most twice their samples, and not too many of them.
 
-    >>> list(rows_alike([3, 8, 0, 5, 8]))
+    >>> list(rows_alike([3, 8, 0, 5, 8], 100))
     [[1, 3, 4], [0]]
 
     Args:
         sizes: samples of each row; rows without any are left out.
+        limit: samples of all rows together.
     """
     rows = sorted((row for row, size in enumerate(sizes) if size), key=lambda row: -sizes[row])
     while rows:
         longest = sizes[rows[0]]
-        limit = max(AT_ONCE // longest, 1)
-        together = sum(2 * sizes[row] >= longest for row in rows[:limit])
+        together = sum(2 * sizes[row] >= longest for row in rows[: max(limit // longest, 1)])
         yield sorted(rows[:together])
         rows = rows[together:]

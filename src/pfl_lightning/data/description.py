@@ -1,0 +1,30 @@
+"""What records say of who holds what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pfl_lightning.data.datamodule import FederatedDataModule
+from pfl_lightning.messages import digest
+
+
+def fingerprint(data: FederatedDataModule) -> str:
+    """Fingerprint of a partition: the same for the same division of the same pool.
+
+    Args:
+        data: set up.
+    """
+    if data.task.has_classes:
+        return digest([data.class_counts(split) for split in ("train", "val", "test")])
+    return digest([list(held.values()) for held in data.division.clients])
+
+
+def described(data: FederatedDataModule, client: int) -> dict[str, Any]:
+    """What a client's row in ``clients.csv`` begins with: its id, its training samples, and its classes if it has some.
+
+    Args:
+        data: set up.
+        client: its id.
+    """
+    row = {"client": client, "samples": data.size(client, "train")}
+    return row | ({"classes": int((data.counts[client] > 0).sum())} if data.task.has_classes else {})

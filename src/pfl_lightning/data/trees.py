@@ -1,0 +1,105 @@
+"""Samples as trees of tensors: a tensor, or dicts, tuples and lists of them, whose first dimension is the sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from pfl_lightning.messages import tensors, tree_map
+
+Tree: TypeAlias = Any
+"""A tensor ``[n, ...]``, or a dict, tuple or list of trees; what else has a length and takes ``[rows]`` is a leaf."""
+
+
+def rows_in(tree: Tree) -> int:
+    """Number of samples.
+
+    >>> rows_in({"a": torch.zeros(3, 2), "b": torch.zeros(3)})
+    3
+    """
+    if isinstance(tree, Mapping):
+        return rows_in(next(iter(tree.values())))
+    return rows_in(tree[0]) if type(tree) in (list, tuple) else len(tree)
+
+
+def leaves_of(tree: Tree) -> Iterator[Any]:
+    """What a tree is of, in its order: tensors, or what has rows as they have."""
+    if isinstance(tree, Mapping):
+        tree = tuple(tree.values())
+    if type(tree) in (list, tuple):
+        for part in tree:
+            yield from leaves_of(part)
+    else:
+        yield tree
+
+
+def take(tree: Tree, rows: Tensor | slice) -> Tree:
+    """Some of the samples.
+
+    >>> take({"a": torch.tensor([5, 6, 7])}, torch.tensor([2, 0]))
+    {'a': tensor([7, 5])}
+
+    Args:
+        tree: of tensors, or of leaves that give some for ``leaf[rows]``.
+        rows: their positions.
+    """
+    if isinstance(tree, Tensor):
+        return tree[rows.to(tree.device) if isinstance(rows, Tensor) else rows]
+    if isinstance(tree, Mapping):
+        return {name: take(part, rows) for name, part in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(take(part, rows) for part in tree)
+    return tree[rows]
+
+
+def split(tree: Tree, sizes: int | list[int], dim: int = 0) -> Iterator[Tree]:
+    """A tree of tensors cut into pieces, which are views.
+
+    >>> [piece["a"].tolist() for piece in split({"a": torch.arange(3)}, 2)]
+    [[0, 1], [2]]
+
+    Args:
+        tree: of tensors.
+        sizes: of all pieces, or of each.
+        dim: along which dimension.
+    """
+    if isinstance(tree, Tensor):
+        return iter(torch.split(tree, sizes, dim))
+    if type(tree) is tuple:
+        return zip(*(split(part, sizes, dim) for part in tree), strict=True)
+    leaves = zip(*(torch.split(leaf, sizes, dim) for leaf in tensors(tree)), strict=True)
+    return (like(tree, pieces) for pieces in leaves)
+
+
+def like(tree: Tree, leaves: Sequence[Tensor]) -> Tree:
+    """A tree with other leaves, given in its order."""
+    remaining = iter(leaves)
+    return tree_map(lambda _: next(remaining), tree)
+
+
+def merged(trees: Sequence[Tree], merge: Callable[[list[Tensor]], Tensor]) -> Tree:
+    """One tree of several alike, whose leaves are merged one by one."""
+    return like(trees[0], [merge(list(leaves)) for leaves in zip(*map(tensors, trees), strict=True)])
+
+
+def joined(trees: Sequence[Tree]) -> Tree:
+    """The samples of several trees, one after another.
+
+    >>> joined([{"a": torch.tensor([1])}, {"a": torch.tensor([2, 3])}])
+    {'a': tensor([1, 2, 3])}
+    """
+    return merged(trees, torch.cat)
+
+
+def padded(trees: Sequence[Tree]) -> Tree:
+    """Trees in a stack ``[trees, n, ...]``, with zeros where one has fewer samples.
+
+    >>> padded([torch.tensor([1]), torch.tensor([2, 3])])
+    tensor([[1, 0],
+            [2, 3]])
+    """
+    return merged(trees, lambda leaves: pad_sequence(leaves, batch_first=True))

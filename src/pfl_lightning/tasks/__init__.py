@@ -1,0 +1,11 @@
+"""Supervised tasks: what nets give, what an error is, what is measured and what selects."""
+
+from pfl_lightning.tasks.base import Task
+from pfl_lightning.tasks.classification import Classification
+from pfl_lightning.tasks.monitor import Monitor
+from pfl_lightning.tasks.multi_label import MultiLabel
+from pfl_lightning.tasks.next_token import NextToken
+from pfl_lightning.tasks.regression import Regression
+from pfl_lightning.tasks.segmentation import Segmentation
+
+__all__ = ["Classification", "Monitor", "MultiLabel", "NextToken", "Regression", "Segmentation", "Task"]

@@ -1,0 +1,65 @@
+"""The metric that selects, and its direction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """The metric by which the best round is selected, and whether more or less of it is better.
+
+    Args:
+        metric: its name, without the split.
+        mode: whether more (``max``) or less (``min``) is better.
+    """
+
+    metric: str = "acc"
+    mode: Literal["max", "min"] = "max"
+
+    @property
+    def sign(self) -> int:
+        """1 where more is better, else -1: what the metric is multiplied by to be maximised."""
+        return 1 if self.mode == "max" else -1
+
+    @property
+    def decile(self) -> str:
+        """Name of the worst decile: the lowest one, ``p10``, or the highest one, ``p90``."""
+        return "p10" if self.mode == "max" else "p90"
+
+    def spread(self, values: Sequence[float]) -> dict[str, float]:
+        """How a metric differs over clients: plain ``mean``, standard deviation, the ``worst``, the worst decile.
+
+        >>> Monitor("mae", "min").spread([1.0, 3.0])
+        {'mae_mean': 2.0, 'mae_std': 1.0, 'mae_worst': 3.0, 'mae_p90': 2.8}
+
+        Args:
+            values: of the clients.
+        """
+        worst, share = (np.min, 0.1) if self.mode == "max" else (np.max, 0.9)
+        parts = {
+            "mean": np.mean(values),
+            "std": np.std(values),
+            "worst": worst(values),
+            self.decile: np.quantile(values, share),
+        }
+        return {f"{self.metric}_{name}": float(value) for name, value in parts.items()}
+
+    def written(self, value: float | None) -> str:
+        """A value for people: accuracies in per cent.
+
+        >>> Monitor().written(0.98765), Monitor("mae", "min").written(0.98765), Monitor().written(None)
+        ('98.77 %', '0.9877', 'not evaluated')
+        """
+        if value is None:
+            return "not evaluated"
+        return f"{100 * value:.2f} %" if self.metric == "acc" else f"{value:.4g}"
+
+    @property
+    def words(self) -> str:
+        """The metric's name for people."""
+        return "accuracy" if self.metric == "acc" else self.metric

@@ -1,0 +1,131 @@
+"""The next token at each position of a text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import Metric, MetricCollection
+
+from pfl_lightning.tasks.base import Reduction, Task, check_range, check_shape, described
+
+
+@dataclass(frozen=True)
+class NextToken(Task):
+    """The next token at each position: cross-entropy, with ``perplexity``, which selects, and ``token_acc``.
+
+    Targets are token numbers ``[n, T]``, int64, those of the inputs one position on; outputs are logits
+    ``[n, T, vocabulary]``.
+
+    Args:
+        vocabulary: number of tokens.
+        ignore_index: target of positions that don't count, such as padding.
+    """
+
+    vocabulary: int
+    ignore_index: int = -100
+
+    monitor = "perplexity"
+    mode = "min"
+
+    @property
+    def outputs(self) -> int:
+        """Logits of a position."""
+        return self.vocabulary
+
+    def loss(self, outputs: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
+        """Cross-entropy of the positions that count."""
+        flat = outputs.flatten(0, -2), target.flatten()
+        return F.cross_entropy(*flat, ignore_index=self.ignore_index, reduction=reduction)
+
+    def weight(self, target: Tensor) -> Tensor:
+        """Positions that count."""
+        return (target != self.ignore_index).sum()
+
+    def metrics(self) -> MetricCollection:
+        """``perplexity``, the exponential of the mean cross-entropy, and ``token_acc``, the share of right ones."""
+        return MetricCollection(
+            {"perplexity": Perplexity(self.ignore_index), "token_acc": TokenAccuracy(self.ignore_index)}
+        )
+
+    def pooled(self) -> dict[str, Metric]:
+        """``perplexity`` of all clients' positions."""
+        return {"perplexity": Perplexity(self.ignore_index)}
+
+    def check(self, target: Tensor, owner: str) -> None:
+        """Refuses all but a token number in range for each position."""
+        if not isinstance(target, Tensor) or target.dim() != 2 or target.dtype != torch.int64:
+            raise MisconfigurationException(
+                f"{owner} has {described(target)}; task {self} takes int64 token numbers of shape [samples, positions]"
+            )
+        check_range(target, self.vocabulary, self.ignore_index, owner, self)
+
+    def check_outputs(self, outputs: Tensor, target: Tensor, net: str) -> None:
+        """Refuses all but a logit for each position and token."""
+        check_shape(outputs, [*target.shape, self.vocabulary], net, self)
+
+
+class Perplexity(Metric):
+    """Exponential of the mean cross-entropy of the positions that count; NaN without any.
+
+    Args:
+        ignore_index: target of positions that don't count.
+    """
+
+    full_state_update = False
+    higher_is_better = False
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, ignore_index: int) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, outputs: Tensor, target: Tensor) -> None:
+        """Adds texts.
+
+        Args:
+            outputs: logits ``[n, T, vocabulary]``.
+            target: token numbers ``[n, T]``.
+        """
+        flat = outputs.flatten(0, -2), target.flatten()
+        self.total += F.cross_entropy(*flat, ignore_index=self.ignore_index, reduction="sum").double()
+        self.count += (target != self.ignore_index).sum()
+
+    def compute(self) -> Tensor:
+        """The exponential."""
+        return (self.total / self.count).exp()
+
+
+class TokenAccuracy(Metric):
+    """Share of positions whose token is the most likely one; NaN without any that count.
+
+    Args:
+        ignore_index: target of positions that don't count.
+    """
+
+    full_state_update = False
+    higher_is_better = True
+    right: Tensor
+    count: Tensor
+
+    def __init__(self, ignore_index: int) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+        self.add_state("right", torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, outputs: Tensor, target: Tensor) -> None:
+        """Adds texts; see `Perplexity.update`."""
+        counted = target != self.ignore_index
+        self.right += ((outputs.argmax(-1) == target) & counted).sum()
+        self.count += counted.sum()
+
+    def compute(self) -> Tensor:
+        """The share."""
+        return self.right / self.count

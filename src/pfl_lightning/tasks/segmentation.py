@@ -1,0 +1,114 @@
+"""A class a pixel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import Metric, MetricCollection
+
+from pfl_lightning.tasks.base import Reduction, Task, check_range, check_shape, described
+
+
+@dataclass(frozen=True)
+class Segmentation(Task):
+    """One of several classes a pixel: cross-entropy, with ``miou``, which selects, and ``pixel_acc``.
+
+    Targets are class numbers ``[n, H, W]``, int64; outputs are logits ``[n, num_classes, H, W]``.
+
+    Args:
+        num_classes: number of classes K.
+        ignore_index: target of pixels that don't count.
+    """
+
+    num_classes: int
+    ignore_index: int = -100
+
+    monitor = "miou"
+    mode = "max"
+
+    @property
+    def outputs(self) -> int:
+        """Logits of a pixel."""
+        return self.num_classes
+
+    def loss(self, outputs: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
+        """Cross-entropy of the pixels that count."""
+        return F.cross_entropy(outputs, target, ignore_index=self.ignore_index, reduction=reduction)
+
+    def weight(self, target: Tensor) -> Tensor:
+        """Pixels that count."""
+        return (target != self.ignore_index).sum()
+
+    def metrics(self) -> MetricCollection:
+        """``miou``, the mean intersection over union of the classes that occur, and ``pixel_acc``."""
+        settings = self.num_classes, self.ignore_index
+        return MetricCollection({"miou": MeanIoU(*settings), "pixel_acc": PixelAccuracy(*settings)})
+
+    def pooled(self) -> dict[str, Metric]:
+        """``miou`` of all clients' pixels."""
+        return {"miou": MeanIoU(self.num_classes, self.ignore_index)}
+
+    def check(self, target: Tensor, owner: str) -> None:
+        """Refuses all but a class number in range for each pixel."""
+        if not isinstance(target, Tensor) or target.dim() != 3 or target.dtype != torch.int64:
+            raise MisconfigurationException(
+                f"{owner} has {described(target)}; task {self} takes int64 class numbers of shape [samples, height, "
+                "width]"
+            )
+        check_range(target, self.num_classes, self.ignore_index, owner, self)
+
+    def check_outputs(self, outputs: Tensor, target: Tensor, net: str) -> None:
+        """Refuses all but a logit for each pixel and class."""
+        check_shape(outputs, [len(target), self.num_classes, *target.shape[1:]], net, self)
+
+
+class Confusion(Metric):
+    """How often each class was taken for which, ``[true, predicted]``; subclasses say what of it.
+
+    Args:
+        num_classes: number of classes.
+        ignore_index: target of pixels that don't count.
+    """
+
+    full_state_update = False
+    higher_is_better = True
+    counts: Tensor
+
+    def __init__(self, num_classes: int, ignore_index: int) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.ignore_index = ignore_index
+        self.add_state("counts", torch.zeros(num_classes, num_classes, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, outputs: Tensor, target: Tensor) -> None:
+        """Adds pixels.
+
+        Args:
+            outputs: logits ``[n, num_classes, ...]``.
+            target: class numbers ``[n, ...]``.
+        """
+        counted = target != self.ignore_index
+        pairs = target[counted] * self.num_classes + outputs.argmax(1)[counted]
+        self.counts += torch.bincount(pairs, minlength=self.num_classes**2).view_as(self.counts)
+
+
+class MeanIoU(Confusion):
+    """Mean over classes of intersection over union, over those that occur or are predicted; NaN without any pixel."""
+
+    def compute(self) -> Tensor:
+        """The mean."""
+        both = self.counts.diag()
+        union = self.counts.sum(0) + self.counts.sum(1) - both
+        return (both / union)[union > 0].mean()
+
+
+class PixelAccuracy(Confusion):
+    """Share of pixels whose class is right; NaN without any."""
+
+    def compute(self) -> Tensor:
+        """The share."""
+        return self.counts.diag().sum() / self.counts.sum()
