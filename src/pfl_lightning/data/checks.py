@@ -153,8 +153,8 @@ def strata_of(strata: Tensor | None, count: int, task: Task, partitioner: object
         return torch.zeros(count, dtype=torch.int64), 1
     if strata.shape != (count,) or strata.dtype != torch.int64 or strata.min() < 0:
         raise MisconfigurationException(
-            f"strata() returned {strata.dtype} of shape {list(strata.shape)}; return an int64 number from 0 up for each "
-            f"of {count} samples"
+            f"strata() gave {strata.dtype} of shape {list(strata.shape)}; return an int64 number from 0 up for each of "
+            f"{count} samples"
         )
     return strata, task.outputs if task.has_classes else int(strata.max()) + 1
 
