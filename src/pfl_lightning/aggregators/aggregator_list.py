@@ -31,6 +31,7 @@ class AggregatorList(Aggregator):
         self.aggregators = aggregators
         self.needs = frozenset().union(*(aggregator.needs for aggregator in aggregators))
         self.sends = frozenset(entries)
+        self.requires = frozenset().union(*(aggregator.requires for aggregator in aggregators))
 
     @property
     def name(self) -> str:

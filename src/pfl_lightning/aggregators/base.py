@@ -54,6 +54,8 @@ class Aggregator:
     """Entries that it reads from updates; an instance may set its own by its settings."""
     sends: frozenset[str] = frozenset()
     """Entries of its payloads."""
+    requires: frozenset[str] = frozenset()
+    """What it can't do without, as `ClientModule.requires`."""
     caches: frozenset[str] = frozenset()
     """Attributes besides `state` that may change after `setup`, as they are made from `state` alone."""
 

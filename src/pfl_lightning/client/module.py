@@ -23,7 +23,7 @@ from pfl_lightning.messages import Message
 from pfl_lightning.nets import CNN, Net, NetFactory
 from pfl_lightning.nets.base import checked_list, checked_net
 from pfl_lightning.tasks import Classification, Task
-from pfl_lightning.tasks.base import number_of_classes
+from pfl_lightning.tasks.base import number_of_classes, task_for
 from pfl_lightning.tasks.plain import hparams, made
 
 Batch: TypeAlias = tuple[Any, Any]
@@ -54,8 +54,7 @@ class ClientModule(LightningModule):
         num_classes: number of classes of the task, where that is to classify.
         optimizer: builds the local optimizer from the trained parameters.
         lr_scheduler: builds the schedule of the learning rate from the optimizer; it steps once a round.
-        optimizer_lifetime: ``round`` starts each round with a new optimizer; ``run`` lets its state (momentum)
-            live on with the client from round to round.
+        optimizer_lifetime: ``round`` starts each round with a new one; ``run`` lets its state live on with the client.
         buffers: what becomes of the floating buffers of the net (BatchNorm's running statistics): ``average`` shares
             them like parameters, ``local`` leaves them with each client.
         task: what is predicted: the data module's ``task``. None is ``Classification(num_classes)``.
@@ -71,6 +70,8 @@ class ClientModule(LightningModule):
     """Entries that an update has only where the aggregator needs them, because they reveal something."""
     needs: ClassVar[frozenset[str]] = frozenset({"weights"})
     """Entries that a payload must have."""
+    requires: ClassVar[frozenset[str]] = frozenset()
+    """What it can't do without: ``classes``, one a sample, or ``vector features`` ``[n, d]``."""
     caches: ClassVar[frozenset[str]] = frozenset()
     """Plain attributes, such as ``gains`` or ``net.mask``, that each round makes anew from the client's state, payload
     and data. Another one that changes ends the run, as it would be taken from client to client."""
@@ -90,7 +91,7 @@ class ClientModule(LightningModule):
     ) -> None:
         super().__init__()
         self._made_with = arguments_of_init(self)
-        self.task = Classification(num_classes) if task is None else made(task)
+        self.task = task_for(self, Classification(num_classes) if task is None else made(task))
         self.save_hyperparameters(ignore=["task"])
         for name in live(self.hparams):
             del self.hparams[name]
@@ -137,9 +138,8 @@ class ClientModule(LightningModule):
 
     def architecture_of(self, client: int, num_clients: int) -> int:
         """Which of the `architectures` a client has, by its id and the number of clients."""
-        if self.assign_nets == "turn":
-            return client % len(self.nets)
-        return client // -(-num_clients // len(self.nets))
+        count = len(self.nets)
+        return client % count if self.assign_nets == "turn" else client // -(-num_clients // count)
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs ``[n, ...]``, as the task has them, of inputs ``[n, *input_shape]``: evaluation and prediction."""

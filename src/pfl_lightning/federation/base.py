@@ -17,6 +17,7 @@ from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.optimizers import check_schedule
 from pfl_lightning.contract.aggregator_memory import Remembered
 from pfl_lightning.contract.pairing import check_common, check_finite, check_pair
+from pfl_lightning.contract.task import check_requirements, check_task
 from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ClientState, Engine, Job
 from pfl_lightning.federation.checkpoint import check_same
@@ -67,6 +68,7 @@ class FederationBase(LightningModule):
         self.resume_changed = self.changed = False
         check_finite(client, self.aggregator)
         check_pair(client, self.aggregator)
+        check_requirements(client, self.aggregator)
         for module in self._architectures:
             module.requested = module.offers & self.aggregator.needs
         self.save_hyperparameters(dict(client.hparams))
@@ -115,6 +117,7 @@ class FederationBase(LightningModule):
         """Takes the common initial model and prepares the server, once."""
         for module in self._architectures:
             self.options.check(module, self.data)
+            check_task(module, self.data)
             module.num_rounds = self.trainer.max_epochs or 1
         if self._fitting:
             check_schedule(self.client.configure_optimizers(), cast(int, self.trainer.max_epochs))

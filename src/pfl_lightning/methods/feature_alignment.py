@@ -36,6 +36,8 @@ class FeatureAlignment(ClientModule):
         MisconfigurationException: if ``align_lambda`` is negative, or the net's features have no known width.
     """
 
+    requires = frozenset({"classes", "vector features"})
+
     sends = ClientModule.sends | {"prototypes"}
     needs = ClientModule.needs | {"prototypes"}
 

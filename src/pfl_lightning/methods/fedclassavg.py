@@ -63,6 +63,8 @@ class FedClassAvg(FedAvg):
         MisconfigurationException: if a number is out of its range, or there are no images for the contrastive term.
     """
 
+    requires = frozenset({"classes", "vector features"})
+
     def __init__(
         self,
         rho: float = 0.1,

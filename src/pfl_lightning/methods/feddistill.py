@@ -34,6 +34,8 @@ class FedDistill(Local):
         MisconfigurationException: if ``gamma`` is negative.
     """
 
+    requires = frozenset({"classes"})
+
     sends = needs = frozenset({"outputs"})
 
     def __init__(self, gamma: float = 1.0, target: Literal["prob", "raw_logits"] = "prob", **kwargs: Any) -> None:

@@ -69,6 +69,8 @@ class NormalizedHead(ClientModule):
         MisconfigurationException: if ``scale`` isn't positive, or the net's features have no known width.
     """
 
+    requires = frozenset({"classes", "vector features"})
+
     offers = ClientModule.offers | {"directions"}
 
     def __init__(self, scale: float = 1.0, learn_scale: bool = True, **kwargs: Any) -> None:
@@ -107,6 +109,8 @@ class FedNH(WeightedAverage):
     Raises:
         MisconfigurationException: if ``rho`` is out of its range.
     """
+
+    requires = frozenset({"classes"})
 
     needs = frozenset({"weights", "directions", "class_counts"})
 

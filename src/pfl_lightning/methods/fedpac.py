@@ -112,6 +112,8 @@ class ClassifierCombination(WeightedAverage):
     ``{client: {client: weight}}``.
     """
 
+    requires = frozenset({"classes"})
+
     needs = WeightedAverage.needs | {"statistics"}
 
     def setup(self, server: Server) -> None:

@@ -70,6 +70,8 @@ class FedReMa(WeightedAverage):
         MisconfigurationException: if a number is out of its range, or clients keep their classifier to themselves.
     """
 
+    requires = frozenset({"classes"})
+
     def __init__(
         self,
         delta: float = 0.5,

@@ -46,6 +46,8 @@ class FedRoD(PersonalNet, FedAvg):
         MisconfigurationException: if ``gamma`` is negative.
     """
 
+    requires = frozenset({"classes"})
+
     log_prior: Tensor
 
     def __init__(self, gamma: float = 1.0, predict: Literal["personal", "generic"] = "personal", **kwargs: Any) -> None:

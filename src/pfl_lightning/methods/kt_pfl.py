@@ -45,6 +45,8 @@ class KnowledgeTransfer(GrowingEpochs, Local):
         MisconfigurationException: if a value is out of range.
     """
 
+    requires = frozenset({"classes"})
+
     sends = frozenset({"predictions"})
     needs = frozenset({"public", "targets"})
     public: Tensor

@@ -56,6 +56,8 @@ class MOON(FedAvg):
         MisconfigurationException: if ``mu`` is negative, or ``tau`` isn't positive.
     """
 
+    requires = frozenset({"vector features"})
+
     has_previous: Tensor
 
     def __init__(self, mu: float = 1.0, tau: float = 0.5, **kwargs: Any) -> None:

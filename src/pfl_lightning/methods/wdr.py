@@ -36,6 +36,8 @@ class WDR(ClientModule):
         MisconfigurationException: if ``wdr_lambda`` is negative, or there is no one output layer.
     """
 
+    requires = frozenset({"classes"})
+
     distribution: Tensor
     received_distance: Tensor
 

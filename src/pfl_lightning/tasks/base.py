@@ -136,6 +136,21 @@ def check_range(target: Tensor, upper: int, ignored: int | None, owner: str, tas
         )
 
 
+def task_for(asker: Any, task: Task) -> Task:
+    """The task, unless its samples have no class and a client module ``requires`` them.
+
+    Args:
+        asker: the client module.
+        task: the task.
+
+    Raises:
+        MisconfigurationException: if they have none.
+    """
+    if "classes" in asker.requires:
+        number_of_classes(task, f"model {type(asker).__name__}")
+    return task
+
+
 def number_of_classes(task: Task, asker: str) -> int:
     """Number of classes of a task.
 

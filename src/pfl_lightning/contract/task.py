@@ -1,0 +1,56 @@
+"""Whether a client module, its server side and the data are about the same task, and one that they can work on."""
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+
+from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.client import ClientModule
+from pfl_lightning.data import FederatedDataModule
+from pfl_lightning.tasks.base import number_of_classes
+
+
+def check_requirements(client: ClientModule, aggregator: Aggregator) -> None:
+    """Refuses a server side that tells samples by their class where they have none.
+
+    Raises:
+        MisconfigurationException: if it does.
+    """
+    if "classes" in aggregator.requires or "class_counts" in aggregator.needs:
+        number_of_classes(client.task, f"aggregator {aggregator.name}")
+
+
+def check_task(module: ClientModule, data: FederatedDataModule) -> None:
+    """Refuses a client module for other data than those of the run.
+
+    Args:
+        module: the client module, in any mode; left as it is.
+        data: set up.
+
+    Raises:
+        MisconfigurationException: if their tasks differ, or the net doesn't give what the task and the method need.
+    """
+    if module.task != data.task:
+        raise MisconfigurationException(
+            f"model.task={module.task}, and {type(data).__name__} has {data.task}; make the client module with "
+            "task=data.task."
+        )
+    samples = data.part(0, "train").take(slice(2)).to(module.device, module.dtype)  # type: ignore[arg-type]
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        with isolate_rng(), torch.no_grad():
+            outputs = module(samples.x)
+            features = module.net.features(samples.x) if "vector features" in module.requires else None
+    finally:
+        for part, mode in modes:
+            part.training = mode
+    name = type(module.net).__name__
+    module.task.check_outputs(outputs, samples.y, name)
+    if "vector features" in module.requires and not (isinstance(features, Tensor) and features.dim() == 2):
+        shape = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
+        raise MisconfigurationException(
+            f"model {type(module).__name__} compares features as vectors [samples, size], and the features of {name} "
+            f"are {shape}; let net.features end in a mean over positions, or take a method without, such as FedPer."
+        )

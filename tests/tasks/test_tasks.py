@@ -1,0 +1,168 @@
+import math
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from sklearn.metrics import average_precision_score, f1_score, mean_absolute_error, r2_score
+from tasks_and_data import drawn, kinds, labels
+from torch.nn import functional as F
+
+from pfl_lightning.engines.evaluation import pooled_value, state_of
+from pfl_lightning.tasks import Classification, Monitor, MultiLabel, NextToken, Regression, Segmentation
+from pfl_lightning.tasks.plain import made, plain
+
+TASKS = [Classification(3), Regression(2), MultiLabel(4), Segmentation(3, 255), NextToken(7)]
+
+
+def outputs_of(kind):
+    torch.manual_seed(0)
+    return kind.net(tuple(kind.x.shape[1:]), kind.task.outputs)(kind.x).detach()
+
+
+def measured(metrics, outputs, target):
+    metrics.update(outputs, target)
+    return {name: float(value) for name, value in metrics.compute().items()}
+
+
+@pytest.mark.parametrize("name", kinds())
+def test_the_sum_of_errors_over_their_number_is_the_mean(name):
+    kind = kinds()[name]
+    outputs = outputs_of(kind)
+    mean = kind.task.loss(outputs, kind.y)
+    halves = [(outputs[:30], kind.y[:30]), (outputs[30:], kind.y[30:])]
+    total = sum(kind.task.loss(*half, "sum") for half in halves)
+    assert float(total) / float(kind.task.weight(kind.y)) == pytest.approx(float(mean), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", kinds())
+def test_states_of_clients_add_up_to_the_metric_of_all(name):
+    kind = kinds()[name]
+    outputs = outputs_of(kind)
+    for metric in kind.task.pooled().values():
+        states = []
+        for rows in (slice(20), slice(20, 21), slice(21, None)):
+            metric.reset()
+            metric.update(outputs[rows], kind.y[rows])
+            states.append(state_of(metric))
+        metric.reset()
+        metric.update(outputs, kind.y)
+        whole = float(metric.compute())
+        assert pooled_value(metric, states) == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize("task", TASKS, ids=str)
+def test_a_task_survives_as_plain_values(task):
+    assert made(plain(task)) == task
+
+
+def test_regression_is_scored_as_scikit_learn_does():
+    y, outputs = drawn(50, 2), drawn(50, 2, seed=1)
+    values = measured(Regression(2).metrics(), outputs, y)
+    assert values["mae"] == pytest.approx(mean_absolute_error(y, outputs), rel=1e-5)
+    assert values["r2"] == pytest.approx(r2_score(y, outputs), rel=1e-5)
+    assert float(Regression(2).loss(outputs, y)) == pytest.approx(float(F.mse_loss(outputs, y)))
+
+
+def test_targets_of_one_quantity_may_have_no_dimension_for_it():
+    y, outputs = drawn(50), drawn(50, 1, seed=1)
+    task = Regression()
+    task.check(y, "x")
+    assert measured(task.metrics(), outputs, y) == measured(task.metrics(), outputs, y[:, None])
+    assert torch.equal(task.loss(outputs, y), task.loss(outputs, y[:, None]))
+
+
+@pytest.mark.parametrize("y", [torch.tensor([2.0]), torch.tensor([1e6, 1e6, 1e6])])
+def test_r2_without_variance_is_not_defined(y):
+    assert math.isnan(measured(Regression().metrics(), torch.zeros(len(y), 1), y)["r2"])
+
+
+def test_several_labels_are_scored_as_scikit_learn_does():
+    y, outputs = labels(60, 4, classes=2), drawn(60, 4)
+    values = measured(MultiLabel(4).metrics(), outputs, y)
+    assert values["map"] == pytest.approx(average_precision_score(y, outputs), rel=1e-4)
+    assert values["f1"] == pytest.approx(f1_score(y, outputs > 0, average="micro"), rel=1e-5)
+
+
+def test_labels_that_nobody_has_are_no_part_of_the_mean_precision():
+    y, outputs = labels(60, 4, classes=2), drawn(60, 4)
+    y[:, 2] = 0
+    with_positives = [0, 1, 3]
+    expected = average_precision_score(y[:, with_positives], outputs[:, with_positives])
+    assert measured(MultiLabel(4).metrics(), outputs, y)["map"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_without_any_label_nothing_is_defined():
+    values = measured(MultiLabel(4).metrics(), -torch.ones(3, 4), torch.zeros(3, 4))
+    assert all(map(math.isnan, values.values()))
+
+
+def test_small_logits_are_no_probabilities():
+    y, outputs = labels(60, 4, classes=2), torch.rand(60, 4, generator=torch.Generator().manual_seed(3)) - 0.5
+    near, far = (measured(MultiLabel(4).metrics(), factor * outputs, y)["map"] for factor in (1, 9))
+    assert near == pytest.approx(far, rel=1e-5)
+
+
+def test_intersection_over_union_by_hand():
+    predicted, y = torch.tensor([[0, 0, 1, 1, 2]]), torch.tensor([[0, 1, 1, 1, 255]])
+    outputs = F.one_hot(predicted, 3).movedim(-1, 1).float()[:, :, None]
+    values = measured(Segmentation(3, 255).metrics(), outputs, y[:, None])
+    # class 0: 1 of 2; class 1: 2 of 3; class 2 occurs only where nothing counts
+    assert values["miou"] == pytest.approx((1 / 2 + 2 / 3) / 2)
+    assert values["pixel_acc"] == pytest.approx(3 / 4)
+
+
+def test_perplexity_by_hand():
+    y = torch.tensor([[1, 2, -100]])
+    outputs = torch.zeros(1, 3, 7)
+    outputs[0, 2] = 50 * drawn(7)
+    values = measured(NextToken(7).metrics(), outputs, y)
+    assert values["perplexity"] == pytest.approx(7)
+    assert math.isnan(measured(NextToken(7).metrics(), outputs, torch.full_like(y, -100))["perplexity"])
+
+
+@pytest.mark.parametrize(
+    ("task", "target", "sentence"),
+    [
+        (Classification(3), torch.zeros(4), "torch.float32 targets of shape"),
+        (Classification(3), torch.tensor([0, 3]), "from 0 to 3; task Classification.* allows 0 to 2"),
+        (Regression(), torch.tensor([1, 2]), "takes 1 floating number a sample"),
+        (Regression(), torch.zeros(4, 2), "takes 1 floating number a sample"),
+        (Regression(2), torch.zeros(4), "takes 2 floating numbers a sample"),
+        (Regression(), torch.tensor([1.0, math.nan, math.inf]), "2 targets that are NaN or infinite"),
+        (MultiLabel(2), torch.tensor([[0, 2]]), "values from 0 to 2; .* takes 2 zeros and ones"),
+        (MultiLabel(3), torch.tensor([[0, 1]]), "takes 3 zeros and ones a sample"),
+        (Segmentation(3), torch.tensor([1, 2]), r"of shape \[samples, height, width\]"),
+        (Segmentation(3), torch.full((1, 2, 2), 3), "from 3 to 3; .* and -100 for what doesn't count"),
+        (NextToken(7), torch.tensor([[7, -100]]), "from 7 to 7; .* allows 0 to 6"),
+        (NextToken(7), {"a": torch.zeros(3)}, "targets that are a dict"),
+    ],
+)
+def test_targets_of_another_task_are_refused(task, target, sentence):
+    with pytest.raises(MisconfigurationException, match=f"load.. has .*{sentence}"):
+        task.check(target, "load()")
+
+
+@pytest.mark.parametrize("name", kinds())
+def test_targets_of_the_task_are_taken(name):
+    kinds()[name].task.check(kinds()[name].y, "load()")
+
+
+@pytest.mark.parametrize("name", kinds())
+def test_outputs_of_another_shape_are_refused(name):
+    kind = kinds()[name]
+    outputs = outputs_of(kind)
+    kind.task.check_outputs(outputs, kind.y, "Net")
+    with pytest.raises(MisconfigurationException, match="model.net: Net gives outputs of shape .* needs shape"):
+        kind.task.check_outputs(outputs[:, :1].repeat(1, 9, *[1] * (outputs.dim() - 2)), kind.y, "Net")
+
+
+@pytest.mark.parametrize("make", [Classification, MultiLabel, Segmentation, NextToken, Regression])
+def test_a_task_has_an_output(make):
+    with pytest.raises(MisconfigurationException, match="must have at least 1 output"):
+        make(0)
+
+
+def test_the_worst_is_at_the_other_end_where_less_is_better():
+    most, least = (Monitor("x", mode).spread([1.0, 2.0, 9.0]) for mode in ("max", "min"))
+    assert (most["x_worst"], least["x_worst"]) == (1.0, 9.0)
+    assert most["x_p10"] < 2 < least["x_p90"]
