@@ -2,11 +2,11 @@
 
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from tasks_and_data import OfKind, client_of, kinds
 
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.callbacks import RoundLogger
 from pfl_lightning.methods.registry import METHODS
+from tasks_and_data import OfKind, client_of, kinds
 
 OTHERS = [name for name in kinds() if name != "Classification"]
 NEED_CLASSES = {
@@ -38,7 +38,9 @@ def after_two_rounds(method, kind, engine):
 def test_every_method_runs_on_every_task_or_says_why_not(method, task):
     kind = kinds()[task]
     if method.name in NEED_CLASSES:
-        with pytest.raises(MisconfigurationException, match=rf"(model|aggregator) .* by their class, and task {task}\("):
+        with pytest.raises(
+            MisconfigurationException, match=rf"(model|aggregator) .* by their class, and task {task}\("
+        ):
             after_two_rounds(method, kind, "sequential")
     elif method.name == "MOON" and task in ("Segmentation", "NextToken"):
         with pytest.raises(MisconfigurationException, match="compares features as vectors"):

@@ -4,12 +4,12 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from sklearn.metrics import average_precision_score, f1_score, mean_absolute_error, r2_score
-from tasks_and_data import drawn, kinds, labels
 from torch.nn import functional as F
 
 from pfl_lightning.engines.evaluation import pooled_value, state_of
 from pfl_lightning.tasks import Classification, Monitor, MultiLabel, NextToken, Regression, Segmentation
 from pfl_lightning.tasks.plain import made, plain
+from tasks_and_data import drawn, kinds, labels
 
 TASKS = [Classification(3), Regression(2), MultiLabel(4), Segmentation(3, 255), NextToken(7)]
 
@@ -152,7 +152,7 @@ def test_outputs_of_another_shape_are_refused(name):
     kind = kinds()[name]
     outputs = outputs_of(kind)
     kind.task.check_outputs(outputs, kind.y, "Net")
-    with pytest.raises(MisconfigurationException, match="model.net: Net gives outputs of shape .* needs shape"):
+    with pytest.raises(MisconfigurationException, match=r"model\.net: Net gives outputs of shape .* needs shape"):
         kind.task.check_outputs(outputs[:, :1].repeat(1, 9, *[1] * (outputs.dim() - 2)), kind.y, "Net")
 
 

@@ -21,6 +21,19 @@ ClientTest = Literal["own", "original"]
 """What clients are tested on: a split of their own samples, or samples of the original test half."""
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value is of numbers, texts, truth values and None, as a checkpoint may hold it.
+
+    >>> is_plain({"alpha": [0.1, None]}), is_plain(torch.zeros(3))
+    (True, False)
+    """
+    if isinstance(value, Mapping):
+        return all(map(is_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
 def is_share(value: Any) -> bool:
     """Whether a value is a number between 0 and 1."""
     return isinstance(value, Real) and 0 < float(value) < 1

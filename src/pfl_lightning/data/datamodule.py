@@ -18,6 +18,7 @@ from pfl_lightning.data.checks import (
     check_halves,
     check_pool,
     check_settings,
+    is_plain,
     strata_of,
     warn_of_one_class,
 )
@@ -102,6 +103,8 @@ class FederatedDataModule(LightningDataModule, ABC):
         # checkpoints hold plain values only; loggers get them from the record, since Lightning 2.4 fails to
         # merge a module's and a data module's that the command line made
         self.save_hyperparameters(ignore=["partitioner", "public"], logger=False)
+        for name in [name for name, value in self.hparams.items() if not is_plain(value)]:
+            del self.hparams[name]
         self.root = root
         self.num_clients = num_clients
         self.partitioner = partitioner
