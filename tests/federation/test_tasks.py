@@ -11,8 +11,8 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MultilabelF1Score
 
 from pfl_lightning import FederatedTrainer
-from pfl_lightning.callbacks import RoundLogger
-from pfl_lightning.data import IID
+from pfl_lightning.callbacks import ClassPictures, DistributionEstimate, FeaturePictures, RoundLogger
+from pfl_lightning.data import IID, Dirichlet
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
 from pfl_lightning.messages import digest
 from pfl_lightning.methods import ControlVariates, Ditto, FedAvg, FedPer
@@ -29,9 +29,8 @@ def fit(kind, method=FedAvg, rounds=3, root=None, client=None, data=None, **sett
         enable_progress_bar=False,
         enable_model_summary=False,
         accelerator="cpu",
-        callbacks=[record],
         default_root_dir=str(root),
-        **own | settings.pop("trainer", {}),
+        **own | {"callbacks": [record]} | settings.pop("trainer", {}),
     )
     trainer.fit(
         client_of(kind, method) if client is None else client,
@@ -241,8 +240,6 @@ def test_partitioners_by_class_need_strata():
         def strata(self, y):
             return (y[:, 0] > y.median()).long()
 
-    from pfl_lightning.data import Dirichlet
-
     with pytest.raises(MisconfigurationException, match="Dirichlet tells samples apart by their class, and task Regr"):
         OfKind(kind, partitioner=Dirichlet(0.5)).setup()
     data = Quantiles(kind, partitioner=Dirichlet(0.1), seed=3)
@@ -264,3 +261,9 @@ def test_a_client_without_a_value_is_left_out_of_the_mean():
     row = record.rows[-1]
     assert row["val/map"] == row["val/map"]
     assert row["val/map_clients"] < 4
+
+
+@pytest.mark.parametrize("callback", [ClassPictures, FeaturePictures, DistributionEstimate])
+def test_callbacks_that_look_at_classes_are_refused_without(callback):
+    with pytest.raises(MisconfigurationException, match=rf"callback {callback.__name__} tells .* none; leave it out"):
+        fit(kinds()["Regression"], trainer={"callbacks": [callback()]})

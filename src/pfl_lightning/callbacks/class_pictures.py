@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from pfl_lightning.callbacks.pictures import Pictures
+from pfl_lightning.callbacks.pictures import Pictures, needs_classes
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.methods.cwfedavg import CwFedAvg
@@ -53,6 +53,7 @@ class ClassPictures(Pictures):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Finds the folder, the output layer, and draws who holds what."""
+        needs_classes(self, pl_module)
         super().on_fit_start(trainer, pl_module)
         federation = cast(Federation, pl_module)
         self._layer = output_layer_of(federation)

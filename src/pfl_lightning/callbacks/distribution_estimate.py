@@ -5,6 +5,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from pfl_lightning.callbacks.base import FederatedCallback
+from pfl_lightning.callbacks.pictures import needs_classes
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.messages import Updates
 from pfl_lightning.methods.cwfedavg import row_distribution
@@ -45,6 +46,7 @@ class DistributionEstimate(FederatedCallback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Finds the layer; a net without one is refused before the first round."""
+        needs_classes(self, pl_module)
         federation: Federation = pl_module  # type: ignore[assignment]
         self._rows = find_output_layer(federation.client, federation.client.num_classes, self.output_layer) + ".weight"
 

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from pfl_lightning.callbacks.layer_conductance import layer_conductance
-from pfl_lightning.callbacks.pictures import Pictures
+from pfl_lightning.callbacks.pictures import Pictures, needs_classes
 from pfl_lightning.data import FederatedDataModule, Samples
 from pfl_lightning.engines import Engine
 from pfl_lightning.federation.federation import Federation
@@ -81,6 +81,7 @@ class FeaturePictures(Pictures):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Finds the run's folder, and the clients."""
+        needs_classes(self, pl_module)
         super().on_fit_start(trainer, pl_module)
         known = range(cast(Federation, pl_module).data.num_clients)
         self._clients = list(known if self.clients is None else dict.fromkeys(self.clients))

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.callbacks.wandb_report import wandb_loggers
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.runs.folder import run_folder
+from pfl_lightning.tasks.base import number_of_classes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,3 +82,17 @@ class Pictures(FederatedCallback):
         # whatever it is: hours of training are worth more than a picture
         except Exception as error:
             rank_zero_warn(f"{type(self).__name__}: {name} was not drawn: {error}")
+
+
+def needs_classes(callback: Callback, federation: LightningModule) -> None:
+    """Refuses a callback that looks at classes where samples have none.
+
+    Args:
+        callback: the callback.
+        federation: the federation that it looks at.
+
+    Raises:
+        MisconfigurationException: if they have none.
+    """
+    task = cast(Federation, federation).client.task
+    number_of_classes(task, f"callback {type(callback).__name__}", "leave it out")

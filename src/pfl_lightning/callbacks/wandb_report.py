@@ -7,6 +7,7 @@ from lightning.pytorch.loggers import WandbLogger
 
 from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.callbacks.round_logger import RoundLogger
+from pfl_lightning.data.description import amounts
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.plots import plot_partition
 
@@ -27,8 +28,7 @@ class WandbReport(FederatedCallback):
             monitor = federation.monitor
             best = f"{monitor.mode},last"
             logger.experiment.define_metric(f"val/{monitor.metric}", step_metric="round", summary=best)
-            if federation.data.task.has_classes:
-                logger.log_image("partition", [plot_partition(federation.data.counts)])
+            logger.log_image("partition", [plot_partition(amounts(federation.data))])
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Shows the final table of clients and the summary."""

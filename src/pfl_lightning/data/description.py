@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from pfl_lightning.data.datamodule import FederatedDataModule
 from pfl_lightning.messages import digest
 
@@ -17,6 +20,17 @@ def fingerprint(data: FederatedDataModule) -> str:
     if data.task.has_classes:
         return digest([data.class_counts(split) for split in ("train", "val", "test")])
     return digest([list(held.values()) for held in data.division.clients])
+
+
+def amounts(data: FederatedDataModule) -> Tensor:
+    """Training samples of clients by class, ``[clients, classes]``; all in one column where they have no class.
+
+    Args:
+        data: set up.
+    """
+    if data.task.has_classes:
+        return data.counts
+    return torch.tensor([[data.size(client, "train")] for client in range(data.num_clients)])
 
 
 def described(data: FederatedDataModule, client: int) -> dict[str, Any]:

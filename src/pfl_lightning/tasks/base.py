@@ -13,6 +13,9 @@ Reduction = Literal["mean", "sum"]
 """What becomes of the errors of a batch, as in ``torch.nn.functional``."""
 
 
+METHODS_WITHOUT = "take a method that needs no classes, such as FedAvg, FedPer or Ditto"
+
+
 class Task(ABC):
     """What is predicted of a sample: a net's outputs, the loss, the metrics, and the one that selects.
 
@@ -151,19 +154,17 @@ def task_for(asker: Any, task: Task) -> Task:
     return task
 
 
-def number_of_classes(task: Task, asker: str) -> int:
+def number_of_classes(task: Task, asker: str, instead: str = METHODS_WITHOUT) -> int:
     """Number of classes of a task.
 
     Args:
         task: the task.
         asker: who needs them, for the message.
+        instead: what would work, for the message.
 
     Raises:
         MisconfigurationException: if samples have no class.
     """
     if task.has_classes:
         return task.outputs
-    raise MisconfigurationException(
-        f"{asker} tells samples by their class, and task {task} has none; take a method that needs no classes, such "
-        "as FedAvg, FedPer or Ditto."
-    )
+    raise MisconfigurationException(f"{asker} tells samples by their class, and task {task} has none; {instead}.")
