@@ -1,5 +1,7 @@
 """Each method of the catalogue on each task: it runs under both engines alike, or is refused in a sentence."""
 
+from pathlib import Path
+
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -8,18 +10,16 @@ from pfl_lightning.callbacks import RoundLogger
 from pfl_lightning.methods.registry import METHODS
 from tasks_and_data import OfKind, client_of, kinds
 
-OTHERS = [name for name in kinds() if name != "Classification"]
-NEED_CLASSES = {
-    *("FedUV", "FedNH", "FedDisco", "FedRoD", "FedProto", "FedPAC", "FedDistill", "KT-pFL", "FedClassAvg"),
-    *("cwFedAvg", "cwFedAvg-noWDR", "cwFedAvg-Dist", "FedReMa", "FedReMa+A", "FedReMa+F", "FedReMa+AF"),
-}
-ONE_BY_ONE = {"FedFomo", "APPLE"}
+TABLE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text().partition("## Which method")[2]
+ROWS = [[cell.strip() for cell in line.strip("| ").split("|")] for line in TABLE.splitlines() if line.startswith("| ")]
+CELLS = {(row[0], task): cell for row in ROWS[2:] for task, cell in zip(ROWS[0][1:], row[1:], strict=True)}
+"""What the documentation says of each method and task."""
 
 
-def after_two_rounds(method, kind, engine):
+def after_a_round(method, kind, engine):
     record = RoundLogger()
     trainer = FederatedTrainer(
-        max_rounds=2,
+        max_rounds=1,
         engine=engine,
         logger=False,
         enable_checkpointing=False,
@@ -33,19 +33,23 @@ def after_two_rounds(method, kind, engine):
     return [value for row in record.clients for name, value in row.items() if name.startswith("test/")]
 
 
-@pytest.mark.parametrize("task", OTHERS)
+def test_the_table_is_whole():
+    assert CELLS.keys() == {(method.name, task) for method in METHODS for task in kinds()}
+
+
+# what methods do on classes is tested with each of them
+@pytest.mark.parametrize("task", [name for name in kinds() if name != "Classification"])
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_every_method_runs_on_every_task_or_says_why_not(method, task):
-    kind = kinds()[task]
-    if method.name in NEED_CLASSES:
-        with pytest.raises(
-            MisconfigurationException, match=rf"(model|aggregator) .* by their class, and task {task}\("
-        ):
-            after_two_rounds(method, kind, "sequential")
-    elif method.name == "MOON" and task in ("Segmentation", "NextToken"):
-        with pytest.raises(MisconfigurationException, match="compares features as vectors"):
-            after_two_rounds(method, kind, "sequential")
-    else:
-        alone = after_two_rounds(method, kind, "sequential")
-        if method.name not in ONE_BY_ONE:
-            assert after_two_rounds(method, kind, "vectorised") == pytest.approx(alone, rel=1e-4, nan_ok=True)
+def test_every_method_does_on_every_task_what_the_table_says(method, task):
+    kind, cell = kinds()[task], CELLS[method.name, task]
+    if cell in ("yes", "one by one"):
+        alone = after_a_round(method, kind, "sequential")
+        if cell == "yes":
+            assert after_a_round(method, kind, "vectorised") == pytest.approx(alone, rel=1e-4, nan_ok=True)
+        return
+    words = {
+        "needs classes": rf"(model|aggregator) .* by their class, and task {task}\(",
+        "needs vectors": "compares features as vectors",
+    }
+    with pytest.raises(MisconfigurationException, match=words[cell]):
+        after_a_round(method, kind, "sequential")
