@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torchmetrics.classification import MultilabelF1Score
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.callbacks import ClassPictures, DistributionEstimate, FeaturePictures, RoundLogger
 from pfl_lightning.data import IID, Dirichlet
+from pfl_lightning.engines import evaluation
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
 from pfl_lightning.messages import digest
 from pfl_lightning.methods import ControlVariates, Ditto, FedAvg, FedPer
@@ -163,7 +165,7 @@ def joining(input_shape, outputs):
     return Net(nn.Sequential(Joins(), net.features), net.classifier)
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised", "processes"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorised", "processes", "auto"])
 def test_a_tree_gives_what_its_columns_give_together(engine):
     kind = kinds()["Regression"]
     tree = Kind(kind.task, kind.x, kind.y, joining, kind.rate)
@@ -267,3 +269,26 @@ def test_a_client_without_a_value_is_left_out_of_the_mean():
 def test_callbacks_that_look_at_classes_are_refused_without(callback):
     with pytest.raises(MisconfigurationException, match=rf"callback {callback.__name__} tells .* none; leave it out"):
         fit(kinds()["Regression"], trainer={"callbacks": [callback()]})
+
+
+@pytest.mark.parametrize("name", ["Segmentation", "NextToken"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_parts_in_pieces_are_evaluated_as_whole(name, engine, monkeypatch):
+    kind = kinds()[name]
+    whole = fit(kind, trainer={"engine": engine}).record.rows[-1]
+    monkeypatch.setattr(evaluation, "OUTPUTS", 3 * kind.task.outputs * kind.y[0].numel())
+    pieces = fit(kind, trainer={"engine": engine}).record.rows[-1]
+    names = [name for name in whole if name.startswith("val/")]
+    assert [pieces[name] for name in names] == pytest.approx([whole[name] for name in names], rel=1e-5)
+
+
+def test_a_client_whose_positions_all_do_not_count_is_left_out(monkeypatch):
+    kind = kinds()["NextToken"]
+    silent = OfKind(kind, seed=2)
+    silent.setup()
+    rows = silent.division.clients[1]
+    kind.y[torch.cat([rows["val"], rows["test"]])] = -100
+    row = fit(kind, data=OfKind(kind, seed=2)).record.rows[-1]
+    assert row["val/perplexity_clients"] == row["val/loss_clients"] == 3
+    assert math.isfinite(row["val/perplexity"])
+    assert math.isfinite(row["val/perplexity_pooled"])
