@@ -15,6 +15,7 @@ from pfl_lightning import FederatedTrainer
 from pfl_lightning.callbacks import ClassPictures, DistributionEstimate, FeaturePictures, RoundLogger
 from pfl_lightning.data import IID, Dirichlet
 from pfl_lightning.engines import evaluation
+from pfl_lightning.engines.client_parallel import ClientParallel
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
 from pfl_lightning.messages import digest
 from pfl_lightning.methods import ControlVariates, Ditto, FedAvg, FedPer
@@ -119,6 +120,16 @@ def test_processes_give_the_same_bits(name):
     one, several = (fit(kind, rounds=2, trainer={"engine": engine}) for engine in ("sequential", "processes"))
     assert everything(one) == everything(several)
     assert one.record.rows[-1]["val/loss"] == several.record.rows[-1]["val/loss"]
+
+
+def test_two_ranks_give_the_same_bits(tmp_path):
+    kind = kinds()["Regression"]
+    one = everything(fit(kind, rounds=2))
+    # forks, whose work is in the checkpoint
+    ranks = {"devices": 2, "strategy": ClientParallel(start_method="fork")}
+    fit(kind, rounds=2, root=tmp_path, trainer=ranks)
+    saved = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)
+    assert digest([saved["state_dict"], []]) == one
 
 
 @pytest.mark.parametrize("name", ["Regression", "MultiLabel", "Segmentation", "NextToken"])
