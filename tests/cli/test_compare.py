@@ -48,13 +48,15 @@ if plan.get("fails"):
 if plan.get("killed"):
     os.kill(os.getpid(), 9)
 accuracy = plan.get("accuracy", 0.5 + seed / 10)
+if "by_mu" in plan:
+    accuracy = plan["by_mu"][words[words.index("--model.mu") + 1]]
 cell = "" if accuracy is None else accuracy
 (folder / "rounds.csv").write_text(
     "round,cohort,bytes/up,bytes/down,test/acc\\n"
     f"1,0 1,1048576,0,{cell}\\n2,{plan.get('cohort', '1 2')},3145728,0,{cell}\\n"
 )
 (folder / "clients.csv").write_text(f"client,test/acc\\n0,{cell}\\n1,{cell}\\n")
-part = {"round": 2, "test/acc": accuracy} | plan.get("central", {})
+part = {"round": 2, "val/acc": accuracy, "test/acc": accuracy} | plan.get("central", {})
 (folder / "summary.json").write_text(json.dumps({
     "final": part, "selected": part, "best_on_test": part, "best_global": plan.get("central", {}), "seconds": 1.5,
     "partition": plan.get("partition", "p"), "initial": plan.get("initial", f"i{seed}"),
@@ -94,6 +96,54 @@ def called() -> set[tuple[str, int]]:
 def alive(pid: int) -> bool:
     shown = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
     return shown != "" and not shown.startswith("Z")
+
+
+# Settings that each method gets for itself
+
+
+def mu_of(call) -> str:
+    return call["words"][call["words"].index("--model.mu") + 1]
+
+
+def test_each_method_gets_the_value_that_is_best_on_validation(stand_in, capsys):
+    stand_in(FedProx={"by_mu": {"0": 0.3, "0.1": 0.7, "1": 0.5}}, Ditto={"by_mu": {"0": 0.2, "0.1": 0.1, "1": 0.4}})
+    line = "--methods FedProx Ditto --data Digits --seeds 0 1 --trainer.max_rounds 9 --tune model.mu=0,0.1,1"
+    assert compare(f"{line} --tune_rounds 3") == 0
+    # of two values of an option the later one counts
+    assert [call["words"].count("3") for call in calls()] == [1] * 6 + [0] * 4
+    assert [(call["model"], call["seed"], mu_of(call)) for call in calls()[6:]] == [
+        *(("FedProx", 0, "0.1"), ("Ditto", 0, "1"), ("FedProx", 1, "0.1"), ("Ditto", 1, "1"))
+    ]
+    out = capsys.readouterr().out
+    assert "FedProx: mu=0.1, best validation 0.7 of 3 trials" in out
+    assert "Chosen on validation: FedProx mu=0.1; Ditto mu=1." in (OUT / "comparison.md").read_text()
+    assert "[1/6] FedProx mu=0, seed 0: 30.00 %" in out
+    Path("calls.jsonl").unlink()
+    assert compare(f"{line} --tune_rounds 3") == 0
+    assert not calls()
+
+
+def test_a_method_without_a_value_is_left_out(stand_in, capsys):
+    stand_in(FedProx={"by_mu": {"0": None, "1": None}}, Ditto={"by_mu": {"0": 0.2, "1": 0.4}})
+    assert compare("--methods FedProx Ditto --data Digits --tune model.mu=0,1") == 0
+    assert "FedProx: no trial has a validation value, so it is left out" in capsys.readouterr().out
+    assert [row["method"] for row in read_csv(OUT / "comparison.csv")] == ["Ditto"]
+
+
+def test_commands_are_printed_and_what_they_leave_is_collected(stand_in, capsys):
+    line = "--methods Local FedAvg --data Digits --seeds 0 1"
+    assert compare(f"{line} --commands") == 0
+    commands = capsys.readouterr().out.splitlines()
+    assert not calls()
+    assert [command.split()[:2] for command in commands] == [["pfl-lightning", "fit"]] * 4
+    for command in commands[:3]:
+        subprocess.run([sys.executable, "stand_in.py", *command.split()[2:]], check=True)
+    assert compare(f"{line} --commands") == 0
+    assert capsys.readouterr().out.splitlines() == commands[3:]
+    assert compare(f"{line} --collect") == 0
+    assert "runs that have finished: 3 of 4" in capsys.readouterr().out
+    assert len(calls()) == 3
+    assert [row["seeds"] for row in read_csv(OUT / "comparison.csv")] == ["0 1", "0"]
 
 
 # With fit itself
@@ -427,6 +477,8 @@ MISTAKES = {
     "": "compare: the following arguments are required: --methods.",
     "--methods fedavg --seeds": "compare: --seeds: expected at least one argument.",
     "--methods fedavg --seeds one": "compare: --seeds: invalid int value: 'one'.",
+    "--methods fedavg --tune model.mu": "compare: --tune model.mu must be a setting with values to try, such as",
+    "--methods fedavg --tune_rounds 3": "compare: --tune_rounds 3 must be at least 1, and goes with --tune.",
     "--methods fedavg --jobs 0": "compare: --jobs 0 must be at least 1.",
     "--methods fedavg --config gone.yaml": "compare: --config gone.yaml is no file",
     "--methods fedavg --config whole.yaml": "--config whole.yaml names a model, which would stand in",

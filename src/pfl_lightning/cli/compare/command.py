@@ -3,6 +3,7 @@
 import os
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.cli.arguments import Arguments
-from pfl_lightning.cli.compare.choices import choose
+from pfl_lightning.cli.compare.choices import Choice, choose
 from pfl_lightning.cli.compare.report import write
 from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.cli.compare.runs import Run, files, run_all
+from pfl_lightning.cli.compare.tuning import Trial, best, trials
 from pfl_lightning.cli.configs import FOLDER, nearest, resolved
 from pfl_lightning.runs.folder import explained
 
@@ -59,37 +61,99 @@ def main(args: list[str]) -> int:
         The exit code: 1 if a run failed.
     """
     given, passed = parse(args)
-    out: Path = given.out or Path("runs", f"compare-{name_of(passed)}")
     methods = choose(given.methods, given.configs)
-    runs = [
-        Run(
-            method.label,
-            seed,
-            out / method.label / f"seed_{seed}",
-            (
-                *method.among(passed),
-                *("--seed_everything", str(seed)),
-                *(("--data.seed", str(seed)) if given.vary_data else ()),
-            ),
-        )
-        for seed in given.seeds
-        for method in methods
-    ]
-    environment = {"WANDB_RUN_GROUP": os.environ.get("WANDB_RUN_GROUP", out.name)}
-    if given.jobs > 1:
-        # several runs that take all cores each would wait for one another
-        environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-    with explained(out):
-        for run in runs:
-            run.claim()
-        print(f"runs: {len(runs)}; what each says is in {out}/METHOD/seed_SEED/output.txt", flush=True)
-        failures = run_all(runs, given.jobs, environment, Progress(len(runs)))
+    comparison = Comparison(given, passed)
+    with explained(comparison.out):
+        chosen = comparison.tune(methods) if given.tune else {method.label: Trial() for method in methods}
+        methods = [method for method in methods if method.label in chosen]
+        runs = [
+            comparison.run(method, seed, comparison.out, chosen[method.label].arguments)
+            for seed in given.seeds
+            for method in methods
+        ]
+        failures = comparison.make(runs)
+        if given.commands:
+            return 0
         results = {
             method.label: [Result(run, run.finished) for run in runs if run.method == method.label and run.finished]
             for method in methods
         }
-        print(write(out, results, failures, given.seeds))
+        tuned = {label: trial.name for label, trial in chosen.items() if trial.settings}
+        if given.collect:
+            print(f"runs that have finished: {sum(map(len, results.values()))} of {len(runs)}")
+        print(write(comparison.out, results, failures, given.seeds, tuned))
     return 1 if failures else 0
+
+
+class Comparison:
+    """Where and how the runs of a comparison are made.
+
+    Args:
+        given: our own options.
+        passed: those of ``fit``.
+    """
+
+    def __init__(self, given: Namespace, passed: Sequence[str]) -> None:
+        self.given, self.passed = given, passed
+        self.out: Path = given.out or Path("runs", f"compare-{name_of(passed)}")
+        self.environment = {"WANDB_RUN_GROUP": os.environ.get("WANDB_RUN_GROUP", self.out.name)}
+        if given.jobs > 1:
+            # several runs that take all cores each would wait for one another
+            self.environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+
+    def run(self, method: Choice, seed: int, folder: Path, more: Sequence[str]) -> Run:
+        """A method's run with a seed.
+
+        Args:
+            method: the method.
+            seed: the seed.
+            folder: the folder of runs.
+            more: further options of ``fit``.
+        """
+        data = ("--data.seed", str(seed)) if self.given.vary_data else ()
+        arguments = (*method.among(self.passed), *more, "--seed_everything", str(seed), *data)
+        return Run(method.label, seed, folder / method.label / f"seed_{seed}", arguments)
+
+    def make(self, runs: Sequence[Run]) -> dict[Run, str]:
+        """Makes runs, unless their commands are asked for or what has finished; returns why some failed."""
+        for run in runs:
+            run.claim()
+        if self.given.commands:
+            print("\n".join(run.line for run in runs if not run.finished))
+        if self.given.commands or self.given.collect:
+            return {}
+        print(f"runs: {len(runs)}; what each says is in its folder's output.txt, under {self.out}", flush=True)
+        return run_all(runs, self.given.jobs, self.environment, Progress(len(runs)))
+
+    def tune(self, methods: Sequence[Choice]) -> dict[str, Trial]:
+        """The best trial of each method that has one, with a line for each.
+
+        Args:
+            methods: the methods.
+        """
+        rounds = self.given.tune_rounds
+        short = () if rounds is None else ("--trainer.max_rounds", str(rounds))
+        tried = {
+            method.label: [
+                (
+                    trial,
+                    self.run(method, self.given.seeds[0], self.out / "tuning" / trial.name, trial.arguments + short),
+                )
+                for trial in trials(self.given.tune)
+            ]
+            for method in methods
+        }
+        self.make([replace(run, method=f"{run.method} {trial.name}") for each in tried.values() for trial, run in each])
+        chosen: dict[str, Trial] = {}
+        for label, each in tried.items():
+            if found := best(each):
+                chosen[label], value = found
+                said = f"{chosen[label].name}, best validation {value:.4g} of {len(each)} trials"
+            else:
+                said = "no trial has a validation value, so it is left out"
+            if not self.given.commands:
+                print(f"{label}: {said}", flush=True)
+        return chosen
 
 
 class Progress:
@@ -149,10 +213,25 @@ def parse(args: list[str]) -> tuple[Namespace, list[str]]:
         help="folder of the methods' files: the package's",
     )
     parser.add_argument("--vary_data", action="store_true", help="give each seed a partition of its own (data.seed)")
+    parser.add_argument(
+        "--tune",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,VALUE",
+        help="a setting that each method gets for itself: the value that is best on validation at the first seed, such "
+        "as model.init_args.optimizer.init_args.lr=0.01,0.1; may be given often",
+    )
+    parser.add_argument("--tune_rounds", type=int, metavar="N", help="rounds of a trial, by default those of the runs")
+    parser.add_argument("--commands", action="store_true", help="print the commands of the runs, one a line, and end")
+    parser.add_argument("--collect", action="store_true", help="start nothing, and make the table of what has finished")
     given, passed = parser.parse_known_args(resolved(args))
     given.seeds = list(dict.fromkeys(given.seeds))
     if given.jobs < 1:
         raise MisconfigurationException(f"compare: --jobs {given.jobs} must be at least 1.")
+    if given.tune_rounds is not None and (given.tune_rounds < 1 or not given.tune):
+        raise MisconfigurationException(
+            f"compare: --tune_rounds {given.tune_rounds} must be at least 1, and goes with --tune."
+        )
     check(passed, given.vary_data)
     return given, passed
 

@@ -21,7 +21,13 @@ from pfl_lightning.runs.tables import latex, latex_table, markdown_table, text_t
 from pfl_lightning.tasks import Monitor
 
 
-def write(out: Path, methods: Mapping[str, Sequence[Result]], failures: Mapping[Run, str], seeds: Sequence[int]) -> str:
+def write(
+    out: Path,
+    methods: Mapping[str, Sequence[Result]],
+    failures: Mapping[Run, str],
+    seeds: Sequence[int],
+    tuned: Mapping[str, str],
+) -> str:
     """Writes all files, and returns the table and what else is to be said.
 
     Args:
@@ -29,6 +35,7 @@ def write(out: Path, methods: Mapping[str, Sequence[Result]], failures: Mapping[
         methods: finished runs by method; empty where none has.
         failures: why others failed.
         seeds: all seeds.
+        tuned: settings that methods got for themselves, by method.
     """
     cells = comparison_table(methods, failures)
     over = "mean ± sample standard deviation over seeds" if len(seeds) > 1 else "seed"
@@ -39,6 +46,8 @@ def write(out: Path, methods: Mapping[str, Sequence[Result]], failures: Mapping[
         end="lowest" if monitor.mode == "max" else "highest",
     )
     notes = [reason for method in methods for reason in reasons(method, failures)]
+    if tuned:
+        notes.append("Chosen on validation: " + "; ".join(f"{name} {setting}" for name, setting in tuned.items()) + ".")
     notes += same_numbers(methods)
     notes += differences(methods) or ["Same partition, cohorts and initial weights for all methods at each seed."]
     names = [column.name for column in all_columns(methods)]

@@ -90,7 +90,8 @@ class Result:
     @cached_property
     def monitor(self) -> Monitor:
         """The metric that selects."""
-        return Monitor(**self.summary["monitor"])
+        # summaries of earlier versions name none: all of them were of accuracies
+        return Monitor(**self.summary.get("monitor", {}))
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:

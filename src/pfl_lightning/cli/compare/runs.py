@@ -1,6 +1,7 @@
 """The runs of a comparison: each a ``pfl-lightning fit`` in a process of its own."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -65,6 +66,11 @@ class Run:
         # a comparison that is killed takes its runs along
         program = [sys.executable, parent.__file__, str(os.getpid()), PROGRAM]
         return [*program, "fit", *QUIET, *self.arguments, *where, "--ckpt_path", "last"]
+
+    @property
+    def line(self) -> str:
+        """The same as a line of a shell, for another machine or a queue."""
+        return shlex.join(["pfl-lightning", *self.command[4:]])
 
     def claim(self) -> None:
         """Keeps the settings beside the run.
