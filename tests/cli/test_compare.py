@@ -55,7 +55,8 @@ cell = "" if accuracy is None else accuracy
     "round,cohort,bytes/up,bytes/down,test/acc\\n"
     f"1,0 1,1048576,0,{cell}\\n2,{plan.get('cohort', '1 2')},3145728,0,{cell}\\n"
 )
-(folder / "clients.csv").write_text(f"client,test/acc\\n0,{cell}\\n1,{cell}\\n")
+tested = plan.get("clients", [cell, cell])
+(folder / "clients.csv").write_text("\\n".join(["client,test/acc", *(f"{k},{v}" for k, v in enumerate(tested)), ""]))
 part = {"round": 2, "val/acc": accuracy, "test/acc": accuracy} | plan.get("central", {})
 (folder / "summary.json").write_text(json.dumps({
     "final": part, "selected": part, "best_on_test": part, "best_global": plan.get("central", {}), "seconds": 1.5,
@@ -144,6 +145,27 @@ def test_commands_are_printed_and_what_they_leave_is_collected(stand_in, capsys)
     assert "runs that have finished: 3 of 4" in capsys.readouterr().out
     assert len(calls()) == 3
     assert [row["seeds"] for row in read_csv(OUT / "comparison.csv")] == ["0 1", "0"]
+
+
+# Client by client
+
+
+def test_the_best_and_what_does_not_differ_are_marked(stand_in, capsys):
+    own = [[0.5 + 0.01 * client + gain for client in range(12)] for gain in (0.0, 0.2)]
+    near = [value - 0.001 * (-1) ** client for client, value in enumerate(own[1])]
+    stand_in(Local={"clients": own[0]}, FedPer={"clients": own[1]}, FedProx={"clients": near})
+    assert compare("--methods Local FedPer FedProx --data Digits") == 0
+    table = (OUT / "comparison.md").read_text().splitlines()
+    cells = {row.split(" | ")[0].strip("| "): row.split(" | ") for row in table[2:5]}
+    assert [name for name, row in cells.items() if row[2].startswith("**")] == ["FedPer", "FedProx"]
+    assert cells["FedPer"][-1].strip(" |") == "+20.00 (100 %)"
+    assert cells["Local"][-1].strip(" |") == "-"
+    assert "Best in the last round, or level with the best: FedPer and FedProx." in " ".join(table)
+    latex = (OUT / "comparison.tex").read_text()
+    assert latex.count(r"\textbf{") == 2
+    body = [line for line in latex.splitlines() if line.endswith(r"\\")]
+    assert {line.count("&") for line in body} == {len(cells["Local"]) - 1}
+    assert latex.count("{") == latex.count("}")
 
 
 # With fit itself

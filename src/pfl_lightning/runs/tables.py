@@ -1,6 +1,6 @@
 """Tables of text, for terminals, Markdown and LaTeX."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 LATEX = {
     "\\": r"\textbackslash{}",
@@ -31,7 +31,7 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(rows: Sequence[Sequence[str]], bold: Container[tuple[int, int]] = ()) -> str:
     """The same in Markdown.
 
     >>> print(markdown_table([["method", "last"], ["FedAvg", "78.20"]]))
@@ -41,13 +41,18 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
     Args:
         rows: cells, the header first.
+        bold: rows and columns of the cells that are marked.
     """
-    header, *others = rows
-    cells = [[cell.replace("|", r"\|") for cell in row] for row in [header, ["---"] * len(header), *others]]
+    escaped = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+    header, *others = [
+        [f"**{cell}**" if (at, column) in bold else cell for column, cell in enumerate(row)]
+        for at, row in enumerate(escaped)
+    ]
+    cells = [header, ["---"] * len(header), *others]
     return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
-def latex_table(rows: Sequence[Sequence[str]]) -> str:
+def latex_table(rows: Sequence[Sequence[str]], bold: Container[tuple[int, int]] = ()) -> str:
     r"""The same as a LaTeX ``tabular``, with the rules of the package booktabs.
 
     >>> print(latex_table([["method", "last"], ["fed_avg", "78.20 ± 0.11"]]))
@@ -61,8 +66,13 @@ def latex_table(rows: Sequence[Sequence[str]]) -> str:
 
     Args:
         rows: cells, the header first.
+        bold: rows and columns of the cells that are marked.
     """
-    header, *others = (" & ".join(map(latex, row)) + r" \\" for row in rows)
+    written = [
+        [rf"\textbf{{{latex(cell)}}}" if (at, column) in bold else latex(cell) for column, cell in enumerate(row)]
+        for at, row in enumerate(rows)
+    ]
+    header, *others = (" & ".join(row) + r" \\" for row in written)
     columns = "l" * len(rows[0])
     lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", header, r"\midrule", *others, r"\bottomrule"]
     return "\n".join([*lines, r"\end{tabular}"])

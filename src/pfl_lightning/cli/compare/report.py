@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pfl_lightning.cli.compare.paired import best_and_level, gains_over_local
 from pfl_lightning.cli.compare.results import (
     CAPTION,
     Result,
@@ -19,6 +20,14 @@ from pfl_lightning.plots.runs import plot_mean_curves
 from pfl_lightning.runs.report import Row, write_rows
 from pfl_lightning.runs.tables import latex, latex_table, markdown_table, text_table
 from pfl_lightning.tasks import Monitor
+
+OVER_LOCAL = """\
+Over Local: how much more than alone a client has in the last round, the mean over seeds and clients, and how many of
+them have more."""
+
+LEVEL_NOTE = """\
+Best in the last round, or level with the best: {names}. The others differ from it by Wilcoxon's signed-rank test over
+all pairs of seed and client (p < 0.05)."""
 
 
 def write(
@@ -37,9 +46,12 @@ def write(
         seeds: all seeds.
         tuned: settings that methods got for themselves, by method.
     """
-    cells = comparison_table(methods, failures)
-    over = "mean ± sample standard deviation over seeds" if len(seeds) > 1 else "seed"
     monitor = monitor_of(methods)
+    gains, level = gains_over_local(methods, monitor), best_and_level(methods)
+    cells = comparison_table(methods, failures, {"over Local": gains} if gains else {})
+    last = cells[0].index("last") if "last" in cells[0] else 0
+    marked = {(row, last) for row, of_one in enumerate(cells) if of_one[0] in level}
+    over = "mean ± sample standard deviation over seeds" if len(seeds) > 1 else "seed"
     caption = CAPTION.format(
         metric="accuracy in %" if monitor.metric == "acc" else monitor.metric,
         over=f"{over} {', '.join(map(str, seeds))}",
@@ -48,14 +60,18 @@ def write(
     notes = [reason for method in methods for reason in reasons(method, failures)]
     if tuned:
         notes.append("Chosen on validation: " + "; ".join(f"{name} {setting}" for name, setting in tuned.items()) + ".")
+    if gains:
+        notes.append(OVER_LOCAL)
+    if marked:
+        notes.append(LEVEL_NOTE.format(names=" and ".join([", ".join(level[:-1]), level[-1]]).removeprefix(" and ")))
     notes += same_numbers(methods)
     notes += differences(methods) or ["Same partition, cohorts and initial weights for all methods at each seed."]
     names = [column.name for column in all_columns(methods)]
     write_rows(out / "runs.csv", [row_of(result, names, out) for results in methods.values() for result in results])
     write_rows(out / "comparison.csv", [row_of_method(name, methods[name], failures, names, out) for name in methods])
-    (out / "comparison.md").write_text("\n\n".join([markdown_table(cells), caption, *notes]) + "\n")
+    (out / "comparison.md").write_text("\n\n".join([markdown_table(cells, marked), caption, *notes]) + "\n")
     comments = "\n".join(f"% {latex(line)}" for line in [*caption.splitlines(), *notes])
-    (out / "comparison.tex").write_text(f"{comments}\n{latex_table(cells)}\n")
+    (out / "comparison.tex").write_text(f"{comments}\n{latex_table(cells, marked)}\n")
     curves(out / "curves.png", methods)
     closing = f"table, curves and a folder a run: {out}"
     return "\n".join(["", text_table(cells), "", caption, "", *notes, closing])

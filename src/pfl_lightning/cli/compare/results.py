@@ -145,17 +145,24 @@ def over_seeds(results: Sequence[Result]) -> dict[str, tuple[float, float | None
     }
 
 
-def comparison_table(methods: Mapping[str, Sequence[Result]], failures: Mapping[Run, str]) -> list[list[str]]:
+def comparison_table(
+    methods: Mapping[str, Sequence[Result]], failures: Mapping[Run, str], more: Mapping[str, Mapping[str, str]]
+) -> list[list[str]]:
     """The table's cells, the header first, without columns that no method has.
 
     Args:
         methods: finished runs by method.
         failures: why others failed.
+        more: further columns: cells by method, by title.
     """
     summaries = {method: over_seeds(results) for method, results in methods.items()}
     columns = [column for column in all_columns(methods) if any(column.name in got for got in summaries.values())]
     rows = [["method", *(column.title for column in columns)]]
     rows += [[method, *(cell(column, got.get(column.name)) for column in columns)] for method, got in summaries.items()]
+    for title, cells in more.items():
+        rows[0].append(title)
+        for row in rows[1:]:
+            row.append(cells.get(row[0], "-"))
     if failures:
         rows[0].append("failed")
         for row in rows[1:]:

@@ -1,0 +1,93 @@
+"""Methods compared client by client: at a seed all of them have the same clients."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from pfl_lightning.cli.compare.results import Result, read
+from pfl_lightning.tasks import Monitor
+
+Clients: TypeAlias = dict[tuple[int, str], float]
+"""The monitored metric of the last round's models, times the sign that makes more better, by seed and client."""
+
+LEVEL = 0.05
+"""Below this probability of what is seen, were there no difference, methods are said to differ."""
+
+
+def of_clients(results: Sequence[Result]) -> Clients:
+    """The values of a method's clients, without those that have none.
+
+    Args:
+        results: its runs.
+    """
+    found: Clients = {}
+    for result in results:
+        column = f"test/{result.monitor.metric}"
+        for row in read(result.folder / "clients.csv"):
+            value = float(row.get(column) or "nan")
+            if value == value:
+                found[result.run.seed, row["client"]] = result.monitor.sign * value
+    return found
+
+
+def differences_of(one: Clients, other: Clients) -> list[float]:
+    """How much better the first is, for each client that both have."""
+    return [value - other[key] for key, value in one.items() if key in other]
+
+
+def probability(differences: Sequence[float]) -> float:
+    """Probability of differences at least as one-sided, were there none: Wilcoxon's signed-rank test, two-sided.
+
+    >>> probability([0.0, 0.0]), round(probability([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]), 4)
+    (1.0, 0.0156)
+
+    Args:
+        differences: a pair each; those of nothing are left out, as Wilcoxon does.
+    """
+    from scipy.stats import wilcoxon
+
+    moved = [difference for difference in differences if difference != 0]
+    return float(wilcoxon(moved).pvalue) if moved else 1.0
+
+
+def best_and_level(methods: Mapping[str, Sequence[Result]]) -> list[str]:
+    """The method with the best mean over seeds and clients, and those that don't differ from it; none of a single one.
+
+    Args:
+        methods: finished runs by method.
+    """
+    clients = {method: of_clients(results) for method, results in methods.items()}
+    clients = {method: values for method, values in clients.items() if values}
+    if len(clients) < 2:
+        return []
+    best = max(clients, key=lambda method: float(np.mean(list(clients[method].values()))))
+    others = {method: differences_of(clients[best], values) for method, values in clients.items() if method != best}
+    return [best, *(method for method, pairs in others.items() if pairs and probability(pairs) >= LEVEL)]
+
+
+def is_local(method: str) -> bool:
+    """Whether a method's label is of clients that train alone.
+
+    >>> is_local("Local+sgd_0.05"), is_local("FedAvg")
+    (True, False)
+    """
+    return method.partition("+")[0] == "Local"
+
+
+def gains_over_local(methods: Mapping[str, Sequence[Result]], monitor: Monitor) -> dict[str, str]:
+    """How much more a client has by a method than alone, on average, and how many clients have more; a cell a method.
+
+    Args:
+        methods: finished runs by method.
+        monitor: the metric that selects.
+    """
+    local = next((of_clients(results) for method, results in methods.items() if is_local(method)), {})
+    cells = {}
+    for method, results in methods.items():
+        pairs = [] if is_local(method) else differences_of(of_clients(results), local)
+        if pairs:
+            factor, form = (100, "+.2f") if monitor.metric == "acc" else (1, "+.4g")
+            more = np.mean([pair > 0 for pair in pairs])
+            cells[method] = f"{format(monitor.sign * factor * float(np.mean(pairs)), form)} ({100 * more:.0f} %)"
+    return cells
