@@ -20,6 +20,7 @@ from federations import (
     fit,
     load,
     make_client,
+    make_trainer,
     noisy,
     plain,
     same_end,
@@ -319,3 +320,12 @@ def test_only_what_travels_is_in_an_update():
     assert list(spy.updates[0][0]["weights"]) == [
         *("net.features.2.weight", "net.features.2.bias", "net.classifier.weight", "net.classifier.bias")
     ]
+
+
+def test_a_checkpoint_is_tested_with_its_own(tmp_path):
+    done = fit(make_client(FedPer, net=half_frozen), root=tmp_path, max_rounds=2)
+    other = make_client(FedPer, net=half_frozen, seed=8)
+    trainer = make_trainer()
+    trainer.test(other, datamodule=blobs(), ckpt_path=str(done.last))
+    tested = trainer.lightning_module.evaluations.results["test"]
+    assert tested == done.test() and equal(other.state_dict()[WEIGHT], done.weights[WEIGHT])

@@ -96,7 +96,8 @@ class PFedMe(PersonalNet):
         """Moves theta_i, and gives a loss whose gradient is lambda (w_i - theta_i)."""
         if batch_idx == 0:
             copy_net(self, "personal")
-        w = {name: parameter.detach() for name, parameter in trained_parameters(self, "net").items()}
+        net = trained_parameters(self, "net")
+        w = {name: parameter.detach() for name, parameter in net.items() if parameter.requires_grad}
         kept = dict(self.personal.named_parameters())
         theta: StateDict = {name: kept[name].detach() for name in w}
         buffers = dict(self.personal.named_buffers())
@@ -110,7 +111,7 @@ class PFedMe(PersonalNet):
             }
         for name, entry in theta.items():
             kept[name].copy_(entry)
-        distance = proximal(trained_parameters(self, "net").values(), (kept[name] for name in w))
+        distance = proximal(net.values(), (kept[name] for name in net))
         return {"loss": loss + self.moreau_lambda * distance}
 
     def objective(self, theta: StateDict, buffers: StateDict, batch: Batch) -> Tensor:
