@@ -7,16 +7,32 @@ from typing import Any
 
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.optim import SGD
 
 from command import QUICKSTART, QUIET, refusal
 from federations import fit, make_client
 from pfl_lightning import AggregatorList, WeightedAverage
-from pfl_lightning.contract.pairing import check_finite
-from pfl_lightning.methods import MOON, CloudProx, FedALA, FedAMP, FedProx, KTpFL, Local
+from pfl_lightning.contract.pairing import check_finite, check_tied
+from pfl_lightning.methods import (
+    MOON,
+    CloudProx,
+    ControlVariates,
+    Ditto,
+    FedALA,
+    FedAMP,
+    FedBABU,
+    FedFomo,
+    FedPer,
+    FedProx,
+    FedRep,
+    KTpFL,
+    LGFedAvg,
+    Local,
+)
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.registry import METHODS
-from pfl_lightning.nets import MLP
+from pfl_lightning.nets import MLP, Net
 
 CLIENTS: set[Any] = {method.client for method in METHODS}
 AGGREGATORS: set[Any] = {type(method.new_aggregator()) for method in METHODS}
@@ -116,3 +132,38 @@ def test_a_run_is_refused_before_its_first_round(cls):
 )
 def test_the_command_refuses_it_by_name(line, sentence, capsys):
     assert refusal(f"fit {QUICKSTART} {QUIET} {line}", capsys).startswith(sentence)
+
+
+class Tied(Net):
+    """A linear autoencoder whose classifier is its first layer."""
+
+    def __init__(self, input_shape: Any, num_classes: int) -> None:
+        body = nn.Sequential(nn.Linear(input_shape[0], input_shape[0]), nn.Tanh())
+        super().__init__(body, nn.Linear(input_shape[0], input_shape[0]))
+        self.classifier.weight = body[0].weight
+
+
+class FrozenTied(Tied):
+    def __init__(self, input_shape: Any, num_classes: int) -> None:
+        super().__init__(input_shape, num_classes)
+        self.classifier.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("method", [FedPer, LGFedAvg, FedBABU, FedRep])
+def test_a_tensor_that_is_shared_under_one_name_and_personal_under_another_is_refused(method):
+    with pytest.raises(
+        MisconfigurationException, match=r"^model\.net=Tied has one tensor for net\.\S+weight, which"
+    ) as e:
+        fit(make_client(method, net=Tied))
+    assert "net.features.0.weight" in str(e.value) and "net.classifier.weight" in str(e.value)
+
+
+@pytest.mark.parametrize("method", [FedAvg, Ditto, Local, MOON, ControlVariates, CloudProx, FedFomo])
+def test_a_tensor_with_two_names_may_be_all_shared_or_all_personal(method):
+    check_tied(make_client(method, net=Tied))
+
+
+def test_a_frozen_tensor_with_two_names_is_neither():
+    model = make_client(FedPer, net=FrozenTied)
+    check_tied(model)
+    assert model.common_names == {"net.features.0.weight", "net.classifier.weight"}

@@ -1,5 +1,5 @@
 import copy
-from functools import partial, partialmethod
+from functools import partial
 
 import pytest
 import torch
@@ -154,7 +154,8 @@ def test_it_gets_where_the_mean_gradient_is_zero_and_fedavg_does_not(option):
 def test_option_one_is_the_gradient_at_the_received_model_also_under_momentum(net, monkeypatch):
     """By chunks of the client's samples, and in evaluation mode."""
     spy, chunk = Spy(), 7
-    monkeypatch.setattr(Samples, "chunks", partialmethod(Samples.chunks, chunk))
+    whole = Samples.chunks
+    monkeypatch.setattr(Samples, "chunks", lambda self, size=chunk: whole(self, size))
     run = fit(make_client(ControlVariates, option="I", net=net), callbacks=[spy], max_rounds=1)
     model = make_client(net=net).eval()
     for client in range(4):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pfl_lightning.aggregators import Server
 from pfl_lightning.callbacks.pictures import Pictures
+from pfl_lightning.client.common import shared_entries
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.messages import Updates
 from pfl_lightning.methods.fedrema import FedReMa
@@ -141,7 +142,7 @@ def onlooker(federation: Federation, temperature: float) -> Relevance | None:
         temperature: see `FedReMa`.
     """
     client, data = federation.client, federation.data
-    shared = {name: tensor for name, tensor in client.state_dict().items() if client.is_shared(name)}
+    shared = shared_entries(client, client.state_dict())
     try:
         return Relevance(Server(data.num_clients, shared, client, data, cast(int, federation.seed)), temperature)
     except MisconfigurationException:

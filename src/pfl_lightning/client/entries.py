@@ -6,9 +6,20 @@ from pathlib import Path
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 
 from pfl_lightning.messages import Message, StateDict
+
+
+def frozen_names(module: nn.Module, path: str) -> frozenset[str]:
+    """Names of the parameters of a part that require no gradient, as entries of the whole.
+
+    Args:
+        module: the whole.
+        path: the part's name in it.
+    """
+    parameters = module.get_submodule(path).named_parameters(remove_duplicate=False)
+    return frozenset(f"{path}.{name}" for name, parameter in parameters if not parameter.requires_grad)
 
 
 def copy_entries(entries: Mapping[str, Tensor], own: StateDict, client: str) -> None:
@@ -38,11 +49,13 @@ class SavedClient:
 
     Args:
         architecture: which of the client module's `architectures` it has.
+        common: the common entries of its architecture, where they aren't the global model's.
         personal: its personal entries.
         payload: what the next round would send it.
     """
 
     architecture: int
+    common: StateDict
     personal: StateDict
     payload: Message
 
@@ -67,4 +80,5 @@ def saved_client(
         raise MisconfigurationException(f"client={client} is not in {path}: it has clients 0 to {len(payloads) - 1}.")
     architecture = architecture_of(client, len(payloads))
     personal = saved["clients"].get(client, {}).get("personal", saved["initial"][architecture])
-    return SavedClient(architecture, personal, payloads[client])
+    common = saved.get("common", {}).get(architecture, {})
+    return SavedClient(architecture, common, personal, payloads[client])

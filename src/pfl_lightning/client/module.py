@@ -15,7 +15,7 @@ from torchmetrics import Metric, MetricCollection
 from pfl_lightning.choices import check_choices
 from pfl_lightning.client.architectures import made_with_others
 from pfl_lightning.client.arguments import arguments_of_init, live
-from pfl_lightning.client.entries import copy_entries, saved_client
+from pfl_lightning.client.entries import copy_entries, frozen_names, saved_client
 from pfl_lightning.client.optimizers import check_first_rate, checked_optimizer
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
@@ -37,7 +37,9 @@ class ClientModule(LightningModule):
 
     **A client is its** ``state_dict``. Engines run many clients through one module, so all that a client owns is an
     entry of it, *shared* (travels), *personal* (stays with its client between rounds), or both. What each download
-    makes anew is a buffer registered with ``persistent=False``. Nothing in other attributes survives a round.
+    makes anew is a buffer registered with ``persistent=False``. Nothing in other attributes survives a round. What the
+    net has frozen when it is built (``requires_grad=False``) is *common*: it exists once, never travels or changes.
+    Buffers of frozen layers are as others: running statistics move, and `buffers` says what becomes of them.
 
     Engines call `on_download` and `upload` in evaluation mode, without gradients and in full precision, and tell the
     module where it is: ``client_id``, ``round`` (from 0), ``num_rounds`` (of the run), ``phase``, its
@@ -106,16 +108,15 @@ class ClientModule(LightningModule):
         self.assign_nets = assign_nets
         self._build = partial(self.nets[0], tuple(input_shape), self.task.outputs)
         self.net = self.new_net()
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.optimizer_lifetime = optimizer_lifetime
-        self.buffers_policy = buffers
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.optimizer_lifetime, self.buffers_policy = optimizer_lifetime, buffers
         self.phase = Phase()
         self.requested: frozenset[str] = frozenset()
         self._logged: dict[str, Tensor] | None = None
         self.client_id = self.round = self.steps_done = 0
         self.num_rounds, self.learning_rate = 1, 0.0
         self._buffer_names = frozenset(name for name, _ in self.named_buffers())
+        self.common_names = frozen_names(self, "net")
         checked_optimizer(optimizer, list(self.parameters()), "model.optimizer")
         check_first_rate(self.configure_optimizers)
 
@@ -138,8 +139,7 @@ class ClientModule(LightningModule):
 
     def architecture_of(self, client: int, num_clients: int) -> int:
         """Which of the `architectures` a client has, by its id and the number of clients."""
-        count = len(self.nets)
-        return client % count if self.assign_nets == "turn" else client // -(-num_clients // count)
+        return client % len(self.nets) if self.assign_nets == "turn" else client // -(-num_clients // len(self.nets))
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs ``[n, ...]``, as the task has them, of inputs ``[n, *input_shape]``: evaluation and prediction."""
@@ -200,12 +200,13 @@ class ClientModule(LightningModule):
         return []
 
     def is_shared(self, name: str) -> bool:
-        """Whether an entry of the ``state_dict`` travels; by default all of the net, `buffers` as configured."""
-        return name.startswith("net.") and (self.buffers_policy == "average" or name not in self._buffer_names)
+        """Whether an entry of the ``state_dict`` travels; by default all of the net that isn't common."""
+        stays = self._buffer_names if self.buffers_policy == "local" else ()
+        return name.startswith("net.") and name not in stays and name not in self.common_names
 
     def is_personal(self, name: str) -> bool:
         """Whether an entry of the ``state_dict`` stays with its client between rounds; by default what isn't shared."""
-        return not self.is_shared(name)
+        return not self.is_shared(name) and name not in self.common_names
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Takes what the server sent; the personal entries are already in place.
@@ -221,7 +222,7 @@ class ClientModule(LightningModule):
 
         References will do: the engine copies them.
         """
-        shared = {name: tensor for name, tensor in self.state_dict().items() if self.is_shared(name)}
+        shared = {n: t for n, t in self.state_dict().items() if self.is_shared(n) and n not in self.common_names}
         update = {"weights": shared, "num_samples": torch.tensor(len(data.train))}
         return update | ({"class_counts": data.class_counts} if "class_counts" in self.requested else {})
 
@@ -289,12 +290,12 @@ class ClientModule(LightningModule):
             client: id of the client whose model it shall be, as the next round would hand it over; None gives the
                 global model.
             *args: as for ``LightningModule.load_from_checkpoint``.
-            **kwargs: as for ``LightningModule.load_from_checkpoint``; a run from Python needs ``net=`` and
-                ``optimizer=`` here if they are not the defaults.
+            **kwargs: the same; a run from Python needs ``net=`` and ``optimizer=`` if they are not the defaults.
         """
         model = super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
         if client is not None:
             saved = saved_client(checkpoint_path, client, model.architecture_of, model.device)
             model = model.architectures()[saved.architecture].to(model.device)
+            model.assign(saved.common)
             model.receive(saved.personal, saved.payload, data=None)
         return model

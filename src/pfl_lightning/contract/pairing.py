@@ -10,6 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.arguments import kept_arguments, parameters_of
+from pfl_lightning.client.common import personal_entries, shared_entries
 from pfl_lightning.messages import StateDict
 
 
@@ -58,6 +59,24 @@ def check_pair(client: ClientModule, aggregator: Aggregator) -> None:
             raise MisconfigurationException(
                 f"{one} needs {' and '.join(missing)}, which {other} does not send; choose another aggregator for "
                 f"model {names[0]}, or leave it out to take {client.configure_aggregator().name}."
+            )
+
+
+def check_tied(client: ClientModule) -> None:
+    """Refuses a tensor with two names of which one is shared and one personal: what arrives overwrites what was kept.
+
+    Args:
+        client: the client module.
+    """
+    entries = client.state_dict()
+    shared = {t.data_ptr(): name for name, t in shared_entries(client, entries).items() if t.numel()}
+    for name, tensor in personal_entries(client, entries).items():
+        other = shared.get(tensor.data_ptr())
+        if other is not None and not client.is_shared(name):
+            raise MisconfigurationException(
+                f"model.net={type(client.net).__name__} has one tensor for {other}, which {type(client).__name__} "
+                f"shares, and {name}, which stays with each client; give a net that doesn't tie the two, or take a "
+                "method that shares all of it, such as FedAvg."
             )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from pfl_lightning.client.common import personal_entries
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.nets.batch_norm import smallest_batch
@@ -31,7 +32,7 @@ class Layout:
         return cls(
             # without what the method itself has frozen, which stays so when a phase ends
             parameters={name: p for name, p in module.named_parameters() if p.requires_grad},
-            personal=[name for name in module.state_dict() if module.is_personal(name)],
+            personal=list(personal_entries(module, module.state_dict())),
             # the mean and the variance of one sample are no statistics, and BatchNorm refuses them
             smallest_batch=smallest_batch(module),
         )

@@ -9,7 +9,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from pfl_lightning.client import ClientModule
-from pfl_lightning.contract.attributes import Attributes
+from pfl_lightning.client.common import common_parameters
+from pfl_lightning.contract.attributes import Attributes, version
 
 ENGINES_OWN = {
     *vars(LightningModule()),
@@ -32,6 +33,7 @@ class Leaks:
     def __init__(self, module: ClientModule) -> None:
         self.module = module
         self._attributes = attributes_of(module)
+        self._common = common_parameters(module)
         self._rounds = 0
 
     @contextmanager
@@ -50,10 +52,15 @@ class Leaks:
 
     @contextmanager
     def _watched(self, what: str) -> Iterator[None]:
-        before = self._attributes.look()
+        before, frozen = self._attributes.look(), self._versions()
         yield
         now = self._attributes.look()
         method = type(self.module).__name__
+        if moved := [name for name, count in self._versions().items() if count != frozen[name]]:
+            raise MisconfigurationException(
+                f"{method}: {what} changes {moved[0]}, which all clients have in common, as the net has frozen it when "
+                "it is built (requires_grad=False); let it require a gradient there, or make it a buffer."
+            )
         caches = {f"{method}.{name}" for name in self.module.caches}
         kept = [{name: held for name, held in look.items() if name not in caches} for look in (before, now)]
         if name := self._attributes.changed(*kept):
@@ -64,6 +71,10 @@ class Leaks:
                 f"if each round makes it anew, or name it in {method}.caches if it says nothing but what the state, "
                 "the payload and the data do."
             )
+
+    def _versions(self) -> dict[str, int]:
+        """How often each common parameter was changed in place."""
+        return {name: version(parameter) for name, parameter in self._common.items()}
 
 
 def attributes_of(module: ClientModule) -> Attributes:

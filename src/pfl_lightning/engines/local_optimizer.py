@@ -1,5 +1,6 @@
 """A client's optimizer for a phase of its local training."""
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,7 +18,16 @@ def local_optimizer(module: ClientModule, phase: Phase, job: Job, parameters: li
         phase: the phase.
         job: the client's work in this round.
         parameters: those that the phase trains.
+
+    Raises:
+        MisconfigurationException: if it trains none.
     """
+    if not parameters:
+        raise MisconfigurationException(
+            f"model.net={type(module.net).__name__}: all that {type(module).__name__} trains in its phase "
+            f"{phase.name!r} is frozen (requires_grad=False); leave some of it trainable, or take a method that trains "
+            "the net as a whole, such as FedAvg."
+        )
     optimizer = module.local_optimizer(phase, parameters)
     factor = job.lr_factor if phase.scheduled else 1.0
     rates = [group["lr"] * factor for group in optimizer.param_groups]

@@ -12,11 +12,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from pfl_lightning.aggregators.base import Aggregator, Server
+from pfl_lightning.client.common import common_parameters, personal_entries, shared_entries, whole_model
 from pfl_lightning.client.hooks import check_hooks
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.optimizers import check_schedule
 from pfl_lightning.contract.aggregator_memory import Remembered
-from pfl_lightning.contract.pairing import check_common, check_finite, check_pair
+from pfl_lightning.contract.pairing import check_common, check_finite, check_pair, check_tied
 from pfl_lightning.contract.task import check_requirements, check_task
 from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ClientState, Engine, Job
@@ -70,6 +71,7 @@ class FederationBase(LightningModule):
         check_pair(client, self.aggregator)
         check_requirements(client, self.aggregator)
         for module in self._architectures:
+            check_tied(module)
             module.requested = module.offers & self.aggregator.needs
         self.save_hyperparameters(dict(client.hparams))
 
@@ -127,11 +129,13 @@ class FederationBase(LightningModule):
             return
         # every rank goes on with what the first one has drawn
         self.seed, states = self.trainer.strategy.broadcast(
-            (torch.initial_seed(), [detached(module.state_dict()) for module in self._architectures])
+            (torch.initial_seed(), [whole_model(module) for module in self._architectures])
         )
         pairs = list(zip(self._architectures, states, strict=True))
-        self.initial = [{name: t for name, t in state.items() if module.is_personal(name)} for module, state in pairs]
-        shared = [{name: t for name, t in state.items() if module.is_shared(name)} for module, state in pairs]
+        for module, state in pairs:
+            module.assign({name: state[name] for name in common_parameters(module)})
+        self.initial = [personal_entries(module, state) for module, state in pairs]
+        shared = [shared_entries(module, state) for module, state in pairs]
         check_common(self._architectures, shared)
         self._shared = shared[0]
         self._set_up_server(self.seed)
@@ -168,8 +172,7 @@ class FederationBase(LightningModule):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The global model, under the client module's names; what it leaves out is the common initial one."""
-        state: StateDict = detached(self.client.state_dict())
-        return state | self.start | self.initial[0] | self.aggregator.global_model()
+        return whole_model(self.client) | self.start | self.initial[0] | self.aggregator.global_model()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Takes a global model.
@@ -194,6 +197,8 @@ class FederationBase(LightningModule):
             "seed": self.seed,
             "initial": self.initial,
             "start": self.start,
+            # the first module's are in the global model
+            "common": {k: detached(common_parameters(m)) for k, m in enumerate(self._architectures) if k},
             "aggregator": self.aggregator.state,
             "clients": {client: vars(state) for client, state in sorted(self.clients.items())},
             "after": dict(sorted(self.evaluations.after.items())),
@@ -213,6 +218,8 @@ class FederationBase(LightningModule):
         self.round, self.lr_factor = state["round"], state["lr_factor"]
         self.seed, self.initial, self.start = state["seed"], state["initial"], state["start"]
         self.aggregator.state = state["aggregator"]
+        for architecture, entries in state.get("common", {}).items():
+            self._architectures[architecture].assign(entries)
         self.clients = {client: ClientState(**saved) for client, saved in state["clients"].items()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

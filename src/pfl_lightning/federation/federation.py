@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 
+from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.contract.messages import check_payload, sound_updates
 from pfl_lightning.engines import Job, Outcome
 from pfl_lightning.engines.evaluation import POOLED
@@ -144,7 +145,7 @@ class Federation(FederationBase):
             model: a ``state_dict`` that holds it; None takes the server's own.
         """
         own = self.aggregator.global_model()
-        whole = all(f"net.{name}" in own for name, _ in self.client.net.named_parameters())
+        whole = all(f"net.{name}" in own for name in trained_parameters(self.client, "net"))
         samples = self.data.central_data() if whole else None
         if samples is None:
             return {}

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from pfl_lightning.aggregators import Aggregator, ModelPool, Server
 from pfl_lightning.client import Batch, ClientModule, Phase
+from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict
 
@@ -118,17 +119,18 @@ class APPLE(ClientModule):
         if not len(self.rho):
             starts = {"samples": self.p, "uniform": torch.full_like(self.p, 1 / len(self.p))}
             self.rho.data = starts.get(self.start, torch.eye(len(self.p))[self.own].to(self.p)).clone()
-        self.others = {name: c.new_zeros(len(self.p), *c.shape) for name, c in self.net.named_parameters()}
-        for m, core in cores.items():
+        core = trained_parameters(self, "net")
+        self.others = {name: c.new_zeros(len(self.p), *c.shape) for name, c in core.items()}
+        for m, other in cores.items():
             for name, rows in self.others.items():
-                rows[m] = core[f"net.{name}"]
+                rows[m] = other[f"net.{name}"]
 
     def mixture(self) -> StateDict:
         """w_i, by the names of the net."""
         # not in half precision: a weight would be lost beside one that is much larger
         with torch.autocast(self.device.type, enabled=False):
             mixed = {}
-            for name, c in self.net.named_parameters():
+            for name, c in trained_parameters(self, "net").items():
                 rho = self._slowed(c.numel()) if self.pfllib else self.rho
                 mixed[name] = rho[self.own] * c + torch.tensordot(rho, self.others[name], 1)
             return mixed

@@ -6,6 +6,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.client import Batch, Phase
+from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.losses import proximal
 from pfl_lightning.methods.personal_net import PersonalNet
@@ -18,8 +19,8 @@ class Ditto(PersonalNet, FedAvg):
     .. math:: \min_{v_k}\; h_k(v_k; w^t) = F_k(v_k) + \frac{\lambda}{2}\,\lVert v_k - w^t \rVert^2
 
     The personal model :math:`v_k` goes on from its last state, at first from the common initial model, and never leaves
-    its client; it is as large as the net. The global model :math:`w^t` travels and is trained as by `FedAvg`. A client
-    that hasn't taken part yet is evaluated by the received model.
+    its client; it is as large as what is trained of the net. The global model :math:`w^t` travels and is trained as by
+    `FedAvg`. A client that hasn't taken part yet is evaluated by the received model.
 
     Both start from :math:`w^t`, so that their order is free but for the random stream, which they draw from in turn.
     Here the personal phase is the first: with ``personal_lambda=0`` the personal models are those of `Local` bit for
@@ -71,5 +72,6 @@ class Ditto(PersonalNet, FedAvg):
         features = self.personal.features(x)
         loss = self.loss(features, self.personal.classifier(features), target)
         if self.personal_lambda > 0:
-            loss = loss + self.personal_lambda * proximal(self.personal.parameters(), self.net.parameters())
+            personal, net = (trained_parameters(self, path).values() for path in ("personal", "net"))
+            loss = loss + self.personal_lambda * proximal(personal, net)
         return {"loss": loss}

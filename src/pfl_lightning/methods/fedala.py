@@ -8,6 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.data.trees import joined
 from pfl_lightning.messages import Message, StateDict
@@ -40,8 +41,8 @@ class FedALA(FedAvg):
     and count in ``layer_idx`` tensors, a weight and a bias apiece, where the paper and ``layers`` count layers.
 
     Args:
-        layers: the paper's p, how many of the net's last layers are mixed, at least 1; layers without parameters don't
-            count. 1 is the output layer.
+        layers: the paper's p, how many of the net's last layers are mixed, at least 1; layers without parameters, or
+            with frozen ones, don't count. 1 is the output layer.
         rand_percent: the paper's s, the share of the samples to learn from in percent, above 0 and up to 100.
         eta: :math:`\eta`, the learning rate of the weights, at least 0; 0 is `FedAvg` bit for bit.
         threshold: the losses have settled when the last ones have a smaller standard deviation than this, above 0; they
@@ -69,7 +70,7 @@ class FedALA(FedAvg):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        owners = list(dict.fromkeys(name.rpartition(".")[0] for name, _ in self.net.named_parameters()))
+        owners = list(dict.fromkeys(name.rpartition(".")[0] for name in trained_parameters(self, "net")))
         for name, value, allowed, advice in (
             ("layers", layers, 1 <= layers <= len(owners), f"from 1 to the net's {len(owners)} layers with parameters"),
             ("rand_percent", rand_percent, 0 < rand_percent <= 100, "above 0 and up to 100"),
@@ -84,7 +85,7 @@ class FedALA(FedAvg):
         self.rand_percent, self.eta, self.threshold = rand_percent, eta, threshold
         self.num_pre_loss, self.max_passes, self.ala_batch_size = num_pre_loss, max_passes, ala_batch_size
         top = owners[-layers:] if eta > 0 else []
-        mixed = [(name, p) for name, p in self.net.named_parameters() if name.rpartition(".")[0] in top]
+        mixed = [(name, p) for name, p in trained_parameters(self, "net").items() if name.rpartition(".")[0] in top]
         self.names = [name for name, _ in mixed]
         self.own = Frozen(mixed, persistent=True)  # Theta_i
         self.weights = Frozen(((name, torch.ones_like(p)) for name, p in mixed), persistent=True)  # W_i

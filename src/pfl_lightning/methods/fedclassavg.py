@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pfl_lightning.client import Batch, in_classifier
+from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
@@ -94,7 +95,7 @@ class FedClassAvg(FedAvg):
         self.contrastive = contrastive
         self.contrast = partial(supervised_contrastive, tau=tau, base_tau=base_tau, normalize=normalize)
         self.share = share
-        self.received = Frozen(self.net.classifier.named_parameters())  # phi_g
+        self.received = Frozen(trained_parameters(self, "net.classifier").items())  # phi_g
 
     def is_shared(self, name: str) -> bool:
         """The classifier, or everything."""
@@ -103,7 +104,7 @@ class FedClassAvg(FedAvg):
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Remembers the received classifier."""
         super().on_download(payload, data)
-        self.received.take(self.net.classifier.named_parameters())
+        self.received.take(trained_parameters(self, "net.classifier").items())
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Cross-entropy on the first views, the contrastive term on both, and the proximal term."""
@@ -122,7 +123,8 @@ class FedClassAvg(FedAvg):
 
     def proximity(self) -> Tensor:
         """R, how far the classifier is from the received one."""
-        pairs = list(zip(self.net.classifier.parameters(), self.received.buffers(), strict=True))
+        own = trained_parameters(self, "net.classifier").values()
+        pairs = list(zip(own, self.received.buffers(), strict=True))
         if self.prox == "mse_half":
             return 0.5 * torch.stack([F.mse_loss(own, anchor) for own, anchor in pairs]).sum()
         difference = torch.cat([(own - anchor).flatten() for own, anchor in pairs])

@@ -4,7 +4,6 @@ Source: Zhang et al., 2021 (https://arxiv.org/abs/2012.08565). Symbols: L_i the 
 model before its last local training, w_m what it receives, M how many that is, P_im client i's affinity to client m.
 """
 
-import copy
 import math
 from typing import Any, Literal
 
@@ -13,8 +12,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.aggregators import Aggregator, ModelPool, Server, mean_loss
 from pfl_lightning.client import ClientModule
+from pfl_lightning.client.common import shared_entries, trained_parameters
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.messages import Message, StateDict, Updates, detached, weighted_mean
+from pfl_lightning.methods.copies import add_copy, copy_net
+from pfl_lightning.nets import Net
 from pfl_lightning.seeds import derive_seed
 
 
@@ -50,6 +52,7 @@ class FedFomo(ClientModule):
     sends = ClientModule.sends | {"affinity"}
     needs = frozenset({"models"})
     caches = frozenset({"gains"})
+    old: Net
 
     def __init__(
         self, norm: Literal["l2", "l1"] = "l2", weigh_on: Literal["val", "train"] = "val", **kwargs: Any
@@ -57,8 +60,8 @@ class FedFomo(ClientModule):
         super().__init__(**kwargs)
         self.order = {"l1": 1, "l2": 2}[norm]
         self.weigh_on = weigh_on
-        # w_i^old
-        self.old = copy.deepcopy(self.net).requires_grad_(False)
+        add_copy(self, "old", self.net)  # w_i^old
+        self.old.requires_grad_(False)
         # Delta_m by client, new at each download
         self.gains: dict[int, float] = {}
 
@@ -76,7 +79,7 @@ class FedFomo(ClientModule):
                 "data.val_fraction=0 leaves model FedFomo no samples to weigh models on; take data.val_fraction=0.1, "
                 "or model.weigh_on=train."
             )
-        own = detached({name: tensor for name, tensor in self.state_dict().items() if self.is_shared(name)})
+        own = detached(shared_entries(self, self.state_dict()))
         models = dict(sorted({**payload["models"], self.client_id: own}.items()))
         before = mean_loss(self.old, part, self.task)
         self.gains = {m: self._gain(model, before, part) for m, model in models.items()}
@@ -84,12 +87,12 @@ class FedFomo(ClientModule):
         total = math.fsum(helpful.values())
         a = [gain / total for gain in helpful.values()]
         self.assign(weighted_mean([models[m] for m in helpful], a) if helpful else own)
-        self.old.load_state_dict(self.net.state_dict())
+        copy_net(self, "old")
 
     def _gain(self, model: StateDict, before: float, part: Samples) -> float:
         """Delta_m; 0 where it isn't finite."""
         self.assign(model)
-        pairs = zip(self.net.parameters(), self.old.parameters(), strict=True)
+        pairs = zip(*(trained_parameters(self, path).values() for path in ("net", "old")), strict=True)
         gaps = torch.stack([torch.linalg.vector_norm(w - old, ord=self.order) for w, old in pairs])
         gain = (before - mean_loss(self, part, self.task)) / (
             float(torch.linalg.vector_norm(gaps, ord=self.order)) + 1e-5

@@ -89,7 +89,8 @@ class FedLAW(WeightedAverage):
             raise MisconfigurationException("aggregator.batch_size=1 gives BatchNorm no statistics; take 2 or more.")
         # as of now: later on the module holds those of whoever trained last
         state = server.module.state_dict()
-        self.state["personal"] = detached({name: t for name, t in state.items() if name not in server.weights})
+        known = server.weights.keys() | server.module.common_names
+        self.state["personal"] = detached({name: t for name, t in state.items() if name not in known})
         self.proxy = server.data.server_data()
         task = server.module.task
         if self.proxy is not None and task.has_classes and (self.proxy.y >= task.outputs).any():

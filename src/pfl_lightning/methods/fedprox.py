@@ -5,6 +5,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
@@ -30,16 +31,16 @@ class FedProx(FedAvg):
         if mu < 0:
             raise MisconfigurationException(f"model.mu={mu} must be 0 (which is FedAvg) or more, such as 0.01.")
         self.mu = mu
-        self.received = Frozen(self.net.named_parameters())  # w^t
+        self.received = Frozen(trained_parameters(self, "net").items())  # w^t
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Remembers the received model."""
         super().on_download(payload, data)
-        self.received.take(self.net.named_parameters())
+        self.received.take(trained_parameters(self, "net").items())
 
     def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
         """Cross-entropy and the proximal term."""
         loss = super().loss(features, logits, target)
         if self.mu == 0:
             return loss
-        return loss + self.mu * proximal(self.net.parameters(), self.received.buffers())
+        return loss + self.mu * proximal(trained_parameters(self, "net").values(), self.received.buffers())

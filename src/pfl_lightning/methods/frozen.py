@@ -1,7 +1,7 @@
 """Frozen copies: of tensors, and of a module that can still be run."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import torch
@@ -53,19 +53,34 @@ class FrozenModule(Frozen):
     Args:
         module: the module, whose parameters and buffers are copied.
         persistent: whether the copies are entries of the ``state_dict``.
+        common: parameters of the module that never change, of which no copies are made.
     """
 
-    def __init__(self, module: nn.Module, persistent: bool = False) -> None:
-        super().__init__(chain(module.named_parameters(), module.named_buffers()), persistent)
-        # in a tuple it is no submodule, so that nobody sets its mode; "meta" tensors have shapes and no memory
-        self._architecture = (copy.deepcopy(module).to("meta").eval(),)
+    def __init__(self, module: nn.Module, persistent: bool = False, common: Iterable[nn.Parameter] = ()) -> None:
+        kept = {id(parameter): parameter for parameter in common}
+        named = [(name, t) for name, t in tensors_of(module) if id(t) not in kept]
+        super().__init__(named, persistent)
+        # "meta" tensors have shapes and no memory
+        empty = {id(t): like(t, t.detach().to("meta")) for _, t in named}
+        # in a tuple it is no submodule, so that nobody sets its mode
+        self._architecture = (copy.deepcopy(module, kept | empty).eval(),)
 
     def take_from(self, module: nn.Module) -> None:
         """Copies the tensors of a module like the first one."""
-        self.take(chain(module.named_parameters(), module.named_buffers()))
+        self.take(tensors_of(module))
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         """The module's output, without gradient."""
         output: Tensor = functional_call(self._architecture[0], self.tensors(), (x,))
         return output
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of a module, with their names."""
+    return chain(module.named_parameters(), module.named_buffers())
+
+
+def like(tensor: Tensor, other: Tensor) -> Tensor:
+    """A tensor as a parameter where another one is."""
+    return nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pfl_lightning.client import Batch
+from pfl_lightning.client.common import common_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
@@ -68,8 +69,9 @@ class MOON(FedAvg):
             raise MisconfigurationException(f"model.tau={tau} must be above 0, such as 0.5.")
         self.mu, self.tau = mu, tau
         if mu > 0:
-            self.received = FrozenModule(self.net.features)
-            self.previous = FrozenModule(self.net.features, persistent=True)
+            common = common_parameters(self).values()
+            self.received = FrozenModule(self.net.features, common=common)
+            self.previous = FrozenModule(self.net.features, persistent=True, common=common)
             self.register_buffer("has_previous", torch.tensor(False))
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:

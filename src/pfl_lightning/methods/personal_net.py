@@ -1,13 +1,12 @@
 """A personal copy of the net, or of a part of it, beside what travels."""
 
-import copy
-
 import torch
 from torch import Tensor, nn
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
+from pfl_lightning.methods.copies import add_copy
 
 
 class PersonalNet(ClientModule):
@@ -17,7 +16,7 @@ class PersonalNet(ClientModule):
     in its ``__init__``, and trains it as its method does.
 
     Attributes:
-        personal: the copy, which stays with its client.
+        personal: the copy, which stays with its client, but for what is frozen.
         has_personal: whether the client has trained it; until then it is the initial one.
     """
 
@@ -30,7 +29,7 @@ class PersonalNet(ClientModule):
         Args:
             part: the net, or a part of it.
         """
-        self.personal = copy.deepcopy(part)
+        add_copy(self, "personal", part)
         self.register_buffer("has_personal", torch.tensor(False))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,8 +14,10 @@ from torch.func import functional_call, grad_and_value
 
 from pfl_lightning.aggregators import Aggregator, WeightedAverage
 from pfl_lightning.client import Batch
+from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict
+from pfl_lightning.methods.copies import copy_net
 from pfl_lightning.methods.losses import proximal
 from pfl_lightning.methods.personal_net import PersonalNet
 from pfl_lightning.nets import Net
@@ -93,8 +95,9 @@ class PFedMe(PersonalNet):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Moves theta_i, and gives a loss whose gradient is lambda (w_i - theta_i)."""
         if batch_idx == 0:
-            self.personal.load_state_dict(self.net.state_dict())
-        w = {name: parameter.detach() for name, parameter in self.net.named_parameters() if parameter.requires_grad}
+            copy_net(self, "personal")
+        net = trained_parameters(self, "net")
+        w = {name: parameter.detach() for name, parameter in net.items() if parameter.requires_grad}
         kept = dict(self.personal.named_parameters())
         theta: StateDict = {name: kept[name].detach() for name in w}
         buffers = dict(self.personal.named_buffers())
@@ -108,7 +111,7 @@ class PFedMe(PersonalNet):
             }
         for name, entry in theta.items():
             kept[name].copy_(entry)
-        distance = proximal(self.net.parameters(), self.personal.parameters())
+        distance = proximal(net.values(), (kept[name] for name in net))
         return {"loss": loss + self.moreau_lambda * distance}
 
     def objective(self, theta: StateDict, buffers: StateDict, batch: Batch) -> Tensor:
@@ -123,7 +126,7 @@ class PFedMe(PersonalNet):
         if self.steps_done:
             self.assign({f"net.{name}": buffer for name, buffer in self.personal.named_buffers()})
             if self.predict == "local":
-                self.personal.load_state_dict(self.net.state_dict())
+                copy_net(self, "personal")
         return super().upload(data)
 
     def configure_aggregator(self) -> Aggregator:

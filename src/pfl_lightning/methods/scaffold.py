@@ -2,7 +2,7 @@
 
 Source: Karimireddy et al., 2020, Algorithm 1 (https://arxiv.org/abs/1910.06378). Symbols: x is the server's model, y_i
 the client's after its K steps of size eta, c_i the control variate of client i, c the server's; N clients, S of them in
-the round. Control variates are vectors of all parameters, one after the other.
+the round. Control variates are vectors of all trained parameters, one after the other.
 """
 
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from torch.nn.utils import parameters_to_vector
 
 from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage
 from pfl_lightning.client import ClientModule
+from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
 
@@ -55,8 +56,8 @@ class ControlVariates(ClientModule):
             self.register_buffer(name, zeros.clone(), persistent=False)
 
     def vector(self) -> Tensor:
-        """All parameters of the net as they stand ``[P]``."""
-        vector: Tensor = parameters_to_vector(self.net.parameters())
+        """All trained parameters of the net as they stand ``[P]``."""
+        vector: Tensor = parameters_to_vector(trained_parameters(self, "net").values())
         return vector
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
@@ -75,7 +76,7 @@ class ControlVariates(ClientModule):
 
         total = self.task.weight(part.y)
 
-        weights = {name: parameter.detach() for name, parameter in self.net.named_parameters()}
+        weights = {name: parameter.detach() for name, parameter in trained_parameters(self, "net").items()}
         gradients = [parameters_to_vector(grad(objective)(weights, x, y).values()) for x, y in part.chunks()]
         return torch.stack(gradients).sum(0)
 
@@ -129,7 +130,7 @@ class SCAFFOLD(WeightedAverage):
         """Starts from the common initial model and c = 0."""
         super().setup(server)
         self.num_clients = server.num_clients
-        parameters = parameters_to_vector(server.module.net.parameters())
+        parameters = parameters_to_vector(trained_parameters(server.module, "net").values())
         self.state["control"] = torch.zeros_like(parameters, device="cpu", requires_grad=False)
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:

@@ -47,15 +47,20 @@ def checked_list(net: list[NetFactory] | NetFactory) -> list[NetFactory]:
 
 
 def checked_net(net: Net) -> Net:
-    """A net, if it is cut in two modules.
+    """A net, if it is cut in two modules and has something to train.
 
     Raises:
-        MisconfigurationException: if it isn't.
+        MisconfigurationException: if it isn't, or hasn't.
     """
     if not all(isinstance(getattr(net, part, None), nn.Module) for part in ("features", "classifier")):
         raise MisconfigurationException(
             f"model.net={type(net).__name__} has no modules for features and classifier; give one of "
             "pfl_lightning.nets that builds them, or a function that does."
+        )
+    if not any(parameter.requires_grad for parameter in net.parameters()):
+        raise MisconfigurationException(
+            f"model.net={type(net).__name__} has no parameter to train, as all have requires_grad=False; leave some of "
+            "it trainable, such as the classifier."
         )
     return net
 

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from pfl_lightning.client import Batch, ClientModule
+from pfl_lightning.client.common import personal_entries, shared_entries
 from pfl_lightning.data import ClientData
 from pfl_lightning.engines import ClientState, Job, LocalWork, Sequential
 from pfl_lightning.methods.cwfedavg import row_distribution
@@ -35,9 +36,8 @@ def trace_distribution(
         Estimates ``[steps + 1, K]``: before each step, and after the last.
     """
     entries = client.state_dict()
-    shared = {name: tensor for name, tensor in entries.items() if client.is_shared(name)}
-    personal = {name: tensor for name, tensor in entries.items() if client.is_personal(name)}
-    job = Job(client.client_id, client.round, ClientState(personal), {"weights": shared}, data, seed)
+    state = ClientState(personal_entries(client, entries))
+    job = Job(client.client_id, client.round, state, {"weights": shared_entries(client, entries)}, data, seed)
     return trace_job(client, job, work, output_layer=output_layer)
 
 

@@ -68,7 +68,7 @@ class HandOver:
             return None
         members = [Member(job, self.sequential.data_of(job), Stream(device, job.seed)) for job in jobs]
         own = slots.current()
-        if module.state_dict().keys() != own.keys():
+        if module.state_dict().keys() - module.common_names != own.keys():
             # some have two names, or stay as the client before has left them
             return None
         assigned: list[StateDict] = []
@@ -126,7 +126,7 @@ class HandOver:
             slots: the module's.
         """
         start = time.perf_counter()
-        names = list(self.module.state_dict())
+        names = [name for name in self.module.state_dict() if name not in self.module.common_names]
         own_hooks = overrides(self.module, "upload") or overrides(self.module, "state_dict")
         at_once = not own_hooks and block.entries.keys() >= set(names)
         after = self.evaluator.evaluate(block.members, block.entries, slots) if at_once else None

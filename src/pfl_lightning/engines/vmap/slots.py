@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.messages import StateDict
 
 Result = TypeVar("Result")
@@ -35,21 +36,24 @@ class Slot:
 
 
 class Slots:
-    """All slots of a module; what is tied has one name, its first.
+    """All slots of a client module but those of common parameters; what is tied has one name, its first.
+
+    What is common stays in its place, the same tensor for all clients that are computed at once.
 
     Args:
-        module: the module.
+        module: the client module.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: ClientModule) -> None:
         names: dict[int, str] = {}
-        self.all = [
+        slots = [
             Slot(name if tensor is None else names.setdefault(id(tensor), name), table, key, tensor)
             for path, m in module.named_modules()
             for table in (m._parameters, m._buffers)
             for key, tensor in table.items()
             for name in [f"{path}.{key}".lstrip(".")]
         ]
+        self.all = [slot for slot in slots if slot.name not in module.common_names]
         self.first = list({slot.name: slot for slot in reversed(self.all)}.values())[::-1]
 
     def __iter__(self) -> Iterator[Slot]:
