@@ -233,7 +233,7 @@ class FederationBase(LightningModule):
             MisconfigurationException: if it is of another method, number of clients or partition.
         """
         sizes = self.sizes(range(self.data.num_clients), "train")
-        check_same(state, self.method, list(sizes.values()))
+        check_same(state, self.method, list(sizes.values()), self.data.new_clients)
         self.evaluations.load(state)
         self.round, self.lr_factor = state["round"], state["lr_factor"]
         self.seed, self.initial, self.start = state["seed"], state["initial"], state["start"]
