@@ -58,6 +58,7 @@ part = {"round": 2, "test/acc": accuracy} | plan.get("central", {})
 (folder / "summary.json").write_text(json.dumps({
     "final": part, "selected": part, "best_on_test": part, "best_global": plan.get("central", {}), "seconds": 1.5,
     **({"new": plan["new"]} if "new" in plan else {}),
+    "monitor": {"metric": "acc", "mode": "max"},
     "partition": plan.get("partition", "p"), "initial": plan.get("initial", f"i{seed}"),
 }))
 '''
