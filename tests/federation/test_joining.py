@@ -33,6 +33,7 @@ from pfl_lightning.methods import (
 from pfl_lightning.methods.fedfomo import AffinityPool
 from pfl_lightning.methods.fedpac import PACClient
 from pfl_lightning.methods.registry import METHODS
+from tasks_and_data import OfKind, client_of, kinds
 
 PARTS = (24, 16, 30, 20, 15, 15)
 SETTINGS = {"FedClassAvg": {"contrastive": False}}
@@ -181,6 +182,18 @@ def test_records_tell_of_them(tmp_path):
         values = [float(row[column]) for row in rows[4:]]
         assert new[name] == pytest.approx(sum(map(float.__mul__, values, map(float, sizes))) / sum(sizes))
     assert new["gap"] == pytest.approx(run.logger.summary["final"]["test/acc"] - new["joined/acc"])
+
+
+@pytest.mark.parametrize("name", ["Regression", "MultiLabel", "Segmentation", "NextToken"])
+def test_they_join_whatever_is_predicted(name):
+    kind = kinds()[name]
+    run = fit(client_of(kind, Ditto), OfKind(kind, num_clients=3, new_clients=1), max_rounds=1)
+    new, metric = run.logger.summary["new"], kind.task.monitor
+    (row,) = (row for row in run.logger.clients if row["new"])
+    assert row["new/loss"] != row["new_received/loss"]
+    sign = 1 if kind.task.mode == "max" else -1
+    gap = run.logger.summary["final"][f"test/{metric}"] - new[f"joined/{metric}"]
+    assert new["gap"] == pytest.approx(sign * gap)
 
 
 class Strict(WeightedAverage):
