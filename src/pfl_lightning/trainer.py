@@ -1,37 +1,40 @@
 """FederatedTrainer: Lightning's Trainer, with rounds."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.callbacks import LastCheckpoint, best_checkpoint
+from pfl_lightning.callbacks import best_checkpoint
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import final_test
+from pfl_lightning.federation.joining import joined_row
 from pfl_lightning.federation.options import FederationOptions, is_count
-from pfl_lightning.runs.folder import at_work, checkpoint_of_run
+from pfl_lightning.runs.folder import at_work
+from pfl_lightning.runs.run_folders import RunFolders
 from pfl_lightning.runs.stopping import Stopped, stoppable
 from pfl_lightning.trainer_arguments import (
     check_classes,
     check_machine,
     check_ranks,
+    checkpoint_file,
     fill_defaults,
     refuse_loaders,
     refuse_meaningless,
 )
 
 
-class FederatedTrainer(Trainer):
+class FederatedTrainer(RunFolders):
     """A `lightning.Trainer` that fits a federation: a round is an epoch of Lightning's own fit loop.
 
     Validation and test run over all clients. Callbacks, loggers, precision, checkpoints and resuming are Lightning's.
@@ -114,7 +117,8 @@ class FederatedTrainer(Trainer):
             clip_algorithm=gradient_clip_algorithm,
             client_states=client_states,
         )
-        self._own_logger = kwargs.get("logger") in (None, True) and not kwargs.get("fast_dev_run")
+        self._joining: Callable[[Federation], dict[str, float]] | None = None
+        self.own_logger = kwargs.get("logger") in (None, True) and not kwargs.get("fast_dev_run")
         fill_defaults(kwargs, default_root_dir, client_states)
         check_machine(kwargs)
         super().__init__(max_epochs=max_rounds, default_root_dir=default_root_dir, **kwargs)
@@ -130,20 +134,6 @@ class FederatedTrainer(Trainer):
         """Rounds done: no optimizer of the Trainer's own steps."""
         federation = self.lightning_module
         return federation.round if isinstance(federation, Federation) else 0
-
-    @property
-    def log_dir(self) -> str | None:
-        """The run's folder: record, configuration and checkpoints are in it, whatever the logger.
-
-        Lightning's asks the first rank, and so can't be looked at by one rank alone.
-        """
-        if self.logger is None:
-            return self.default_root_dir
-        if isinstance(self.logger, (CSVLogger, TensorBoardLogger)):
-            return str(self.logger.log_dir)
-        version = self.logger.version
-        version = version if isinstance(version, str) else f"version_{version}"
-        return str(Path(self.logger.save_dir or self.default_root_dir, str(self.logger.name), version))
 
     def fit(  # type: ignore[override]
         self,
@@ -174,10 +164,10 @@ class FederatedTrainer(Trainer):
         refuse_loaders(train_dataloaders, val_dataloaders)
         federation = self._federation(model, datamodule, aggregator)
         federation.resume_changed = resume_changed
-        path = self._checkpoint(ckpt_path, begun=True)
+        path = checkpoint_file(self, ckpt_path, begun=True)
         if path is None and ckpt_path is not None:
             rank_zero_info(f"ckpt_path={str(ckpt_path)!r}: there is no checkpoint yet; a new run starts.")
-        self._go_on_in(path)
+        self.go_on_in(path)
         # its logger says of a folder where a run goes on that its files are deleted
         warnings.filterwarnings("ignore", message=".* exists and is not empty")
         try:
@@ -189,6 +179,9 @@ class FederatedTrainer(Trainer):
 
     def _run_stage(self) -> Any:
         """Ends a fit with the test of its models, while they are on their device, and hands it to the callbacks."""
+        if self._joining is not None:
+            # in the place of a test's own loop
+            return self._joining(cast(Federation, self.lightning_module))
         results = super()._run_stage()
         if self.state.fn == TrainerFn.FITTING and not self.fast_dev_run:  # type: ignore[attr-defined]
             federation = cast(Federation, self.lightning_module)
@@ -243,6 +236,39 @@ class FederatedTrainer(Trainer):
         with stoppable():
             return super().test(federation, datamodule=datamodule, ckpt_path=path, verbose=verbose)
 
+    def join(
+        self,
+        model: ClientModule | None = None,
+        datamodule: FederatedDataModule | None = None,
+        epochs: int | None = None,
+        rounds: int = 1,
+        ckpt_path: str | Path | None = None,
+        aggregator: Aggregator | None = None,
+    ) -> dict[str, float]:
+        """Lets the data's new clients receive what the server has and train by it, and tests them before and after.
+
+        Args:
+            model: the client module; None takes the federation of this Trainer.
+            datamodule: the clients' data, with ``new_clients``.
+            epochs: passes over a new client's samples in each phase; None takes what the method makes in a round.
+            rounds: how often a new client receives and trains; they are one where nothing stays with it in between.
+            ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run that has them.
+            aggregator: the server side, in the place of the client module's own.
+
+        Returns:
+            On test ``new_received/METRIC`` and then ``new/METRIC``, on val ``new_val_received/METRIC`` and so on.
+
+        Raises:
+            MisconfigurationException: if there are no new clients, or the server has nothing for them.
+        """
+        federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
+        self._joining = partial(joined_row, epochs=epochs, rounds=rounds)
+        try:
+            with stoppable():
+                return cast(dict[str, float], super().test(federation, datamodule=datamodule, ckpt_path=path))
+        finally:
+            self._joining = None
+
     def _evaluated(
         self,
         model: ClientModule | None,
@@ -251,10 +277,10 @@ class FederatedTrainer(Trainer):
         ckpt_path: str | Path | None,
     ) -> tuple[Federation | None, str | None]:
         federation = None if model is None else self._federation(model, datamodule, aggregator)
-        path = self._checkpoint(ckpt_path, begun=False)
+        path = checkpoint_file(self, ckpt_path, begun=False)
         if path is None and ckpt_path is not None:
             raise MisconfigurationException(
-                f"ckpt_path={str(ckpt_path)!r}: no run under {self._run_root} has such a checkpoint; "
+                f"ckpt_path={str(ckpt_path)!r}: no run under {self.run_root} has such a checkpoint; "
                 "give the path of one."
             )
         return federation, path
@@ -270,31 +296,5 @@ class FederatedTrainer(Trainer):
         if isinstance(current, Federation) and current.client is model and aggregator is None:
             return current
         federation = Federation(model, aggregator, self.rounds)
-        if self._own_logger:
-            self._run_name = f"{federation.method}-{type(data).__name__}"
-            self.logger = CSVLogger(self.default_root_dir, self._run_name, flush_logs_every_n_steps=1)
+        self.name_run(f"{federation.method}-{type(data).__name__}")
         return federation
-
-    @property
-    def _run_root(self) -> Path:
-        """The folder of this method's runs."""
-        save_dir = None if self.logger is None else self.logger.save_dir
-        return Path(save_dir or self.default_root_dir, *([] if self.logger is None else [str(self.logger.name)]))
-
-    def _checkpoint(self, ckpt_path: str | Path | None, begun: bool) -> str | None:
-        """The file that is meant; None where ``best`` or ``last`` aren't there."""
-        if ckpt_path not in ("best", "last"):
-            return None if ckpt_path is None else str(ckpt_path)
-        folder = next((str(c.dirpath or "") for c in self.checkpoint_callbacks if isinstance(c, LastCheckpoint)), "")
-        # an evaluation gives the callback a folder as well, which it never makes
-        if folder and Path(folder).is_dir():
-            found: Path | None = Path(folder, f"{ckpt_path}.ckpt")
-        else:
-            found = checkpoint_of_run(self._run_root, str(ckpt_path), begun=begun)
-        return str(found) if found is not None and found.exists() else None
-
-    def _go_on_in(self, ckpt_path: str | None) -> None:
-        """Lets a resumed run go on in the folder of its checkpoint, so that nothing of it lies in two places."""
-        run = None if ckpt_path is None else Path(ckpt_path).resolve().parent.parent
-        if self._own_logger and run is not None and run.parent == self._run_root.resolve():
-            self.logger = CSVLogger(self.default_root_dir, self._run_name, version=run.name, flush_logs_every_n_steps=1)

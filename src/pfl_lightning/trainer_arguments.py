@@ -1,6 +1,7 @@
 """The Trainer's arguments: what means nothing in a federation is refused, what is left open gets its default."""
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -27,6 +28,8 @@ from pfl_lightning.engines import Engine, Processes
 from pfl_lightning.engines.client_parallel import ClientParallel
 from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.runs.client_states import MappedCheckpointIO
+from pfl_lightning.runs.folder import checkpoint_of_run
+from pfl_lightning.runs.run_folders import RunFolders
 
 REFUSED_CALLBACKS = (
     BatchSizeFinder,
@@ -179,6 +182,25 @@ def check_ranks(strategy: Strategy, engine: type[Engine], ranks: int) -> None:
             f"trainer.engine=processes has processes of its own on one machine, and trainer.devices asks for {ranks}; "
             "take another engine, or devices=1."
         )
+
+
+def checkpoint_file(trainer: RunFolders, ckpt_path: str | Path | None, begun: bool) -> str | None:
+    """The file that is meant by a ``ckpt_path``; None where ``best`` or ``last`` aren't there.
+
+    Args:
+        trainer: for whose method the newest run is looked for.
+        ckpt_path: a file, ``best``, ``last`` or None.
+        begun: as for `checkpoint_of_run`.
+    """
+    if ckpt_path not in ("best", "last"):
+        return None if ckpt_path is None else str(ckpt_path)
+    folder = next((str(c.dirpath or "") for c in trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint)), "")
+    # an evaluation gives the callback a folder as well, which it never makes
+    if folder and Path(folder).is_dir():
+        found: Path | None = Path(folder, f"{ckpt_path}.ckpt")
+    else:
+        found = checkpoint_of_run(trainer.run_root, str(ckpt_path), begun=begun)
+    return str(found) if found is not None and found.exists() else None
 
 
 def as_list(value: Any) -> list[Any]:

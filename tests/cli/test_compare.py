@@ -60,6 +60,8 @@ tested = plan.get("clients", [cell, cell])
 part = {"round": 2, "val/acc": accuracy, "test/acc": accuracy} | plan.get("central", {})
 (folder / "summary.json").write_text(json.dumps({
     "final": part, "selected": part, "best_on_test": part, "best_global": plan.get("central", {}), "seconds": 1.5,
+    **({"new": plan["new"]} if "new" in plan else {}),
+    "monitor": {"metric": "acc", "mode": "max"},
     "partition": plan.get("partition", "p"), "initial": plan.get("initial", f"i{seed}"),
 }))
 '''
@@ -273,6 +275,15 @@ def test_columns_that_nobody_has_are_left_out(stand_in):
     head, _, first, second = (OUT / "comparison.md").read_text().splitlines()[:4]
     assert head.startswith("| method | server: best on validation | server: last | server: best on test | MiB up |")
     assert first.startswith("| FedAvg | 25.00 | 25.00 | 25.00 |") and second.startswith("| Local | - | - | - |")
+
+
+def test_new_clients_have_columns(stand_in, capsys):
+    stand_in(FedAvg={"new": {"received/acc": 0.25, "joined/acc": 0.375, "gap": 0.125}})
+    assert compare("--methods FedAvg Local --data Digits --data.new_clients 2") == 0
+    head, _, first, second = (OUT / "comparison.md").read_text().splitlines()[:4]
+    assert " | new: received | new: joined | MiB up |" in head
+    assert " | 25.00 | 37.50 | 2.00 |" in first and " | - | - | 2.00 |" in second
+    assert "New clients took no part" in capsys.readouterr().out
 
 
 def test_what_has_finished_is_not_run_again(stand_in, capsys):

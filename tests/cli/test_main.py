@@ -9,7 +9,7 @@ import torch
 import yaml
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from command import QUICKSTART, QUIET, pfl, summary
+from command import QUICKSTART, QUIET, pfl, refusal, summary
 from pfl_lightning.cli import main as cli
 
 SMALL = f"{QUICKSTART} {QUIET} --data.max_samples 300"
@@ -108,7 +108,7 @@ def test_clients_are_counted_by_integers_and_shared_by_fractions(built, capsys, 
         assert repr(value) == given
 
 
-@pytest.mark.parametrize("command", ["fit", "validate", "test"])
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "join"])
 def test_what_is_printed_is_a_config(command, capsys, tmp_path):
     text = printed(f"{command} {QUICKSTART} --aggregator WeightedAverage", capsys)
     (tmp_path / "again.yaml").write_text(text)
@@ -124,6 +124,24 @@ def test_help(line, capsys):
         pfl(line)
     assert not ended.value.code
     assert "usage" in capsys.readouterr().out
+
+
+def test_new_clients_join_a_run(capsys):
+    settings = f"{SMALL} --data.new_clients 2"
+    pfl(f"fit {settings} --trainer.max_rounds 2")
+    new = summary("cwFedAvg-Digits/version_0")["new"]
+    capsys.readouterr()
+    pfl(f"join {settings} --trainer.max_rounds 2 --ckpt_path last")
+    found = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line}
+    expected = [new[f"{when}/acc"] for when in ("received", "joined")]
+    assert list(map(float, found["acc"])) == pytest.approx(expected, abs=1e-4)
+    pfl(f"join {settings} --trainer.max_rounds 2 --ckpt_path last --epochs 3 --rounds 2")
+    assert "joined" in capsys.readouterr().out
+
+
+def test_nobody_joins_where_nobody_was_held_out(capsys):
+    pfl(f"fit {SMALL} --trainer.max_rounds 1")
+    assert refusal(f"join {SMALL} --ckpt_path last", capsys).startswith("data.new_clients=0 leaves nobody to join")
 
 
 def test_a_run_keeps_a_config_that_runs_again():

@@ -32,6 +32,7 @@ class AggregatorList(Aggregator):
         self.needs = frozenset().union(*(aggregator.needs for aggregator in aggregators))
         self.sends = frozenset(entries)
         self.requires = frozenset().union(*(aggregator.requires for aggregator in aggregators))
+        self.meets_newcomers = any(aggregator.meets_newcomers for aggregator in aggregators)
 
     @property
     def name(self) -> str:
@@ -66,6 +67,13 @@ class AggregatorList(Aggregator):
         payload: Message = {}
         for aggregator in self.aggregators:
             payload |= aggregator.download(client)
+        return payload
+
+    def welcome(self, client: int, update: Message | None) -> Message:
+        """The union of what they have for a new client."""
+        payload: Message = {}
+        for aggregator in self.aggregators:
+            payload |= aggregator.welcome(client, update)
         return payload
 
     def global_model(self) -> StateDict:

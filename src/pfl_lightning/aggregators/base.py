@@ -59,6 +59,10 @@ class Aggregator:
     caches: frozenset[str] = frozenset()
     """Attributes besides `state` that may change after `setup`, as they are made from `state` alone."""
 
+    meets_newcomers: bool = False
+    """Whether what a new client receives depends on what it is like: it then makes one round of local work that
+    nothing is kept of but its update, for `welcome`."""
+
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
 
@@ -94,6 +98,21 @@ class Aggregator:
         `state` are returned as they are, and the client copies them.
         """
         return {}
+
+    def welcome(self, client: int, update: Message | None) -> Message:
+        """What a new client receives, of whom the server has never heard; by default what any client does.
+
+        Override it where `download` looks the client up. It changes nothing: the newcomer is no client afterwards.
+
+        Args:
+            client: its id, from the number of clients up.
+            update: what the newcomer has sent, from its last local work; None where it has sent nothing yet. If
+                `meets_newcomers`, it has sent something before it receives what counts.
+
+        Raises:
+            MisconfigurationException: if there is nothing that it could receive.
+        """
+        return self.download(client)
 
     def global_model(self) -> StateDict:
         """The server's one model, as far as it has one; empty where every model is somebody's own."""

@@ -129,7 +129,9 @@ class RoundLogger(FederatedCallback):
         column, server = f"test/{monitor.metric}", f"test/global_{monitor.metric}"
         central = {name: value for name, value in tested.metrics.items() if name.startswith("test/global_")}
         final = {column: tested.metrics.get(column), **shown(tested.metrics, monitor), **central}
-        self.clients = [described(federation.data, client) | metrics for client, metrics in tested.clients.items()]
+        clients = [described(federation.data, client) | metrics for client, metrics in tested.clients.items()]
+        new = [described(federation.data, client) | metrics for client, metrics in tested.new.clients.items()]
+        self.clients = [row | {"new": 0} for row in clients] + [row | {"new": 1} for row in new] if new else clients
         self.summary = {
             "method": type(federation.client).__name__,
             "aggregator": federation.aggregator.name,
@@ -138,6 +140,7 @@ class RoundLogger(FederatedCallback):
             "selected": self._selected(monitor, final, tested.selected),
             "best_on_test": self._best(monitor, column),
             **({"best_global": self._best(monitor, server) | self._ten_best(monitor, server)} if central else {}),
+            **({"new": self._new(monitor, final[column], tested.new.metrics)} if new else {}),
             "seed": federation.seed,
             **self.fingerprints,
             "seconds": round(self._elapsed(), 3),
@@ -146,7 +149,14 @@ class RoundLogger(FederatedCallback):
         if folder := run_folder(trainer):
             write_rows(folder / "clients.csv", self.clients)
             write_json(folder / "summary.json", self.summary)
-            print(summary_table(self.summary, self.rows, self.clients, folder))
+            print(summary_table(self.summary, self.rows, clients, folder))
+
+    @staticmethod
+    def _new(monitor: Monitor, test: float | None, metrics: Row) -> Row:
+        """What new clients received and made of it, and how much worse that is than what the others have."""
+        received, joined = (metrics.get(f"{name}/{monitor.metric}") for name in ("new_received", "new"))
+        gap = None if test is None or joined is None else monitor.sign * (test - joined)
+        return {f"received/{monitor.metric}": received, f"joined/{monitor.metric}": joined, "gap": gap}
 
     def _best(self, monitor: Monitor, column: str) -> Row:
         """The round with the best value of a column; of several the first."""

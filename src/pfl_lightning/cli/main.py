@@ -1,4 +1,4 @@
-"""The command line: ``pfl-lightning fit | validate | test | compare | configs | methods``."""
+"""The command line: ``pfl-lightning fit | validate | test | join | compare | configs | methods``."""
 
 import logging
 import shlex
@@ -131,7 +131,7 @@ class PflCLI(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         """What the Trainer can do with a federation, and the arguments that the command line fills."""
         skip = {"model", "datamodule", "train_dataloaders", "val_dataloaders", "dataloaders"}
-        return {"fit": skip, "validate": skip, "test": skip}
+        return {"fit": skip, "validate": skip, "test": skip, "join": skip}
 
     def before_instantiate_classes(self) -> None:
         """Refuses nulls before they end in an error of some other kind."""
@@ -148,7 +148,7 @@ class PflCLI(LightningCLI):
         """An evaluation keeps no checkpoints, so the folder that it would keep them in is of no interest."""
         warnings.filterwarnings("ignore", message="The dirpath has changed")
 
-    before_test = before_validate
+    before_test = before_join = before_validate
 
     def _parse_ckpt_path(self) -> None:
         """Leaves the settings as they were given; Lightning would replace them by those in the checkpoint.

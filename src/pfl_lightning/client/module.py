@@ -6,7 +6,6 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -17,6 +16,7 @@ from pfl_lightning.client.architectures import made_with_others
 from pfl_lightning.client.arguments import arguments_of_init, live
 from pfl_lightning.client.entries import copy_entries, frozen_names, saved_client
 from pfl_lightning.client.optimizers import check_first_rate, checked_optimizer
+from pfl_lightning.client.phased import Phased
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
@@ -29,7 +29,7 @@ from pfl_lightning.tasks.plain import hparams, made
 Batch: TypeAlias = tuple[Any, Any]
 
 
-class ClientModule(LightningModule):
+class ClientModule(Phased):
     """A client of a federation, and the hooks that a method's client side overrides.
 
     They are `loss` or `training_step`, `local_phases`, `is_shared`, `is_personal`, `on_download`, `upload` and
@@ -186,18 +186,6 @@ class ClientModule(LightningModule):
             target: as the task has it, class numbers ``[n]`` for classification.
         """
         return self.task.loss(logits, target)
-
-    def local_phases(self) -> list[Phase]:
-        """The phases of local training, in order; by default one that trains everything."""
-        return [Phase()]
-
-    def evaluation_phases(self) -> list[Phase]:
-        """Phases of training that a client goes through before its model is used, by default none.
-
-        They run on a copy whenever a client is evaluated: ``val`` and ``test`` are then of the adapted model,
-        ``val_received`` and ``test_received`` of the same model without them.
-        """
-        return []
 
     def is_shared(self, name: str) -> bool:
         """Whether an entry of the ``state_dict`` travels; by default all of the net that isn't common."""

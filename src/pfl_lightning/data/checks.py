@@ -39,9 +39,20 @@ def is_share(value: Any) -> bool:
     return isinstance(value, Real) and 0 < float(value) < 1
 
 
+def is_number_or_share(value: Any) -> bool:
+    """Whether a value is a number of clients from 0 up, or a share of them between 0 and 1."""
+    if isinstance(value, Integral):
+        return int(value) >= 0 and not isinstance(value, bool)
+    return is_share(value)
+
+
 CONDITIONS: list[tuple[Callable[[Any], bool], str]] = [
     (lambda s: isinstance(s.root, (str, os.PathLike)), "root={root!r} must be a folder"),
     (lambda s: s.num_clients >= 1, "num_clients={num_clients} must be at least 1"),
+    (
+        lambda s: is_number_or_share(s.new_clients),
+        "new_clients={new_clients!r} must be a number of clients from 0 up, or a share of them between 0 and 1",
+    ),
     (
         lambda s: callable(s.partitioner) and not isinstance(s.partitioner, type),
         "partitioner={partitioner!r} must be a partitioner, such as Dirichlet(alpha=0.1)",

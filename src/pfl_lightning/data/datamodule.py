@@ -26,6 +26,7 @@ from pfl_lightning.data.client_data import ClientData, Samples, Split, class_cou
 from pfl_lightning.data.division import Division, divide
 from pfl_lightning.data.inputs import net_inputs
 from pfl_lightning.data.loaders import ClientLoader
+from pfl_lightning.data.newcomers import how_many, newcomers_last
 from pfl_lightning.data.partitioners import Dirichlet, Partitioner
 from pfl_lightning.data.pool import Pool
 from pfl_lightning.data.public import public_samples
@@ -63,7 +64,10 @@ class FederatedDataModule(LightningDataModule, ABC):
         public: Another data set with inputs of the same shape, of which the server holds samples, such as CIFAR100
             where clients hold CIFAR10; how it is divided, split and cut has no effect.
         public_samples: How many of its samples, of those outside its original test half, class proportions kept.
-        seed: Seed of the subset, the partition and the splits, 0 to 2**32 - 1.
+        new_clients: Clients beside these that no round and no server sees, so that they can join afterwards: their
+            number, or their share of all clients in (0, 1). The partitioner divides among all; a draw by ``seed`` says
+            who is new, and these have ids from num_clients up.
+        seed: Seed of the subset, the partition, the splits and the draw of new clients, 0 to 2**32 - 1.
         download: Try to fetch missing files, where the data set supports it.
 
     Raises:
@@ -94,6 +98,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         public_samples: int = 3000,
         seed: int = 1,
         download: bool = True,
+        new_clients: int | float = 0,
     ) -> None:
         super().__init__()
         if not (public is None or isinstance(public, FederatedDataModule)):
@@ -120,6 +125,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.public_samples = public_samples
         self.seed = seed
         self.download = download
+        self.new_clients = new_clients
         check_settings(vars(self))
         self._pool: Pool | None = None
         self._public: Samples | None = None
@@ -206,7 +212,7 @@ class FederatedDataModule(LightningDataModule, ABC):
             strata,
             is_test,
             self.partitioner,
-            num_clients=self.num_clients,
+            num_clients=self.num_clients + len(self.newcomers),
             num_classes=count,
             test_fraction=self.test_fraction,
             val_fraction=self.val_fraction,
@@ -218,13 +224,13 @@ class FederatedDataModule(LightningDataModule, ABC):
         if self.public is not None:
             name = type(self).__name__
             self._public = public_samples(self.public, self.public_samples, self.seed, name, self.input_shape)
-        self._pool = Pool(samples, division)
+        self._pool = Pool(samples, newcomers_last(division, len(self.newcomers), self.seed))
 
     def part(self, client: int, split: Split) -> Samples:
         """Gather and transform one split of one client.
 
         Args:
-            client: Client id, 0 to num_clients - 1.
+            client: Client id, 0 to num_clients - 1, or one of the `newcomers`.
             split: Which split.
         """
         (samples,) = self.parts([client], split)
@@ -263,7 +269,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         """One client, its splits gathered and transformed when they are asked for.
 
         Args:
-            client: Client id, 0 to num_clients - 1.
+            client: Client id, 0 to num_clients - 1, or one of the `newcomers`.
         """
         self._ready()
         return ClientData(self, client)
@@ -272,10 +278,15 @@ class FederatedDataModule(LightningDataModule, ABC):
         """Number of samples in one split of one client.
 
         Args:
-            client: Client id, 0 to num_clients - 1.
+            client: Client id, 0 to num_clients - 1, or one of the `newcomers`.
             split: Which split.
         """
         return len(self._ready().division.clients[client][split])
+
+    @property
+    def newcomers(self) -> range:
+        """Ids of the new clients."""
+        return range(self.num_clients, self.num_clients + how_many(self.new_clients, self.num_clients))
 
     @property
     def division(self) -> Division:
@@ -295,9 +306,8 @@ class FederatedDataModule(LightningDataModule, ABC):
             MisconfigurationException: The samples have no class.
         """
         pool = self._ready()
-        return torch.stack(
-            [class_counts(self.task, take(pool.samples.y, rows[split])) for rows in pool.division.clients]
-        )
+        clients = pool.division.clients[: self.num_clients]
+        return torch.stack([class_counts(self.task, take(pool.samples.y, rows[split])) for rows in clients])
 
     @property
     def counts(self) -> Tensor:

@@ -41,4 +41,7 @@ def described(data: FederatedDataModule, client: int) -> dict[str, Any]:
         client: its id.
     """
     row = {"client": client, "samples": data.size(client, "train")}
-    return row | ({"classes": int((data.counts[client] > 0).sum())} if data.task.has_classes else {})
+    if not data.task.has_classes:
+        return row
+    counts = data.client(client).class_counts if client in data.newcomers else data.counts[client]
+    return row | {"classes": int((counts > 0).sum())}

@@ -17,6 +17,7 @@ from pfl_lightning.client.hooks import check_hooks
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.optimizers import check_schedule
 from pfl_lightning.contract.aggregator_memory import Remembered
+from pfl_lightning.contract.messages import check_payload
 from pfl_lightning.contract.pairing import check_common, check_finite, check_pair, check_tied
 from pfl_lightning.contract.task import check_requirements, check_task
 from pfl_lightning.data import FederatedDataModule, Split
@@ -25,7 +26,7 @@ from pfl_lightning.federation.checkpoint import check_same
 from pfl_lightning.federation.evaluation import Evaluations
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.resuming import Settings, check_rounds, check_settings, rounds_of, settings_of
-from pfl_lightning.messages import StateDict, detached
+from pfl_lightning.messages import Message, StateDict, detached
 from pfl_lightning.methods.registry import method_of
 from pfl_lightning.runs.client_states import DiskStates
 from pfl_lightning.runs.folder import run_folder
@@ -85,8 +86,9 @@ class FederationBase(LightningModule):
         return cast(list[ClientModule], list(self.architectures))
 
     def architecture_of(self, client: int) -> int:
-        """Which of the `architectures` a client has."""
-        return self.client.architecture_of(client, self.data.num_clients)
+        """Which of the `architectures` a client has; new clients take those of the first ones."""
+        num_clients = self.data.num_clients
+        return self.client.architecture_of(client % num_clients, num_clients)
 
     @property
     def data(self) -> FederatedDataModule:
@@ -143,6 +145,9 @@ class FederationBase(LightningModule):
         whole = self.aggregator.global_model()
         self.start = {name: tensor for name, tensor in self._shared.items() if name not in whole}
         self.clients = self._kept({})
+        for client in self.data.newcomers:
+            # now, and not when all rounds are done
+            self.welcome(client)
 
     def _kept(self, states: MutableMapping[int, ClientState]) -> MutableMapping[int, ClientState]:
         """Clients' states, where the Trainer keeps them."""
@@ -167,6 +172,26 @@ class FederationBase(LightningModule):
         seed = derive_seed(cast(int, self.seed), "train", self.round, client)
         payload = self.aggregator.download(client)
         return Job(client, self.round, state, payload, self.data.client(client), seed, self.lr_factor, evaluate)
+
+    def welcome(self, client: int, update: Message | None = None) -> Message:
+        """What the server has for a new client.
+
+        Args:
+            client: its id.
+            update: what it has sent, if it has sent something.
+
+        Raises:
+            MisconfigurationException: if the server has nothing for clients whom it doesn't know.
+        """
+        try:
+            payload = self.aggregator.welcome(client, update)
+        except (LookupError, StopIteration) as error:
+            raise MisconfigurationException(
+                f"data.new_clients={self.data.new_clients}: aggregator {self.aggregator.name} has nothing for a client "
+                "that it doesn't know; take 0, or let its welcome(client, update) say what new clients receive."
+            ) from error
+        check_payload(payload, client, self.aggregator, self._shared)
+        return payload
 
     # Checkpoints
 
@@ -213,7 +238,7 @@ class FederationBase(LightningModule):
             MisconfigurationException: if it is of another method, number of clients or partition.
         """
         sizes = self.sizes(range(self.data.num_clients), "train")
-        check_same(state, self.method, list(sizes.values()))
+        check_same(state, self.method, list(sizes.values()), self.data.new_clients)
         self.evaluations.load(state)
         self.round, self.lr_factor = state["round"], state["lr_factor"]
         self.seed, self.initial, self.start = state["seed"], state["initial"], state["start"]

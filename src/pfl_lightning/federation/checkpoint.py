@@ -10,13 +10,14 @@ from pfl_lightning.engines import ClientState, Job
 from pfl_lightning.seeds import derive_seed
 
 
-def check_same(saved: Mapping[str, Any], method: str, sizes: Sequence[int]) -> None:
+def check_same(saved: Mapping[str, Any], method: str, sizes: Sequence[int], new_clients: float) -> None:
     """Checks that a saved federation is of the same method and the same clients.
 
     Args:
         saved: the checkpoint's entry ``federation``.
         method: the name of this run's method.
         sizes: training samples of this run's clients.
+        new_clients: this run's setting.
 
     Raises:
         MisconfigurationException: if it is of another method, number of clients or partition.
@@ -34,6 +35,13 @@ def check_same(saved: Mapping[str, Any], method: str, sizes: Sequence[int]) -> N
         raise MisconfigurationException(
             "ckpt_path: the checkpoint's clients hold other numbers of samples than those of data; "
             "resume with the data, partitioner and data.seed that it was made with."
+        )
+    # a state that is in no checkpoint has no settings, and those of earlier versions not this one
+    then = saved["settings"].get("data.new_clients", 0) if "settings" in saved else new_clients
+    if then != new_clients:
+        raise MisconfigurationException(
+            f"ckpt_path: the checkpoint's run had data.new_clients={then} and this one {new_clients}, of whom some may "
+            "have taken part in it; take what it had."
         )
 
 

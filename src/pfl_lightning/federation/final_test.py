@@ -12,6 +12,7 @@ from pfl_lightning.engines.evaluation import POOLED
 from pfl_lightning.federation.checkpoint import saved_job
 from pfl_lightning.federation.evaluation import split_of
 from pfl_lightning.federation.federation import Federation
+from pfl_lightning.federation.joining import Joined, join
 
 
 @dataclass(frozen=True)
@@ -23,15 +24,17 @@ class FinalTest:
         clients: each client's metrics with these models, as ``test/METRIC``, by id.
         selected: the round of the best checkpoint as ``round``, and its models' metrics; empty where that is the last
             round, or has been tested when it was made, or isn't kept.
+        new: what became of new clients; empty where the data have none.
     """
 
     metrics: dict[str, float]
     clients: dict[int, dict[str, float]]
     selected: dict[str, float]
+    new: Joined = Joined()  # noqa: RUF009 - immutable
 
 
 def final_test(federation: Federation, best: str | None) -> FinalTest:
-    """Tests all clients, and the server's model.
+    """Tests all clients, and the server's model; then new clients join for a round.
 
     Args:
         federation: after its last round.
@@ -55,6 +58,7 @@ def final_test(federation: Federation, best: str | None) -> FinalTest:
             for client in clients
         },
         selected=selected_test(federation, best),
+        new=join(federation) if federation.data.newcomers else Joined(),
     )
 
 

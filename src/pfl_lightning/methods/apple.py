@@ -187,10 +187,16 @@ class CorePool(ModelPool):
 
     def setup(self, server: Server) -> None:
         """Starts with the common initial model for every client."""
-        clients = range(server.num_clients)
+        self.data, clients = server.data, range(server.num_clients)
         n = torch.tensor([server.data.size(client, "train") for client in clients], dtype=torch.float64)
         self.state |= {"models": dict.fromkeys(clients, server.weights), "shares": (n / n.sum()).float()}
 
     def download(self, client: int) -> Message:
         """The cores by client id, and p ``[M]``."""
         return super().download(client) | {"shares": self.state["shares"]}
+
+    def welcome(self, client: int, update: Message | None) -> Message:
+        """The cores of all, and p ``[M + 1]`` with the newcomer in the last place."""
+        sizes = [self.data.size(each, "train") for each in (*self.state["models"], client)]
+        n = torch.tensor(sizes, dtype=torch.float64)
+        return {"models": self.state["models"], "shares": (n / n.sum()).float()}

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.aggregators import Aggregator, Server, Weighting, client_weights, inner_products, mean_model
-from pfl_lightning.messages import Message, StateDict, Updates
+from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
 
 
 class CFL(Aggregator):
@@ -44,6 +44,7 @@ class CFL(Aggregator):
 
     needs = frozenset({"weights", "num_samples"})
     sends = frozenset({"weights"})
+    meets_newcomers = True
 
     def __init__(
         self,
@@ -107,6 +108,22 @@ class CFL(Aggregator):
         """The model of the client's cluster."""
         cluster = next(index for index, members in enumerate(self.state["clusters"]) if client in members)
         return {"weights": self.state["models"][cluster]}
+
+    def welcome(self, client: int, update: Message | None) -> Message:
+        """The cluster's model that lies most in the direction of the newcomer's Delta from the mean of these models.
+
+        That mean is what it receives at first.
+        """
+        models = self.state["models"]
+        if len(models) == 1:
+            return {"weights": models[0]}
+        middle = weighted_mean(models, [1 / len(models)] * len(models))
+        if update is None:
+            return {"weights": middle}
+        products = inner_products([update["weights"], *models], self.names, origin=middle)
+        norms = products.diagonal().clamp_min(0).sqrt()
+        nearness = products[0, 1:-1] / (norms[1:-1] + 1e-12)
+        return {"weights": models[int(nearness.argmax())]}
 
     def global_model(self) -> StateDict:
         """The model of all, while there is one cluster."""

@@ -59,6 +59,7 @@ class CwFedAvg(WeightedAverage):
     requires = frozenset({"classes"})
 
     caches = frozenset({"_starts"})
+    meets_newcomers = True
 
     def __init__(
         self,
@@ -150,6 +151,11 @@ class CwFedAvg(WeightedAverage):
     def download(self, client: int) -> Message:
         """The client's mix of the class models, over the global model."""
         return {"weights": self.state["weights"] | self._start(client)}
+
+    def welcome(self, client: int, update: Message | None) -> Message:
+        """The mix of the class models by the newcomer's own distribution, at first by the initial model's."""
+        own = self.state["prior"] if update is None else self._distribution_of(update)
+        return {"weights": self.state["weights"] | {name: rows[0] for name, rows in self._mixed(own[None]).items()}}
 
     def _start(self, client: int) -> StateDict:
         if self.num_clients > 2 * len(self.state["sources"]):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pfl_lightning.aggregators import Aggregator, ModelPool, Server, inner_products
 from pfl_lightning.data import ClientData
-from pfl_lightning.messages import Message, Updates, weighted_mean
+from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
 from pfl_lightning.methods.fedprox import FedProx
 
 ALONE = 0.999
@@ -91,6 +91,7 @@ class FedAMP(ModelPool):
     """
 
     sends = frozenset({"weights"})
+    meets_newcomers = True
 
     def __init__(self, alpha: float = 5.0, sigma: float = 10.0, min_own: float | None = None) -> None:
         super().__init__()
@@ -117,10 +118,7 @@ class FedAMP(ModelPool):
             return {}
         super().aggregate(updates, round)
         models = list(self.state["models"].values())
-        products = inner_products(models, self.names)
-        norms = products.diagonal()
-        squares = norms[:, None] + norms - 2 * products
-        xi = attention(squares, self.alpha, self.sigma, 1 / len(models) if self.min_own is None else self.min_own)
+        xi = self._attention(models)
         self.state["clouds"] = {
             client: weighted_mean(models, row) for client, row in zip(self.state["models"], xi.tolist(), strict=True)
         }
@@ -133,6 +131,20 @@ class FedAMP(ModelPool):
                 f"aggregator.alpha than {self.alpha}."
             )
         return {"own_weight": own_weight}
+
+    def _attention(self, models: list[StateDict]) -> Tensor:
+        """Xi ``[n, n]``."""
+        products = inner_products(models, self.names)
+        norms = products.diagonal()
+        squares = norms[:, None] + norms - 2 * products
+        return attention(squares, self.alpha, self.sigma, 1 / len(models) if self.min_own is None else self.min_own)
+
+    def welcome(self, client: int, update: Message | None) -> Message:
+        """The mix of all models that the newcomer's own would have; the common initial model at first."""
+        if update is None:
+            return {"weights": self.state["initial"]}
+        models = [*self.state["models"].values(), update["weights"]]
+        return {"weights": weighted_mean(models, self._attention(models)[-1].tolist())}
 
     def download(self, client: int) -> Message:
         """u_i; the common initial model for who hasn't taken part."""

@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.client import Phase
+from pfl_lightning.client import Phase, in_classifier
 from pfl_lightning.methods.fedper import FedPer
 
 
@@ -39,3 +39,7 @@ class FedBABU(FedPer):
     def evaluation_phases(self) -> list[Phase]:
         """Fine-tuning of everything."""
         return [Phase("finetune", epochs=self.finetune_epochs)] if self.finetune_epochs else []
+
+    def joining_phases(self) -> list[Phase]:
+        """As long a fine-tuning, of the classifier alone."""
+        return [Phase("head", in_classifier, self.finetune_epochs)] if self.finetune_epochs else []

@@ -5,6 +5,7 @@ model before its last local training, w_m what it receives, M how many that is, 
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -160,10 +161,18 @@ class AffinityPool(ModelPool):
 
     def download(self, client: int) -> Message:
         """The chosen models, by client id."""
+        return self._chosen(client, self.state["affinity"].get(client, {}))
+
+    def welcome(self, client: int, update: Message | None) -> Message:
+        """The same by what the newcomer has just made of models, of which it knows nothing at first."""
+        gains = {} if update is None else update["affinity"]
+        return self._chosen(client, {other: float(gain) for other, gain in gains.items()})
+
+    def _chosen(self, client: int, row: Mapping[int, float]) -> Message:
+        """The models that stand highest in a row of affinities, or random ones."""
         models = super().download(client)["models"]
         if self.num_models is None or self.num_models >= len(models):
             return {"models": models}
-        row = self.state["affinity"].get(client, {})
         ranked = sorted(models, key=lambda other: (-row.get(other, 0.0), other))
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "fedfomo", self.state["round"], client))
         epsilon = self.epsilon - self.epsilon_decay * self.state["round"]

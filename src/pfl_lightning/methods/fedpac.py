@@ -146,6 +146,10 @@ class ClassifierCombination(WeightedAverage):
         """The averaged feature extractor under the client's own classifier."""
         return {"weights": self.state["weights"] | self.state["classifiers"].get(client, self.state["initial"])}
 
+    def welcome(self, client: int, update: Message | None) -> Message:
+        """The global model, whose classifier is the mean of all; others' statistics, to combine by, are not kept."""
+        return {"weights": self.state["weights"]}
+
 
 class FedPAC(AggregatorList):
     """FedPAC's server: a combination of classifiers for each client, and prototypes averaged by class counts.

@@ -1,6 +1,6 @@
 """FedPer: a shared body under personal classifiers."""
 
-from pfl_lightning.client import in_body
+from pfl_lightning.client import Phase, in_body, in_classifier
 from pfl_lightning.methods.fedavg import FedAvg
 
 
@@ -15,3 +15,7 @@ class FedPer(FedAvg):
     def is_shared(self, name: str) -> bool:
         """Everything but the classifier."""
         return super().is_shared(name) and in_body(name)
+
+    def joining_phases(self) -> list[Phase]:
+        """The classifier alone: the features are found."""
+        return [Phase("head", trains=in_classifier)]

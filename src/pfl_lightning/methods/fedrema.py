@@ -155,3 +155,11 @@ class FedReMa(WeightedAverage):
     def download(self, client: int) -> Message:
         """The body, and the client's own classifier."""
         return {"weights": self.state["weights"] | self.state["classifiers"].get(client, self.state["initial"])}
+
+    def welcome(self, client: int, update: Message | None) -> Message:
+        """The global model, with the mean of all classifiers; once it has a classifier the newcomer keeps its own.
+
+        Who its peers are can't be said: the classifiers that others sent are not kept.
+        """
+        own = {} if update is None else self.relevance.classifier(update)
+        return {"weights": self.state["weights"] | own}

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from pfl_lightning.client import Phase
 from pfl_lightning.methods.alternate_training import AlternateTraining
 from pfl_lightning.methods.fedper import FedPer
 
@@ -29,3 +30,7 @@ class FedRep(AlternateTraining, FedPer):
 
     def __init__(self, head_epochs: int | None = 10, **kwargs: Any) -> None:
         super().__init__(head_epochs=head_epochs, **kwargs)
+
+    def joining_phases(self) -> list[Phase]:
+        """The classifier's phase alone."""
+        return self.local_phases()[:1]

@@ -132,6 +132,7 @@ class KTpFL(KnowledgeCoefficients):
 
     needs = frozenset({"predictions"})
     sends = frozenset({"public", "targets"})
+    meets_newcomers = True
 
     def setup(self, server: Server) -> None:
         """Takes the public samples; nobody has answered yet."""
@@ -161,6 +162,13 @@ class KTpFL(KnowledgeCoefficients):
         known = sorted(predictions)
         mix = weighted_mean([{"targets": predictions[k]} for k in known], self.shares(client, known).tolist())
         return {"public": self.public, **mix}
+
+    def welcome(self, client: int, update: Message | None) -> Message:
+        """The public samples, and once the newcomer has answered the mean of all answers, as coefficients begin."""
+        if update is None:
+            return {"public": self.public}
+        answers = [*self.state["predictions"].values(), update["predictions"]]
+        return {"public": self.public, "targets": torch.stack(answers).mean(0)}
 
 
 def travelling_inputs(data: FederatedDataModule) -> Tensor:

@@ -112,6 +112,10 @@ class PerFedAvg(FedAvg):
         """One step on one batch of the client's training data."""
         return [Phase("adapt", steps=1, scheduled=False)] if self.alpha > 0 else []
 
+    def joining_phases(self) -> list[Phase]:
+        """The same: what the model is trained for."""
+        return self.evaluation_phases()
+
     def local_optimizer(self, phase: Phase, parameters: list[nn.Parameter]) -> Optimizer:
         """The configured one, and for the adaptation plain gradient descent by alpha."""
         return SGD(parameters, lr=self.alpha) if phase.name == "adapt" else super().local_optimizer(phase, parameters)

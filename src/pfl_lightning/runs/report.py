@@ -98,6 +98,9 @@ def summary_table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequ
             (f"server's model on the central test set{of}", shown(summary["final"][server])),
             (f"  best, round {central['round']}", shown(central[server])),
         ]
+    if new := summary.get("new"):
+        both = (f"{name} {shown(new[f'{name}/{monitor.metric}'])}" for name in ("received", "joined"))
+        lines.append(("test of new clients" + of, ", ".join(both)))
     lines += [
         ("sent up and down a round", " and ".join(size(rows[-1][f"bytes/{way}"]) for way in ("up", "down"))),
         ("seconds", f"{summary['seconds']:.1f}"),

@@ -7,6 +7,7 @@ from typing import Any
 from pfl_lightning.cli.compare.paired import best_and_level, gains_over_local
 from pfl_lightning.cli.compare.results import (
     CAPTION,
+    NEW,
     Result,
     all_columns,
     comparison_table,
@@ -67,6 +68,7 @@ def write(
     notes += same_numbers(methods)
     notes += differences(methods) or ["Same partition, cohorts and initial weights for all methods at each seed."]
     names = [column.name for column in all_columns(methods)]
+    notes += [NEW] if any(name.startswith("new/") for name in names) else []
     write_rows(out / "runs.csv", [row_of(result, names, out) for results in methods.values() for result in results])
     write_rows(out / "comparison.csv", [row_of_method(name, methods[name], failures, names, out) for name in methods])
     (out / "comparison.md").write_text("\n\n".join([markdown_table(cells, marked), caption, *notes]) + "\n")

@@ -36,18 +36,22 @@ Test {metric}, {over}: of the round that validation selects, of the last round,
 and of the round that is best on the test samples, which is no fair choice; worst decile: the {end} decile of clients
 in the last round; server: its one model on the central test set; MiB: of all clients in a round."""
 
+NEW = "New clients took no part; they are tested by what they received after the last round, and after joining."
+
 COMMON = {"partition": "partitions", "cohorts": "cohorts", "initial": "initial weights"}
 """What methods share at a seed."""
 
 
-def columns_of(monitor: Monitor, further: Iterable[str] = ()) -> tuple[Column, ...]:
+def columns_of(monitor: Monitor, further: Iterable[str] = (), new: bool = False) -> tuple[Column, ...]:
     """The columns of runs, of which not all have all.
 
     Args:
         monitor: the metric that selects.
         further: others of the last round.
+        new: whether there are new clients.
     """
     test, server = f"test/{monitor.metric}", f"test/global_{monitor.metric}"
+    joining = ("received", "joined") if new else ()
     factor, form = (100, ".2f") if monitor.metric == "acc" else (1, ".4g")
     return (
         Column(f"selected/{test}", "best on validation", factor, form, True),
@@ -58,6 +62,7 @@ def columns_of(monitor: Monitor, further: Iterable[str] = ()) -> tuple[Column, .
         Column(f"selected/{server}", "server: best on validation", factor, form, True),
         Column(f"final/{server}", "server: last", factor, form, True),
         Column(f"best_global/{server}", "server: best on test", factor, form, True),
+        *(Column(f"new/{when}/{monitor.metric}", f"new: {when}", factor, form, True) for when in joining),
         Column("bytes/up", "MiB up", 2**-20, ".2f"),
         Column("bytes/down", "MiB down", 2**-20, ".2f"),
         Column("seconds", "seconds", 1, ".1f"),
@@ -96,13 +101,13 @@ class Result:
     @cached_property
     def columns(self) -> tuple[Column, ...]:
         """The columns of its kind of runs."""
-        return columns_of(self.monitor, dict(further(self.summary["final"], self.monitor)))
+        return columns_of(self.monitor, dict(further(self.summary["final"], self.monitor)), "new" in self.summary)
 
     @cached_property
     def values(self) -> dict[str, float]:
         """The columns that the run has."""
         values = {f"bytes/{way}": fmean(float(row[f"bytes/{way}"]) for row in self.rows) for way in ("up", "down")}
-        for part in ("selected", "final", "best_on_test", "best_global"):
+        for part in ("selected", "final", "best_on_test", "best_global", "new"):
             values |= {f"{part}/{name}": value for name, value in self.summary.get(part, {}).items()}
         test = f"test/{self.monitor.metric}"
         tested = [float(row[test]) for row in read(self.folder / "clients.csv") if row.get(test)]

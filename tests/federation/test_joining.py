@@ -1,0 +1,331 @@
+"""New clients join a federation that is over."""
+
+import copy
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from federations import Blobs, Pause, Sizes, Spy, equal, fit, make_client, make_trainer, noisy, read_csv, same_end
+from pfl_lightning import WeightedAverage
+from pfl_lightning.data import IID
+from pfl_lightning.engines import Sequential
+from pfl_lightning.methods import (
+    APPLE,
+    CFL,
+    IFCA,
+    WDR,
+    CloudProx,
+    CwFedAvg,
+    Ditto,
+    FedAMP,
+    FedBABU,
+    FedFomo,
+    FedPAC,
+    FedPer,
+    FedReMa,
+    FedRep,
+    FedRoD,
+    KnowledgeTransfer,
+    KTpFL,
+    PerFedAvg,
+)
+from pfl_lightning.methods.fedfomo import AffinityPool
+from pfl_lightning.methods.fedpac import PACClient
+from pfl_lightning.methods.registry import METHODS
+from tasks_and_data import OfKind, client_of, kinds
+
+PARTS = (24, 16, 30, 20, 15, 15)
+SETTINGS = {"FedClassAvg": {"contrastive": False}}
+
+
+class Hidden(Blobs):
+    """The same clients, and nobody knows who was held out."""
+
+    @property
+    def newcomers(self):
+        return super().newcomers if self._pool is None else range(0)
+
+
+class Keeping(Sequential):
+    """Keeps what its clients' training gave, of all such engines."""
+
+    outcomes: list = []
+
+    def train(self, job, layout):
+        outcome = super().train(job, layout)
+        if job.client > 3:
+            self.outcomes.append((job, outcome))
+        return outcome
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    monkeypatch.setattr(Keeping, "outcomes", [])
+    return Keeping.outcomes
+
+
+def crowd(new_clients=2, data=Blobs, **settings):
+    parts = {"num_clients": 4, "partitioner": Sizes(*PARTS), "batch_size": 5, "val_fraction": 0.2}
+    return data(new_clients=new_clients, **{**parts, **settings})
+
+
+def memory(run):
+    return copy.deepcopy(run.federation.federation_state())
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_clients_of_every_method_join_and_leave_it_as_it_was(method):
+    spy = Spy()
+    client = make_client(method.client, **SETTINGS.get(method.name, {}))
+    run = fit(client, crowd(), aggregator=method.new_aggregator(), callbacks=[spy], max_rounds=2)
+    state, tested = memory(run), run.test()
+    metrics = run.trainer.join(run.model, run.data, rounds=2)
+    for name in ("new_received", "new", "new_val_received", "new_val"):
+        assert 0 <= metrics[f"{name}/acc"] <= 1 and metrics[f"{name}/loss"] > 0
+    assert metrics["new/loss"] != metrics["new_received/loss"]
+    assert equal(state, memory(run))
+    assert tested == run.test()
+    assert {client for updates in spy.updates for client in updates} == {0, 1, 2, 3}
+    assert spy.cohorts == [[0, 1, 2, 3]] * 2
+
+
+def test_that_some_join_changes_no_bit_of_the_others():
+    with_them, without = (fit(make_client(net=noisy), crowd(data=data)) for data in (Blobs, Hidden))
+    assert same_end(with_them, without)
+    assert with_them.logger.summary["final"] == without.logger.summary["final"]
+    assert "new" in with_them.logger.summary and "new" not in without.logger.summary
+
+
+@pytest.mark.parametrize("method", [Ditto, FedRoD])
+def test_a_personal_model_is_what_joined_clients_are_tested_by(method, kept):
+    run = fit(make_client(method), crowd(), engine=Keeping)
+    kept.clear()
+    run.trainer.join(run.model, run.data, epochs=5)
+    module = run.federation.client
+    assert len(kept) == 2
+    for job, outcome in kept:
+        assert outcome.state.personal["has_personal"]
+        module.receive(outcome.state.personal, {"weights": outcome.update["weights"]}, job.data)
+        part = job.data.test
+        with torch.no_grad():
+            by_personal, by_net = (float(module.task.loss(model(part.x), part.y)) for model in (module, module.net))
+        assert outcome.after["test"]["loss"] == pytest.approx(by_personal, rel=1e-5) != pytest.approx(by_net, rel=1e-3)
+
+
+@pytest.mark.parametrize("method", [FedPer, FedRep, FedBABU])
+def test_where_the_paper_says_so_the_classifier_learns_alone(method, kept):
+    run = fit(make_client(method), crowd(), engine=Keeping)
+    kept.clear()
+    run.trainer.join(run.model, run.data)
+    assert len(kept) == 2
+    for job, outcome in kept:
+        assert equal(outcome.update["weights"], job.payload["weights"])
+        assert not equal(outcome.state.personal, run.federation.initial[0])
+
+
+def test_an_adapted_model_is_what_per_fedavg_gives():
+    run = fit(make_client(PerFedAvg, alpha=0.1), crowd())
+    metrics = run.trainer.join(run.model, run.data)
+    run.federation.evaluations.evaluate(run.data.newcomers, ("test",))
+    received, adapted = (run.federation.evaluations.summary()[f"{name}/acc"] for name in ("test_received", "test"))
+    assert metrics["new_received/acc"] == received
+    # the step is on another batch
+    assert metrics["new/acc"] == pytest.approx(adapted, abs=0.3) and metrics["new/loss"] < metrics["new_received/loss"]
+
+
+def test_what_stays_with_a_client_stays_between_its_rounds(kept):
+    run = fit(make_client(FedPer), crowd(), engine=Keeping)
+    kept.clear()
+    run.trainer.join(run.model, run.data, rounds=3)
+    works = [(job, outcome) for job, outcome in kept if job.client == 4]
+    assert [job.round for job, _ in works] == [3, 4, 5]
+    assert equal(works[0][1].state.personal, works[1][0].state.personal)
+
+
+@pytest.mark.parametrize("engine", ["vectorised", "processes"])
+def test_engines_agree(engine):
+    metrics = []
+    for name in ("sequential", engine):
+        run = fit(make_client(FedRep), crowd(), engine=name)
+        metrics.append(run.trainer.join(run.model, run.data, epochs=2, rounds=2))
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-4)
+
+
+def test_a_resumed_run_and_a_checkpoint_have_the_same_new_clients(tmp_path):
+    whole = fit(make_client(FedPer), crowd(), root=tmp_path)
+    expected = whole.trainer.join(whole.model, whole.data)
+    again = make_trainer(tmp_path).join(make_client(FedPer, seed=8), crowd(), ckpt_path=whole.last)
+    fit(make_client(FedPer), crowd(), root=tmp_path, callbacks=[Pause(2)])
+    resumed = fit(make_client(FedPer), crowd(), root=tmp_path, ckpt_path="last")
+    assert again == expected == resumed.trainer.join(resumed.model, resumed.data)
+    assert resumed.logger.summary["new"] == whole.logger.summary["new"]
+    with pytest.raises(MisconfigurationException, match="numbers of samples"):
+        make_trainer(tmp_path).join(make_client(FedPer), crowd(seed=2), ckpt_path=whole.last)
+
+
+def test_who_has_taken_part_is_not_new(tmp_path):
+    alike = {"num_clients": 4, "partitioner": IID(), "max_samples": 90}
+    run = fit(make_client(), crowd(0, max_samples=60, partitioner=IID()), root=tmp_path)
+    with pytest.raises(MisconfigurationException, match=r"the checkpoint's run had data\.new_clients=0 and this one 2"):
+        make_trainer(tmp_path).join(make_client(), crowd(2, **alike), ckpt_path=run.last)
+
+
+def test_records_tell_of_them(tmp_path):
+    run = fit(make_client(), crowd(), root=tmp_path)
+    rows = read_csv(run.folder / "clients.csv")
+    assert [row["new"] for row in rows] == list("000011")
+    assert [bool(row["test/acc"]) for row in rows] == [True] * 4 + [False] * 2
+    new = run.logger.summary["new"]
+    sizes = [run.data.size(client, "test") for client in (4, 5)]
+    for name, column in (("received/acc", "new_received/acc"), ("joined/acc", "new/acc")):
+        values = [float(row[column]) for row in rows[4:]]
+        assert new[name] == pytest.approx(sum(map(float.__mul__, values, map(float, sizes))) / sum(sizes))
+    assert new["gap"] == pytest.approx(run.logger.summary["final"]["test/acc"] - new["joined/acc"])
+
+
+@pytest.mark.parametrize("name", ["Regression", "MultiLabel", "Segmentation", "NextToken"])
+def test_they_join_whatever_is_predicted(name):
+    kind = kinds()[name]
+    run = fit(client_of(kind, Ditto), OfKind(kind, num_clients=3, new_clients=1), max_rounds=1)
+    new, metric = run.logger.summary["new"], kind.task.monitor
+    (row,) = (row for row in run.logger.clients if row["new"])
+    assert row["new/loss"] != row["new_received/loss"]
+    sign = 1 if kind.task.mode == "max" else -1
+    gap = run.logger.summary["final"][f"test/{metric}"] - new[f"joined/{metric}"]
+    assert new["gap"] == pytest.approx(sign * gap)
+
+
+class Strict(WeightedAverage):
+    """Knows its clients."""
+
+    def setup(self, server):
+        super().setup(server)
+        self.state["names"] = {client: client for client in range(server.num_clients)}
+
+    def download(self, client):
+        return super().download(self.state["names"][client])
+
+
+class Polite(Strict):
+    def welcome(self, client, update):
+        return self.download(0)
+
+
+def test_a_server_that_knows_its_clients_alone_is_refused_before_the_first_round():
+    spy = Spy()
+    with pytest.raises(MisconfigurationException, match=r"data\.new_clients=2: aggregator Strict has nothing"):
+        fit(make_client(), crowd(), aggregator=Strict(), callbacks=[spy])
+    assert not spy.cohorts
+    assert fit(make_client(), crowd(0), aggregator=Strict()).rows
+    assert fit(make_client(), crowd(), aggregator=Polite()).logger.summary["new"]
+
+
+def test_a_welcome_without_what_clients_share_is_refused():
+    class Rude(WeightedAverage):
+        def welcome(self, client, update):
+            return {"weights": {}}
+
+    with pytest.raises(MisconfigurationException, match="gave weights without"):
+        fit(make_client(), crowd(), aggregator=Rude())
+
+
+@pytest.mark.parametrize(
+    ("new", "settings", "sentence"),
+    [
+        (0, {}, r"data\.new_clients=0 leaves nobody to join"),
+        (2, {"epochs": 0}, "epochs=0 must be at least 1"),
+        (2, {"rounds": 0}, "rounds=0 must be at least 1"),
+    ],
+)
+def test_what_can_not_join_is_refused(new, settings, sentence):
+    run = fit(make_client(), crowd(new))
+    with pytest.raises(MisconfigurationException, match=sentence):
+        run.trainer.join(run.model, run.data, **settings)
+    # and afterwards tests are tests
+    assert run.trainer.test(run.model, datamodule=run.data, verbose=False)[0]["test/acc"] >= 0
+
+
+# What servers have for a stranger
+
+
+def server_of(client, aggregator=None, **settings):
+    run = fit(client, crowd(), aggregator=aggregator, **settings)
+    return run, run.federation.aggregator
+
+
+def moved(weights, by):
+    return {"weights": {name: tensor + by for name, tensor in weights.items()}}
+
+
+def test_cfl_gives_the_cluster_towards_which_a_newcomer_goes():
+    _, server = server_of(make_client(), CFL())
+    start = server.state["models"][0]
+    assert equal(server.welcome(4, None)["weights"], start)
+    low, high = (moved(start, by)["weights"] for by in (-1.0, 1.0))
+    server.state |= {"clusters": [[0, 1], [2, 3]], "models": [low, high]}
+    middle = server.welcome(4, None)["weights"]
+    assert all(torch.allclose(middle[name], start[name], atol=1e-6) for name in start)
+    assert equal(server.welcome(4, moved(start, 0.1))["weights"], high)
+    assert equal(server.welcome(4, moved(start, -0.1))["weights"], low)
+
+
+def test_cwfedavg_mixes_by_the_newcomers_own_classes():
+    _, server = server_of(make_client(WDR), CwFedAvg(distribution="counts"))
+    counts = {"class_counts": torch.tensor([0, 5, 0])}
+    (rows,) = (server.class_models()[server.rows],)
+    assert torch.allclose(server.welcome(4, counts)["weights"][server.rows], rows[1])
+    mean = server.welcome(4, None)["weights"][server.rows]
+    assert torch.allclose(mean, rows.mean(0), atol=1e-6)
+
+
+def test_fedamp_mixes_by_distance():
+    _, server = server_of(make_client(CloudProx), FedAMP(alpha=1.0, sigma=1.0))
+    assert equal(server.welcome(4, None)["weights"], server.state["initial"])
+    far = moved(server.state["initial"], 100.0)
+    assert equal(server.welcome(4, far), far)
+    twin = {"weights": server.state["models"][2]}
+    own = copy.deepcopy(server)
+    own.aggregate({4: twin}, 3)
+    assert equal(server.welcome(4, twin), own.download(4))
+
+
+def test_apple_sends_all_cores_and_a_share_for_the_newcomer():
+    run, server = server_of(make_client(APPLE))
+    payload = server.welcome(5, None)
+    sizes = [run.data.size(client, "train") for client in (0, 1, 2, 3, 5)]
+    assert list(payload["models"]) == [0, 1, 2, 3]
+    assert payload["shares"].tolist() == pytest.approx([size / sum(sizes) for size in sizes])
+
+
+def test_fedfomo_chooses_by_the_newcomers_gains():
+    _, server = server_of(make_client(FedFomo), AffinityPool(num_models=1))
+    assert len(server.welcome(4, None)["models"]) == 1
+    gains = {client: torch.tensor(float(client == 2)) for client in range(4)}
+    assert list(server.welcome(4, {"affinity": gains})["models"]) == [2]
+
+
+def test_kt_pfl_teaches_the_mean_of_all_answers():
+    _, server = server_of(make_client(KnowledgeTransfer), KTpFL())
+    assert list(server.welcome(4, None)) == ["public"]
+    answer = torch.ones_like(server.state["predictions"][0])
+    answers = torch.stack([*server.state["predictions"].values(), answer])
+    assert equal(server.welcome(4, {"predictions": answer})["targets"], answers.mean(0))
+
+
+def test_who_has_a_classifier_keeps_it_under_fedrema_and_takes_the_mean_under_fedpac():
+    _, server = server_of(make_client(), FedReMa())
+    start = server.state["weights"]
+    assert equal(server.welcome(4, None)["weights"], start)
+    sent = moved(start, 1.0)
+    received = server.welcome(4, sent)["weights"]
+    assert {name for name in start if equal(received[name], sent["weights"][name])} == set(server.relevance.names)
+    _, server = server_of(make_client(PACClient), FedPAC())
+    assert equal(server.welcome(4, None)["weights"], server.global_model())
+
+
+def test_a_newcomer_chooses_among_the_models_of_ifca(kept):
+    run = fit(make_client(IFCA), crowd(), engine=Keeping)
+    models = run.federation.aggregator.state["models"]
+    for job, outcome in kept:
+        assert equal(job.payload["cluster_models"], models) and 0 <= int(outcome.update["cluster"]) < len(models)
