@@ -10,12 +10,14 @@ from pfl_lightning.data.digits import Digits
 from pfl_lightning.data.emnist import EMNIST
 from pfl_lightning.data.fashion_mnist import FashionMNIST
 from pfl_lightning.data.image_folder import ImageFolder
+from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.loaders import ClientLoader
 from pfl_lightning.data.mnist import MNIST
 from pfl_lightning.data.partitioners import (
     IID,
     Dirichlet,
     DominantLabels,
+    Natural,
     Partitioner,
     Pathological,
     RandomClasses,
@@ -40,6 +42,8 @@ __all__ = [
     "FederatedDataModule",
     "ImageFolder",
     "LastBatch",
+    "Loaded",
+    "Natural",
     "Partitioner",
     "Pathological",
     "RandomClasses",

@@ -20,11 +20,16 @@ def fingerprint(data: FederatedDataModule) -> str:
 
 
 def described(data: FederatedDataModule, client: int) -> dict[str, Any]:
-    """What a client's row in ``clients.csv`` begins with: its id, its training samples, and its classes if it has some.
+    """What a client's row in ``clients.csv`` begins with: its id, its name, its training samples, and its classes.
+
+    The name and the classes only where there are some.
 
     Args:
         data: set up.
         client: its id.
     """
-    row = {"client": client, "samples": data.size(client, "train")}
+    row: dict[str, Any] = {"client": client}
+    if data.client_names:
+        row["name"] = data.client_names[client]
+    row["samples"] = data.size(client, "train")
     return row | ({"classes": int((data.counts[client] > 0).sum())} if data.task.has_classes else {})
