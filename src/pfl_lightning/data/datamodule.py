@@ -12,6 +12,7 @@ from torch import Tensor
 from pfl_lightning.data.batches import LastBatch
 from pfl_lightning.data.checks import ClientSplit, ClientTest, check_settings
 from pfl_lightning.data.holdings import Holdings
+from pfl_lightning.data.hyper_parameters import unsaved_arguments
 from pfl_lightning.data.inputs import net_inputs
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.partitioners import Dirichlet, Partitioner
@@ -92,7 +93,7 @@ class FederatedDataModule(Holdings, ABC):
             )
         # checkpoints hold plain values only; loggers get them from the record, since Lightning 2.4 fails to
         # merge a module's and a data module's that the command line made
-        self.save_hyperparameters(ignore=["partitioner", "public"], logger=False)
+        self.save_hyperparameters(ignore=["partitioner", "public", *unsaved_arguments()], logger=False)
         self.root = root
         # the number after `setup`; 0 until then where the data have to tell it
         self.num_clients = num_clients or 0
