@@ -52,7 +52,8 @@ def check_column(setting: str, column: str, there: Sequence[str]) -> None:
         MisconfigurationException: It isn't.
     """
     if column not in there:
-        near = get_close_matches(str(column), there, n=3)
+        alike = [name for name in there if name.casefold() == str(column).casefold()]
+        near = alike or get_close_matches(str(column), there, n=3)
         instead = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(there[:10])}"
         raise MisconfigurationException(f"data.{setting}: there is no column {column!r}; {instead}")
 

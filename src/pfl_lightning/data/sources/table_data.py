@@ -125,7 +125,7 @@ def numbers(table: Any, column: str, path: Path) -> Tensor:
         )
     if values.dtype.kind in "bif" or values.dtype.kind == "u":
         array = values.to_numpy()
-        return torch.as_tensor(array.astype(np.int64) if array.dtype.kind in "bu" else array)
+        return torch.from_numpy(array.astype(np.float64 if array.dtype.kind == "f" else np.int64))
     if values.dtype.kind in "mM":
         raise MisconfigurationException(
             f"column {column!r} of {path} is of dates; take it as data.time, or make numbers of it"
