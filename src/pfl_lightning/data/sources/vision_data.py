@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.sources.base import OwnedData, resident, targets_of
@@ -35,7 +36,7 @@ class VisionData(OwnedData):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset,  # type: ignore[type-arg]
         task: Task,
         client: Callable[[int], Any] | Sequence[Any] | None = None,
         targets: Any = None,
