@@ -40,12 +40,17 @@ def column_of(name: str, values: Sequence[Any] | NDArray[Any], count: int) -> ND
             f"the {name} of {int(missing.sum())} of {count} samples is missing, first in row {int(missing.argmax())}; "
             "fill it in, or leave these samples out"
         )
-    return np.asarray(array.tolist()) if array.dtype == object else array
+    if array.dtype != object:
+        return array
+    typed = np.asarray(array.tolist())
+    # of pairs, such as town and street, NumPy makes a table
+    return typed if typed.shape == array.shape else np.array([str(value) for value in array])
 
 
 def _objects(values: list[Any]) -> NDArray[Any]:
     array = np.empty(len(values), dtype=object)
-    array[:] = values
+    for row, value in enumerate(values):
+        array[row] = value
     return array
 
 

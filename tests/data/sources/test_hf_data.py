@@ -69,6 +69,11 @@ def test_rows_are_samples(tmp_path, monkeypatch, limit, kind):
     assert x.sort().values.tolist() == [20, 21, 22, 23, 25, 26, 27, 28] and x.dtype == torch.float32
 
 
+def test_rows_that_are_selected_keep_their_columns():
+    data = ready(made().select(range(10, 30)))
+    assert data.client_names == ["speaker 1", "speaker 2"] and data.part(0, "test").x[:, 0].tolist() == [14, 19]
+
+
 def test_several_columns_of_numbers():
     assert ready(made(), ("size", "weight")).part(1, "test").x.tolist() == [[14, 7], [19, 9.5]]
 

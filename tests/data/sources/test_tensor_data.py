@@ -1,5 +1,6 @@
 """Arrays, tensors and memory maps."""
 
+import lightning
 import numpy as np
 import pytest
 import torch
@@ -104,6 +105,17 @@ def test_a_mapped_pool_is_never_read_whole(tmp_path, monkeypatch):
     assert max(read) <= count // 100
     part = data.part(7, "train")
     assert sorted(part.x[:, 0].tolist()) == sorted(((data.division.clients[7]["train"] % 251) / 127.5 - 1).tolist())
+
+
+@pytest.mark.parametrize("engine", ["vectorised", "processes"])
+def test_engines_read_the_same(engine):
+    rows = []
+    for kind, by in ((Reader, engine), (np.asarray, "sequential")):
+        data = ready(x=kind(X))
+        lightning.seed_everything(0, verbose=False)
+        client = FedAvg(MLP, data.input_shape, task=data.task)
+        rows.append(fit(client, data, max_rounds=2, engine=by).rows[-1])
+    assert rows[0]["val/mae"] == pytest.approx(rows[1]["val/mae"], rel=1e-4)
 
 
 def test_checkpoints_hold_no_arrays(tmp_path):

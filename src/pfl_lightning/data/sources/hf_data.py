@@ -63,7 +63,7 @@ class HFData(OwnedData):
         """Read targets and columns, and inputs if they are small."""
         y = self._dataset.with_format("numpy", columns=[self._target])[:][self._target]
         columns = {
-            name: None if column is None else self._dataset.data.column(column).to_pylist()
+            name: None if column is None else list(self._dataset.with_format(None)[column])
             for name, column in self._others.items()
         }
         return Loaded(resident(self._leaf, len(self._leaf) * self._leaf[np.arange(1)].nbytes), targets_of(y), **columns)
