@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from test_natural import OWNERS, SPLITS, numbers, ready, rows_of
+from test_natural import OWNERS, SPLITS, Owned, numbers, ready, rows_of
 
 from pfl_lightning.data.client_splits import given_split, stratified_split, time_split
 from pfl_lightning.data.splits import split_client
@@ -124,6 +124,15 @@ def named(default="train", **places):
 def test_what_cannot_be_is_refused_in_a_sentence(settings, says):
     with pytest.raises(MisconfigurationException, match=says):
         ready(**settings)
+
+
+def test_the_data_say_what_clients_are_tested_on_but_once():
+    class Both(Owned):
+        original_test = torch.arange(50, 60)
+
+    data = Both(split=named(test=range(40, 60)), client_test="original")
+    with pytest.raises(MisconfigurationException, match=r"data.client_test=original: data.client_split=given says alr"):
+        data.setup()
 
 
 def test_what_is_not_looked_at_may_be_missing():
