@@ -1,4 +1,4 @@
-"""What README and CONTRIBUTING show as code runs."""
+"""What documents show as code runs."""
 
 import re
 from pathlib import Path
@@ -9,16 +9,21 @@ import torch
 
 from federations import fit
 from pfl_lightning import FederatedTrainer
-from pfl_lightning.data import Digits
+from pfl_lightning.data import Digits, Natural, OwnedData
 from pfl_lightning.nets import MLP
 
 ROOT = Path(__file__).parents[1]
 
 
+def blocks(document: str) -> list[str]:
+    """The document's pieces of Python."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+
+
 def shown(document: str) -> dict[str, Any]:
     """What the document's Python defines."""
     names: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL):
+    for block in blocks(document):
         exec(block, names)
     return names
 
@@ -46,6 +51,29 @@ def test_the_snippet_of_the_readme(tmp_path, monkeypatch):
     monkeypatch.setattr("pfl_lightning.FederatedTrainer", Short)
     names = shown("README.md")
     assert rounds == [20] and isinstance(names["data"], Digits)
+
+
+SOURCES = blocks("docs/data.md")
+PACKAGES = {"TableData": "pandas", "HFData": "datasets"}
+
+
+@pytest.mark.parametrize("block", SOURCES, ids=range(len(SOURCES)))
+def test_each_source_of_data(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, package in PACKAGES.items():
+        if name in block:
+            pytest.importorskip(package)
+    assert len(block.splitlines()) <= 20
+    names: dict[str, Any] = {}
+    exec(block, names)
+    data = names["data"] if "data" in names else names["Rivers"](num_clients=None, partitioner=Natural())
+    data.setup()
+    assert data.num_clients == len(data.client_names) > 1
+
+
+def test_the_sources_are_all_shown():
+    text = " ".join(SOURCES)
+    assert all(kind.__name__ in text for kind in OwnedData.__subclasses__() if kind.__module__.count(".") == 3)
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ def write_ag_news(root: Path, n: int) -> None:
 
 WRITERS = {
     "AGNews": write_ag_news,
+    "AGNewsLetters": write_ag_news,
     "CIFAR10": write_cifar10,
     "CIFAR100": write_cifar100,
     "EMNIST": write_emnist,

@@ -9,6 +9,7 @@ from pfl_lightning import Server
 from pfl_lightning.aggregators import ModelPool, inner_products, mean_loss
 from pfl_lightning.aggregators.model_pool import BLOCK
 from pfl_lightning.data import CHUNK, Samples
+from pfl_lightning.tasks import Classification
 
 
 def test_inner_products_are_those_of_the_long_vectors():
@@ -35,12 +36,14 @@ def test_the_loss_is_a_mean_over_samples_however_many_go_through_at_once():
     x, y = points(CHUNK + 5, seed=0)
     model = make_client()
     with torch.no_grad():
-        assert mean_loss(model, Samples(x, y)) == pytest.approx(float(F.cross_entropy(model(x), y)), rel=1e-5)
+        assert mean_loss(model, Samples(x, y), Classification(3)) == pytest.approx(
+            float(F.cross_entropy(model(x), y)), rel=1e-5
+        )
 
 
 def test_a_loss_that_is_no_number_is_infinite():
     x, y = points(3, seed=0)
-    assert mean_loss(lambda x: torch.full((len(x), 3), math.nan), Samples(x, y)) == math.inf
+    assert mean_loss(lambda x: torch.full((len(x), 3), math.nan), Samples(x, y), Classification(3)) == math.inf
 
 
 def test_a_pool_hands_out_what_it_keeps_by_id_and_without_the_client_s_own():

@@ -8,6 +8,7 @@ from pfl_lightning.runs.report import summary_table
 SUMMARY = {
     "method": "FedAvg",
     "aggregator": "FedAWA",
+    "monitor": {"metric": "acc", "mode": "max"},
     "final": {"round": 2, "test/acc": 0.5},
     "selected": {"round": 1, "val/acc": 0.7, "test/acc": 0.25},
     "seconds": 1.26,
@@ -57,3 +58,17 @@ def test_alone_it_has_no_lines_of_clients_beside_it():
 def test_what_was_not_evaluated_is_told():
     nothing = {"final": {"round": 2, "test/acc": None}, "selected": {"round": None, "test/acc": None}}
     assert lines(SUMMARY | nothing, [{}])[1].count("not evaluated") == 3
+
+
+def test_other_metrics_are_numbers_and_have_their_lines():
+    test = {"test/mae": 0.51234, "test/r2": 0.25, "test/r2_pooled": 0.5, "test/mae_worst": 0.9}
+    other = {
+        "monitor": {"metric": "mae", "mode": "min"},
+        "final": {"round": 2} | test,
+        "selected": {"round": 1, "val/mae": 0.4, "test/mae": 0.45},
+    }
+    names, text = lines(SUMMARY | other, [{"test/mae": value} for value in (0.2, 0.9, 0.5)])
+    assert "test mae, last round" in names and "0.5123" in text
+    assert "0.9, 0.5" in text
+    assert "test r2_pooled, last round" in names
+    assert "test mae_worst, last round" not in names

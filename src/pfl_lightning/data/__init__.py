@@ -1,26 +1,31 @@
 """Data of the clients: partitions, splits, batches and data sets."""
 
 from pfl_lightning.data.ag_news import AGNews
+from pfl_lightning.data.ag_news_letters import AGNewsLetters
 from pfl_lightning.data.batches import LastBatch, epoch_order
 from pfl_lightning.data.cifar10 import CIFAR10
 from pfl_lightning.data.cifar100 import CIFAR100
 from pfl_lightning.data.client_data import CHUNK, ClientData, Samples, Split, gather
 from pfl_lightning.data.datamodule import FederatedDataModule
+from pfl_lightning.data.diabetes import Diabetes
 from pfl_lightning.data.digits import Digits
 from pfl_lightning.data.emnist import EMNIST
 from pfl_lightning.data.fashion_mnist import FashionMNIST
 from pfl_lightning.data.image_folder import ImageFolder
+from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.loaders import ClientLoader
 from pfl_lightning.data.mnist import MNIST
 from pfl_lightning.data.partitioners import (
     IID,
     Dirichlet,
     DominantLabels,
+    Natural,
     Partitioner,
     Pathological,
     RandomClasses,
     RoundedDirichlet,
 )
+from pfl_lightning.data.sources import FolderData, HFData, LeafData, OwnedData, TableData, TensorData, VisionData
 from pfl_lightning.data.tiny_imagenet import TinyImageNet
 
 __all__ = [
@@ -31,22 +36,33 @@ __all__ = [
     "IID",
     "MNIST",
     "AGNews",
+    "AGNewsLetters",
     "ClientData",
     "ClientLoader",
+    "Diabetes",
     "Digits",
     "Dirichlet",
     "DominantLabels",
     "FashionMNIST",
     "FederatedDataModule",
+    "FolderData",
+    "HFData",
     "ImageFolder",
     "LastBatch",
+    "LeafData",
+    "Loaded",
+    "Natural",
+    "OwnedData",
     "Partitioner",
     "Pathological",
     "RandomClasses",
     "RoundedDirichlet",
     "Samples",
     "Split",
+    "TableData",
+    "TensorData",
     "TinyImageNet",
+    "VisionData",
     "epoch_order",
     "gather",
 ]

@@ -69,7 +69,7 @@ class AGNews(FederatedDataModule):
         Raises:
             MisconfigurationException: There is no file, or a row that is not label, title, description.
         """
-        files = [read_articles(path) for path in self._paths()]
+        files = [read_articles(path) for path in article_paths(self.root)]
         articles = [article for file in files for article in file]
         if len(files) == 2:
             self.original_test = torch.arange(len(files[0]), len(articles))
@@ -77,14 +77,23 @@ class AGNews(FederatedDataModule):
         numbers = number_words(texts, self.vocab_size, self.min_count)
         return encode(texts, numbers, self.input_shape[0]), torch.tensor([label for label, _ in articles])
 
-    def _paths(self) -> list[Path]:
-        folder = Path(self.root, "ag_news")
-        if paths := [path for path in (folder / "train.csv", folder / "test.csv") if path.is_file()]:
-            return paths
-        raise MisconfigurationException(
-            f"data.root={self.root!r}: there is no train.csv or test.csv in {folder}; put them there, or set "
-            "data.root to the folder that ag_news is in"
-        )
+
+def article_paths(root: str) -> list[Path]:
+    """The files that there are, train.csv first.
+
+    Args:
+        root: Folder that ag_news is in.
+
+    Raises:
+        MisconfigurationException: There is none.
+    """
+    folder = Path(root, "ag_news")
+    if paths := [path for path in (folder / "train.csv", folder / "test.csv") if path.is_file()]:
+        return paths
+    raise MisconfigurationException(
+        f"data.root={root!r}: there is no train.csv or test.csv in {folder}; put them there, or set "
+        "data.root to the folder that ag_news is in"
+    )
 
 
 def read_articles(path: Path) -> list[tuple[int, str]]:

@@ -17,21 +17,11 @@ from pfl_lightning.data.batches import LastBatch
 from pfl_lightning.data.trees import Tree, leaves_of
 from pfl_lightning.tasks import Task
 
+ClientSplit = Literal["random", "stratified", "time", "given"]
+"""How a client's samples are split: at random, each split with the client's label mix, by time, or as the data say."""
+
 ClientTest = Literal["own", "original"]
 """What clients are tested on: a split of their own samples, or samples of the original test half."""
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value is of numbers, texts, truth values and None, as a checkpoint may hold it.
-
-    >>> is_plain({"alpha": [0.1, None]}), is_plain(torch.zeros(3))
-    (True, False)
-    """
-    if isinstance(value, Mapping):
-        return all(map(is_plain, value.values()))
-    if isinstance(value, (list, tuple)):
-        return all(map(is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def is_share(value: Any) -> bool:
@@ -48,7 +38,7 @@ def is_number_or_share(value: Any) -> bool:
 
 CONDITIONS: list[tuple[Callable[[Any], bool], str]] = [
     (lambda s: isinstance(s.root, (str, os.PathLike)), "root={root!r} must be a folder"),
-    (lambda s: s.num_clients >= 1, "num_clients={num_clients} must be at least 1"),
+    (lambda s: s.num_clients is None or s.num_clients >= 1, "num_clients={num_clients} must be at least 1"),
     (
         lambda s: is_number_or_share(s.new_clients),
         "new_clients={new_clients!r} must be a number of clients from 0 up, or a share of them between 0 and 1",
@@ -56,6 +46,11 @@ CONDITIONS: list[tuple[Callable[[Any], bool], str]] = [
     (
         lambda s: callable(s.partitioner) and not isinstance(s.partitioner, type),
         "partitioner={partitioner!r} must be a partitioner, such as Dirichlet(alpha=0.1)",
+    ),
+    (
+        lambda s: s.num_clients is not None or getattr(s.partitioner, "by_owner", False),
+        "num_clients=null takes all clients that there are, which partitioner {partitioner.__class__.__name__} doesn't "
+        "know; give a number, or take Natural",
     ),
     (lambda s: s.batch_size >= 1, "batch_size={batch_size} must be at least 1"),
     (
@@ -65,8 +60,12 @@ CONDITIONS: list[tuple[Callable[[Any], bool], str]] = [
     (lambda s: 0 <= s.test_fraction < 1, "test_fraction={test_fraction} must be at least 0 and below 1"),
     (lambda s: 0 <= s.val_fraction < 1, "val_fraction={val_fraction} must be at least 0 and below 1"),
     (
-        lambda s: s.max_samples is None or s.max_samples >= s.num_clients,
+        lambda s: s.max_samples is None or s.max_samples >= (s.num_clients or 1),
         "max_samples={max_samples} must be at least num_clients={num_clients}",
+    ),
+    (
+        lambda s: s.client_split is None or s.client_split in get_args(ClientSplit),
+        f"client_split={{client_split!r}} must be one of {', '.join(get_args(ClientSplit))}, or null",
     ),
     (
         lambda s: s.client_test in get_args(ClientTest),
@@ -125,12 +124,11 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     Raises:
         MisconfigurationException: A value is of a wrong type or out of range.
     """
-    integers = ("num_clients", "batch_size", "public_samples", "seed")
-    check_integers("data.", **{name: settings[name] for name in integers})
+    check_integers("data.", **{name: settings[name] for name in ("batch_size", "public_samples", "seed")})
     fractions = ("test_fraction", "val_fraction", "server_fraction")
     check_numbers("data.", **{name: settings[name] for name in fractions})
-    if settings["max_samples"] is not None:
-        check_integers("data.", max_samples=settings["max_samples"])
+    optional = ("num_clients", "max_samples")
+    check_integers("data.", **{name: settings[name] for name in optional if settings[name] is not None})
     for is_right, sentence in CONDITIONS:
         if not is_right(SimpleNamespace(**settings)):
             raise MisconfigurationException(f"data.{sentence.format(**settings)}")
@@ -156,20 +154,20 @@ def check_pool(x: Tree, y: Tree, task: Task) -> None:
     task.check(y, "load()")
 
 
-def strata_of(strata: Tensor | None, count: int, task: Task, partitioner: object) -> tuple[Tensor, int]:
-    """The group of each sample and the number of groups: one of all where there are none.
+def check_strata(strata: Tensor | None, count: int, task: Task, partitioner: object = None) -> tuple[Tensor, int]:
+    """Check the group of each sample, and give the number of groups: one of all where there are none.
 
     Args:
         strata: What the data module says.
         count: Number of samples.
         task: What is predicted.
-        partitioner: Who divides the samples.
+        partitioner: Who divides the samples; None where nobody does.
 
     Raises:
         MisconfigurationException: The partitioner needs groups, and there are none, or they are no such numbers.
     """
     if strata is None:
-        if getattr(partitioner, "by_class", True):
+        if partitioner is not None and getattr(partitioner, "by_class", True):
             raise MisconfigurationException(
                 f"data.partitioner={type(partitioner).__name__} tells samples apart by their class, and task {task} "
                 "has none; take IID or Natural, or let the data module's strata give a group for each sample"
@@ -264,7 +262,8 @@ def check_partition(
                 f"{name} gave client {client} positions as {what}; give each client an int64 tensor of shape [n]"
             )
         if len(rows) < least:
-            more = f"min_size={least}" if hasattr(partitioner, "min_size") else f"give each at least {least}"
+            limits = [limit for limit in ("min_size", "min_samples") if hasattr(partitioner, limit)]
+            more = f"{limits[0]}={least}" if limits else f"give each at least {least}"
             raise MisconfigurationException(
                 f"{name} left client {client} with {len(rows)} of {num_samples} samples, too few for {least} non-empty "
                 f"parts; use fewer clients or more samples, or {more}"

@@ -34,14 +34,16 @@ def amounts(data: FederatedDataModule) -> Tensor:
 
 
 def described(data: FederatedDataModule, client: int) -> dict[str, Any]:
-    """What a client's row in ``clients.csv`` begins with: its id, its training samples, and its classes if it has some.
+    """What a client's row in ``clients.csv`` begins with: its id, its name, its training samples, and its classes.
+
+    The name and the classes only where there are some.
 
     Args:
         data: set up.
         client: its id.
     """
-    row = {"client": client, "samples": data.size(client, "train")}
-    if not data.task.has_classes:
-        return row
-    counts = data.client(client).class_counts if client in data.newcomers else data.counts[client]
-    return row | {"classes": int((counts > 0).sum())}
+    row: dict[str, Any] = {"client": client}
+    if data.client_names:
+        row["name"] = data.client_names[client]
+    row["samples"] = data.size(client, "train")
+    return row | ({"classes": int((data.client(client).class_counts > 0).sum())} if data.task.has_classes else {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -12,7 +12,10 @@ from torch import Tensor
 
 from pfl_lightning.data.checks import ClientTest, check_partition
 from pfl_lightning.data.client_data import Split
-from pfl_lightning.data.splits import draw_alike, hold_out, split_client
+from pfl_lightning.data.client_splits import Cut, check_parts
+from pfl_lightning.data.partitioners.base import rows_of
+from pfl_lightning.data.partitioners.natural import Natural
+from pfl_lightning.data.splits import draw_alike, hold_out
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,15 @@ class Division:
         clients: Those of each client, by split.
         central: Those of the central test set.
         server: Those of the server's samples.
+        names: Names of the clients, where the data set has some.
+        newcomers: How many clients, the last ones, take no part and join afterwards.
     """
 
     clients: list[dict[Split, Tensor]]
     central: Tensor
     server: Tensor
+    names: list[str]
+    newcomers: int = 0
 
 
 def divide(
@@ -35,8 +42,11 @@ def divide(
     is_test: Tensor,
     partitioner: Callable[..., list[Tensor]],
     *,
-    num_clients: int,
+    cut: Cut,
+    owners: tuple[list[str], Tensor] | None,
+    num_clients: int | None,
     num_classes: int,
+    is_given: bool,
     test_fraction: float,
     val_fraction: float,
     client_test: ClientTest,
@@ -50,8 +60,11 @@ def divide(
         y: Labels of the pool, shape [N], in [0, num_classes).
         is_test: Which samples are of the original test half, shape [N].
         partitioner: Divides what is left among the clients.
-        num_clients: Number of clients M.
+        cut: Splits a client's samples.
+        owners: Names of the clients that there are, and the number of each sample's; None divides by labels.
+        num_clients: Number of clients M; None takes all owners.
         num_classes: Number of classes K.
+        is_given: Whether the data set says of what split each sample is.
         test_fraction: As for `FederatedDataModule`, like all that follow.
         val_fraction: The same.
         client_test: The same.
@@ -71,14 +84,20 @@ def divide(
         is_free &= ~is_test
     own_fraction = test_fraction if client_test == "own" else 0.0
     free = is_free.nonzero().flatten()
-    shares = partitioner(y[free], num_clients, num_classes, seed)
-    least = 1 + (own_fraction > 0) + (val_fraction > 0)
+    labels, groups = (y[free], num_classes) if owners is None else (owners[1][free], len(owners[0]))
+    if num_clients is None:
+        num_clients = len(cast(Natural, partitioner).owners(rows_of(labels.numpy(), groups)))
+    shares = partitioner(labels, num_clients, groups, seed)
+    least = 1 if is_given else 1 + (own_fraction > 0) + (val_fraction > 0)
     check_partition(shares, partitioner, num_clients, len(free), least)
-    clients = [split_client(free[rows], client, own_fraction, val_fraction, seed) for client, rows in enumerate(shares)]
+    names = [] if owners is None else [owners[0][int(labels[rows[0]])] for rows in shares]
+    clients = [cut(free[rows], client) for client, rows in enumerate(shares)]
+    if is_given:
+        check_parts(clients, names, val_fraction)
     if client_test == "original" and test_fraction > 0:
         can_test = is_test.index_fill(0, server, False)
         classes = [((y == k) & can_test).nonzero().flatten() for k in range(num_classes)]
         for client, rows in enumerate(shares):
             size = int(np.ceil(test_fraction * len(rows)))
             clients[client]["test"] = draw_alike(y[free[rows]], classes, size, client, seed)
-    return Division(clients, central, server)
+    return Division(clients, central, server, names)

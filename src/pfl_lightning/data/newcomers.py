@@ -6,23 +6,36 @@ from dataclasses import replace
 from numbers import Integral
 
 import numpy as np
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.data.division import Division
 
 
-def how_many(new_clients: float, num_clients: int) -> int:
-    """The number of new clients beside those of the federation.
+def how_many(new_clients: float, num_clients: int | None, total: int = 0) -> int:
+    """The number of new clients.
 
-    >>> how_many(3, 9), how_many(0.25, 9), how_many(0.01, 9), how_many(0, 9)
-    (3, 3, 1, 0)
+    >>> how_many(3, 9), how_many(0.25, 9), how_many(0.01, 9), how_many(0, 9), how_many(0.25, None, total=12)
+    (3, 3, 1, 0, 3)
 
     Args:
         new_clients: Their number, or their share of all clients in (0, 1), which is at least one client.
-        num_clients: Number of the federation's clients M.
+        num_clients: Number of the federation's clients M; None where all clients that there are take part or are new.
+        total: Number of all clients, where M is None.
+
+    Raises:
+        MisconfigurationException: They leave nobody for the federation.
     """
     if isinstance(new_clients, Integral):
-        return int(new_clients)
-    return max(1, round(num_clients * new_clients / (1 - new_clients)))
+        count = int(new_clients)
+    elif num_clients is None:
+        count = max(1, round(total * new_clients))
+    else:
+        count = max(1, round(num_clients * new_clients / (1 - new_clients)))
+    if num_clients is None and count >= max(total, 1):
+        raise MisconfigurationException(
+            f"data.new_clients={new_clients} leaves none of {total} clients for the federation; take fewer"
+        )
+    return count
 
 
 def newcomers_last(division: Division, count: int, seed: int) -> Division:
@@ -39,4 +52,6 @@ def newcomers_last(division: Division, count: int, seed: int) -> Division:
     # no stream of the splits, which are (seed, 1 + client, ...) and (seed, 0, ...) with small numbers
     drawn = np.random.default_rng((seed, 0, 0, 1)).permutation(total)[:count]
     order = [*sorted(set(range(total)) - set(drawn.tolist())), *sorted(drawn.tolist())]
-    return replace(division, clients=[division.clients[part] for part in order])
+    clients = [division.clients[part] for part in order]
+    names = [division.names[part] for part in order] if division.names else []
+    return replace(division, clients=clients, names=names, newcomers=count)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from pfl_lightning.data.client_data import Samples
 from pfl_lightning.data.division import Division
 from pfl_lightning.data.memory import free_memory
+from pfl_lightning.data.trees import leaves_of
 from pfl_lightning.messages import num_bytes
 
 
@@ -18,20 +20,23 @@ class Pool:
     Args:
         samples: All samples, on the CPU.
         division: Who holds which.
+        strata: Number of the group of each sample, shape [N]; 0 for all where there are none.
     """
 
-    def __init__(self, samples: Samples, division: Division) -> None:
+    def __init__(self, samples: Samples, division: Division, strata: Tensor) -> None:
         self.samples = samples
+        self.strata = strata
         self.division = division
         self.copies: dict[torch.device, Samples] = {}
+        self._in_memory = all(isinstance(leaf, Tensor) for leaf in leaves_of(samples.x))
 
     def on(self, device: torch.device) -> Samples:
-        """Return the samples, on the device if a quarter of its free memory holds them.
+        """Return the samples, on the device if all are in memory and a quarter of its free memory holds them.
 
         Args:
             device: Where they are wanted.
         """
-        if device.type == "cpu":
+        if device.type == "cpu" or not self._in_memory:
             return self.samples
         if device not in self.copies:
             fits = 4 * num_bytes((self.samples.x, self.samples.y)) <= free_memory(device)

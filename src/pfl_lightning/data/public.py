@@ -8,23 +8,33 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.data.checks import check_pool
-from pfl_lightning.data.client_data import Samples, task_of
+from pfl_lightning.data.checks import check_pool, check_strata
+from pfl_lightning.data.client_data import Samples
+from pfl_lightning.data.loaded import Loaded
+from pfl_lightning.data.preparation import as_loaded
 from pfl_lightning.data.splits import stratified_rows
+from pfl_lightning.data.trees import Tree
+from pfl_lightning.tasks import Task
 
 
 class PublicData(Protocol):
     """Where public samples come from: a `FederatedDataModule` of which only the pool is used."""
 
-    num_classes: int
     input_shape: tuple[int, ...]
     original_test: Tensor
+
+    @property
+    def task(self) -> Task:
+        """What is predicted."""
 
     def prepare_data(self) -> None:
         """Fetch missing files."""
 
-    def load(self) -> tuple[Tensor, Tensor]:
+    def load(self) -> Loaded | tuple[Tree, Tree]:
         """Read the whole pool."""
+
+    def strata(self, y: Tree) -> Tensor | None:
+        """The group of each sample."""
 
 
 def public_samples(public: PublicData, count: int, seed: int, owner: str, input_shape: tuple[int, ...]) -> Samples:
@@ -48,15 +58,16 @@ def public_samples(public: PublicData, count: int, seed: int, owner: str, input_
         )
     try:
         public.prepare_data()
-        x, y = public.load()
+        loaded = as_loaded(public.load())
     except MisconfigurationException as error:
         raise MisconfigurationException(str(error).replace("data.root", "data.public.root")) from error
-    check_pool(x, y, task_of(public))
-    rows = torch.ones(len(y), dtype=torch.bool).index_fill(0, public.original_test, False).nonzero().flatten()
+    check_pool(loaded.x, loaded.y, public.task)
+    rows = torch.ones(len(loaded), dtype=torch.bool).index_fill(0, public.original_test, False).nonzero().flatten()
     if count > len(rows):
         raise MisconfigurationException(
             f"data.public_samples={count} must be at most the {len(rows)} samples that {name} has outside its original "
             "test half"
         )
-    rows = rows[stratified_rows(y[rows], count, public.num_classes, seed, draw=3)]
-    return Samples(x[rows], y[rows])
+    strata, groups = check_strata(public.strata(loaded.y), len(loaded), public.task)
+    rows = rows[stratified_rows(strata[rows], count, groups, seed, draw=3)]
+    return Samples(loaded.x, loaded.y).take(rows)

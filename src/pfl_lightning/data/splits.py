@@ -29,15 +29,20 @@ def stratified_rows(labels: Tensor, size: int, num_classes: int, seed: int, draw
     if size >= len(labels):
         return torch.arange(len(labels))
     y = labels.numpy()
-    take = _in_proportion(np.bincount(y, minlength=num_classes), size)
+    take = in_proportion(np.bincount(y, minlength=num_classes), size)
     # (seed, 0), (seed, 0, 1) here, (seed, 1 + client) and (seed, 1 + client, 1) below: no two draws share a stream
     rng = np.random.default_rng((seed, 0, draw) if draw else (seed, 0))
     chosen = [rng.permutation(np.flatnonzero(y == k))[: take[k]] for k in range(num_classes)]
     return torch.from_numpy(np.sort(np.concatenate(chosen)))
 
 
-def _in_proportion(counts: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """Share a number out in proportion to counts; what rounding down leaves goes to the largest fractional parts."""
+def in_proportion(counts: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Share a number out in proportion to counts; what rounding down leaves goes to the largest fractional parts.
+
+    Args:
+        counts: Of each class, shape [K], not all of them 0.
+        size: The number.
+    """
     quota = counts * (size / counts.sum())
     take: NDArray[np.int64] = np.floor(quota).astype(np.int64)
     take[np.argsort(take - quota, kind="stable")[: size - take.sum()]] += 1
@@ -101,17 +106,41 @@ def split_client(
         val_fraction: Share of val in what test leaves, in [0, 1).
         seed: Seed of the shuffle, 0 or more.
     """
-    wants_val = val_fraction > 0
-    num_test = min(int(np.ceil(test_fraction * len(rows))), len(rows) - 1 - wants_val)
-    rest = len(rows) - num_test
-    num_val = min(max(round(val_fraction * rest), 1), rest - 1) if wants_val else 0
-    order = torch.from_numpy(np.random.default_rng((seed, 1 + client)).permutation(len(rows)))
-    shuffled = rows[order]
+    num_test, num_val = part_sizes(len(rows), test_fraction, val_fraction)
+    mixed = shuffled(rows, client, seed)
     return {
-        "test": shuffled[:num_test],
-        "val": shuffled[num_test : num_test + num_val],
-        "train": shuffled[num_test + num_val :],
+        "test": mixed[:num_test],
+        "val": mixed[num_test : num_test + num_val],
+        "train": mixed[num_test + num_val :],
     }
+
+
+def part_sizes(count: int, test_fraction: float, val_fraction: float) -> tuple[int, int]:
+    """Numbers of a client's test and val samples, see :func:`split_client`.
+
+    >>> part_sizes(20, 0.25, 0.1), part_sizes(3, 0.25, 0.1)
+    ((5, 2), (1, 1))
+
+    Args:
+        count: Number of the client's samples.
+        test_fraction: Share of test in all samples, in [0, 1).
+        val_fraction: Share of val in what test leaves, in [0, 1).
+    """
+    wants_val = val_fraction > 0
+    num_test = min(int(np.ceil(test_fraction * count)), count - 1 - wants_val)
+    rest = count - num_test
+    return num_test, min(max(round(val_fraction * rest), 1), rest - 1) if wants_val else 0
+
+
+def shuffled(rows: Tensor, client: int, seed: int) -> Tensor:
+    """The samples of one client in the order in which they are split.
+
+    Args:
+        rows: Pool positions, shape [n].
+        client: Which client.
+        seed: Seed of the shuffle, 0 or more.
+    """
+    return rows[torch.from_numpy(np.random.default_rng((seed, 1 + client)).permutation(len(rows)))]
 
 
 def draw_alike(labels: Tensor, classes: list[Tensor], size: int, client: int, seed: int) -> Tensor:
@@ -133,7 +162,7 @@ def draw_alike(labels: Tensor, classes: list[Tensor], size: int, client: int, se
     Raises:
         MisconfigurationException: There is no sample of a class that is to be drawn.
     """
-    take = _in_proportion(np.bincount(labels.numpy(), minlength=len(classes)), size)
+    take = in_proportion(np.bincount(labels.numpy(), minlength=len(classes)), size)
     for k in np.flatnonzero(take):
         if not len(classes[k]):
             raise MisconfigurationException(

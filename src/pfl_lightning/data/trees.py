@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -53,7 +55,53 @@ def take(tree: Tree, rows: Tensor | slice) -> Tree:
         return {name: take(part, rows) for name, part in tree.items()}
     if type(tree) in (list, tuple):
         return type(tree)(take(part, rows) for part in tree)
-    return tree[rows]
+    return read(tree, rows)
+
+
+def read(leaf: Any, rows: Tensor | slice) -> Tensor:
+    """Some rows of a leaf that is no tensor, each read once and in ascending order, as files like it.
+
+    Args:
+        leaf: what gives an array or a tensor for ``leaf[positions]``.
+        rows: their positions.
+    """
+    wanted = np.arange(len(leaf))[rows] if isinstance(rows, slice) else rows.cpu().numpy()
+    each, places = np.unique(wanted, return_inverse=True)
+    found = torch.as_tensor(leaf[each])
+    return found if np.array_equal(each, wanted) else found[torch.from_numpy(places)]
+
+
+class Rows:
+    """Some rows of a leaf that is no tensor, none of which is read before it is asked for.
+
+    Args:
+        leaf: what has a length and gives an array or a tensor for ``leaf[positions]``.
+        rows: their positions.
+    """
+
+    def __init__(self, leaf: Any, rows: Tensor) -> None:
+        self.leaf = leaf
+        self.rows = rows.numpy()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, positions: NDArray[np.int64]) -> Any:
+        return self.leaf[self.rows[positions]]
+
+
+def narrowed(tree: Tree, rows: Tensor) -> Tree:
+    """Some of the samples, without reading what isn't in memory.
+
+    Args:
+        tree: of any leaves.
+        rows: their positions, ascending.
+    """
+    if isinstance(tree, Mapping):
+        return {name: narrowed(part, rows) for name, part in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(narrowed(part, rows) for part in tree)
+    return take(tree, rows) if isinstance(tree, Tensor) else Rows(tree, rows)
 
 
 def split(tree: Tree, sizes: int | list[int], dim: int = 0) -> Iterator[Tree]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 NO_WORD = 0
@@ -61,3 +62,29 @@ def encode(texts: list[list[str]], numbers: dict[str, int], length: int) -> Tens
     for row, words in zip(rows, texts, strict=True):
         row[: len(words)] = [numbers.get(word, NO_WORD) for word in words[:length]]
     return torch.from_numpy(rows)
+
+
+def letter_numbers(texts: list[str], letters: str) -> Tensor:
+    """Number the letters of texts.
+
+    >>> letter_numbers(["ab", "b?"], " ab")
+    tensor([[1, 2],
+            [2, 0]])
+
+    Args:
+        texts: All of one length.
+        letters: The letters that have a number, their position; any other gets 0.
+
+    Returns:
+        Numbers [number of texts, length], int64.
+
+    Raises:
+        MisconfigurationException: The texts differ in length.
+    """
+    lengths = {len(text) for text in texts}
+    if len(lengths) > 1:
+        raise MisconfigurationException(
+            f"texts are of {min(lengths)} to {max(lengths)} letters; cut or pad them to one length"
+        )
+    known = {letter: number for number, letter in enumerate(letters)}
+    return torch.tensor([[known.get(letter, 0) for letter in text] for text in texts])

@@ -18,6 +18,7 @@ from pfl_lightning.nets.shared_features import (
     ShuffleNetV2Features,
 )
 from pfl_lightning.nets.small_cnn import SmallCNN
+from pfl_lightning.nets.transformer import Transformer
 from pfl_lightning.nets.vit import ViT
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "ResNet18Features",
     "ShuffleNetV2Features",
     "SmallCNN",
+    "Transformer",
     "ViT",
     "feature_size",
     "find_output_layer",

@@ -4,6 +4,7 @@ from pfl_lightning.data.partitioners.base import Partitioner
 from pfl_lightning.data.partitioners.dirichlet import Dirichlet
 from pfl_lightning.data.partitioners.dominant_labels import DominantLabels
 from pfl_lightning.data.partitioners.iid import IID
+from pfl_lightning.data.partitioners.natural import Natural
 from pfl_lightning.data.partitioners.pathological import Pathological
 from pfl_lightning.data.partitioners.random_classes import RandomClasses
 from pfl_lightning.data.partitioners.rounded_dirichlet import RoundedDirichlet
@@ -12,6 +13,7 @@ __all__ = [
     "IID",
     "Dirichlet",
     "DominantLabels",
+    "Natural",
     "Partitioner",
     "Pathological",
     "RandomClasses",

@@ -15,6 +15,20 @@ Rows = NDArray[np.int64]
 """Positions of samples in the pool."""
 
 
+def rows_of(y: NDArray[np.int64], num_classes: int) -> list[Rows]:
+    """The ascending positions of each class's samples.
+
+    >>> [rows.tolist() for rows in rows_of(np.array([1, 0, 1]), 2)]
+    [[1], [0, 2]]
+
+    Args:
+        y: Labels, shape [N], in [0, num_classes).
+        num_classes: Number of classes K.
+    """
+    ends = np.bincount(y, minlength=num_classes).cumsum()
+    return np.split(np.argsort(y, kind="stable"), ends[:-1])
+
+
 class Partitioner(ABC):
     """Divides a pool, or a part of it, among clients; subclasses say how in :meth:`split`.
 
@@ -24,6 +38,8 @@ class Partitioner(ABC):
 
     by_class: ClassVar[bool] = True
     """Whether it tells samples apart by their class, or another group that the data module's ``strata`` names."""
+    by_owner: ClassVar[bool] = False
+    """Whether it is given the owner of each sample in the place of its class."""
 
     def __call__(self, labels: Tensor, num_clients: int, num_classes: int, seed: int) -> list[Tensor]:
         """Divide the pool.
@@ -43,7 +59,7 @@ class Partitioner(ABC):
                 f"use at most {len(labels)} clients"
             )
         y = labels.cpu().numpy()
-        classes = [np.flatnonzero(y == k) for k in range(num_classes)]
+        classes = rows_of(y, num_classes)
         # the legacy generator: published partitions were drawn from this stream
         rng = np.random.RandomState(seed)
         return [torch.as_tensor(rows) for rows in self.split(classes, num_clients, rng)]

@@ -1,0 +1,202 @@
+"""Who holds what of a pool that has been divided, and how it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+
+from pfl_lightning.data.client_data import ClientData, Samples, Split, class_counts
+from pfl_lightning.data.division import Division
+from pfl_lightning.data.loaders import ClientLoader
+from pfl_lightning.data.pool import Pool
+from pfl_lightning.data.trees import Tree, take
+from pfl_lightning.data.trees import split as cut
+from pfl_lightning.tasks import Task
+
+
+class Holdings(LightningDataModule):
+    """What clients, the server and the central test set hold, once a pool is divided: a `FederatedDataModule`'s half.
+
+    A client's samples are gathered and transformed on request.
+    """
+
+    num_clients: int
+    """Number of clients M, known without :meth:`setup` unless it is left to the data."""
+    val_fraction: float
+    test_fraction: float
+    central_test: float | Literal["original"] | None
+    public: Any
+    _pool: Pool | None = None
+    _public: Samples | None = None
+
+    @property
+    def task(self) -> Task:
+        """What is predicted."""
+        raise NotImplementedError
+
+    def transform(self, x: Tree) -> Tree:
+        """Make inputs ready for the net."""
+        raise NotImplementedError
+
+    def server_samples(self) -> Samples | None:
+        """Return the samples that the server holds, as loaded, or None: ``public`` ones, or its ``server_fraction``.
+
+        The labels of public samples are those of their own data set.
+        """
+        pool = self._ready()
+        rows = pool.division.server
+        if self._public is not None or not len(rows):
+            return self._public
+        return pool.samples.take(rows)
+
+    def server_data(self) -> Samples | None:
+        """Return the same samples, transformed, or None."""
+        samples = self.server_samples()
+        source = self if self.public is None else self.public
+        return None if samples is None else Samples(source.transform(samples.x), samples.y)
+
+    def central_data(self) -> Samples | None:
+        """Return the samples that the server's model is tested on, transformed, or None."""
+        rows = self._ready().division.central
+        return self._gather(rows) if len(rows) else None
+
+    def part(self, client: int, split: Split) -> Samples:
+        """Gather and transform one split of one client.
+
+        Args:
+            client: Client id, 0 to num_clients - 1, or one of the `newcomers`.
+            split: Which split.
+        """
+        (samples,) = self.parts([client], split)
+        return samples
+
+    def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> list[Samples]:
+        """Gather and transform one split of each of several clients, all at once.
+
+        Whatever looks at clients' samples comes here; override it to change what clients hold.
+
+        Args:
+            clients: Client ids, 0 to num_clients - 1.
+            split: Which split.
+            device: Where the samples are gathered, and stay.
+        """
+        held = self._ready().division.clients
+        rows = [held[client][split] for client in clients]
+        whole = self._gather(torch.cat(rows), device)
+        sizes = [len(r) for r in rows]
+        return [Samples(x, y) for x, y in cut((whole.x, whole.y), sizes)]
+
+    def _gather(self, rows: Tensor, device: torch.device | str = "cpu") -> Samples:
+        samples = self._ready().on(torch.device(device)).take(rows)
+        return Samples(self.transform(samples.x), samples.y)
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Let go of copies of the pool on devices.
+
+        Args:
+            stage: Ignored.
+        """
+        if self._pool is not None:
+            self._pool.copies.clear()
+
+    def client(self, client: int) -> ClientData:
+        """One client, its splits gathered and transformed when they are asked for.
+
+        Args:
+            client: Client id, 0 to num_clients - 1, or one of the `newcomers`.
+        """
+        self._ready()
+        return ClientData(self, client)
+
+    def size(self, client: int, split: Split) -> int:
+        """Number of samples in one split of one client.
+
+        Args:
+            client: Client id, 0 to num_clients - 1, or one of the `newcomers`.
+            split: Which split.
+        """
+        return len(self._ready().division.clients[client][split])
+
+    @property
+    def client_names(self) -> list[str]:
+        """Names of the clients by id, where the data set has some and they are divided by them; else none."""
+        return self._ready().division.names
+
+    @property
+    def newcomers(self) -> range:
+        """Ids of the clients that take no part and join afterwards, behind those of the federation."""
+        return range(self.num_clients, len(self._ready().division.clients))
+
+    @property
+    def division(self) -> Division:
+        """Who holds which of the samples, by their positions in the pool."""
+        return self._ready().division
+
+    def strata_of(self, client: int, split: Split) -> Tensor:
+        """Number of the group, such as the class, of each sample in one split of one client; 0 where there are none.
+
+        Args:
+            client: Client id, 0 to num_clients - 1, or one of the `newcomers`.
+            split: Which split.
+        """
+        pool = self._ready()
+        return pool.strata[pool.division.clients[client][split]]
+
+    def class_counts(self, split: Split) -> Tensor:
+        """Count the samples of each client and class.
+
+        Args:
+            split: Which splits to count.
+
+        Returns:
+            Counts n_ij, shape [num_clients, num_classes], int64.
+
+        Raises:
+            MisconfigurationException: The samples have no class.
+        """
+        pool = self._ready()
+        return torch.stack(
+            [
+                class_counts(self.task, take(pool.samples.y, rows[split]))
+                for rows in pool.division.clients[: self.num_clients]
+            ]
+        )
+
+    @property
+    def counts(self) -> Tensor:
+        """Class counts of the train splits, shape [num_clients, num_classes], int64."""
+        return self.class_counts("train")
+
+    def train_dataloader(self) -> ClientLoader:
+        """One batch with the ids of all clients: an epoch is a round."""
+        return ClientLoader([range(self.num_clients)])
+
+    def val_dataloader(self) -> ClientLoader:
+        """One batch with the ids of all clients; no batch if they have nothing to validate on."""
+        return ClientLoader([range(self.num_clients)] if self._holds("val", self.val_fraction) else [])
+
+    def test_dataloader(self) -> ClientLoader:
+        """One batch with the ids of all clients; with none if they have nothing to test on, for the central test set.
+
+        Without the two there is no batch.
+        """
+        if not self._holds("test", self.test_fraction):
+            return ClientLoader([] if self.central_test is None else [[]])
+        return ClientLoader([range(self.num_clients)])
+
+    def _holds(self, split: Split, share: float) -> bool:
+        """Whether clients have samples of a split: all of them have, or none."""
+        return share > 0 if self._pool is None else self.size(0, split) > 0
+
+    def _ready(self) -> Pool:
+        if self._pool is None:
+            raise MisconfigurationException(
+                f"{type(self).__name__} has no clients yet; call prepare_data() and setup() first, or "
+                "pass it to a Trainer"
+            )
+        return self._pool

@@ -1,0 +1,165 @@
+"""From what a data set loads to who holds what: checks, the subset, and the division."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pfl_lightning.data.checks import (
+    ClientSplit,
+    ClientTest,
+    check_enough,
+    check_halves,
+    check_pool,
+    check_strata,
+    warn_of_one_class,
+)
+from pfl_lightning.data.client_data import Samples
+from pfl_lightning.data.client_splits import cut_of
+from pfl_lightning.data.columns import check_splits, column_of, numbered
+from pfl_lightning.data.division import divide
+from pfl_lightning.data.loaded import Loaded
+from pfl_lightning.data.newcomers import how_many, newcomers_last
+from pfl_lightning.data.partitioners import Partitioner
+from pfl_lightning.data.pool import Pool
+from pfl_lightning.data.splits import stratified_rows
+from pfl_lightning.data.trees import Tree, narrowed, read, take
+from pfl_lightning.tasks import Task
+
+
+class Asked(Protocol):
+    """How a pool shall be divided: the settings of a `FederatedDataModule`."""
+
+    num_clients: int
+    partitioner: Partitioner
+    client_split: ClientSplit | None
+    test_fraction: float
+    val_fraction: float
+    max_samples: int | None
+    client_test: ClientTest
+    central_test: float | Literal["original"] | None
+    server_fraction: float
+    seed: int
+    new_clients: int | float
+    original_test: Tensor
+
+    @property
+    def task(self) -> Task:
+        """What is predicted."""
+
+    def strata(self, y: Tree) -> Tensor | None:
+        """The group of each sample."""
+
+
+def as_loaded(loaded: Loaded | tuple[Tree, Tree]) -> Loaded:
+    """What a data set loads, with targets and whatever of the inputs is in memory as tensors.
+
+    Args:
+        loaded: What ``load()`` returned.
+
+    Raises:
+        MisconfigurationException: It is something else.
+    """
+    if not isinstance(loaded, Loaded):
+        if not isinstance(loaded, (tuple, list)) or len(loaded) != 2:
+            raise MisconfigurationException(
+                f"load() returned a {type(loaded).__name__}; return inputs and targets, or Loaded(x, y, client=...)"
+            )
+        loaded = Loaded(*loaded)
+    x = _mapped(loaded.x, lambda leaf: torch.as_tensor(leaf) if type(leaf) is np.ndarray else leaf)
+    y = _mapped(loaded.y, lambda leaf: leaf if isinstance(leaf, Tensor) else read(leaf, slice(None)))
+    return Loaded(x, y, loaded.client, loaded.split, loaded.time)
+
+
+def _mapped(tree: Tree, function: Callable[[Any], Any]) -> Tree:
+    if isinstance(tree, dict):
+        return {name: _mapped(part, function) for name, part in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_mapped(part, function) for part in tree)
+    return function(tree)
+
+
+def prepared(data: Asked, loaded: Loaded) -> Pool:
+    """Check a pool, cut it to ``max_samples``, and divide and split what is left.
+
+    Args:
+        data: The settings.
+        loaded: What there is.
+
+    Raises:
+        MisconfigurationException: The samples are wrong, or cannot be divided as asked.
+    """
+    name, task, count = type(data).__name__, data.task, len(loaded)
+    check_pool(loaded.x, loaded.y, task)
+    owners = _column("client", loaded.client, count, needed=getattr(data.partitioner, "by_owner", False))
+    given = _column("split", loaded.split, count, needed=data.client_split in (None, "given"))
+    times = _column("time", loaded.time, count, needed=data.client_split == "time")
+    if given is not None:
+        check_splits(given)
+    found = data.strata(loaded.y)
+    strata, groups = check_strata(found, count, task, data.partitioner)
+    samples = Samples(loaded.x, loaded.y)
+    is_test = torch.zeros(count, dtype=torch.bool).index_fill(0, data.original_test, True)
+    if data.max_samples is not None:
+        check_enough(data.max_samples, groups)
+        kept = stratified_rows(strata, data.max_samples, groups, data.seed)
+        samples = Samples(narrowed(samples.x, kept), take(samples.y, kept))
+        strata, is_test = strata[kept], is_test[kept]
+        owners, given, times = (None if column is None else column[kept.numpy()] for column in (owners, given, times))
+    if task.has_classes:
+        warn_of_one_class(name, samples.y)
+    check_halves(name, bool(is_test.any()), data.client_test, data.central_test)
+    if getattr(data.partitioner, "by_owner", False) and owners is None:
+        raise MisconfigurationException(
+            f"data.partitioner={type(data.partitioner).__name__}: {name} doesn't say who holds its samples; return "
+            "Loaded(x, y, client=...) from load(), or take IID"
+        )
+    kind = data.client_split or ("random" if given is None else "given")
+    if kind == "given" and data.client_test == "original":
+        raise MisconfigurationException(
+            "data.client_test=original: data.client_split=given says already what clients are tested on; take own"
+        )
+    test_fraction = data.test_fraction if data.client_test == "own" else 0.0
+    division = divide(
+        strata,
+        is_test,
+        data.partitioner,
+        cut=cut_of(
+            kind,
+            None if found is None else strata,
+            given,
+            None if times is None else numbered(times)[1],
+            test_fraction,
+            data.val_fraction,
+            data.seed,
+        ),
+        owners=None if owners is None else numbered(owners),
+        num_clients=data.num_clients + how_many(data.new_clients, data.num_clients) if data.num_clients else None,
+        num_classes=groups,
+        is_given=kind == "given",
+        test_fraction=data.test_fraction,
+        val_fraction=data.val_fraction,
+        client_test=data.client_test,
+        central_test=data.central_test,
+        server_fraction=data.server_fraction,
+        seed=data.seed,
+    )
+    newcomers = how_many(data.new_clients, data.num_clients or None, len(division.clients))
+    return Pool(samples, newcomers_last(division, newcomers, data.seed), strata)
+
+
+def _column(name: str, values: Any, count: int, needed: bool) -> NDArray[Any] | None:
+    """A column that is looked at; of others only the length is checked."""
+    if values is None:
+        return None
+    if needed:
+        return column_of(name, values, count)
+    if len(values) != count:
+        column_of(name, np.zeros(len(values)), count)
+    return None

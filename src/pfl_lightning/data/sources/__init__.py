@@ -1,0 +1,11 @@
+"""Data of any task, from files and from memory, whose clients are named."""
+
+from pfl_lightning.data.sources.base import OwnedData
+from pfl_lightning.data.sources.folder_data import FolderData
+from pfl_lightning.data.sources.hf_data import HFData
+from pfl_lightning.data.sources.leaf_data import LeafData
+from pfl_lightning.data.sources.table_data import TableData
+from pfl_lightning.data.sources.tensor_data import TensorData
+from pfl_lightning.data.sources.vision_data import VisionData
+
+__all__ = ["FolderData", "HFData", "LeafData", "OwnedData", "TableData", "TensorData", "VisionData"]

@@ -1,0 +1,77 @@
+"""Columns of a table by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+
+def chosen_columns(
+    there: Sequence[str], features: Sequence[str] | None, target: str | Sequence[str], **others: str | None
+) -> tuple[list[str], list[str]]:
+    """Check that columns are there, and give those of the inputs and of the targets.
+
+    Args:
+        there: Names of all columns.
+        features: Those of the inputs; None takes all that are named nowhere else.
+        target: Those of the targets.
+        **others: Further ones, by the setting that names them.
+
+    Raises:
+        MisconfigurationException: One isn't there, or none is left for the inputs.
+    """
+    targets = [target] if isinstance(target, str) else list(target)
+    named = {"features": features or (), "target": targets} | {
+        setting: [column] for setting, column in others.items() if column is not None
+    }
+    for setting, columns in named.items():
+        for column in columns:
+            check_column(setting, column, there)
+    used = {column for columns in named.values() for column in columns}
+    inputs = [column for column in there if column not in used] if features is None else list(features)
+    if not inputs or not targets:
+        raise MisconfigurationException(f"data.features and data.target must each name a column of {', '.join(there)}")
+    if both := set(inputs) & set(targets):
+        raise MisconfigurationException(f"data.features has {min(both)!r}, which is the target; leave it out")
+    return inputs, targets
+
+
+def check_column(setting: str, column: str, there: Sequence[str]) -> None:
+    """Check that a column is there.
+
+    Args:
+        setting: What names it.
+        column: Its name.
+        there: Names of all columns.
+
+    Raises:
+        MisconfigurationException: It isn't.
+    """
+    if column not in there:
+        alike = [name for name in there if name.casefold() == str(column).casefold()]
+        near = alike or get_close_matches(str(column), there, n=3)
+        instead = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(there[:10])}"
+        raise MisconfigurationException(f"data.{setting}: there is no column {column!r}; {instead}")
+
+
+def package(name: str, extra: str, owner: str) -> Any:
+    """A package that not everyone has.
+
+    Args:
+        name: Its name.
+        extra: The extra that installs it.
+        owner: Who needs it.
+
+    Raises:
+        MisconfigurationException: It isn't installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError:
+        raise MisconfigurationException(
+            f"data {owner} needs the package {name}; install it by pip install 'pfl-lightning[{extra}]'"
+        ) from None

@@ -1,0 +1,187 @@
+"""A folder a client."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from numpy.typing import NDArray
+
+from pfl_lightning.data.image_tree import SUFFIXES
+from pfl_lightning.data.images import image_size, read_image
+from pfl_lightning.data.loaded import Loaded
+from pfl_lightning.data.sources.base import OwnedData, resident, targets_of
+from pfl_lightning.data.sources.tensor_data import opened
+from pfl_lightning.data.trees import read
+from pfl_lightning.tasks import Classification, Task
+
+WANTED = "give a folder with a folder a client, each with folders of images by class, or with x and y as .npy or .pt"
+
+
+class FolderData(OwnedData):
+    """A folder a client: ``root/CLIENT/CLASS/*.png``, or ``root/CLIENT/x.npy`` and ``y.npy`` (or ``.pt``).
+
+    Up to 1 GiB is read into memory; more is read a client at a time, whenever it is asked for.
+
+    Args:
+        root: Folder of the clients' folders. It is looked into right away.
+        task: What is predicted; None, where there are images, is their class.
+        size: Resize images to so many pixels, (height, width); None keeps them as they are.
+        channels: 3 for RGB, 1 for grey images.
+        **kwargs: Settings of :class:`FederatedDataModule`; ``download`` has no effect.
+
+    Raises:
+        MisconfigurationException: There are no clients' folders, or one has something else.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        task: Task | None = None,
+        size: tuple[int, int] | None = None,
+        channels: Literal[1, 3] = 3,
+        **kwargs: Any,
+    ) -> None:
+        folders = client_folders(Path(root))
+        self._arrays = [arrays_of(folder) for folder in folders]
+        self._images: list[tuple[Path, str, str]] = []
+        if not any(self._arrays):
+            self._images = [found for folder in folders for found in images_of(folder)]
+        elif not all(self._arrays):
+            raise MisconfigurationException(
+                f"{folders[self._arrays.index(None)]} has no x and y in .npy or .pt files as others have; {WANTED}"
+            )
+        self.classes = sorted({name for _, _, name in self._images})
+        if task is None and not self._images:
+            raise MisconfigurationException("data.task=null: y is of what kind? Give one, such as Regression")
+        super().__init__(Classification(len(self.classes)) if task is None else task, root=root, **kwargs)
+        self._names = [folder.name for folder in folders]
+        if self._images:
+            self._reader = ImageFiles([path for path, _, _ in self._images], channels, size)
+            self.input_shape = self._reader.shape
+        else:
+            self._files = ArrayFiles([pair[0] for pair in self._arrays if pair])
+            self.input_shape = tuple(self._files.parts[0].shape[1:])
+
+    def load(self) -> Loaded:
+        """Read what is small, and say who holds what."""
+        if self._images:
+            numbers = {name: k for k, name in enumerate(self.classes)}
+            y = torch.tensor([numbers[name] for _, _, name in self._images])
+            return Loaded(resident(self._reader, self._reader.num_bytes), y, [name for _, name, _ in self._images])
+        pairs = [pair for pair in self._arrays if pair]
+        y = torch.cat([targets_of(target) for _, target in pairs])
+        owners = [name for name, (x, _) in zip(self._names, pairs, strict=True) for _ in range(len(x))]
+        return Loaded(resident(self._files, self._files.num_bytes), y, owners)
+
+
+def client_folders(root: Path) -> list[Path]:
+    """The folders of the clients.
+
+    Args:
+        root: Folder of them.
+
+    Raises:
+        MisconfigurationException: There is none.
+    """
+    found = sorted(p for p in root.iterdir() if p.is_dir() and p.name[0] != ".") if root.is_dir() else []
+    if not found:
+        raise MisconfigurationException(f"data.root={str(root)!r} has no clients' folders; {WANTED}")
+    return found
+
+
+def arrays_of(folder: Path) -> tuple[Any, Any] | None:
+    """Inputs and targets of a client, mapped; None where there are no such files.
+
+    Args:
+        folder: The client's.
+
+    Raises:
+        MisconfigurationException: They don't fit.
+    """
+    for suffix in (".npy", ".pt"):
+        paths = [folder / f"{name}{suffix}" for name in ("x", "y")]
+        if all(path.is_file() for path in paths):
+            x, y = (opened("root", path) for path in paths)
+            if len(x) != len(y):
+                raise MisconfigurationException(f"{folder} has {len(x)} x and {len(y)} y; give a y for each x")
+            return x, y
+    return None
+
+
+def images_of(folder: Path) -> list[tuple[Path, str, str]]:
+    """Path, client and class of each image of a client.
+
+    Args:
+        folder: The client's.
+
+    Raises:
+        MisconfigurationException: There is none.
+    """
+    files = sorted(path for path in folder.glob("*/*") if path.suffix.lower() in SUFFIXES and path.name[0] != ".")
+    if not files:
+        raise MisconfigurationException(f"{folder} has neither images nor arrays; {WANTED}")
+    return [(path, folder.name, path.parent.name) for path in files]
+
+
+class ImageFiles:
+    """Images that are decoded when they are asked for.
+
+    Args:
+        paths: Of all images.
+        channels: 3 for RGB, 1 for grey.
+        size: Height and width to resize to, or None.
+    """
+
+    def __init__(self, paths: list[Path], channels: int, size: tuple[int, int] | None) -> None:
+        self.paths, self.channels, self.size = paths, channels, size
+        self.shape = (channels, *(size or image_size(paths[0])))
+        self.num_bytes = len(paths) * int(np.prod(self.shape))
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, positions: NDArray[np.int64]) -> NDArray[np.uint8]:
+        found = np.empty((len(positions), *self.shape), dtype=np.uint8)
+        for row, position in enumerate(positions):
+            image = read_image(self.paths[position], self.channels, self.size).transpose(2, 0, 1)
+            if image.shape != self.shape:
+                raise MisconfigurationException(
+                    f"data.size=null: {self.paths[position]} has {image.shape[1]}x{image.shape[2]} pixels, the first "
+                    f"image has {self.shape[1]}x{self.shape[2]}; set data.size to resize all images"
+                )
+            found[row] = image
+        return found
+
+
+class ArrayFiles:
+    """Arrays in several files, one after another, of which rows are read when they are asked for.
+
+    Args:
+        parts: Mapped arrays or tensors, shape [n, ...] each.
+    """
+
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = parts
+        self.ends = np.cumsum([len(part) for part in parts])
+        self.num_bytes = sum(part.nbytes for part in parts)
+        shapes = {tuple(part.shape[1:]) for part in parts}
+        if len(shapes) > 1:
+            raise MisconfigurationException(
+                f"x of the clients' folders are of shapes {', '.join(map(str, sorted(shapes)))}; give all one shape"
+            )
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, positions: NDArray[np.int64]) -> torch.Tensor:
+        # positions ascend, so that what is of one file is together
+        file = np.searchsorted(self.ends, positions, side="right")
+        found = []
+        for part in np.unique(file):
+            begin = self.ends[part] - len(self.parts[part])
+            found.append(read(self.parts[part], torch.from_numpy(positions[file == part] - begin)))
+        return torch.cat(found)

@@ -1,0 +1,142 @@
+"""Hugging Face ``datasets``, from local files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pfl_lightning.data.loaded import Loaded
+from pfl_lightning.data.sources.base import OwnedData, resident, targets_of
+from pfl_lightning.data.sources.columns import chosen_columns, package
+from pfl_lightning.tasks import Task
+
+
+class HFData(OwnedData):
+    """A data set of Hugging Face ``datasets``, or of local files that it reads; needs the extra ``hf``.
+
+    The network is never asked: names on the hub are refused. Up to 1 GiB is read into memory; more stays in Arrow's
+    files and is read a client at a time.
+
+    Args:
+        dataset: A ``datasets.Dataset``, the folder of a saved one, or a ``.parquet``, ``.arrow``, ``.csv``, ``.json``
+            or ``.jsonl`` file.
+        target: Column of the target.
+        task: What is predicted.
+        features: Columns of the inputs: one of sequences of one length or of images, or several of numbers; None takes
+            all others.
+        client: Column of who holds each row; None under another partitioner than `Natural`.
+        time: Column of when each row came.
+        split_column: Column of ``train``, ``val`` or ``test``.
+        **kwargs: Settings of :class:`FederatedDataModule`; ``root`` and ``download`` have no effect.
+
+    Raises:
+        MisconfigurationException: There is no such file or column.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        target: str,
+        task: Task,
+        features: list[str] | None = None,
+        client: str | None = None,
+        time: str | None = None,
+        split_column: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(task, **kwargs)
+        self._dataset = local_dataset(dataset)
+        there = self._dataset.column_names
+        named = {"client": client, "split_column": split_column, "time": time}
+        self._columns, (self._target, *_) = chosen_columns(there, features, target, **named)
+        self._others = {"client": client, "split": split_column, "time": time}
+        self._leaf = ArrowRows(self._dataset, self._columns)
+        self.input_shape = tuple(self._leaf[np.arange(1)].shape[1:])
+
+    def load(self) -> Loaded:
+        """Read targets and columns, and inputs if they are small."""
+        y = self._dataset.with_format("numpy", columns=[self._target])[:][self._target]
+        columns = {
+            name: None if column is None else list(self._dataset.with_format(None)[column])
+            for name, column in self._others.items()
+        }
+        return Loaded(resident(self._leaf, len(self._leaf) * self._leaf[np.arange(1)].nbytes), targets_of(y), **columns)
+
+
+class ArrowRows:
+    """Columns of a data set, of which rows are read when they are asked for.
+
+    Args:
+        dataset: A ``datasets.Dataset``.
+        columns: One, or several of numbers.
+    """
+
+    def __init__(self, dataset: Any, columns: list[str]) -> None:
+        self.columns = columns
+        self.dataset = dataset.with_format("numpy", columns=columns)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, positions: NDArray[np.int64]) -> Tensor:
+        found = self.dataset[positions.tolist()]
+        arrays = [np.asarray(found[column]) for column in self.columns]
+        if any(array.dtype.kind not in "biuf" for array in arrays):
+            wrong = next(
+                column for column, array in zip(self.columns, arrays, strict=True) if array.dtype.kind not in "biuf"
+            )
+            raise MisconfigurationException(
+                f"data.features: column {wrong!r} is not of numbers of one shape; map the data set, or leave it out"
+            )
+        tensors = [torch.from_numpy(array) for array in arrays]
+        if len(tensors) == 1:
+            # images have their channels last there
+            is_image = tensors[0].dtype == torch.uint8 and tensors[0].dim() == 4
+            return tensors[0].permute(0, 3, 1, 2) if is_image else tensors[0]
+        return torch.stack([tensor.float() for tensor in tensors], dim=1)
+
+
+def local_dataset(dataset: Any) -> Any:
+    """A data set as it is, or read from local files.
+
+    Args:
+        dataset: A ``datasets.Dataset``, or a path.
+
+    Raises:
+        MisconfigurationException: There is no such file, or the package is missing.
+    """
+    datasets = package("datasets", "hf", "HFData")
+    if isinstance(dataset, datasets.Dataset):
+        return dataset
+    path = Path(str(dataset))
+    readers = {
+        ".parquet": datasets.Dataset.from_parquet,
+        ".arrow": datasets.Dataset.from_file,
+        ".csv": datasets.Dataset.from_csv,
+        ".json": datasets.Dataset.from_json,
+        ".jsonl": datasets.Dataset.from_json,
+    }
+    reader = datasets.load_from_disk if path.is_dir() else readers.get(path.suffix)
+    if reader is None or not path.exists():
+        raise MisconfigurationException(
+            f"data.dataset={str(dataset)!r} is no local folder of a saved data set, nor a {', '.join(readers)} file; "
+            "download it first, as nothing is fetched here"
+        )
+    try:
+        found = reader(str(path))
+    # a file of another kind
+    except Exception as error:
+        reason = " ".join(str(error).split())[:100]
+        raise MisconfigurationException(f"data.dataset={str(path)!r} cannot be read ({reason})") from None
+    if isinstance(found, datasets.DatasetDict):
+        raise MisconfigurationException(
+            f"data.dataset={str(path)!r} has several data sets; give the folder of one, such as "
+            f"{str(path / min(found))!r}"
+        )
+    return found

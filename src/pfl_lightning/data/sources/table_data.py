@@ -1,0 +1,133 @@
+"""CSV and Parquet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from pfl_lightning.data.loaded import Loaded
+from pfl_lightning.data.sources.base import OwnedData, targets_of
+from pfl_lightning.data.sources.columns import chosen_columns, package
+from pfl_lightning.tasks import Task
+
+
+class TableData(OwnedData):
+    """A table in a CSV or Parquet file, a row a sample; needs the extra ``tables``.
+
+    Inputs are the numbers in the feature columns, [number of features]. A column of texts becomes codes: 0 for the
+    first of its texts in the alphabet, 1 for the next; so do texts that are classes.
+
+    Args:
+        path: The file, ``.csv`` or ``.parquet``.
+        target: Column of the target, or columns where a sample has several.
+        task: What is predicted.
+        features: Columns of the inputs; None takes all others.
+        client: Column of who holds each row; None under another partitioner than `Natural`.
+        time: Column of when each row came: a number, or a text that sorts, such as 2024-05-31.
+        split_column: Column of ``train``, ``val`` or ``test``.
+        **kwargs: Settings of :class:`FederatedDataModule`; ``root`` and ``download`` have no effect.
+
+    Raises:
+        MisconfigurationException: There is no such file or column, or a column has gaps.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        target: str | list[str],
+        task: Task,
+        features: list[str] | None = None,
+        client: str | None = None,
+        time: str | None = None,
+        split_column: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(task, **kwargs)
+        self._path = Path(path)
+        self._others = {"client": client, "split": split_column, "time": time}
+        there = column_names(self._path)
+        named = {"client": client, "split_column": split_column, "time": time}
+        self._features, self._targets = chosen_columns(there, features, target, **named)
+        self.input_shape = (len(self._features),)
+
+    def load(self) -> Loaded:
+        """Read the columns that are named."""
+        others = [column for column in self._others.values() if column is not None]
+        wanted = list(dict.fromkeys([*self._features, *self._targets, *others]))
+        table = read_table(self._path, wanted)
+        x = torch.stack([numbers(table, column, self._path).float() for column in self._features], dim=1)
+        y = torch.stack([numbers(table, column, self._path) for column in self._targets], dim=1)
+        columns = {name: None if column is None else table[column].to_numpy() for name, column in self._others.items()}
+        return Loaded(x, targets_of(y if y.shape[1] > 1 else y[:, 0]), **columns)
+
+
+def column_names(path: Path) -> list[str]:
+    """Names of a table's columns, without reading its rows.
+
+    Args:
+        path: The file.
+
+    Raises:
+        MisconfigurationException: It is no such file.
+    """
+    return [str(name) for name in read_table(path, None).columns]
+
+
+def read_table(path: Path, columns: Sequence[str] | None) -> Any:
+    """Read columns of a table.
+
+    Args:
+        path: The file.
+        columns: Which; None reads no row.
+
+    Raises:
+        MisconfigurationException: It is no such file, or a package is missing.
+    """
+    pandas = package("pandas", "tables", "TableData")
+    try:
+        if path.suffix == ".csv":
+            return pandas.read_csv(path, usecols=columns, nrows=0 if columns is None else None)
+        if path.suffix == ".parquet":
+            parquet = package("pyarrow.parquet", "tables", "TableData")
+            schema = parquet.read_schema(path)
+            return schema.empty_table().to_pandas() if columns is None else pandas.read_parquet(path, columns=columns)
+    except MisconfigurationException:
+        raise
+    # a file that is missing or damaged, or of another kind
+    except Exception as error:
+        reason = " ".join(str(error).split())[:100]
+        raise MisconfigurationException(f"data.path={str(path)!r} cannot be read ({reason}); give a table") from None
+    raise MisconfigurationException(f"data.path={str(path)!r} must be a .csv or .parquet file")
+
+
+def numbers(table: Any, column: str, path: Path) -> Tensor:
+    """A column as numbers, texts as codes.
+
+    Args:
+        table: A pandas data frame.
+        column: Name of the column.
+        path: Where it is from, for the message.
+
+    Raises:
+        MisconfigurationException: It has gaps, or is neither of numbers nor of texts.
+    """
+    values = table[column]
+    if gaps := int(values.isna().sum()):
+        raise MisconfigurationException(
+            f"column {column!r} of {path} has no value in {gaps} of {len(values)} rows, first in row "
+            f"{int(values.isna().to_numpy().argmax())}; fill them in, or leave these rows or the column out"
+        )
+    if values.dtype.kind in "bif" or values.dtype.kind == "u":
+        array = values.to_numpy()
+        return torch.from_numpy(array.astype(np.float64 if array.dtype.kind == "f" else np.int64))
+    if values.dtype.kind in "mM":
+        raise MisconfigurationException(
+            f"column {column!r} of {path} is of dates; take it as data.time, or make numbers of it"
+        )
+    return torch.from_numpy(np.unique(values.to_numpy().astype(str), return_inverse=True)[1].astype(np.int64))

@@ -1,0 +1,139 @@
+"""Splits of a client's samples by its label mix, by time, and as given."""
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from test_natural import OWNERS, SPLITS, Owned, numbers, ready, rows_of
+
+from pfl_lightning.data.client_splits import given_split, stratified_split, time_split
+from pfl_lightning.data.splits import split_client
+from pfl_lightning.tasks import Classification
+
+ROWS = torch.arange(40) * 2
+
+
+def sizes(parts):
+    return [len(parts[split]) for split in SPLITS]
+
+
+def test_stratified_splits_have_the_client_s_mix():
+    strata = (torch.arange(80) % 20 >= 10).long() + (torch.arange(80) % 20 >= 16)
+    parts = stratified_split(ROWS, 3, strata, test_fraction=0.25, val_fraction=1 / 3, seed=1)
+    mixes = [torch.bincount(strata[parts[split]], minlength=3).tolist() for split in SPLITS]
+    assert mixes == [[10, 6, 4], [5, 3, 2], [5, 3, 2]]
+    assert torch.cat(list(parts.values())).sort().values.equal(ROWS)
+    assert sizes(parts) == sizes(split_client(ROWS, 3, 0.25, 1 / 3, 1))
+    other = stratified_split(ROWS, 3, strata, test_fraction=0.25, val_fraction=1 / 3, seed=2)
+    assert set(other["test"].tolist()) != set(parts["test"].tolist())
+
+
+def test_time_goes_forward():
+    times = torch.arange(80).flip(0)
+    parts = time_split(ROWS, times, test_fraction=0.25, val_fraction=0.1)
+    assert times[parts["train"]].max() < times[parts["val"]].min()
+    assert times[parts["val"]].max() < times[parts["test"]].min()
+    assert sizes(parts) == sizes(split_client(ROWS, 0, 0.25, 0.1, 1))
+
+
+def test_ties_in_time_are_in_the_order_of_the_pool():
+    parts = time_split(ROWS.flip(0), torch.zeros(80, dtype=torch.int64), test_fraction=0.25, val_fraction=0.1)
+    assert torch.cat([parts[split] for split in SPLITS]).equal(ROWS)
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        np.datetime64("2024-01-01") + np.arange(60),
+        [f"2024-01-{day:03}" for day in range(60)],
+        torch.arange(60.0),
+        list(range(60)),
+    ],
+    ids=lambda times: type(times[0]).__name__,
+)
+def test_times_are_of_any_kind_that_sorts(times):
+    data = ready(time=times, client_split="time")
+    for client in range(3):
+        train, val, test = (numbers(data, client, split) for split in SPLITS)
+        assert max(train) < min(val) <= max(val) < min(test)
+
+
+def test_given_splits_are_taken():
+    named = np.array(["train", "train", "val", "test"] * 15)
+    data = ready(split=named)
+    for client, name in enumerate("abc"):
+        for split in SPLITS:
+            assert numbers(data, client, split) == rows_of(name) & set(np.flatnonzero(named == split).tolist())
+    assert len(data.val_dataloader()) == len(data.test_dataloader()) == 1
+
+
+def test_val_is_drawn_from_train_where_it_is_not_given():
+    named = np.array(["train", "train", "test"] * 20)
+    parts = given_split(torch.arange(60), 0, named, val_fraction=0.25, seed=1)
+    assert sizes(parts) == [30, 10, 20] and (named[parts["val"]] == "train").all()
+    data = ready(split=named, val_fraction=0.0)
+    assert len(data.val_dataloader()) == 0 and data.size(0, "val") == 0
+
+
+def test_without_test_samples_nobody_is_tested():
+    data = ready(split=["train"] * 60)
+    assert len(data.test_dataloader()) == 0 and len(data.val_dataloader()) == 1
+
+
+def test_the_subset_keeps_columns_at_their_samples():
+    named = np.where(np.arange(60) < 40, "train", "test")
+    data = ready(split=named, max_samples=45, val_fraction=0.0)
+    for client in range(3):
+        assert max(numbers(data, client, "train")) < 40 <= min(numbers(data, client, "test"))
+
+
+def test_classes_are_kept_in_a_data_module():
+    data = ready(task=Classification(3), client_split="stratified")
+    for client in range(3):
+        whole = sum(data.class_counts(split)[client] for split in SPLITS) / 24
+        assert ((data.class_counts("test")[client] / data.size(client, "test")) - whole).abs().max() < 0.5
+
+
+A = np.flatnonzero(OWNERS == "a")
+
+
+def named(default="train", **places):
+    splits = np.full(60, default, dtype="<U9")
+    for split, rows in places.items():
+        splits[rows] = split
+    return splits
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"client_split": "time"}, "data.client_split=time: load.. gives no times"),
+        ({"client_split": "given"}, "data.client_split=given: load.. gives no splits"),
+        ({"client_split": "stratified"}, "data.client_split=stratified: samples have no class"),
+        ({"client_split": "Time"}, "data.client_split='Time' must be one of random, stratified, time, given"),
+        ({"split": named(Train=[4, 9])}, "the split of 2 of 60 samples is none of train, val, test, .* row 4, 'Train'"),
+        ({"split": [None] * 60}, "the split of 60 of 60 samples is missing, first in row 0"),
+        ({"split": named(test=A)}, r"leaves 1 of 3 clients without train samples, first client 0 \(a\)"),
+        ({"split": named(test=A[1:])}, "without val samples, first client 0"),
+        ({"split": named(test=A[:3])}, r"leaves 2 of 3 clients without test samples, first client 1 \(b\)"),
+        ({"split": named(), "client_test": "original"}, "has no test half of its own"),
+        ({"time": [float("nan")] * 60, "client_split": "time"}, "the time of 60 of 60 samples is missing"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_in_a_sentence(settings, says):
+    with pytest.raises(MisconfigurationException, match=says):
+        ready(**settings)
+
+
+def test_the_data_say_what_clients_are_tested_on_but_once():
+    class Both(Owned):
+        original_test = torch.arange(50, 60)
+
+    data = Both(split=named(test=range(40, 60)), client_test="original")
+    with pytest.raises(MisconfigurationException, match=r"data.client_test=original: data.client_split=given says alr"):
+        data.setup()
+
+
+def test_what_is_not_looked_at_may_be_missing():
+    assert ready(time=[None] * 60, split=[None] * 60, client_split="random").num_clients == 3
