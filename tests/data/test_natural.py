@@ -183,7 +183,7 @@ def test_a_nan_among_numbers_is_refused():
         ({"num_clients": 0}, "num_clients=0 must be at least 1"),
         ({"partitioner": Dirichlet(), "num_clients": 2}, "Dirichlet tells samples apart by their class"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "with",
 )
 def test_what_cannot_be_is_refused_in_a_sentence(settings, says):
     with pytest.raises(MisconfigurationException, match=says):
