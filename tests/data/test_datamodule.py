@@ -402,6 +402,7 @@ def test_hyperparameters_are_plain():
         "public_samples": 3000,
         "seed": 1,
         "download": True,
+        "new_clients": 0,
         "client_split": None,
     }
 
