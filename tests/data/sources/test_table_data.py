@@ -118,3 +118,24 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "pandas", None)
     line = f"fit --data TableData --data.path {tmp_path / 'shops.csv'} --data.target price --data.task Regression"
     assert "pip install 'pfl-lightning[tables]'" in refusal(f"{line} --model.net MLP", capsys)
+
+
+def test_a_data_frame_is_what_its_file_is(path):
+    frames = [
+        TableData(table, "price", Regression(), client="shop", time="sold", client_split="time")
+        for table in (frame(), path)
+    ]
+    one, other = frames
+    for data in frames:
+        data.setup()
+    assert one.client_names == other.client_names == ["north", "south"]
+    for split in ("train", "val", "test"):
+        held, read = one.part(1, split), other.part(1, split)
+        assert torch.equal(held.x, read.x)
+        torch.testing.assert_close(held.y, read.y)
+    assert "path" not in one.hparams
+
+
+def test_what_is_no_table_is_refused():
+    with pytest.raises(MisconfigurationException, match=r"data\.path is a list; give a file, or a pandas data frame"):
+        TableData([1, 2], "price", Regression())

@@ -1,7 +1,8 @@
-"""CSV and Parquet."""
+"""CSV, Parquet and data frames."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,13 @@ from pfl_lightning.tasks import Task
 
 
 class TableData(OwnedData):
-    """A table in a CSV or Parquet file, a row a sample; needs the extra ``tables``.
+    """A table, a row a sample: a CSV or Parquet file, or a data frame; needs the extra ``tables``.
 
     Inputs are the numbers in the feature columns, [number of features]. A column of texts becomes codes: 0 for the
     first of its texts in the alphabet, 1 for the next; so do texts that are classes.
 
     Args:
-        path: The file, ``.csv`` or ``.parquet``.
+        path: The file, ``.csv`` or ``.parquet``; from Python also a pandas data frame.
         target: Column of the target, or columns where a sample has several.
         task: What is predicted.
         features: Columns of the inputs; None takes all others.
@@ -39,7 +40,7 @@ class TableData(OwnedData):
 
     def __init__(
         self,
-        path: str,
+        path: Any,
         target: str | list[str],
         task: Task,
         features: list[str] | None = None,
@@ -49,7 +50,7 @@ class TableData(OwnedData):
         **kwargs: Any,
     ) -> None:
         super().__init__(task, **kwargs)
-        self._path = Path(path)
+        self._path = Path(path) if isinstance(path, str | os.PathLike) else path
         self._others = {"client": client, "split": split_column, "time": time}
         there = column_names(self._path)
         named = {"client": client, "split_column": split_column, "time": time}
@@ -61,17 +62,18 @@ class TableData(OwnedData):
         others = [column for column in self._others.values() if column is not None]
         wanted = list(dict.fromkeys([*self._features, *self._targets, *others]))
         table = read_table(self._path, wanted)
-        x = torch.stack([numbers(table, column, self._path).float() for column in self._features], dim=1)
-        y = torch.stack([numbers(table, column, self._path) for column in self._targets], dim=1)
+        where = str(self._path) if isinstance(self._path, Path) else "the data frame"
+        x = torch.stack([numbers(table, column, where).float() for column in self._features], dim=1)
+        y = torch.stack([numbers(table, column, where) for column in self._targets], dim=1)
         columns = {name: None if column is None else table[column].to_numpy() for name, column in self._others.items()}
         return Loaded(x, targets_of(y if y.shape[1] > 1 else y[:, 0]), **columns)
 
 
-def column_names(path: Path) -> list[str]:
+def column_names(path: Any) -> list[str]:
     """Names of a table's columns, without reading its rows.
 
     Args:
-        path: The file.
+        path: The file, or a data frame.
 
     Raises:
         MisconfigurationException: It is no such file.
@@ -79,17 +81,21 @@ def column_names(path: Path) -> list[str]:
     return [str(name) for name in read_table(path, None).columns]
 
 
-def read_table(path: Path, columns: Sequence[str] | None) -> Any:
+def read_table(path: Any, columns: Sequence[str] | None) -> Any:
     """Read columns of a table.
 
     Args:
-        path: The file.
+        path: The file, or a data frame.
         columns: Which; None reads no row.
 
     Raises:
         MisconfigurationException: It is no such file, or a package is missing.
     """
     pandas = package("pandas", "tables", "TableData")
+    if isinstance(path, pandas.DataFrame):
+        return path.iloc[:0] if columns is None else path[list(columns)]
+    if not isinstance(path, Path):
+        raise MisconfigurationException(f"data.path is a {type(path).__name__}; give a file, or a pandas data frame")
     try:
         if path.suffix == ".csv":
             return pandas.read_csv(path, usecols=columns, nrows=0 if columns is None else None)
@@ -106,7 +112,7 @@ def read_table(path: Path, columns: Sequence[str] | None) -> Any:
     raise MisconfigurationException(f"data.path={str(path)!r} must be a .csv or .parquet file")
 
 
-def numbers(table: Any, column: str, path: Path) -> Tensor:
+def numbers(table: Any, column: str, path: str) -> Tensor:
     """A column as numbers, texts as codes.
 
     Args:
