@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from federations import blobs, equal, fit, load, make_client, read_csv
 from pfl_lightning.cli.compare import runs
 from pfl_lightning.cli.compare.choices import Choice, choose
 from pfl_lightning.cli.compare.runs import Run
+from pfl_lightning.cli.compare.stored import stored_table
 from pfl_lightning.cli.configs import FOLDER
 from pfl_lightning.methods import FedProx
 from pfl_lightning.plots.runs import plot_curves, plot_mean_curves
@@ -147,6 +149,46 @@ def test_commands_are_printed_and_what_they_leave_is_collected(stand_in, capsys)
     assert "runs that have finished: 3 of 4" in capsys.readouterr().out
     assert len(calls()) == 3
     assert [row["seeds"] for row in read_csv(OUT / "comparison.csv")] == ["0 1", "0"]
+
+
+# Tables that a file describes
+
+
+def test_a_table_is_its_file_and_flags_behind_it_win(stand_in, capsys, tmp_path):
+    options = "vary_data: true\nfit: --data Digits --data.batch_size 8\npaper: {Local: 51.5}"
+    (tmp_path / "mine.yaml").write_text(f"methods: [Local, FedAvg]\nseeds: [0, 1]\n{options}")
+    assert compare("--table mine --seeds 1 --data.batch_size 4") == 0
+    assert called() == {("Local", 1), ("FedAvg", 1)}
+    words = calls()[0]["words"]
+    assert [words[at + 1] for at, word in enumerate(words) if word == "--data.batch_size"] == ["8", "4"]
+    assert words[words.index("--data.seed") + 1] == "1"
+    table = (OUT / "comparison.md").read_text().splitlines()
+    assert table[0].endswith(" paper |")
+    assert table[2].endswith("| 51.5 |") and table[3].endswith("| - |")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (FOLDER / "tables").glob("*.yaml")))
+def test_every_table_of_the_package_names_runs_that_there_are(name, stand_in, capsys):
+    assert compare(f"--table {name} --seeds 0 --commands") == 0
+    commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(commands) > 1
+    for command in commands:
+        assert all(path.is_file() for path in runs.files(command))
+    labels = {Path(command[command.index("--trainer.default_root_dir") + 1]).parent.name for command in commands}
+    assert stored_table(["--table", name]).paper.keys() <= labels
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("seeds: [0]", "names no methods, and describes no table"),
+        ("methods: [Local]\nround: 3", "round=3 is none of its entries, which are methods, seeds"),
+        ("methods: Local", "methods='Local' is none of its entries"),
+    ],
+)
+def test_a_file_that_is_no_table_is_refused(text, says, stand_in, capsys, tmp_path):
+    (tmp_path / "mine.yaml").write_text(text)
+    assert says in refusal("compare --table mine.yaml", capsys)
 
 
 # Client by client

@@ -15,6 +15,7 @@ from pfl_lightning.cli.compare.choices import Choice, choose
 from pfl_lightning.cli.compare.report import write
 from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.cli.compare.runs import Run, files, run_all
+from pfl_lightning.cli.compare.stored import stored_table
 from pfl_lightning.cli.compare.tuning import Trial, best, trials
 from pfl_lightning.cli.configs import FOLDER, nearest, resolved
 from pfl_lightning.runs.folder import explained
@@ -81,7 +82,7 @@ def main(args: list[str]) -> int:
         tuned = {label: trial.name for label, trial in chosen.items() if trial.settings}
         if given.collect:
             print(f"runs that have finished: {sum(map(len, results.values()))} of {len(runs)}")
-        print(write(comparison.out, results, failures, given.seeds, tuned))
+        print(write(comparison.out, results, failures, given.seeds, tuned, given.paper))
     return 1 if failures else 0
 
 
@@ -195,10 +196,12 @@ def parse(args: list[str]) -> tuple[Namespace, list[str]]:
         epilog=EPILOG,
         formatter_class=RawDescriptionHelpFormatter,
     )
+    table = stored_table(args)
+    parser.add_argument("--table", metavar="NAME", help="a table of configs/tables: its methods, seeds and options")
     parser.add_argument(
         "--methods",
         nargs="+",
-        required=True,
+        required=not table.words,
         metavar="METHOD",
         help="names of methods such as cwFedAvg, paths of files, or client modules such as my_methods.Mine; "
         "METHOD+FILE adds a file whose settings win over those of all other files",
@@ -224,7 +227,8 @@ def parse(args: list[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--tune_rounds", type=int, metavar="N", help="rounds of a trial, by default those of the runs")
     parser.add_argument("--commands", action="store_true", help="print the commands of the runs, one a line, and end")
     parser.add_argument("--collect", action="store_true", help="start nothing, and make the table of what has finished")
-    given, passed = parser.parse_known_args(resolved(args))
+    given, passed = parser.parse_known_args(resolved([*table.words, *args]))
+    given.paper = table.paper
     given.seeds = list(dict.fromkeys(given.seeds))
     if given.jobs < 1:
         raise MisconfigurationException(f"compare: --jobs {given.jobs} must be at least 1.")

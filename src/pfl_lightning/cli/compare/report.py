@@ -37,6 +37,7 @@ def write(
     failures: Mapping[Run, str],
     seeds: Sequence[int],
     tuned: Mapping[str, str],
+    paper: Mapping[str, str],
 ) -> str:
     """Writes all files, and returns the table and what else is to be said.
 
@@ -46,10 +47,12 @@ def write(
         failures: why others failed.
         seeds: all seeds.
         tuned: settings that methods got for themselves, by method.
+        paper: a paper's numbers, by method.
     """
     monitor = monitor_of(methods)
     gains, level = gains_over_local(methods, monitor), best_and_level(methods)
-    cells = comparison_table(methods, failures, {"over Local": gains} if gains else {})
+    more = {"over Local": gains, "paper": paper}
+    cells = comparison_table(methods, failures, {title: column for title, column in more.items() if column})
     last = cells[0].index("last") if "last" in cells[0] else 0
     marked = {(row, last) for row, of_one in enumerate(cells) if of_one[0] in level}
     over = "mean ± sample standard deviation over seeds" if len(seeds) > 1 else "seed"

@@ -1,0 +1,60 @@
+"""Tables that a file describes: which methods, seeds and options, and what a paper has."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from pfl_lightning.cli.configs import find, nearest
+
+ENTRIES = {"methods": list, "seeds": list, "vary_data": bool, "fit": str, "paper": dict}
+"""What a table's file may have."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A table as a file describes it.
+
+    Args:
+        words: the command line that it stands for.
+        paper: a paper's numbers by method, as they are printed.
+    """
+
+    words: list[str] = field(default_factory=list)
+    paper: dict[str, str] = field(default_factory=dict)
+
+
+def stored_table(args: Sequence[str]) -> Stored:
+    """The table that ``--table NAME`` names on a command line; an empty one where there is none.
+
+    Args:
+        args: the command's arguments.
+
+    Raises:
+        MisconfigurationException: if there is no such file, or it describes no table.
+    """
+    words = [part for word in args for part in (word.split("=", 1) if word.startswith("--table=") else [word])]
+    name = next((after for word, after in pairwise(words) if word == "--table"), None)
+    if name is None:
+        return Stored()
+    path = find(name) or find(f"tables/{name}")
+    if path is None:
+        raise MisconfigurationException(f"compare: --table {name} is no table{nearest(f'tables/{name}')}")
+    content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or "methods" not in content:
+        raise MisconfigurationException(f"compare: --table {path} names no methods, and describes no table.")
+    for entry, value in content.items():
+        if not isinstance(value, ENTRIES.get(entry, ())):
+            raise MisconfigurationException(
+                f"compare: --table {path}: {entry}={value!r} is none of its entries, which are {', '.join(ENTRIES)}."
+            )
+    options = ["--methods", *map(str, content["methods"]), "--seeds", *map(str, content.get("seeds", [0]))]
+    options += ["--vary_data"] if content.get("vary_data") else []
+    return Stored(
+        options + shlex.split(content.get("fit", "")),
+        {str(method): str(value) for method, value in content.get("paper", {}).items()},
+    )
