@@ -1,0 +1,83 @@
+"""Tasks on the command line: data and nets in a file of the user's."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from command import QUIET, pfl, refusal
+
+MASKS = '''
+import torch
+from torch import nn
+
+from pfl_lightning.data import FederatedDataModule, IID
+from pfl_lightning.nets import Net
+from pfl_lightning.tasks import MultiLabel, Segmentation
+
+
+class Masks(FederatedDataModule):
+    """Which pixels are bright."""
+
+    input_shape, task = (1, 6, 6), Segmentation(2)
+
+    def load(self):
+        x = torch.randn(80, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+        return x, (x[:, 0] > 0).long()
+
+
+class Marks(FederatedDataModule):
+    """Which of three properties a sample has."""
+
+    input_shape, task = (5,), MultiLabel(3)
+
+    def load(self):
+        x = torch.randn(120, 5, generator=torch.Generator().manual_seed(0))
+        return x, (x[:, :3] > 0).long()
+
+
+class PixelNet(Net):
+    """A convolution, and a class for each pixel."""
+
+    def __init__(self, input_shape, outputs):
+        super().__init__(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh()), nn.Conv2d(4, outputs, 1))
+'''
+
+SETTINGS = f"--data.num_clients 4 --data.partitioner IID --trainer.max_rounds 2 {QUIET}"
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MASKS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("line", "metric"),
+    [
+        ("--model FedPer --data mine.Masks --model.net mine.PixelNet", "miou"),
+        ("--model Ditto --data mine.Marks --model.net MLP", "map"),
+        ("--model FedAvg --data mine.Marks --model.net MLP --trainer.monitor val/f1", "f1"),
+    ],
+)
+def test_a_task_goes_from_the_data_to_the_client(line, metric, capsys):
+    pfl(f"fit {line} {SETTINGS}")
+    (written,) = Path("runs").glob("*/*/summary.json")
+    record = json.loads(written.read_text())
+    assert record["monitor"]["metric"] == metric
+    assert 0 < record["final"][f"test/{metric}"] <= 1
+    assert f"test {metric}, last round" in capsys.readouterr().out
+
+
+def test_methods_of_classes_are_refused_in_a_sentence(capsys):
+    words = refusal(f"fit --config methods/cwfedavg --data mine.Marks --model.net MLP {SETTINGS}", capsys)
+    assert "model WDR tells samples by their class, and task MultiLabel(num_labels=3) has none" in words
+    words = refusal(f"fit --model FedAvg --aggregator FedDisco --data mine.Marks --model.net MLP {SETTINGS}", capsys)
+    assert "aggregator FedDisco tells samples by their class" in words
+
+
+def test_a_metric_that_is_not_there_selects_nothing(capsys):
+    line = f"fit --model FedAvg --data mine.Marks --model.net MLP --trainer.monitor val/acc {SETTINGS}"
+    assert "trainer.monitor='val/acc' is not measured; choose from map, f1, loss" in refusal(line, capsys).replace(
+        "f1, map", "map, f1"
+    )
