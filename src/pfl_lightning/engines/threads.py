@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -20,6 +20,11 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def threads_for(net: nn.Module) -> AbstractContextManager[None]:
+    """The context in which a net is computed: in one thread if `is_for_one_thread`."""
+    return one_thread() if is_for_one_thread(net) else nullcontext()
 
 
 def is_for_one_thread(net: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from pfl_lightning.contract.pairing import check_common, check_finite, check_pai
 from pfl_lightning.contract.task import check_requirements, check_task
 from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ClientState, Engine, Job
+from pfl_lightning.engines.threads import threads_for
 from pfl_lightning.federation.checkpoint import check_same
 from pfl_lightning.federation.evaluation import Evaluations
 from pfl_lightning.federation.options import FederationOptions
@@ -121,7 +122,8 @@ class FederationBase(LightningModule):
         """Takes the common initial model and prepares the server, once."""
         for module in self._architectures:
             self.options.check(module, self.data)
-            check_task(module, self.data)
+            with threads_for(module):
+                check_task(module, self.data)
             module.num_rounds = self.trainer.max_epochs or 1
         if self._fitting:
             check_schedule(self.client.configure_optimizers(), cast(int, self.trainer.max_epochs))
