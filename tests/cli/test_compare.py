@@ -162,7 +162,7 @@ def test_a_table_is_its_file_and_flags_behind_it_win(stand_in, capsys, tmp_path)
     words = calls()[0]["words"]
     assert [words[at + 1] for at, word in enumerate(words) if word == "--data.batch_size"] == ["8", "4"]
     assert words[words.index("--data.seed") + 1] == "1"
-    table = (OUT / "comparison.md").read_text().splitlines()
+    table = Path("runs/compare-mine/comparison.md").read_text().splitlines()
     assert table[0].endswith(" paper |")
     assert table[2].endswith("| 51.5 |") and table[3].endswith("| - |")
 

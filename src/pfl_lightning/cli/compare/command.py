@@ -96,7 +96,8 @@ class Comparison:
 
     def __init__(self, given: Namespace, passed: Sequence[str]) -> None:
         self.given, self.passed = given, passed
-        self.out: Path = given.out or Path("runs", f"compare-{name_of(passed)}")
+        name = name_of(passed) if given.table is None else Path(given.table).stem
+        self.out: Path = given.out or Path("runs", f"compare-{name}")
         self.environment = {"WANDB_RUN_GROUP": os.environ.get("WANDB_RUN_GROUP", self.out.name)}
         if given.jobs > 1:
             # several runs that take all cores each would wait for one another
@@ -208,7 +209,9 @@ def parse(args: list[str]) -> tuple[Namespace, list[str]]:
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="SEED", help="by default 0")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, by default 1")
-    parser.add_argument("--out", type=Path, help="folder of the runs and tables, by default runs/compare-DATA")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the runs and tables, by default runs/compare-DATA, or -TABLE"
+    )
     parser.add_argument(
         "--configs",
         type=Path,
