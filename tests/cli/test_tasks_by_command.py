@@ -48,16 +48,16 @@ SETTINGS = f"--data.num_clients 4 --data.partitioner IID --trainer.max_rounds 2 
 
 @pytest.fixture(autouse=True)
 def mine(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(MASKS)
+    (tmp_path / "masks_and_marks.py").write_text(MASKS)
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("line", "metric"),
     [
-        ("--model FedPer --data mine.Masks --model.net mine.PixelNet", "miou"),
-        ("--model Ditto --data mine.Marks --model.net MLP", "map"),
-        ("--model FedAvg --data mine.Marks --model.net MLP --trainer.monitor val/f1", "f1"),
+        ("--model FedPer --data masks_and_marks.Masks --model.net masks_and_marks.PixelNet", "miou"),
+        ("--model Ditto --data masks_and_marks.Marks --model.net MLP", "map"),
+        ("--model FedAvg --data masks_and_marks.Marks --model.net MLP --trainer.monitor val/f1", "f1"),
     ],
 )
 def test_a_task_goes_from_the_data_to_the_client(line, metric, capsys):
@@ -70,14 +70,16 @@ def test_a_task_goes_from_the_data_to_the_client(line, metric, capsys):
 
 
 def test_methods_of_classes_are_refused_in_a_sentence(capsys):
-    words = refusal(f"fit --config methods/cwfedavg --data mine.Marks --model.net MLP {SETTINGS}", capsys)
+    words = refusal(f"fit --config methods/cwfedavg --data masks_and_marks.Marks --model.net MLP {SETTINGS}", capsys)
     assert "model WDR tells samples by their class, and task MultiLabel(num_labels=3) has none" in words
-    words = refusal(f"fit --model FedAvg --aggregator FedDisco --data mine.Marks --model.net MLP {SETTINGS}", capsys)
+    words = refusal(
+        f"fit --model FedAvg --aggregator FedDisco --data masks_and_marks.Marks --model.net MLP {SETTINGS}", capsys
+    )
     assert "aggregator FedDisco tells samples by their class" in words
 
 
 def test_a_metric_that_is_not_there_selects_nothing(capsys):
-    line = f"fit --model FedAvg --data mine.Marks --model.net MLP --trainer.monitor val/acc {SETTINGS}"
+    line = f"fit --model FedAvg --data masks_and_marks.Marks --model.net MLP --trainer.monitor val/acc {SETTINGS}"
     assert "trainer.monitor='val/acc' is not measured; choose from map, f1, loss" in refusal(line, capsys).replace(
         "f1, map", "map, f1"
     )

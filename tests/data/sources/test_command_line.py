@@ -38,10 +38,10 @@ def folders(folder):
 
 
 def vision(folder):
-    (folder / "mine.py").write_text("def owner(position):\n    return 'ab'[position % 2]\n")
+    (folder / "sample_owners.py").write_text("def owner(position):\n    return 'ab'[position % 2]\n")
     dataset = "torchvision.datasets.FakeData --data.dataset.size 30 --data.dataset.image_size [3,4,4]"
     task = "--data.task Classification --data.task.num_classes 10"
-    return f"VisionData --data.dataset {dataset} --data.client mine.owner {task}"
+    return f"VisionData --data.dataset {dataset} --data.client sample_owners.owner {task}"
 
 
 @pytest.mark.parametrize("write", [tensors, leaf, folders, vision], ids=lambda write: write.__name__)
