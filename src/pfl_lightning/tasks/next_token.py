@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 
 from pfl_lightning.tasks.base import Reduction, Task, check_range, check_shape, described
+from pfl_lightning.tasks.ratio import Ratio
 
 
 @dataclass(frozen=True)
@@ -68,23 +69,18 @@ class NextToken(Task):
         check_shape(outputs, [*target.shape, self.vocabulary], net, self)
 
 
-class Perplexity(Metric):
+class Perplexity(Ratio):
     """Exponential of the mean cross-entropy of the positions that count; NaN without any.
 
     Args:
         ignore_index: target of positions that don't count.
     """
 
-    full_state_update = False
     higher_is_better = False
-    total: Tensor
-    count: Tensor
 
     def __init__(self, ignore_index: int) -> None:
-        super().__init__()
+        super().__init__(torch.float64)
         self.ignore_index = ignore_index
-        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, outputs: Tensor, target: Tensor) -> None:
         """Adds texts.
@@ -99,33 +95,24 @@ class Perplexity(Metric):
 
     def compute(self) -> Tensor:
         """The exponential."""
-        return (self.total / self.count).exp()
+        return super().compute().exp()
 
 
-class TokenAccuracy(Metric):
+class TokenAccuracy(Ratio):
     """Share of positions whose token is the most likely one; NaN without any that count.
 
     Args:
         ignore_index: target of positions that don't count.
     """
 
-    full_state_update = False
     higher_is_better = True
-    right: Tensor
-    count: Tensor
 
     def __init__(self, ignore_index: int) -> None:
-        super().__init__()
+        super().__init__(torch.int64)
         self.ignore_index = ignore_index
-        self.add_state("right", torch.tensor(0), dist_reduce_fx="sum")
-        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, outputs: Tensor, target: Tensor) -> None:
         """Adds texts; see `Perplexity.update`."""
         counted = target != self.ignore_index
-        self.right += ((outputs.argmax(-1) == target) & counted).sum()
+        self.total += ((outputs.argmax(-1) == target) & counted).sum()
         self.count += counted.sum()
-
-    def compute(self) -> Tensor:
-        """The share."""
-        return self.right / self.count

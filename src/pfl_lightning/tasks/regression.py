@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 
 from pfl_lightning.tasks.base import Reduction, Task, check_shape
+from pfl_lightning.tasks.ratio import Ratio
 
 
 @dataclass(frozen=True)
@@ -64,18 +65,13 @@ class Regression(Task):
         check_shape(outputs, [len(target), self.quantities], net, self)
 
 
-class AbsoluteError(Metric):
+class AbsoluteError(Ratio):
     """Mean absolute error, over samples and their quantities."""
 
-    full_state_update = False
     higher_is_better = False
-    total: Tensor
-    count: Tensor
 
     def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+        super().__init__(torch.float32)
 
     def update(self, outputs: Tensor, target: Tensor) -> None:
         """Adds samples.
@@ -86,10 +82,6 @@ class AbsoluteError(Metric):
         """
         self.total += (outputs - target.view_as(outputs)).abs().sum()
         self.count += target.numel()
-
-    def compute(self) -> Tensor:
-        """The mean."""
-        return self.total / self.count
 
 
 class R2(Metric):
