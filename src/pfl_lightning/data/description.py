@@ -46,4 +46,4 @@ def described(data: FederatedDataModule, client: int) -> dict[str, Any]:
     if data.client_names:
         row["name"] = data.client_names[client]
     row["samples"] = data.size(client, "train")
-    return row | ({"classes": int((data.client(client).class_counts > 0).sum())} if data.task.has_classes else {})
+    return row | ({"classes": int((data.counts_of(client, "train") > 0).sum())} if data.task.has_classes else {})

@@ -159,13 +159,20 @@ class Holdings(LightningDataModule):
         Raises:
             MisconfigurationException: The samples have no class.
         """
+        return torch.stack([self.counts_of(client, split) for client in range(self.num_clients)])
+
+    def counts_of(self, client: int, split: Split) -> Tensor:
+        """Count the samples of one client by class, [num_classes], int64, without a look at their inputs.
+
+        Args:
+            client: Client id, 0 to num_clients - 1, or one of the `newcomers`.
+            split: Which split to count.
+
+        Raises:
+            MisconfigurationException: The samples have no class.
+        """
         pool = self._ready()
-        return torch.stack(
-            [
-                class_counts(self.task, take(pool.samples.y, rows[split]))
-                for rows in pool.division.clients[: self.num_clients]
-            ]
-        )
+        return class_counts(self.task, take(pool.samples.y, pool.division.clients[client][split]))
 
     @property
     def counts(self) -> Tensor:
