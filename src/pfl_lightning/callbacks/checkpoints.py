@@ -9,7 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from pfl_lightning.engines.evaluation import POOLED
+from pfl_lightning.engines.evaluation import measured_names
 from pfl_lightning.federation.federation import Federation
 
 
@@ -35,7 +35,7 @@ class BestCheckpoint(ModelCheckpoint):
         """
         federation = cast(Federation, pl_module)
         metric = federation.monitor.metric
-        names = [str(name) for name in federation.engines[0].metrics if not str(name).endswith(POOLED)]
+        names = measured_names(federation.engines[0].metrics)
         if metric not in [*names, "loss"]:
             raise MisconfigurationException(
                 f"{type(federation.client).__name__}.configure_metrics has {', '.join(names) or 'nothing'} and no "

@@ -61,7 +61,7 @@ def computed(metrics: MetricCollection) -> dict[str, Any]:
     """
     values = metrics.compute()
     states = {name: state_of(metric) for name, metric in metrics.items() if name.endswith(POOLED)}
-    values = {name: value for name, value in values.items() if name not in states}
+    values = own_values(values)
     for name, value in values.items():
         if not isinstance(value, Tensor) or value.numel() != 1:
             found = f"values of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -70,6 +70,20 @@ def computed(metrics: MetricCollection) -> dict[str, Any]:
                 "torchmetrics.ClasswiseWrapper, which names the value of each class."
             )
     return {name: float(value) for name, value in values.items()} | states
+
+
+def measured_names(metrics: MetricCollection) -> list[str]:
+    """Names of the metrics that each client has a value of, without those that are pooled."""
+    return [str(name) for name in metrics if not str(name).endswith(POOLED)]
+
+
+def own_values(values: Mapping[str, Any]) -> dict[str, float]:
+    """A client's values, without what it adds to metrics of all samples.
+
+    >>> own_values({"mae": 0.5, "r2_pooled": {"count": torch.tensor(3)}})
+    {'mae': 0.5}
+    """
+    return {name: value for name, value in values.items() if not name.endswith(POOLED)}
 
 
 def state_of(metric: Metric) -> StateDict:

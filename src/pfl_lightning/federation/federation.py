@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.contract.messages import check_payload, sound_updates
 from pfl_lightning.engines import Job, Outcome
-from pfl_lightning.engines.evaluation import POOLED
+from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.federation.base import FederationBase
 from pfl_lightning.federation.evaluation import undisturbed
 from pfl_lightning.federation.metrics import new_row, training_metrics
@@ -151,7 +151,7 @@ class Federation(FederationBase):
             return {}
         with undisturbed():
             values = self.engines[0].evaluate_model(model or self.initial[0] | own, samples)
-        return {f"test/global_{name}": value for name, value in values.items() if not name.endswith(POOLED)}
+        return {f"test/global_{name}": value for name, value in own_values(values).items()}
 
     def _log_summary(self, summary: dict[str, float]) -> None:
         # while fitting, loggers get the whole record of the round at once, from a callback

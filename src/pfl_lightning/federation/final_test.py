@@ -8,7 +8,7 @@ import torch
 
 from pfl_lightning.data import Split
 from pfl_lightning.engines import Job
-from pfl_lightning.engines.evaluation import POOLED
+from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.federation.checkpoint import saved_job
 from pfl_lightning.federation.evaluation import split_of
 from pfl_lightning.federation.federation import Federation
@@ -52,8 +52,7 @@ def final_test(federation: Federation, best: str | None) -> FinalTest:
             client: {
                 f"{name}/{metric}": value
                 for name, of_clients in results.items()
-                for metric, value in of_clients.get(client, {}).items()
-                if not metric.endswith(POOLED)
+                for metric, value in own_values(of_clients.get(client, {})).items()
             }
             for client in clients
         },

@@ -16,7 +16,7 @@ from pfl_lightning.client import ClientModule, Phase
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import Split
 from pfl_lightning.engines import ClientState, Job, Outcome
-from pfl_lightning.engines.evaluation import POOLED
+from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.federation.base import FederationBase
 from pfl_lightning.federation.evaluation import Metrics
 from pfl_lightning.federation.options import is_count
@@ -200,5 +200,5 @@ def reported(federation: FederationBase, received: Mapping[int, Metrics], joined
             metrics |= {value.replace(split, column, 1): summary[value] for value in summary}
             if split == "test":
                 for client, values in known.items():
-                    clients[client] |= {f"{column}/{m}": v for m, v in values.items() if not m.endswith(POOLED)}
+                    clients[client] |= {f"{column}/{metric}": value for metric, value in own_values(values).items()}
     return Joined(metrics, clients)

@@ -12,7 +12,7 @@ from pfl_lightning.choices import check_choices
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ENGINES, Engine, LocalWork, Sharded
-from pfl_lightning.engines.evaluation import POOLED, metrics_of
+from pfl_lightning.engines.evaluation import measured_names, metrics_of
 from pfl_lightning.nets.batch_norm import smallest_batch
 from pfl_lightning.tasks import Monitor
 
@@ -94,7 +94,7 @@ class FederationOptions:
         if name == "loss":
             return Monitor(name, "min")
         metrics = metrics_of(client)
-        names = [str(known) for known in metrics if not str(known).endswith(POOLED)]
+        names = measured_names(metrics)
         if name not in names:
             raise MisconfigurationException(
                 f"trainer.monitor={self.monitor!r} is not measured; choose from {', '.join([*names, 'loss'])}."
