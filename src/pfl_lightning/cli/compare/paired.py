@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from pfl_lightning.cli.compare.results import Result, read
+from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.tasks import Monitor
 
 Clients: TypeAlias = dict[tuple[int, str], float]
@@ -24,7 +24,7 @@ def of_clients(results: Sequence[Result]) -> Clients:
     found: Clients = {}
     for result in results:
         column = f"test/{result.monitor.metric}"
-        for row in read(result.folder / "clients.csv"):
+        for row in result.clients:
             value = float(row.get(column) or "nan")
             if value == value:
                 found[result.run.seed, row["client"]] = result.monitor.sign * value
@@ -51,14 +51,22 @@ def probability(differences: Sequence[float]) -> float:
     return float(wilcoxon(moved).pvalue) if moved else 1.0
 
 
-def best_and_level(methods: Mapping[str, Sequence[Result]]) -> list[str]:
-    """The method with the best mean over seeds and clients, and those that don't differ from it; none of a single one.
+def by_method(methods: Mapping[str, Sequence[Result]]) -> dict[str, Clients]:
+    """The values of the clients of each method that has some.
 
     Args:
         methods: finished runs by method.
     """
     clients = {method: of_clients(results) for method, results in methods.items()}
-    clients = {method: values for method, values in clients.items() if values}
+    return {method: values for method, values in clients.items() if values}
+
+
+def best_and_level(clients: Mapping[str, Clients]) -> list[str]:
+    """The method with the best mean over seeds and clients, and those that don't differ from it; none of a single one.
+
+    Args:
+        clients: values by method.
+    """
     if len(clients) < 2:
         return []
     best = max(clients, key=lambda method: float(np.mean(list(clients[method].values()))))
@@ -75,17 +83,17 @@ def is_local(method: str) -> bool:
     return method.partition("+")[0] == "Local"
 
 
-def gains_over_local(methods: Mapping[str, Sequence[Result]], monitor: Monitor) -> dict[str, str]:
+def gains_over_local(clients: Mapping[str, Clients], monitor: Monitor) -> dict[str, str]:
     """How much more a client has by a method than alone, on average, and how many clients have more; a cell a method.
 
     Args:
-        methods: finished runs by method.
+        clients: values by method.
         monitor: the metric that selects.
     """
-    local = next((of_clients(results) for method, results in methods.items() if is_local(method)), {})
+    local = next((values for method, values in clients.items() if is_local(method)), {})
     cells = {}
-    for method, results in methods.items():
-        pairs = [] if is_local(method) else differences_of(of_clients(results), local)
+    for method, values in clients.items():
+        pairs = [] if is_local(method) else differences_of(values, local)
         if pairs:
             factor, form = (100, "+.2f") if monitor.metric == "acc" else (1, "+.4g")
             more = np.mean([pair > 0 for pair in pairs])

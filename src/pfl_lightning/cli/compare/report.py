@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pfl_lightning.cli.compare.paired import best_and_level, gains_over_local
+from pfl_lightning.cli.compare.paired import best_and_level, by_method, gains_over_local
 from pfl_lightning.cli.compare.results import (
     CAPTION,
     NEW,
@@ -50,7 +50,8 @@ def write(
         paper: a paper's numbers, by method.
     """
     monitor = monitor_of(methods)
-    gains, level = gains_over_local(methods, monitor), best_and_level(methods)
+    clients = by_method(methods)
+    gains, level = gains_over_local(clients, monitor), best_and_level(clients)
     more = {"over Local": gains, "paper": paper}
     cells = comparison_table(methods, failures, {title: column for title, column in more.items() if column})
     last = cells[0].index("last") if "last" in cells[0] else 0

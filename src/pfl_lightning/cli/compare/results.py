@@ -87,6 +87,11 @@ class Result:
         return read(self.folder / "rounds.csv")
 
     @cached_property
+    def clients(self) -> list[dict[str, str]]:
+        """The record's clients."""
+        return read(self.folder / "clients.csv")
+
+    @cached_property
     def summary(self) -> dict[str, Any]:
         """The record's summary."""
         summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
@@ -110,7 +115,7 @@ class Result:
         for part in ("selected", "final", "best_on_test", "best_global", "new"):
             values |= {f"{part}/{name}": value for name, value in self.summary.get(part, {}).items()}
         test = f"test/{self.monitor.metric}"
-        tested = [float(row[test]) for row in read(self.folder / "clients.csv") if row.get(test)]
+        tested = [float(row[test]) for row in self.clients if row.get(test)]
         if not np.isnan(tested).all():
             share = 0.1 if self.monitor.mode == "max" else 0.9
             values[f"final/{test}_{self.monitor.decile}"] = float(np.nanquantile(tested, share))
