@@ -62,7 +62,7 @@ def test_each_source_of_data(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, package in PACKAGES.items():
         if name in block:
-            pytest.importorskip(package)
+            pytest.importorskip(package, reason="needs an extra, as the page says")
     assert len(block.splitlines()) <= 20
     names: dict[str, Any] = {}
     exec(block, names)

@@ -11,7 +11,7 @@ from pfl_lightning.data import HFData
 from pfl_lightning.data.sources import base
 from pfl_lightning.tasks import Classification
 
-datasets = pytest.importorskip("datasets")
+datasets = pytest.importorskip("datasets", reason="needs the extra hf")
 
 COUNT = 40
 

@@ -11,7 +11,7 @@ from command import QUIET, pfl, refusal, summary
 from pfl_lightning.data import TableData
 from pfl_lightning.tasks import Classification, MultiLabel, Regression
 
-pandas = pytest.importorskip("pandas")
+pandas = pytest.importorskip("pandas", reason="needs the extra tables")
 
 COUNT = 48
 
@@ -34,7 +34,7 @@ def frame():
 @pytest.fixture(params=["csv", "parquet"])
 def path(request, tmp_path):
     if request.param == "parquet":
-        pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow", reason="needs the extra tables")
         frame().to_parquet(tmp_path / "shops.parquet")
     else:
         frame().to_csv(tmp_path / "shops.csv", index=False)
