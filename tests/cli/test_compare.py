@@ -56,6 +56,7 @@ cell = "" if accuracy is None else accuracy
 (folder / "rounds.csv").write_text(
     "round,cohort,bytes/up,bytes/down,test/acc\\n"
     f"1,0 1,1048576,0,{cell}\\n2,{plan.get('cohort', '1 2')},3145728,0,{cell}\\n"
+    + "".join(f"{k},1 2,0,0,{value}\\n" for k, value in enumerate(plan.get("later", []), 3))
 )
 tested = plan.get("clients", [cell, cell])
 (folder / "clients.csv").write_text("\\n".join(["client,test/acc", *(f"{k},{v}" for k, v in enumerate(tested)), ""]))
@@ -210,6 +211,35 @@ def test_the_best_and_what_does_not_differ_are_marked(stand_in, capsys):
     body = [line for line in latex.splitlines() if line.endswith(r"\\")]
     assert {line.count("&") for line in body} == {len(cells["Local"]) - 1}
     assert latex.count("{") == latex.count("}")
+
+
+def test_columns_that_are_asked_for(stand_in, capsys):
+    own = {"Local": [0.1, 0.9], "FedPer": [0.3, 0.8], "Ditto": [0.4, 0.8]}
+    later = [k / 100 for k in range(1, 11)]
+    stand_in(**{name: {"clients": values, "accuracy": 0.5, "later": later} for name, values in own.items()})
+    asked = ["last", "mean of last five", "ten best", "std over clients", "rank"]
+    content = {"methods": list(own), "fit": "--data Digits", "columns": asked}
+    Path("mine.yaml").write_text(json.dumps(content))
+    assert compare("--table mine.yaml --out runs/compare-Digits") == 0
+    lines = (OUT / "comparison.md").read_text().splitlines()
+    head, _, *rows = (line.strip("| ").split(" | ") for line in lines[:5])
+    assert head == ["method", *asked]
+    # twelve rounds: two of 50 %, and those of 1 to 10 %; at the second client two share the second place
+    assert [row[2:] for row in rows] == [
+        ["8.00", "15.20", "40.00", "2.00"],
+        ["8.00", "15.20", "25.00", "2.25"],
+        ["8.00", "15.20", "20.00", "1.75"],
+    ]
+    assert "Rank: the mean over seeds and clients" in capsys.readouterr().out
+    assert "over Local" not in lines[0] and "Over Local" not in " ".join(lines)
+
+
+def test_columns_of_several_rounds_want_as_many(stand_in):
+    Path("mine.yaml").write_text(
+        json.dumps({"methods": ["Local"], "columns": ["last", "mean of last five", "ten best"]})
+    )
+    compare("--table mine.yaml --data Digits --out runs/compare-Digits")
+    assert (OUT / "comparison.md").read_text().startswith("| method | last |\n")
 
 
 # With fit itself
@@ -555,6 +585,7 @@ MISTAKES = {
     "--methods fedavg --tune model.mu": "compare: --tune model.mu must be a setting with values to try, such as",
     "--methods fedavg --tune_rounds 3": "compare: --tune_rounds 3 must be at least 1, and goes with --tune.",
     "--methods fedavg --jobs 0": "compare: --jobs 0 must be at least 1.",
+    "--methods fedavg --columns lst,rank": "compare: --columns: 'lst' is no column; choose from best on validation",
     "--methods fedavg --config gone.yaml": "compare: --config gone.yaml is no file",
     "--methods fedavg --config whole.yaml": "--config whole.yaml names a model, which would stand in",
     "--methods fedavg --model FedPer": "compare: --model can't be given here: give --methods.",

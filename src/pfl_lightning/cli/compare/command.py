@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.cli.arguments import Arguments
 from pfl_lightning.cli.compare.choices import Choice, choose
-from pfl_lightning.cli.compare.report import write
+from pfl_lightning.cli.compare.report import titles, write
 from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.cli.compare.runs import Run, files, run_all
 from pfl_lightning.cli.compare.stored import stored_table
@@ -82,7 +82,7 @@ def main(args: list[str]) -> int:
         tuned = {label: trial.name for label, trial in chosen.items() if trial.settings}
         if given.collect:
             print(f"runs that have finished: {sum(map(len, results.values()))} of {len(runs)}")
-        print(write(comparison.out, results, failures, given.seeds, tuned, given.paper))
+        print(write(comparison.out, results, failures, given.seeds, tuned, given.paper, given.columns))
     return 1 if failures else 0
 
 
@@ -228,6 +228,13 @@ def parse(args: list[str]) -> tuple[Namespace, list[str]]:
         "as model.init_args.optimizer.init_args.lr=0.01,0.1; may be given often",
     )
     parser.add_argument("--tune_rounds", type=int, metavar="N", help="rounds of a trial, by default those of the runs")
+    parser.add_argument(
+        "--columns",
+        type=titles,
+        default=[],
+        metavar="TITLE,TITLE",
+        help='columns of the table, such as "last, mean of last five, ten best, std over clients, rank"',
+    )
     parser.add_argument("--commands", action="store_true", help="print the commands of the runs, one a line, and end")
     parser.add_argument("--collect", action="store_true", help="start nothing, and make the table of what has finished")
     given, passed = parser.parse_known_args(resolved([*table.words, *args]))

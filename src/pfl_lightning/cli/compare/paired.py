@@ -74,6 +74,24 @@ def best_and_level(clients: Mapping[str, Clients]) -> list[str]:
     return [best, *(method for method, pairs in others.items() if pairs and probability(pairs) >= LEVEL)]
 
 
+def ranks(clients: Mapping[str, Clients]) -> dict[str, str]:
+    """The mean rank of each method over seeds and clients that all have, 1 the best; equal values share theirs.
+
+    >>> ranks({"FedPer": {(0, "0"): 0.9, (0, "1"): 0.5}, "Local": {(0, "0"): 0.8, (0, "1"): 0.5}})
+    {'FedPer': '1.25', 'Local': '1.75'}
+
+    Args:
+        clients: values by method.
+    """
+    from scipy.stats import rankdata
+
+    pairs = set.intersection(*map(set, clients.values())) if clients else set()
+    if not pairs:
+        return {}
+    places = rankdata([[-values[pair] for pair in sorted(pairs)] for values in clients.values()], axis=0)
+    return {method: f"{place.mean():.2f}" for method, place in zip(clients, places, strict=True)}
+
+
 def is_local(method: str) -> bool:
     """Whether a method's label is of clients that train alone.
 

@@ -1,15 +1,20 @@
 """The files that a comparison leaves: the table in four forms, a row a run, and a picture of the curves."""
 
+from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pfl_lightning.cli.compare.paired import best_and_level, by_method, gains_over_local
+from pfl_lightning.cli.compare.paired import best_and_level, by_method, gains_over_local, ranks
 from pfl_lightning.cli.compare.results import (
     CAPTION,
     NEW,
+    OVER,
+    PAPER,
+    RANK,
     Result,
     all_columns,
+    columns_of,
     comparison_table,
     differences,
     over_seeds,
@@ -26,6 +31,8 @@ OVER_LOCAL = """\
 Over Local: how much more than alone a client has in the last round, the mean over seeds and clients, and how many of
 them have more."""
 
+RANKS = "Rank: the mean over seeds and clients of a method's place in the last round, 1 the best."
+
 LEVEL_NOTE = """\
 Best in the last round, or level with the best: {names}. The others differ from it by Wilcoxon's signed-rank test over
 all pairs of seed and client (p < 0.05)."""
@@ -38,6 +45,7 @@ def write(
     seeds: Sequence[int],
     tuned: Mapping[str, str],
     paper: Mapping[str, str],
+    columns: Sequence[str] = (),
 ) -> str:
     """Writes all files, and returns the table and what else is to be said.
 
@@ -48,12 +56,13 @@ def write(
         seeds: all seeds.
         tuned: settings that methods got for themselves, by method.
         paper: a paper's numbers, by method.
+        columns: titles of the table's columns; none for the usual ones.
     """
     monitor = monitor_of(methods)
     clients = by_method(methods)
     gains, level = gains_over_local(clients, monitor), best_and_level(clients)
-    more = {"over Local": gains, "paper": paper}
-    cells = comparison_table(methods, failures, {title: column for title, column in more.items() if column})
+    more = {OVER: gains, RANK: ranks(clients), PAPER: paper}
+    cells = comparison_table(methods, failures, {title: column for title, column in more.items() if column}, columns)
     last = cells[0].index("last") if "last" in cells[0] else 0
     marked = {(row, last) for row, of_one in enumerate(cells) if of_one[0] in level}
     over = "mean ± sample standard deviation over seeds" if len(seeds) > 1 else "seed"
@@ -65,8 +74,10 @@ def write(
     notes = [reason for method in methods for reason in reasons(method, failures)]
     if tuned:
         notes.append("Chosen on validation: " + "; ".join(f"{name} {setting}" for name, setting in tuned.items()) + ".")
-    if gains:
+    if OVER in cells[0]:
         notes.append(OVER_LOCAL)
+    if RANK in cells[0]:
+        notes.append(RANKS)
     if marked:
         notes.append(LEVEL_NOTE.format(names=" and ".join([", ".join(level[:-1]), level[-1]]).removeprefix(" and ")))
     notes += same_numbers(methods)
@@ -81,6 +92,27 @@ def write(
     curves(out / "curves.png", methods)
     closing = f"table, curves and a folder a run: {out}"
     return "\n".join(["", text_table(cells), "", caption, "", *notes, closing])
+
+
+def titles(text: str) -> list[str]:
+    """The titles of ``--columns``.
+
+    >>> titles("last, last r2, rank")
+    ['last', 'last r2', 'rank']
+
+    Args:
+        text: titles with commas between them.
+
+    Raises:
+        ArgumentTypeError: if there is no such column.
+    """
+    known = [column.title for column in columns_of(Monitor(), new=True)] + [OVER, RANK, PAPER]
+    asked = [title.strip() for title in text.split(",")]
+    for title in asked:
+        # which further metrics there are, the runs will say
+        if title not in known and not title.startswith("last "):
+            raise ArgumentTypeError(f"{title!r} is no column; choose from {', '.join(known)}, last METRIC")
+    return asked
 
 
 def monitor_of(methods: Mapping[str, Sequence[Result]]) -> Monitor:

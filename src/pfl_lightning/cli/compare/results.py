@@ -29,7 +29,15 @@ class Column(NamedTuple):
     """How tables write it."""
     spread: bool = False
     """Whether tables have its standard deviation."""
+    asked: bool = False
+    """Whether only tables that name it have it."""
 
+
+FEW, MANY = 5, 10
+"""Tests of the columns over several rounds: the last ones, and the best."""
+
+OVER, RANK, PAPER = "over Local", "rank", "paper"
+"""Titles of the columns that compare methods, and of a paper's numbers."""
 
 CAPTION = """\
 Test {metric}, {over}: of the round that validation selects, of the last round,
@@ -58,10 +66,16 @@ def columns_of(monitor: Monitor, further: Iterable[str] = (), new: bool = False)
         Column(f"final/{test}", "last", factor, form, True),
         Column(f"best_on_test/{test}", "best on test", factor, form, True),
         Column(f"final/{test}_{monitor.decile}", "worst decile", factor, form, True),
-        *(Column(f"final/test/{name}", f"{name}, last", 1, ".4g", True) for name in further),
+        *(Column(f"final/test/{name}", f"last {name}", 1, ".4g", True) for name in further),
         Column(f"selected/{server}", "server: best on validation", factor, form, True),
         Column(f"final/{server}", "server: last", factor, form, True),
         Column(f"best_global/{server}", "server: best on test", factor, form, True),
+        Column(f"std/{test}", "std over clients", factor, form, True, asked=True),
+        *(
+            Column(f"{part}/{name}", f"{before}{words}", factor, form, True, asked=True)
+            for name, before in ((test, ""), (server, "server: "))
+            for part, words in (("last_five", "mean of last five"), ("ten_best", "ten best"))
+        ),
         *(Column(f"new/{when}/{monitor.metric}", f"new: {when}", factor, form, True) for when in joining),
         Column("bytes/up", "MiB up", 2**-20, ".2f"),
         Column("bytes/down", "MiB down", 2**-20, ".2f"),
@@ -119,6 +133,13 @@ class Result:
         if not np.isnan(tested).all():
             share = 0.1 if self.monitor.mode == "max" else 0.9
             values[f"final/{test}_{self.monitor.decile}"] = float(np.nanquantile(tested, share))
+            values[f"std/{test}"] = float(np.nanstd(tested))
+        for name in (test, f"test/global_{self.monitor.metric}"):
+            rounds = [float(row[name]) for row in self.rows if row.get(name)]
+            if len(rounds) >= FEW:
+                values[f"last_five/{name}"] = fmean(rounds[-FEW:])
+            if len(rounds) >= MANY:
+                values[f"ten_best/{name}"] = fmean(sorted(rounds, key=lambda value: -self.monitor.sign * value)[:MANY])
         values["seconds"] = self.summary["seconds"]
         return {column.name: values[column.name] for column in self.columns if values.get(column.name) is not None}
 
@@ -156,7 +177,10 @@ def over_seeds(results: Sequence[Result]) -> dict[str, tuple[float, float | None
 
 
 def comparison_table(
-    methods: Mapping[str, Sequence[Result]], failures: Mapping[Run, str], more: Mapping[str, Mapping[str, str]]
+    methods: Mapping[str, Sequence[Result]],
+    failures: Mapping[Run, str],
+    more: Mapping[str, Mapping[str, str]],
+    titles: Sequence[str] = (),
 ) -> list[list[str]]:
     """The table's cells, the header first, without columns that no method has.
 
@@ -164,15 +188,18 @@ def comparison_table(
         methods: finished runs by method.
         failures: why others failed.
         more: further columns: cells by method, by title.
+        titles: the columns; none for those that are there where nobody asks.
     """
     summaries = {method: over_seeds(results) for method, results in methods.items()}
-    columns = [column for column in all_columns(methods) if any(column.name in got for got in summaries.values())]
-    rows = [["method", *(column.title for column in columns)]]
-    rows += [[method, *(cell(column, got.get(column.name)) for column in columns)] for method, got in summaries.items()]
-    for title, cells in more.items():
-        rows[0].append(title)
-        for row in rows[1:]:
-            row.append(cells.get(row[0], "-"))
+    known = [column for column in all_columns(methods) if any(column.name in got for got in summaries.values())]
+    cells: dict[str, Mapping[str, str]] = {
+        column.title: {method: cell(column, got.get(column.name)) for method, got in summaries.items()}
+        for column in known
+    }
+    shown = titles or [*(column.title for column in known if not column.asked), *(t for t in more if t != RANK)]
+    cells.update(more)
+    rows = [["method", *(title for title in shown if title in cells)]]
+    rows += [[method, *(cells[title].get(method, "-") for title in rows[0][1:])] for method in methods]
     if failures:
         rows[0].append("failed")
         for row in rows[1:]:

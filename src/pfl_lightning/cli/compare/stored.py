@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.cli.configs import find, nearest
 
-ENTRIES = {"methods": list, "seeds": list, "vary_data": bool, "fit": str, "paper": dict}
+ENTRIES = {"methods": list, "seeds": list, "vary_data": bool, "fit": str, "paper": dict, "columns": list}
 """What a table's file may have."""
 
 
@@ -53,6 +53,7 @@ def stored_table(args: Sequence[str]) -> Stored:
                 f"compare: --table {path}: {entry}={value!r} is none of its entries, which are {', '.join(ENTRIES)}."
             )
     options = ["--methods", *map(str, content["methods"]), "--seeds", *map(str, content.get("seeds", [0]))]
+    options += ["--columns", ",".join(map(str, content["columns"]))] if "columns" in content else []
     options += ["--vary_data"] if content.get("vary_data") else []
     return Stored(
         options + shlex.split(content.get("fit", "")),
