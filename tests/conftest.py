@@ -1,10 +1,12 @@
 """What holds for all tests."""
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.fabric.utilities import registry
 
 NOISE = (
     ".*LeafSpec.* is deprecated",
@@ -29,6 +31,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_look_at_what_is_installed() -> Iterator[None]:
+    """Each Trainer looks for callbacks in all installed packages, which takes as long as a tiny federation."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "entry_points", cache(registry.entry_points))
+        yield
 
 
 @pytest.fixture(autouse=True)

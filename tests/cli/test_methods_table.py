@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from command import CONFIGS, pfl, refusal
 from pfl_lightning import Aggregator, WeightedAverage, methods
-from pfl_lightning.cli.methods_table import CLIENTS, FORMATS, describe, quiet, works
+from pfl_lightning.cli.methods_table import CLIENTS, FORMATS, STORED, describe, quiet, stored, works
 from pfl_lightning.messages import digest
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.registry import METHODS, Method
@@ -24,10 +24,16 @@ BASES = {methods.KnowledgeCoefficients}
 """What is exported to be subclassed, and is no method by itself."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def rows():
-    with quiet():
-        return [describe(method) for method in METHODS]
+    return stored()
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_the_stored_table_is_what_is_measured(method, rows):
+    said = "write what pfl-lightning methods --measure --format csv prints into src/pfl_lightning/methods/table.csv"
+    assert [row["method"] for row in rows] == [method.name for method in METHODS], said
+    assert row(method) == rows[METHODS.index(method)], said
 
 
 def pair_of(file: Path) -> tuple[str, str]:
@@ -166,9 +172,17 @@ def test_formats(rows):
 def test_the_command_prints_it(monkeypatch, capsys):
     monkeypatch.setattr("pfl_lightning.cli.methods_table.METHODS", METHODS[:2])
     with pytest.raises(SystemExit) as ended:
-        pfl("methods --format csv")
+        pfl("methods --measure --format csv")
     assert ended.value.code == 0
     assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == ["method", "Local", "FedAvg"]
+
+
+def test_what_is_stored_is_printed_without_measuring(monkeypatch, capsys):
+    monkeypatch.setattr("pfl_lightning.cli.methods_table.describe", None)
+    with pytest.raises(SystemExit) as ended:
+        pfl("methods --format csv")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.splitlines() == STORED.read_text().splitlines()
 
 
 def test_a_format_that_there_is_not(capsys):

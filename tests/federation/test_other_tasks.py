@@ -305,3 +305,10 @@ def test_a_client_whose_positions_all_do_not_count_is_left_out(monkeypatch):
     assert row["val/perplexity_clients"] == row["val/loss_clients"] == 3
     assert math.isfinite(row["val/perplexity"])
     assert math.isfinite(row["val/perplexity_pooled"])
+
+
+def test_a_client_module_made_for_samples_of_another_shape_is_refused():
+    kind = kinds()["Regression"]
+    wrong = FedAvg(net=client_of(kind, FedAvg).nets[0], task=kind.task, input_shape=(3, 5))
+    with pytest.raises(MisconfigurationException, match=r"model.input_shape=\(3, 5\), and samples of OfKind are \("):
+        fit(kind, client=wrong)

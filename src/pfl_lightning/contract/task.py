@@ -39,14 +39,22 @@ def check_task(module: ClientModule, data: FederatedDataModule) -> None:
     samples = data.part(0, "train").take(slice(2)).to(module.device, module.dtype)  # type: ignore[arg-type]
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
+    name = type(module.net).__name__
     try:
         with isolate_rng(), torch.no_grad():
             outputs = module(samples.x)
             features = module.net.features(samples.x) if "vector features" in module.requires else None
+    except RuntimeError as error:
+        built, given = tuple(module.hparams.get("input_shape", ())), tuple(data.input_shape)
+        if built == given:
+            raise
+        raise MisconfigurationException(
+            f"model.input_shape={built}, and samples of {type(data).__name__} are {given}, which {name} can't take; "
+            "make the client module with input_shape=data.input_shape."
+        ) from error
     finally:
         for part, mode in modes:
             part.training = mode
-    name = type(module.net).__name__
     module.task.check_outputs(outputs, samples.y, name)
     if "vector features" in module.requires and not (isinstance(features, Tensor) and features.dim() == 2):
         shape = list(features.shape) if isinstance(features, Tensor) else type(features).__name__

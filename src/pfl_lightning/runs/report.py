@@ -6,6 +6,7 @@ import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -54,6 +55,11 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         partial.write_text(json.dumps(content, indent=2) + "\n")
 
 
+# looking through all that is installed takes as long as a small round
+installed = cache(version)
+"""The version of an installed package."""
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions and hardware that a number depends on."""
     packages = ("pfl-lightning", "torch", "lightning", "torchmetrics", "numpy")
@@ -61,7 +67,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(device) if cuda else f"{device.type} ({platform.machine()})",
         "threads": torch.get_num_threads(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        "versions": {"python": platform.python_version(), **{name: installed(name) for name in packages}},
     }
 
 
