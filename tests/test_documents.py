@@ -1,12 +1,16 @@
 """What documents show as code runs."""
 
 import re
+import subprocess
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from command import pfl
 from federations import fit
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.data import Digits, Natural, OwnedData
@@ -51,6 +55,38 @@ def test_the_snippet_of_the_readme(tmp_path, monkeypatch):
     monkeypatch.setattr("pfl_lightning.FederatedTrainer", Short)
     names = shown("README.md")
     assert rounds == [20] and isinstance(names["data"], Digits)
+
+
+def commands(document: str) -> list[str]:
+    """The lines of ``pfl-lightning`` that the document's pieces of shell call, with all their loops gone through."""
+    pieces = re.findall(r"(?:^    .*\n(?:\n(?=    ))?)+", (ROOT / document).read_text(), re.MULTILINE)
+    told = 'pfl-lightning() { echo "$@"; }; python() { :; }\n'
+    script = told + textwrap.dedent("".join(piece for piece in pieces if "pfl-lightning" in piece))
+    done = subprocess.run(["bash", "-euc", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    # of a loop over methods one line: each method's file is tested beside these protocols' own
+    return list({re.sub(r"methods/\w+", "", line): line for line in done.stdout.splitlines()}.values())
+
+
+LEDGER = [
+    pytest.param(line, id=f"{name}-{k}")
+    for name in ("claims", "results")
+    for k, line in enumerate(commands(f"docs/{name}.md"))
+]
+
+
+@pytest.mark.parametrize("line", LEDGER)
+def test_each_command_of_the_ledger_makes_runs_that_there_can_be(line, capsys):
+    """Its runs themselves are those of the tests of pairs of files, which run every method and every protocol."""
+    if line.startswith("compare"):
+        with pytest.raises(SystemExit) as ended:
+            pfl(f"{line} --commands --out runs")
+        assert not ended.value.code
+        *_, line = capsys.readouterr().out.splitlines()
+        line = line[line.index("fit ") :]
+    with pytest.raises(SystemExit) as ended:
+        pfl(f"{line} --print_config")
+    assert not ended.value.code
+    assert yaml.safe_load(capsys.readouterr().out)["trainer"]["max_rounds"] > 0
 
 
 SOURCES = blocks("docs/data.md")
