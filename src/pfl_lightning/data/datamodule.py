@@ -58,6 +58,8 @@ class FederatedDataModule(Holdings, ABC):
             who is new, and these have ids from num_clients up.
         seed: Seed of the subset, the partition, the splits and the draw of new clients, 0 to 2**32 - 1.
         download: Try to fetch missing files, where the data set supports it.
+        resident: Whether all samples of a client that trains are in memory at once. False reads them a batch at a time,
+            for clients that are larger than memory: slower, the same bits, and none of the engine ``vectorised``.
 
     Raises:
         MisconfigurationException: A value is out of range.
@@ -89,6 +91,7 @@ class FederatedDataModule(Holdings, ABC):
         download: bool = True,
         new_clients: int | float = 0,
         client_split: ClientSplit | None = None,
+        resident: bool = True,
     ) -> None:
         super().__init__()
         if not (public is None or isinstance(public, FederatedDataModule)):
@@ -116,6 +119,7 @@ class FederatedDataModule(Holdings, ABC):
         self.download = download
         self.new_clients = new_clients
         self.client_split: ClientSplit | None = client_split
+        self.resident = resident
         check_settings({**vars(self), "num_clients": num_clients})
 
     @property

@@ -14,6 +14,7 @@ from pfl_lightning.data.client_data import ClientData, Samples, Split, class_cou
 from pfl_lightning.data.division import Division
 from pfl_lightning.data.loaders import ClientLoader
 from pfl_lightning.data.pool import Pool
+from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.data.trees import Tree, take
 from pfl_lightning.data.trees import split as cut
 from pfl_lightning.tasks import Task
@@ -31,6 +32,7 @@ class Holdings(LightningDataModule):
     test_fraction: float
     central_test: float | Literal["original"] | None
     public: Any
+    resident: bool = True
     _pool: Pool | None = None
     _public: Samples | None = None
 
@@ -87,6 +89,8 @@ class Holdings(LightningDataModule):
         """
         held = self._ready().division.clients
         rows = [held[client][split] for client in clients]
+        if not self.resident:
+            return [Streamed(self._ready().samples, each, self.transform, device) for each in rows]
         whole = self._gather(torch.cat(rows), device)
         sizes = [len(r) for r in rows]
         return [Samples(x, y) for x, y in cut((whole.x, whole.y), sizes)]

@@ -11,6 +11,7 @@ from torch import distributed
 
 from pfl_lightning.client import Phase
 from pfl_lightning.data import ClientData
+from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.engines import threads
 from pfl_lightning.engines.base import Engine, Evaluated, Job, Outcome
 from pfl_lightning.engines.processes import Processes, cores
@@ -69,6 +70,8 @@ class Auto(Engine):
         if self._engine is not None:
             return self._engine
         net = type(self.module.net).__name__
+        if isinstance(first.data.part("train"), Streamed):
+            return self._take_one_by_one("clients are read a batch at a time")
         if self.device.type != "cpu":
             return self._take(Vectorised, f"many small clients fill {self.device.type}")
         if self._is_small(first.data):

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from pfl_lightning.choices import check_choices
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import FederatedDataModule, Split
-from pfl_lightning.engines import ENGINES, Engine, LocalWork, Sharded
+from pfl_lightning.engines import ENGINES, Engine, LocalWork, Sharded, Vectorised
 from pfl_lightning.engines.evaluation import measured_names, metrics_of
 from pfl_lightning.nets.batch_norm import smallest_batch
 from pfl_lightning.tasks import Monitor
@@ -177,6 +177,11 @@ class FederationOptions:
             raise MisconfigurationException(
                 f"trainer.clients_per_round={self.clients_per_round} is more than data.num_clients="
                 f"{data.num_clients}; take at most that many, or a fraction such as 0.5."
+            )
+        if not data.resident and issubclass(self.engine_class, Vectorised):
+            raise MisconfigurationException(
+                "data.resident=false reads clients a batch at a time, and trainer.engine='vectorised' stacks all that "
+                "they have; take sequential or processes."
             )
         if data.batch_size < smallest_batch(client):
             raise MisconfigurationException(

@@ -28,7 +28,17 @@ Settings: TypeAlias = dict[str, Any]
 PLAIN = (bool, int, float, str)
 BUILT = {"net", "optimizer", "lr_scheduler", "input_shape", "num_classes", "task"}
 """Arguments of client modules that are described by what they build, whoever wrote them down."""
-UNTOLD = {"root", "download", "params", "initial_lr", "base_lrs", "_last_lr", "_class_path", "_instantiator"}
+UNTOLD = {
+    "root",
+    "download",
+    "resident",
+    "params",
+    "initial_lr",
+    "base_lrs",
+    "_last_lr",
+    "_class_path",
+    "_instantiator",
+}
 """Last parts of names of what can't matter, or is said by another setting."""
 
 
