@@ -18,6 +18,7 @@ from pfl_lightning.methods.feddistill import FedDistill
 from pfl_lightning.methods.fedfomo import AffinityPool, FedFomo
 from pfl_lightning.methods.fedlaw import FedLAW
 from pfl_lightning.methods.fednh import CosineClassifier, FedNH, NormalizedHead
+from pfl_lightning.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from pfl_lightning.methods.fedpac import ClassifierCombination, FedPAC, PACClient
 from pfl_lightning.methods.fedper import FedPer
 from pfl_lightning.methods.fedproto import FedProto
@@ -64,7 +65,10 @@ __all__ = [
     "FedAMP",
     "FedAWA",
     "FedAWAL",
+    "FedAdagrad",
+    "FedAdam",
     "FedAvg",
+    "FedAvgM",
     "FedBABU",
     "FedClassAvg",
     "FedDisco",
@@ -80,6 +84,7 @@ __all__ = [
     "FedRep",
     "FedRoD",
     "FedUV",
+    "FedYogi",
     "GrowingEpochs",
     "KTpFL",
     "KTpFLWeight",
