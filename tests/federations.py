@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from pfl_lightning import Aggregator, FederatedTrainer, Federation
+from pfl_lightning import Aggregator, FederatedTrainer, Federation, Server
 from pfl_lightning.callbacks import FederatedCallback, RoundLogger
 from pfl_lightning.data import FederatedDataModule, Partitioner, Samples, Split
 from pfl_lightning.engines import Job, Outcome, Sequential
@@ -211,6 +211,29 @@ class Pause(FederatedCallback):
 
     def on_train_epoch_end(self, trainer: Any, federation: Any) -> None:
         trainer.should_stop = federation.round == self.rounds
+
+
+def set_up(aggregator: Any, model: FedAvg, clients: int = 4) -> Any:
+    """An aggregator before its first round, with a client module's weights."""
+    shared = {name: tensor.clone() for name, tensor in model.state_dict().items() if model.is_shared(name)}
+    aggregator.setup(Server(clients, shared, model, None, seed=0))
+    return aggregator
+
+
+def drawn_update(model: FedAvg, seed: int, size: int = 10, **entries: Any) -> dict[str, Any]:
+    """An update with random weights, and other entries as they are given."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: torch.randn(t.shape, generator=generator, dtype=t.dtype) if t.is_floating_point() else t + seed
+        for name, t in model.state_dict().items()
+        if model.is_shared(name)
+    }
+    return {"weights": weights, "num_samples": torch.tensor(size), **entries}
+
+
+def flat(weights: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
+    """Some entries of a model as one vector."""
+    return torch.cat([weights[name].flatten() for name in names])
 
 
 class Backwards(Sequential):

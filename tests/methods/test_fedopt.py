@@ -7,8 +7,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import SGD, Adagrad
 
-from federations import check_order_and_resume, equal, fit, make_client, noisy
-from pfl_lightning import Server, WeightedAverage
+from federations import check_order_and_resume, drawn_update, equal, fit, flat, make_client, noisy, set_up
+from pfl_lightning import WeightedAverage
 from pfl_lightning.messages import weighted_mean
 from pfl_lightning.methods import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
 from pfl_lightning.nets import Net
@@ -16,25 +16,13 @@ from pfl_lightning.nets import Net
 ALL = [FedAvgM, FedAdagrad, FedAdam, FedYogi]
 
 
-def server(aggregator, model=None):
-    model = make_client(net=noisy) if model is None else model
-    aggregator.setup(Server(4, {n: t.clone() for n, t in model.state_dict().items()}, model, None, seed=0))
-    return aggregator
-
-
-def update(model, seed, size=10):
-    generator = torch.Generator().manual_seed(seed)
-    weights = {
-        name: torch.randn(t.shape, generator=generator, dtype=t.dtype) if t.is_floating_point() else t + seed
-        for name, t in model.state_dict().items()
-    }
-    return {"weights": weights, "num_samples": torch.tensor(size)}
-
-
-def rounds(model, count=4):
+def rounds(model):
     """Updates of rounds in which not everybody takes part, one of them without anybody."""
-    cohorts = ([0, 1, 3], [2], [], [1, 2])[:count]
-    return [{k: update(model, seed=5 * r + k + 1, size=10 + 7 * k) for k in cohort} for r, cohort in enumerate(cohorts)]
+    cohorts = [[0, 1, 3], [2], [], [1, 2]]
+    return [
+        {k: drawn_update(model, seed=5 * r + k + 1, size=10 + 7 * k) for k in cohort}
+        for r, cohort in enumerate(cohorts)
+    ]
 
 
 def second(kind, v, square, beta2):
@@ -52,13 +40,10 @@ def test_adaptive_steps_by_a_second_implementation(kind, initial):
     model = make_client(net=noisy).double()
     lr, beta1, beta2, tau = 0.3, 0.8, 0.95, 0.02
     decays = {} if kind is FedAdagrad else {"beta2": beta2}
-    ours = server(kind(server_lr=lr, beta1=beta1, tau=tau, initial=initial, **decays), model)
+    ours = set_up(kind(server_lr=lr, beta1=beta1, tau=tau, initial=initial, **decays), model)
     names = [name for name, _ in model.named_parameters()]
 
-    def flat(weights):
-        return torch.cat([weights[name].flatten() for name in names])
-
-    x = flat(ours.state["weights"]).clone()
+    x = flat(ours.state["weights"], names).clone()
     m, v = torch.zeros_like(x), torch.full_like(x, tau * tau if initial == "tau2" else 0.0)
     for number, updates in enumerate(rounds(model)):
         before = copy.deepcopy(ours.state)
@@ -67,13 +52,13 @@ def test_adaptive_steps_by_a_second_implementation(kind, initial):
             assert equal(ours.state, before)
             continue
         sizes = [int(u["num_samples"]) for u in updates.values()]
-        changes = [flat(u["weights"]) - x for u in updates.values()]
+        changes = [flat(u["weights"], names) - x for u in updates.values()]
         delta = sum(n * change for n, change in zip(sizes, changes, strict=True)) / sum(sizes)
         m = beta1 * m + (1 - beta1) * delta
         v = second(kind, v, delta * delta, beta2)
         assert (v >= 0).all()
         x = x + lr * m / (torch.sqrt(v) + tau)
-        torch.testing.assert_close(flat(ours.global_model()), x, rtol=0, atol=1e-12)
+        torch.testing.assert_close(flat(ours.global_model(), names), x, rtol=0, atol=1e-12)
         mean = weighted_mean([u["weights"] for u in updates.values()], [n / sum(sizes) for n in sizes])
         for name in mean.keys() - set(names):
             assert torch.equal(ours.global_model()[name], mean[name])
@@ -93,16 +78,16 @@ def descend(optimizer, targets, ours, model):
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_momentum_is_torch_s_sgd(nesterov):
     model = make_client().double()
-    ours = server(FedAvgM(server_lr=0.7, beta=0.9, nesterov=nesterov), model)
+    ours = set_up(FedAvgM(server_lr=0.7, beta=0.9, nesterov=nesterov), model)
     optimizer = SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=nesterov)
-    descend(optimizer, [update(model, seed) for seed in (1, 2, 3)], ours, model)
+    descend(optimizer, [drawn_update(model, seed) for seed in (1, 2, 3)], ours, model)
 
 
 def test_adagrad_without_a_first_moment_is_torch_s():
     model = make_client().double()
-    ours = server(FedAdagrad(server_lr=0.2, tau=0.1), model)
+    ours = set_up(FedAdagrad(server_lr=0.2, tau=0.1), model)
     optimizer = Adagrad(model.parameters(), lr=0.2, eps=0.1, initial_accumulator_value=0.01)
-    descend(optimizer, [update(model, seed) for seed in (1, 2, 3)], ours, model)
+    descend(optimizer, [drawn_update(model, seed) for seed in (1, 2, 3)], ours, model)
 
 
 def test_without_momentum_it_is_fedavg_bit_for_bit_and_with_it_is_not():
@@ -116,7 +101,7 @@ def test_without_momentum_it_is_fedavg_bit_for_bit_and_with_it_is_not():
 
 def test_a_steady_change_goes_ten_times_as_far():
     model = make_client().double()
-    ours = server(FedAvgM(beta=0.9), model)
+    ours = set_up(FedAvgM(beta=0.9), model)
     for number in range(300):
         x = ours.global_model()
         ours.aggregate({0: {"weights": {n: t + 0.01 for n, t in x.items()}, "num_samples": torch.tensor(1)}}, number)
@@ -126,7 +111,7 @@ def test_a_steady_change_goes_ten_times_as_far():
 
 @pytest.mark.parametrize("kind", ALL)
 def test_clients_that_stay_where_they_are_move_nothing(kind):
-    ours = server(kind())
+    ours = set_up(kind(), make_client(net=noisy))
     before = ours.global_model()
     for number in range(2):
         ours.aggregate({0: {"weights": before, "num_samples": torch.tensor(5)}}, number)
@@ -137,9 +122,9 @@ def test_the_first_step_of_adam_does_not_depend_on_the_size_of_large_changes():
     model = make_client().double()
     steps = []
     for scale in (1.0, 100.0):
-        ours = server(FedAdam(initial="zero", tau=1e-9), model)
+        ours = set_up(FedAdam(initial="zero", tau=1e-9), model)
         start = ours.global_model()
-        weights = {n: t + scale * update(model, 1)["weights"][n] for n, t in start.items()}
+        weights = {n: t + scale * drawn_update(model, 1)["weights"][n] for n, t in start.items()}
         ours.aggregate({0: {"weights": weights, "num_samples": torch.tensor(5)}}, 0)
         steps.append(torch.cat([(ours.global_model()[n] - t).flatten() for n, t in start.items()]))
     torch.testing.assert_close(*steps, rtol=1e-5, atol=1e-9)
@@ -150,7 +135,7 @@ def test_the_first_second_moment_is_tau_squared():
     model = make_client().double()
     steps = {}
     for initial in ("tau2", "zero"):
-        ours = server(FedAdam(server_lr=1.0, initial=initial), model)
+        ours = set_up(FedAdam(server_lr=1.0, initial=initial), model)
         start = ours.global_model()
         ours.aggregate({0: {"weights": {n: t + 1e-3 for n, t in start.items()}, "num_samples": torch.tensor(1)}}, 0)
         name = next(iter(start))
@@ -174,7 +159,7 @@ def test_a_tied_parameter_makes_one_step():
 
 
 def test_uploads_of_half_precision_keep_moments_in_single():
-    ours = server(FedAdam())
+    ours = set_up(FedAdam(), make_client(net=noisy))
     half = {n: t.bfloat16() if t.is_floating_point() else t for n, t in ours.global_model().items()}
     moved = {n: t + 1 for n, t in half.items()}
     for number in range(2):

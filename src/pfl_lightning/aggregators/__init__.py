@@ -4,7 +4,13 @@ from pfl_lightning.aggregators.aggregator_list import AggregatorList
 from pfl_lightning.aggregators.base import Aggregator, Server
 from pfl_lightning.aggregators.class_means import ClassMeans
 from pfl_lightning.aggregators.model_pool import ModelPool, inner_products, mean_loss
-from pfl_lightning.aggregators.weighted_average import WeightedAverage, Weighting, client_weights, mean_model
+from pfl_lightning.aggregators.weighted_average import (
+    WeightedAverage,
+    Weighting,
+    client_weights,
+    mean_model,
+    moved_model,
+)
 
 __all__ = [
     "Aggregator",
@@ -18,4 +24,5 @@ __all__ = [
     "inner_products",
     "mean_loss",
     "mean_model",
+    "moved_model",
 ]

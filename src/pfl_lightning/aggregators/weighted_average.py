@@ -1,6 +1,6 @@
 """Averaging: the server side of federated averaging, and of many a method that counts clients otherwise."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -110,3 +110,23 @@ def mean_model(updates: Updates, weights: Mapping[int, float]) -> StateDict:
         weights: the weight of each of them, by client id; used as they are.
     """
     return weighted_mean([update["weights"] for update in updates.values()], [weights[client] for client in updates])
+
+
+def moved_model(updates: Updates, weights: Mapping[int, float], model: StateDict, names: Iterable[str]) -> StateDict:
+    r"""Where a model gets by changes that are weighted in any way, :math:`x + \sum_k \lambda_k (w_k - x)`.
+
+    Args:
+        updates: by client id, at least one, with ``weights``.
+        weights: :math:`\lambda_k` of each of them, by client id; they need not sum to 1.
+        model: x, from which the clients started.
+        names: the entries to be moved, of floating type; the others are left out.
+    """
+    moved = {}
+    for name in names:
+        first = next(iter(updates.values()))["weights"][name]
+        wide = torch.promote_types(first.dtype, torch.float32)
+        x = model[name].to(wide)
+        # by differences: weights that sum to much more than 1 would cancel in digits that are lost
+        change = sum((weights[k] * (update["weights"][name].to(wide) - x) for k, update in updates.items()), 0 * x)
+        moved[name] = (x + change).to(first.dtype)
+    return moved

@@ -18,6 +18,7 @@ from pfl_lightning.methods.feddistill import FedDistill
 from pfl_lightning.methods.fedfomo import AffinityPool, FedFomo
 from pfl_lightning.methods.fedlaw import FedLAW
 from pfl_lightning.methods.fednh import CosineClassifier, FedNH, NormalizedHead
+from pfl_lightning.methods.fednova import FedNova, NormalizedAverage
 from pfl_lightning.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from pfl_lightning.methods.fedpac import ClassifierCombination, FedPAC, PACClient
 from pfl_lightning.methods.fedper import FedPer
@@ -38,6 +39,7 @@ from pfl_lightning.methods.local import Local
 from pfl_lightning.methods.moon import MOON
 from pfl_lightning.methods.per_fedavg import PerFedAvg
 from pfl_lightning.methods.pfedme import PFedMe
+from pfl_lightning.methods.q_fedavg import FairAverage, QFedAvg
 from pfl_lightning.methods.scaffold import SCAFFOLD, ControlVariates
 from pfl_lightning.methods.wdr import WDR
 
@@ -60,6 +62,7 @@ __all__ = [
     "CosineClassifier",
     "CwFedAvg",
     "Ditto",
+    "FairAverage",
     "FeatureAlignment",
     "FedALA",
     "FedAMP",
@@ -76,6 +79,7 @@ __all__ = [
     "FedFomo",
     "FedLAW",
     "FedNH",
+    "FedNova",
     "FedPAC",
     "FedPer",
     "FedProto",
@@ -92,8 +96,10 @@ __all__ = [
     "KnowledgeTransfer",
     "LGFedAvg",
     "Local",
+    "NormalizedAverage",
     "NormalizedHead",
     "PACClient",
     "PFedMe",
     "PerFedAvg",
+    "QFedAvg",
 ]

@@ -97,6 +97,8 @@ METHODS = (
     Method("FedAdagrad", m.FedAvg, m.FedAdagrad),
     Method("FedAdam", m.FedAvg, m.FedAdam),
     Method("FedYogi", m.FedAvg, m.FedYogi),
+    Method("FedNova", m.FedNova),
+    Method("q-FedAvg", m.QFedAvg),
     Method("SCAFFOLD", m.ControlVariates, m.SCAFFOLD),
     Method("MOON", m.MOON),
     Method("FedUV", m.FedUV),

@@ -1,0 +1,103 @@
+r"""q-FedAvg: clients that fare badly count for more.
+
+Source: Li et al., 2020 (https://arxiv.org/abs/1905.10497). Symbols: x is the server's model, :math:`F_k` client k's
+loss by it, :math:`\Delta_k` what its training adds to it, and L = 1/eta the inverse of the local learning rate.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, Weighting, mean_loss, mean_model, moved_model
+from pfl_lightning.data import ClientData
+from pfl_lightning.messages import Message, Updates
+from pfl_lightning.methods.fedavg import FedAvg
+
+
+class QFedAvg(FedAvg):
+    r"""Trains as `FedAvg`, and tells how the received model fared on all of its training samples.
+
+    The mean loss is taken in evaluation mode, whenever a client receives a model: one more pass over its samples. Takes
+    the arguments of `FedAvg`. Source: Li et al., 2020, Algorithm 2 (https://arxiv.org/abs/1905.10497).
+    """
+
+    sends = FedAvg.sends | {"received_loss", "learning_rate"}
+    received_loss: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.register_buffer("received_loss", torch.tensor(0.0), persistent=False)  # F_k
+
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
+        """Takes the model, and its loss."""
+        super().on_download(payload, data)
+        if data is not None:
+            self.received_loss.fill_(mean_loss(self, data.train, self.task))
+
+    def upload(self, data: ClientData) -> Message:
+        """The model, the loss of the received one, and the learning rate that it was trained with."""
+        rate = torch.tensor(self.learning_rate)
+        return super().upload(data) | {"received_loss": self.received_loss, "learning_rate": rate}
+
+    def configure_aggregator(self) -> Aggregator:
+        """q-FedAvg's server."""
+        return FairAverage()
+
+
+class FairAverage(WeightedAverage):
+    r"""Moves the model by clients' changes, weighted by powers of their losses.
+
+    .. math::
+
+        x \leftarrow x + \frac{\sum_k F_k^q L \Delta_k}{\sum_k q F_k^{q-1} \lVert L\Delta_k \rVert^2 + L F_k^q}
+
+    which minimises :math:`\sum_k F_k^{q+1}/(q+1)`. The larger q, the more equal are the clients, and the shorter the
+    steps. The norm is of all learnable parameters together; running statistics are averaged. With momentum or other
+    optimizers at the clients, L is only a scale. In the paper clients are drawn by their samples and count equally;
+    here all are as likely, and may count by them.
+    Source: Li et al., 2020, Algorithm 2 (https://arxiv.org/abs/1905.10497).
+
+    Args:
+        q: at least 0; 0 is the plain mean bit for bit.
+        weighting: how clients count: all alike (``uniform``), or by their training ``samples``.
+
+    Raises:
+        MisconfigurationException: if ``q`` is negative.
+    """
+
+    needs = WeightedAverage.needs | {"received_loss", "learning_rate"}
+
+    def __init__(self, q: float = 1.0, weighting: Weighting = "uniform") -> None:
+        super().__init__(weighting=weighting)
+        if not q >= 0:
+            raise MisconfigurationException(f"aggregator.q={q} must be 0 (which is the plain mean) or more, such as 1.")
+        self.q = q
+
+    def setup(self, server: Server) -> None:
+        """Starts from the common initial model."""
+        super().setup(server)
+        self.once = server.parameter_names()
+        self.learnable = server.parameter_names(remove_duplicate=False)
+
+    def average(self, updates: Updates, weights: Mapping[int, float]) -> None:
+        """Makes the step; see `WeightedAverage.average` for the arguments."""
+        if self.q == 0:
+            super().average(updates, weights)
+            return
+        x = self.state["weights"]
+        losses = {client: float(update["received_loss"]) + 1e-10 for client, update in updates.items()}
+        largest = max(losses.values())
+        above, below = {}, 0.0
+        for client, update in updates.items():
+            # divided by L and by the largest loss to the power of q, which keeps powers in range
+            f, rate, y = losses[client] / largest, float(update["learning_rate"]), update["weights"]
+            square = sum(float((y[name].double() - x[name].double()).square().sum()) for name in self.once)
+            steep = self.q / largest * f ** (self.q - 1) * square / rate if rate else 0.0
+            above[client] = weights[client] * f**self.q
+            below += weights[client] * (steep + f**self.q)
+        scaled = {client: share / below for client, share in above.items()}
+        self.state["weights"] = mean_model(updates, weights) | moved_model(updates, scaled, x, self.learnable)
+        self.state["shares"] = dict(weights)
