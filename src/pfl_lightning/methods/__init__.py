@@ -12,13 +12,17 @@ from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.fedawa import FedAWA
 from pfl_lightning.methods.fedawa_l import FedAWAL
 from pfl_lightning.methods.fedbabu import FedBABU
+from pfl_lightning.methods.fedbn import FedBN
 from pfl_lightning.methods.fedclassavg import FedClassAvg
 from pfl_lightning.methods.feddisco import FedDisco
 from pfl_lightning.methods.feddistill import FedDistill
+from pfl_lightning.methods.feddyn import DynamicAverage, FedDyn
 from pfl_lightning.methods.fedfomo import AffinityPool, FedFomo
 from pfl_lightning.methods.fedlaw import FedLAW
+from pfl_lightning.methods.fedlc import FedLC
 from pfl_lightning.methods.fednh import CosineClassifier, FedNH, NormalizedHead
 from pfl_lightning.methods.fednova import FedNova, NormalizedAverage
+from pfl_lightning.methods.fedntd import FedNTD
 from pfl_lightning.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from pfl_lightning.methods.fedpac import ClassifierCombination, FedPAC, PACClient
 from pfl_lightning.methods.fedper import FedPer
@@ -27,6 +31,7 @@ from pfl_lightning.methods.fedprox import FedProx
 from pfl_lightning.methods.fedrema import FedReMa
 from pfl_lightning.methods.fedrep import FedRep
 from pfl_lightning.methods.fedrod import FedRoD
+from pfl_lightning.methods.fedsam import FedSAM
 from pfl_lightning.methods.feduv import FedUV
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
 from pfl_lightning.methods.ifca import IFCA, ClusterModels
@@ -62,6 +67,7 @@ __all__ = [
     "CosineClassifier",
     "CwFedAvg",
     "Ditto",
+    "DynamicAverage",
     "FairAverage",
     "FeatureAlignment",
     "FedALA",
@@ -73,12 +79,16 @@ __all__ = [
     "FedAvg",
     "FedAvgM",
     "FedBABU",
+    "FedBN",
     "FedClassAvg",
     "FedDisco",
     "FedDistill",
+    "FedDyn",
     "FedFomo",
     "FedLAW",
+    "FedLC",
     "FedNH",
+    "FedNTD",
     "FedNova",
     "FedPAC",
     "FedPer",
@@ -87,6 +97,7 @@ __all__ = [
     "FedReMa",
     "FedRep",
     "FedRoD",
+    "FedSAM",
     "FedUV",
     "FedYogi",
     "GrowingEpochs",

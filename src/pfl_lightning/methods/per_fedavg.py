@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.func import functional_call, grad
 from torch.optim import SGD, Optimizer
 
 from pfl_lightning.client import Batch, Phase
 from pfl_lightning.messages import StateDict
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.methods.functional import gradient_at, loss_at, trainable
 from pfl_lightning.nets.batch_norm import smallest_batch
 
 
@@ -68,40 +68,23 @@ class PerFedAvg(FedAvg):
             return super().training_step(batch, batch_idx)
         cuts = [part * n // parts for part in range(1, parts)]
         b1, b2, *rest = zip(x.tensor_split(cuts), target.tensor_split(cuts), strict=True)
-        w: StateDict = {name: entry for name, entry in self.net.named_parameters() if entry.requires_grad}
+        w = trainable(self.net)
         # the inner gradient is a constant, so that a gradient in w' is one in w
-        adapted = step(w, -self.alpha, self.gradient(w, b1))
+        adapted = step(w, -self.alpha, gradient_at(self, w, b1))
         if self.variant == "FO":
-            return {"loss": self.objective(adapted, {}, b2)}
+            return {"loss": loss_at(self, self.net, adapted, b2)}
         with self.replayed_draws():
-            g = self.gradient(adapted, b2)
-        loss = self.objective(adapted, {}, b2)
+            g = gradient_at(self, adapted, b2)
+        loss = loss_at(self, self.net, adapted, b2)
         # of value 0, and its gradient is the fraction
         product = torch.stack([(h * w[name]).sum() for name, h in self.curvature(w, g, rest[0]).items()]).sum()
         return {"loss": loss - self.alpha * (product - product.detach())}
 
-    def objective(self, weights: StateDict, buffers: StateDict, batch: Batch) -> Tensor:
-        """L(w; b), with entries of the net in the place of its own."""
-        x, target = batch
-        body, head = (
-            {name.removeprefix(part): entry for name, entry in (weights | buffers).items() if name.startswith(part)}
-            for part in ("features.", "classifier.")
-        )
-        features = functional_call(self.net.features, body, (x,))
-        return self.loss(features, functional_call(self.net.classifier, head, (features,)), target)
-
-    def gradient(self, weights: StateDict, batch: Batch) -> StateDict:
-        """The gradient of L in the weights, as constants; running statistics stand still."""
-        buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers()}
-        constants = {name: weight.detach() for name, weight in weights.items()}
-        slope: StateDict = grad(self.objective)(constants, buffers, batch)
-        return slope
-
     def curvature(self, weights: StateDict, direction: StateDict, batch: Batch) -> StateDict:
         """The Hessian of L times a direction, by a central difference that drops the same units on both sides."""
         with self.replayed_draws():
-            above = self.gradient(step(weights, self.delta, direction), batch)
-        below = self.gradient(step(weights, -self.delta, direction), batch)
+            above = gradient_at(self, step(weights, self.delta, direction), batch)
+        below = gradient_at(self, step(weights, -self.delta, direction), batch)
         return {name: (above[name] - below[name]) / (2 * self.delta) for name in weights}
 
     def replayed_draws(self) -> AbstractContextManager[None]:

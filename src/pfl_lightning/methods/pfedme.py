@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.func import functional_call, grad_and_value
+from torch.func import grad_and_value
 
 from pfl_lightning.aggregators import Aggregator, WeightedAverage
 from pfl_lightning.client import Batch
@@ -18,6 +18,7 @@ from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.methods.copies import copy_net
+from pfl_lightning.methods.functional import loss_at
 from pfl_lightning.methods.losses import proximal
 from pfl_lightning.methods.personal_net import PersonalNet
 from pfl_lightning.nets import Net
@@ -102,8 +103,13 @@ class PFedMe(PersonalNet):
         theta: StateDict = {name: kept[name].detach() for name in w}
         buffers = dict(self.personal.named_buffers())
         pull = self.personal_lr * self.moreau_lambda
+
+        def objective(theta: StateDict, buffers: StateDict) -> Tensor:
+            # f_i(theta); running statistics move
+            return loss_at(self, self.personal, theta | buffers, batch)
+
         for _ in range(self.personal_steps):
-            slope, loss = grad_and_value(self.objective)(theta, buffers, batch)
+            slope, loss = grad_and_value(objective)(theta, buffers)
             # theta - alpha (slope + lambda (theta - w_i)), in fewer passes over memory
             theta = {
                 name: torch.lerp(entry, w[name], pull).sub(slope[name], alpha=self.personal_lr)
@@ -113,13 +119,6 @@ class PFedMe(PersonalNet):
             kept[name].copy_(entry)
         distance = proximal(net.values(), (kept[name] for name in net))
         return {"loss": loss + self.moreau_lambda * distance}
-
-    def objective(self, theta: StateDict, buffers: StateDict, batch: Batch) -> Tensor:
-        """f_i(theta); running statistics move."""
-        x, target = batch
-        features = functional_call(self.personal.features, within("features.", theta | buffers), (x,))
-        logits = functional_call(self.personal.classifier, within("classifier.", theta | buffers), (features,))
-        return self.loss(features, logits, target)
 
     def upload(self, data: ClientData) -> Message:
         """The client's model w_i, with the running statistics of theta_i."""
@@ -132,8 +131,3 @@ class PFedMe(PersonalNet):
     def configure_aggregator(self) -> Aggregator:
         """The plain mean of the clients' models."""
         return WeightedAverage(weighting="uniform")
-
-
-def within(part: str, entries: StateDict) -> StateDict:
-    """Entries of a part of a net, under their names in it."""
-    return {name.removeprefix(part): entry for name, entry in entries.items() if name.startswith(part)}

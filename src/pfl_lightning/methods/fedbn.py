@@ -1,0 +1,29 @@
+"""FedBN: BatchNorm layers stay with their clients."""
+
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pfl_lightning.methods.fedavg import FedAvg
+
+
+class FedBN(FedAvg):
+    """All is averaged but BatchNorm layers, whose parameters and statistics never leave their client.
+
+    Layers are told by their type, whatever their name; a net without any gives a warning, as this is `FedAvg` then. A
+    client that hasn't taken part yet has the common initial layers. Clients count by their samples; in the official
+    code, of five domains of one size each, they count equally (``aggregator.weighting: uniform``).
+    Source: Li et al., 2021 (https://arxiv.org/abs/2102.07623). Takes the arguments of `FedAvg`.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        layers = [(name, layer) for name, layer in self.net.named_modules() if isinstance(layer, _BatchNorm)]
+        self.normalising = frozenset(f"net.{name}.{own}" for name, layer in layers for own in layer.state_dict())
+        if not layers:
+            rank_zero_warn(f"model.net={type(self.net).__name__} has no BatchNorm layer, so that FedBN is FedAvg.")
+
+    def is_shared(self, name: str) -> bool:
+        """Everything but BatchNorm layers."""
+        return super().is_shared(name) and name not in self.normalising

@@ -1,0 +1,137 @@
+r"""FedDyn: local losses that are regularised so that their optima come to agree with everybody's.
+
+Source: Acar et al., 2021 (https://arxiv.org/abs/2111.04263). Symbols: x is the model that the server sends, :math:`y_k`
+client k's after training, :math:`g_k` the gradient that it remembers, K the number of clients and m those of the round.
+"""
+
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, Weighting, client_weights, mean_model
+from pfl_lightning.choices import check_choices
+from pfl_lightning.client.common import trained_parameters
+from pfl_lightning.data import ClientData
+from pfl_lightning.messages import Message, StateDict, Updates
+from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.methods.frozen import Frozen
+from pfl_lightning.methods.losses import proximal
+
+
+class FedDyn(FedAvg):
+    r"""Minimises a dynamically regularised loss, and then remembers its gradient.
+
+    .. math::
+
+        y_k = \arg\min_w\; F_k(w) - \langle g_k, w \rangle + \frac{\alpha_k}{2} \lVert w - x \rVert^2, \qquad
+        g_k \leftarrow g_k - \alpha_k (y_k - x)
+
+    with :math:`g_k = 0` until a client takes part. Where training ends at the minimum, :math:`g_k` is the gradient of
+    :math:`F_k` there; too few steps, momentum and adaptive optimizers are outside of the paper's theory. The record has
+    the loss :math:`F_k` alone. :math:`g_k` stays with its client, and is as large as what is trained of the net.
+
+    The official code divides :math:`\alpha` by a client's share of the samples, relative to equal shares: then what all
+    agree on minimises the loss of all samples, and otherwise the sum of the clients' mean losses. It also clips the
+    gradient to norm 10 (``trainer.gradient_clip_val``), without the quadratic term, which is with it here.
+    Source: Acar et al., 2021, Algorithm 1 (https://arxiv.org/abs/2111.04263).
+
+    Args:
+        alpha: :math:`\alpha`, above 0; the official code's example has 0.01.
+        weighting: ``samples`` divides it by the client's samples over the mean of all clients; ``uniform`` doesn't.
+        **kwargs: the arguments of `FedAvg`.
+
+    Raises:
+        MisconfigurationException: if ``alpha`` isn't positive, or ``weighting`` is none of its choices.
+    """
+
+    needs = FedAvg.needs | {"mean_samples"}
+    alpha_k: Tensor
+
+    def __init__(self, alpha: float = 0.01, weighting: Weighting = "samples", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if not alpha > 0:
+            raise MisconfigurationException(f"model.alpha={alpha} must be above 0, such as 0.01.")
+        check_choices("model", weighting=(weighting, ("samples", "uniform")))
+        self.alpha, self.weighting = alpha, weighting
+        parameters = trained_parameters(self, "net")
+        self.received = Frozen(parameters.items())  # x
+        self.gradient = Frozen([(name, torch.zeros_like(p)) for name, p in parameters.items()], persistent=True)  # g_k
+        self.register_buffer("alpha_k", torch.tensor(float(alpha)), persistent=False)
+
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
+        """Remembers x."""
+        super().on_download(payload, data)
+        self.received.take(trained_parameters(self, "net").items())
+        if data is not None and self.weighting == "samples":
+            self.alpha_k.fill_(self.alpha * float(payload["mean_samples"]) / max(len(data.train), 1))
+
+    def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+        """The task's loss, with the gradient of the regularised one."""
+        w = trained_parameters(self, "net").values()
+        linear = torch.stack([(g * entry).sum() for g, entry in zip(self.gradient.buffers(), w, strict=True)]).sum()
+        term = self.alpha_k * proximal(w, self.received.buffers()) - linear
+        return super().loss(features, logits, target) + (term - term.detach())
+
+    def upload(self, data: ClientData) -> Message:
+        """The model; takes the new gradient."""
+        y, x, g = trained_parameters(self, "net"), self.received.tensors(), self.gradient.tensors()
+        for name in g:
+            g[name].sub_(self.alpha_k * (y[name] - x[name]))
+        return super().upload(data)
+
+    def configure_aggregator(self) -> Aggregator:
+        """FedDyn's server."""
+        return DynamicAverage()
+
+
+class DynamicAverage(WeightedAverage):
+    r"""Sends the mean of the uploads, and on top of it all that clients have ever moved.
+
+    .. math::
+
+        H \leftarrow H + \frac1K \sum_{k \in S} (y_k - x), \qquad x \leftarrow \frac1m \sum_{k \in S} y_k + H
+
+    This is the paper's server with :math:`s = -\alpha H`, so that it needs no :math:`\alpha`. Clients count equally,
+    whatever their samples; running statistics are averaged. Clients receive x, and are evaluated by it; the server's
+    one model, which ``test/global_acc`` is of, is the mean of the round's uploads, which is less noisy at first.
+    Source: Acar et al., 2021, Algorithm 1 (https://arxiv.org/abs/2111.04263).
+    """
+
+    needs = frozenset({"weights"})
+    sends = WeightedAverage.sends | {"mean_samples"}
+
+    def __init__(self) -> None:
+        super().__init__(weighting="uniform")
+
+    def setup(self, server: Server) -> None:
+        """Starts from the common initial model, and counts the samples of all clients."""
+        super().setup(server)
+        self.num_clients, self.learnable = server.num_clients, server.parameter_names(remove_duplicate=False)
+        sizes = [server.data.size(client, "train") for client in range(server.num_clients)]
+        mean_samples = torch.tensor(sum(sizes) / len(sizes), dtype=torch.float64)
+        self.state |= {"drift": {}, "mean": server.weights, "mean_samples": mean_samples}
+
+    def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
+        """Moves H and x, and logs the length of H."""
+        if not updates:
+            return {}
+        x, drift = self.state["weights"], self.state["drift"]
+        mean = mean_model(updates, client_weights(updates, "uniform"))
+        sent = dict(mean)
+        for name in self.learnable:
+            moved = len(updates) / self.num_clients * (mean[name] - x[name].to(mean[name]))
+            drift[name] = moved + drift[name] if name in drift else moved
+            sent[name] = mean[name] + drift[name]
+        self.state |= {"weights": sent, "mean": mean}
+        return {"drift_norm": sum(float(h.double().square().sum()) for h in drift.values()) ** 0.5}
+
+    def download(self, client: int) -> Message:
+        """x, and how many samples a client has on average."""
+        return super().download(client) | {"mean_samples": self.state["mean_samples"]}
+
+    def global_model(self) -> StateDict:
+        """The mean of the last uploads."""
+        mean: StateDict = self.state["mean"]
+        return mean

@@ -1,0 +1,80 @@
+"""FedNTD: what the received model says of the classes that a sample is not of is preserved."""
+
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.nn import functional as F
+
+from pfl_lightning.client import Batch
+from pfl_lightning.client.common import common_parameters
+from pfl_lightning.data import ClientData
+from pfl_lightning.messages import Message
+from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.methods.frozen import FrozenModule
+
+
+def not_true_distillation(logits: Tensor, teacher: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
+    r"""The divergence of the softmaxes over all classes but the true one, :math:`T^2\,\mathrm{KL}(p^g \Vert p)`.
+
+    It is a mean over samples. The logit of the true class gets no gradient; of two classes it is 0.
+
+    >>> z, teacher = torch.tensor([[5.0, 0.0, 1.0]]), torch.tensor([[-2.0, 1.0, 0.0]])
+    >>> not_true_distillation(z, teacher, torch.tensor([0]))
+    tensor(0.4621)
+
+    Args:
+        logits: ``[n, C]`` of the model under training.
+        teacher: ``[n, C]`` of the received one.
+        target: class numbers ``[n]``.
+        temperature: T, above 0.
+    """
+    classes = logits.shape[1]
+    others = (target[:, None] + torch.arange(1, classes, device=target.device)) % classes
+    student, known = ((z.gather(1, others) / temperature).log_softmax(1) for z in (logits, teacher))
+    return temperature**2 * F.kl_div(student, known, reduction="batchmean", log_target=True)
+
+
+class FedNTD(FedAvg):
+    r"""Minimises cross-entropy and :math:`\beta` times the not-true distillation from the received model.
+
+    The received model teaches in evaluation mode, at the cost of its forward pass on each batch.
+    Source: Lee et al., 2022 (https://arxiv.org/abs/2106.03097); the defaults are its official code's for CIFAR-10.
+
+    Args:
+        beta: weight of the distillation, at least 0; 0 is `FedAvg` bit for bit.
+        temperature: T of its softmaxes, above 0.
+        **kwargs: the arguments of `FedAvg`.
+
+    Raises:
+        MisconfigurationException: if ``beta`` is negative, or ``temperature`` isn't positive.
+    """
+
+    requires = frozenset({"classes"})
+
+    def __init__(self, beta: float = 1.0, temperature: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if not beta >= 0:
+            raise MisconfigurationException(f"model.beta={beta} must be 0 (which is FedAvg) or more, such as 1.")
+        if not temperature > 0:
+            raise MisconfigurationException(f"model.temperature={temperature} must be above 0, such as 1.")
+        self.beta, self.temperature = beta, temperature
+        if beta > 0:
+            self.received = FrozenModule(self.net, common=common_parameters(self).values())
+
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
+        """Remembers the received model."""
+        super().on_download(payload, data)
+        if self.beta > 0:
+            self.received.take_from(self.net)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Cross-entropy and the distillation."""
+        if self.beta == 0:
+            return super().training_step(batch, batch_idx)
+        x, target = batch
+        features = self.net.features(x)
+        logits = self.net.classifier(features)
+        kept = not_true_distillation(logits, self.received(x), target, self.temperature)
+        return {"loss": self.loss(features, logits, target) + self.beta * kept, "distillation": kept}

@@ -1,0 +1,69 @@
+"""FedSAM and FedASAM: local steps by the gradient at the worst point near by."""
+
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from pfl_lightning.client import Batch
+from pfl_lightning.messages import StateDict
+from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.methods.functional import gradient_at, loss_at, trainable
+
+
+class FedSAM(FedAvg):
+    r"""Sharpness-aware minimisation on the client: a step is by the gradient at :math:`w + e`.
+
+    .. math:: e = \rho\,\frac{T^2 g}{\lVert T g \rVert}, \qquad g = \nabla F_k(w)
+
+    The norm is of all parameters together. T is 1 (SAM), or for entries of parameters whose name contains "weight"
+    :math:`|w| + \eta_a` (ASAM). The optimizer makes the step at :math:`w`, and its momentum and weight decay act in it
+    alone. Each batch takes two passes; the record has the loss of the second one, at :math:`w + e`.
+
+    BatchNorm's running statistics follow the second pass alone; in the official code they follow both. Its optional
+    mean of the server's late models is left out.
+    Source: Caldarola, Caputo and Ciccone, 2022 (https://arxiv.org/abs/2203.11834); SAM in federations is also by Qu et
+    al., 2022. The defaults are those of the official code for CIFAR-10.
+
+    Args:
+        rho: how far to look, at least 0; 0 is `FedAvg` bit for bit.
+        adaptive: whether it is ASAM, which looks further along larger weights; its official code takes rho 0.7.
+        eta: :math:`\eta_a`, at least 0.
+        **kwargs: the arguments of `FedAvg`.
+
+    Raises:
+        MisconfigurationException: if ``rho`` or ``eta`` is negative.
+    """
+
+    def __init__(self, rho: float = 0.1, adaptive: bool = False, eta: float = 0.2, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if not rho >= 0:
+            raise MisconfigurationException(f"model.rho={rho} must be 0 (which is FedAvg) or more, such as 0.1.")
+        if not eta >= 0:
+            raise MisconfigurationException(f"model.eta={eta} must be 0 or more, such as 0.2.")
+        self.rho, self.adaptive, self.eta = rho, adaptive, eta
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """The loss at w + e, whose gradient in w is that at w + e, as e is a constant."""
+        if self.rho == 0:
+            return super().training_step(batch, batch_idx)
+        w = trainable(self.net)
+        e = self.ascent(w, gradient_at(self, w, batch))
+        return {"loss": loss_at(self, self.net, {name: w[name] + e[name] for name in w}, batch)}
+
+    def ascent(self, w: StateDict, g: StateDict) -> StateDict:
+        """The way e to the worst point near by; 0 where the gradient is.
+
+        Args:
+            w: parameters, by name.
+            g: their gradient.
+        """
+        scales = {name: self.scale(name, weight.detach()) for name, weight in w.items()}
+        lengths = [torch.linalg.vector_norm(scales[name] * g[name]) for name in w]
+        length = torch.linalg.vector_norm(torch.stack(lengths)) + 1e-16
+        return {name: self.rho * scales[name] ** 2 * g[name] / length for name in w}
+
+    def scale(self, name: str, weight: Tensor) -> Tensor:
+        """T of a parameter."""
+        return weight.abs() + self.eta if self.adaptive and "weight" in name else torch.ones_like(weight)
