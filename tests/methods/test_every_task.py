@@ -49,7 +49,7 @@ def test_every_method_does_on_every_task_what_the_table_says(method, task):
         return
     words = {
         "needs classes": rf"(model|aggregator) .* by their class, and task {task}\(",
-        "needs vectors": "compares features as vectors",
+        "needs vectors": "compares features as vectors|whose inputs would be the features",
     }
     with pytest.raises(MisconfigurationException, match=words[cell]):
         after_a_round(method, kind, "sequential")

@@ -1,6 +1,7 @@
 """Methods of personalised federated learning, one file each."""
 
 from pfl_lightning.methods.alternate_training import AlternateAlignment, AlternateTraining
+from pfl_lightning.methods.apfl import APFL
 from pfl_lightning.methods.apple import APPLE, CorePool
 from pfl_lightning.methods.cfl import CFL
 from pfl_lightning.methods.cwfedavg import CwFedAvg
@@ -14,6 +15,7 @@ from pfl_lightning.methods.fedawa_l import FedAWAL
 from pfl_lightning.methods.fedbabu import FedBABU
 from pfl_lightning.methods.fedbn import FedBN
 from pfl_lightning.methods.fedclassavg import FedClassAvg
+from pfl_lightning.methods.feddbe import DomainConsensus, FedDBE
 from pfl_lightning.methods.feddisco import FedDisco
 from pfl_lightning.methods.feddistill import FedDistill
 from pfl_lightning.methods.feddyn import DynamicAverage, FedDyn
@@ -26,6 +28,7 @@ from pfl_lightning.methods.fedntd import FedNTD
 from pfl_lightning.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from pfl_lightning.methods.fedpac import ClassifierCombination, FedPAC, PACClient
 from pfl_lightning.methods.fedper import FedPer
+from pfl_lightning.methods.fedphp import FedPHP
 from pfl_lightning.methods.fedproto import FedProto
 from pfl_lightning.methods.fedprox import FedProx
 from pfl_lightning.methods.fedrema import FedReMa
@@ -33,6 +36,7 @@ from pfl_lightning.methods.fedrep import FedRep
 from pfl_lightning.methods.fedrod import FedRoD
 from pfl_lightning.methods.fedsam import FedSAM
 from pfl_lightning.methods.feduv import FedUV
+from pfl_lightning.methods.fml import FML
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
 from pfl_lightning.methods.ifca import IFCA, ClusterModels
 from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
@@ -49,8 +53,10 @@ from pfl_lightning.methods.scaffold import SCAFFOLD, ControlVariates
 from pfl_lightning.methods.wdr import WDR
 
 __all__ = [
+    "APFL",
     "APPLE",
     "CFL",
+    "FML",
     "IFCA",
     "LDAWA",
     "MOON",
@@ -67,6 +73,7 @@ __all__ = [
     "CosineClassifier",
     "CwFedAvg",
     "Ditto",
+    "DomainConsensus",
     "DynamicAverage",
     "FairAverage",
     "FeatureAlignment",
@@ -81,6 +88,7 @@ __all__ = [
     "FedBABU",
     "FedBN",
     "FedClassAvg",
+    "FedDBE",
     "FedDisco",
     "FedDistill",
     "FedDyn",
@@ -91,6 +99,7 @@ __all__ = [
     "FedNTD",
     "FedNova",
     "FedPAC",
+    "FedPHP",
     "FedPer",
     "FedProto",
     "FedProx",

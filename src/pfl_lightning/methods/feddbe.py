@@ -1,0 +1,127 @@
+r"""FedDBE: the bias of a client's features in a vector of its own, and their mean held at everybody's.
+
+Source: Zhang et al., 2023 (https://arxiv.org/abs/2311.14975). Symbols: h are features of d units, :math:`\bar z_k` the
+client's bias, r the running mean of its features in a round, :math:`\bar g` the consensus.
+"""
+
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, client_weights
+from pfl_lightning.client import Batch
+from pfl_lightning.data import ClientData
+from pfl_lightning.messages import Message, Updates
+from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.nets import feature_size
+
+
+class FedDBE(FedAvg):
+    r"""Adds a trained bias to the features that its classifier takes, and holds their mean near the consensus.
+
+    .. math::
+
+        L = \mathrm{CE}(\phi(h + \bar z_k)) + \frac{\kappa}{2}\,\mathrm{mean}_j\,(r_j - \bar g_j)^2, \qquad
+        r \leftarrow (1 - \mu)\,r + \mu\,\mathrm{mean}_i\,h_i
+
+    r starts a round at 0 and lets the gradient through the batch alone, so that with :math:`\mu < 1` it is short of its
+    mass at first, and the gradient is :math:`\mu` times as large, as in the official code. The bias stays with its
+    client and starts at 0. A client is evaluated with its bias and the received model.
+
+    The first round is not one of learning: clients train without bias and regulariser, and report r, whose mean by
+    samples is the consensus for the whole run; what they trained is thrown away. In the paper all clients report; here
+    those of the first round do.
+    Source: Zhang et al., 2023 (https://arxiv.org/abs/2311.14975), whose official code has the defaults for a CNN.
+
+    Args:
+        kappa: :math:`\kappa`, at least 0.
+        mu: :math:`\mu`, above 0 and up to 1.
+        **kwargs: the arguments of `FedAvg`.
+
+    Raises:
+        MisconfigurationException: if an argument is out of its range, or the net's features have no known width.
+    """
+
+    requires = frozenset({"vector features"})
+    sends = FedAvg.sends | {"feature_mean"}
+    needs = FedAvg.needs | {"consensus"}
+    running: Tensor
+    consensus: Tensor
+    reached: Tensor
+
+    def __init__(self, kappa: float = 50.0, mu: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if not kappa >= 0:
+            raise MisconfigurationException(f"model.kappa={kappa} must be 0 (no regulariser) or more, such as 50.")
+        if not 0 < mu <= 1:
+            raise MisconfigurationException(f"model.mu={mu} must be above 0 and up to 1, such as 1.")
+        self.kappa, self.mu = kappa, mu
+        zeros = torch.zeros(feature_size(self.net))
+        self.bias = nn.Parameter(zeros.clone())
+        for name in ("running", "consensus"):
+            self.register_buffer(name, zeros.clone(), persistent=False)
+        # 1 where there is a consensus; in the round before it 0 takes bias and regulariser out
+        self.register_buffer("reached", torch.tensor(0.0), persistent=False)
+
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
+        """Takes the consensus, if there is one."""
+        super().on_download(payload, data)
+        self.running.zero_()
+        self.reached.fill_(float(bool(payload["consensus"])))
+        if payload["consensus"]:
+            self.consensus.copy_(payload["consensus"]["mean"])
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """The loss with the bias, and the regulariser."""
+        x, target = batch
+        h = self.net.features(x)
+        loss = self.loss(h, self.net.classifier(h + self.reached * self.bias), target)
+        r = (1 - self.mu) * self.running + self.mu * h.mean(0)
+        self.running.copy_(r.detach())
+        apart = 0.5 * self.reached * (r - self.consensus).square().mean()
+        return {"loss": loss + self.kappa * apart, "apart": apart}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs with the client's bias."""
+        outputs: Tensor = self.net.classifier(self.net.features(x) + self.bias)
+        return outputs
+
+    def upload(self, data: ClientData) -> Message:
+        """The model, and the running mean of the features."""
+        return super().upload(data) | {"feature_mean": self.running}
+
+    def configure_aggregator(self) -> Aggregator:
+        """FedDBE's server."""
+        return DomainConsensus()
+
+
+class DomainConsensus(WeightedAverage):
+    r"""Takes the mean of the first round's features, and from then on averages models.
+
+    .. math:: \bar g = \sum_k p_k r_k
+
+    Source: Zhang et al., 2023 (https://arxiv.org/abs/2311.14975). Takes the arguments of `WeightedAverage`.
+    """
+
+    needs = WeightedAverage.needs | {"feature_mean"}
+    sends = WeightedAverage.sends | {"consensus"}
+
+    def setup(self, server: Server) -> None:
+        """Starts from the common initial model, without a consensus."""
+        super().setup(server)
+        self.state["consensus"] = {}
+
+    def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
+        """The consensus where there is none, else the mean of the models."""
+        if not updates or self.state["consensus"]:
+            return super().aggregate(updates, round)
+        p = client_weights(updates, self.weighting)
+        mean = torch.stack([p[client] * update["feature_mean"] for client, update in updates.items()]).sum(0)
+        self.state["consensus"] = {"mean": mean}
+        return {"consensus_norm": float(torch.linalg.vector_norm(mean))}
+
+    def download(self, client: int) -> Message:
+        """The model, and the consensus if there is one."""
+        return super().download(client) | {"consensus": self.state["consensus"]}

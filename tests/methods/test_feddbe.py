@@ -1,0 +1,114 @@
+import copy
+from functools import partial
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from federations import HIDDEN, Spy, blobs, check_order_and_resume, equal, fit, make_client, noisy, points
+from pfl_lightning.methods import FedAvg, FedDBE
+
+PLAIN = partial(SGD, lr=0.2)
+
+
+@pytest.mark.parametrize("mu", [1.0, 0.3])
+def test_three_rounds_by_a_second_implementation(mu):
+    """In float64, with two clients of different sizes and two steps a round; the first round only reports."""
+    lr, kappa, data = 0.2, 5.0, blobs(24, 36, batch_size=100)
+    client = make_client(FedDBE, kappa=kappa, mu=mu, optimizer=PLAIN)
+    run = fit(client, data, max_rounds=3, local_epochs=2, precision="64-true")
+    parts = [run.data.part(k, "train").to("cpu", torch.float64) for k in range(2)]
+    sizes = [len(part) for part in parts]
+    net = make_client().net.double()
+    start, bias, consensus = copy.deepcopy(net.state_dict()), [torch.zeros(HIDDEN).double() for _ in range(2)], None
+    for number in range(3):
+        ends, means = [], []
+        for k, part in enumerate(parts):
+            net.load_state_dict(start)
+            z, r = bias[k].clone().requires_grad_(), torch.zeros(HIDDEN).double()
+            for _ in range(2):
+                h = net.features(part.x)
+                r = (1 - mu) * r.detach() + mu * h.mean(0)
+                loss = F.cross_entropy(net.classifier(h + z if number else h), part.y)
+                if number:
+                    loss = loss + kappa * 0.5 * (r - consensus).square().mean()
+                trained = [*net.parameters(), *([z] if number else [])]
+                for p, g in zip(trained, torch.autograd.grad(loss, trained), strict=True):
+                    p.data -= lr * g
+            bias[k] = z.detach()
+            ends.append(copy.deepcopy(net.state_dict()))
+            means.append(r.detach())
+        p = [size / sum(sizes) for size in sizes]
+        if number == 0:
+            consensus = p[0] * means[0] + p[1] * means[1]
+        else:
+            start = {name: p[0] * ends[0][name] + p[1] * ends[1][name] for name in start}
+    ours = run.federation.aggregator
+    torch.testing.assert_close(ours.state["consensus"]["mean"], consensus, rtol=0, atol=1e-12)
+    for name, tensor in start.items():
+        torch.testing.assert_close(ours.global_model()[f"net.{name}"], tensor, rtol=0, atol=1e-12)
+    for k in range(2):
+        torch.testing.assert_close(run.federation.clients[k].personal["bias"], bias[k], rtol=0, atol=1e-12)
+
+
+def test_the_first_round_only_reports():
+    spy = Spy()
+    run = fit(make_client(FedDBE, net=noisy), max_rounds=1, callbacks=[spy])
+    start = make_client(net=noisy).state_dict()
+    assert all(torch.equal(run.federation.aggregator.global_model()[name], t) for name, t in start.items())
+    assert not any(state.personal["bias"].any() for state in run.federation.clients.values())
+    assert all(update["feature_mean"].any() for update in spy.updates[0].values())
+
+
+def test_the_consensus_is_that_of_the_first_round_for_ever():
+    first, last = (fit(make_client(FedDBE), max_rounds=rounds).federation.aggregator.state for rounds in (1, 3))
+    assert equal(first["consensus"], last["consensus"])
+
+
+def test_the_gradient_of_the_regulariser_is_kappa_mu_times_the_distance():
+    client, (x, y) = make_client(FedDBE, kappa=7.0, mu=0.4), points(9, seed=1)
+    client.reached.fill_(1.0)
+    client.consensus.copy_(torch.arange(HIDDEN))
+    caught = []
+    client.net.features.register_forward_hook(lambda module, inputs, h: caught.append(h))
+    total = client.training_step((x, y), 0)["loss"]
+    (slope,) = torch.autograd.grad(total - F.cross_entropy(client.net.classifier(caught[0]), y), caught[0])
+    r = 0.4 * caught[0].mean(0)
+    torch.testing.assert_close(slope, (7.0 * 0.4 * (r - client.consensus) / (HIDDEN * 9)).expand(9, HIDDEN))
+
+
+def test_the_bias_is_a_personal_bias_of_a_linear_classifier():
+    run = fit(make_client(FedDBE))
+    model, (x, _) = run.model, points(9, seed=1)
+    model.receive(run.federation.clients[1].personal, run.federation.aggregator.download(1), None)
+    head = model.net.classifier
+    expected = F.linear(model.net.features(x), head.weight, head.bias + head.weight @ model.bias)
+    torch.testing.assert_close(model(x), expected)
+    assert model.bias.any()
+
+
+def test_the_bias_never_travels_and_differs_between_clients():
+    spy = Spy()
+    run = fit(make_client(FedDBE), callbacks=[spy])
+    assert all(set(state.personal) == {"bias"} for state in run.federation.clients.values())
+    assert all(set(u["weights"]) == set(make_client(FedAvg).state_dict()) for us in spy.updates for u in us.values())
+    own = [run.federation.clients[k].personal["bias"] for k in range(2)]
+    assert not torch.equal(*own)
+
+
+def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
+    check_order_and_resume(FedDBE, tmp_path)
+
+
+def test_it_learns_from_batches_of_one_and_of_absent_classes():
+    client = make_client(FedDBE, kappa=1.0, optimizer=partial(SGD, lr=0.05))
+    run = fit(client, blobs(30, 60, by_class=True, batch_size=1), max_rounds=5)
+    assert run.rows[-1]["val/loss"] < run.rows[0]["val/loss"]
+
+
+@pytest.mark.parametrize(("name", "value"), [("kappa", -1.0), ("mu", 0.0), ("mu", 1.5)])
+def test_what_is_out_of_range_is_refused_by_name(name, value):
+    with pytest.raises(MisconfigurationException, match=rf"model\.{name}={value} must be"):
+        make_client(FedDBE, **{name: value})
