@@ -14,7 +14,9 @@ from pfl_lightning.methods.fedawa import FedAWA
 from pfl_lightning.methods.fedawa_l import FedAWAL
 from pfl_lightning.methods.fedbabu import FedBABU
 from pfl_lightning.methods.fedbn import FedBN
+from pfl_lightning.methods.fedcac import CriticalAverage, FedCAC
 from pfl_lightning.methods.fedclassavg import FedClassAvg
+from pfl_lightning.methods.fedcp import FedCP
 from pfl_lightning.methods.feddbe import DomainConsensus, FedDBE
 from pfl_lightning.methods.feddisco import FedDisco
 from pfl_lightning.methods.feddistill import FedDistill
@@ -37,6 +39,7 @@ from pfl_lightning.methods.fedrod import FedRoD
 from pfl_lightning.methods.fedsam import FedSAM
 from pfl_lightning.methods.feduv import FedUV
 from pfl_lightning.methods.fml import FML
+from pfl_lightning.methods.gpfl import GPFL
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
 from pfl_lightning.methods.ifca import IFCA, ClusterModels
 from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
@@ -57,6 +60,7 @@ __all__ = [
     "APPLE",
     "CFL",
     "FML",
+    "GPFL",
     "IFCA",
     "LDAWA",
     "MOON",
@@ -71,6 +75,7 @@ __all__ = [
     "ControlVariates",
     "CorePool",
     "CosineClassifier",
+    "CriticalAverage",
     "CwFedAvg",
     "Ditto",
     "DomainConsensus",
@@ -87,6 +92,8 @@ __all__ = [
     "FedAvgM",
     "FedBABU",
     "FedBN",
+    "FedCAC",
+    "FedCP",
     "FedClassAvg",
     "FedDBE",
     "FedDisco",

@@ -1,0 +1,181 @@
+r"""FedCAC: parameters that a client's data depend on are averaged over clients that depend on the same ones.
+
+Source: Wu et al., 2023 (https://arxiv.org/abs/2309.11103). Symbols: :math:`x_k` is what client k received, :math:`y_k`
+its model after training, :math:`M_k` the mask of its critical parameters, t the round, from 1 on.
+"""
+
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, inner_products, mean_model
+from pfl_lightning.data import ClientData
+from pfl_lightning.messages import Message, StateDict, Updates
+from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.methods.frozen import Frozen
+
+
+class FedCAC(FedAvg):
+    r"""Trains as `FedAvg`, and tells which of its parameters are critical.
+
+    These are the :math:`\lfloor \tau n \rfloor` of the n entries of each tensor with the largest
+    :math:`\lvert (y_k - x_k)\, y_k \rvert`; entries that didn't move are none of them, and equal ones at the margin all
+    are. A mask takes a bit for each parameter.
+    Source: Wu et al., 2023 (https://arxiv.org/abs/2309.11103), whose official code (Fling) has the defaults for
+    CIFAR-10.
+
+    Args:
+        tau: :math:`\tau`, the share of critical parameters in each tensor, in [0, 1]; 0 is `FedAvg` bit for bit.
+        **kwargs: the arguments of `FedAvg`.
+
+    Raises:
+        MisconfigurationException: if ``tau`` is out of its range.
+    """
+
+    sends = FedAvg.sends | {"critical"}
+
+    def __init__(self, tau: float = 0.5, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if not 0 <= tau <= 1:
+            raise MisconfigurationException(f"model.tau={tau} must be from 0 (which is FedAvg) to 1, such as 0.5.")
+        self.tau = tau
+        self.received = Frozen(self.learnable().items())  # x_k
+
+    def learnable(self) -> StateDict:
+        """The parameters that travel, by all of their names."""
+        named = self.named_parameters(remove_duplicate=False)
+        return {name: parameter for name, parameter in named if self.is_shared(name)}
+
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
+        """Remembers the received model."""
+        super().on_download(payload, data)
+        self.received.take(self.learnable().items())
+
+    def upload(self, data: ClientData) -> Message:
+        """The model, and the mask of its critical parameters."""
+        y, x = self.learnable(), self.received.tensors()
+        masks = {name: packed(critical(((y[name] - x[name]) * y[name]).abs(), self.tau)) for name in y}
+        return super().upload(data) | {"critical": masks}
+
+    def configure_aggregator(self) -> Aggregator:
+        """FedCAC's server."""
+        return CriticalAverage()
+
+
+class CriticalAverage(WeightedAverage):
+    r"""Sends each client the mean of all, but for its critical parameters, which are of those that it is like.
+
+    .. math::
+
+        O_{kj} = 1 - \frac{\lVert M_k - M_j \rVert_1}{2 \lVert M_k \rVert_1}, \qquad
+        C_k = \{k\} \cup \{j: O_{kj} \ge \bar O + \tfrac{t}{\beta} (O_{max} - \bar O)\}, \qquad
+        x_k \leftarrow M_k \odot \frac{1}{|C_k|} \sum_{j \in C_k} y_j + (1 - M_k) \odot \sum_j p_j y_j
+
+    over the clients of the round; mean and maximum are of all pairs of different clients. After :math:`\beta` rounds
+    critical parameters are the client's own alone. Clients that stayed away keep their mask and what was averaged for
+    it, and get the new mean around it; who has never taken part gets the mean.
+    Source: Wu et al., 2023 (https://arxiv.org/abs/2309.11103).
+
+    Args:
+        beta: :math:`\beta`, the rounds of collaboration, above 0.
+        **kwargs: the arguments of `WeightedAverage`.
+
+    Raises:
+        MisconfigurationException: if ``beta`` isn't positive.
+    """
+
+    needs = WeightedAverage.needs | {"critical"}
+
+    def __init__(self, beta: float = 100.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if not beta > 0:
+            raise MisconfigurationException(f"aggregator.beta={beta} must be above 0, such as 100.")
+        self.beta = beta
+
+    def setup(self, server: Server) -> None:
+        """Starts from the common initial model, without masks."""
+        super().setup(server)
+        self.state |= {"critical": {}, "own": {}}
+
+    def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
+        """Averages over all, and over those that are alike; logs the mean overlap and how many are together."""
+        if not updates:
+            return {}
+        super().aggregate(updates, round)
+        overlap = overlaps([update["critical"] for update in updates.values()])
+        pairs = overlap[~torch.eye(len(updates), dtype=torch.bool)]
+        middle, largest = (float(pairs.mean()), float(pairs.max())) if len(pairs) else (0.0, 0.0)
+        reached = (round + 1) / self.beta
+        # in a form in which the largest is reached bit for bit
+        threshold = (1 - reached) * middle + reached * largest
+        together = 0
+        for row, (client, update) in enumerate(updates.items()):
+            alike = {k: u for j, (k, u) in enumerate(updates.items()) if k == client or overlap[row, j] >= threshold}
+            mean = mean_model(alike, dict.fromkeys(alike, 1 / len(alike)))
+            self.state["own"][client] = {name: mean[name] for name in update["critical"]}
+            self.state["critical"][client] = update["critical"]
+            together += len(alike)
+        return {"overlap": middle, "together": together / len(updates)}
+
+    def download(self, client: int) -> Message:
+        """The mean of all, with the client's critical parameters."""
+        weights = dict(self.state["weights"])
+        for name, own in self.state["own"].get(client, {}).items():
+            mask = unpacked(self.state["critical"][client][name], own.numel()).reshape(own.shape)
+            weights[name] = torch.where(mask, own, weights[name])
+        return {"weights": weights}
+
+
+def critical(sensitivity: Tensor, share: float) -> Tensor:
+    """The mask of the entries of a tensor that are largest.
+
+    >>> critical(torch.tensor([3.0, 0.0, 2.0, 1.0]), 0.5), critical(torch.tensor([3.0, 0.0]), 1.0)
+    (tensor([ True, False,  True, False]), tensor([ True, False]))
+
+    Args:
+        sensitivity: of any shape, at least 0; zeros are never among them.
+        share: how many of them, in [0, 1], rounded down.
+    """
+    count = int(share * sensitivity.numel())
+    if not count:
+        return torch.zeros_like(sensitivity, dtype=torch.bool)
+    margin = sensitivity.flatten().topk(count).values[-1]
+    return (sensitivity >= margin) & (sensitivity > 0)
+
+
+def overlaps(masks: list[dict[str, Tensor]]) -> Tensor:
+    r"""The overlap of each client's mask with each, :math:`1 - \lVert M_k - M_j \rVert_1 / (2 \lVert M_k \rVert_1)`.
+
+    Args:
+        masks: packed, by name; K of them, at least one. One that is empty has the overlap 0 with all.
+
+    Returns:
+        ``[K, K]`` in float64, 1 on the diagonal of masks that aren't empty.
+    """
+    bits = [{name: unpacked(mask, 8 * len(mask)) for name, mask in named.items()} for named in masks]
+    both = inner_products(bits, list(masks[0]))
+    sizes = both.diagonal()
+    differing = sizes[:, None] + sizes - 2 * both
+    return torch.where(sizes[:, None] > 0, 1 - differing / (2 * sizes[:, None].clamp_min(1)), 0.0)
+
+
+def packed(mask: Tensor) -> Tensor:
+    """A mask of any shape as bits, eight in a byte ``[ceil(n / 8)]``; `unpacked` is its inverse."""
+    flat = torch.nn.functional.pad(mask.flatten().to(torch.uint8), (0, -mask.numel() % 8))
+    return (flat.reshape(-1, 8) << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(1).to(torch.uint8)
+
+
+def unpacked(bits: Tensor, size: int) -> Tensor:
+    """The first n entries of a packed mask, flat.
+
+    >>> unpacked(packed(torch.tensor([[True, False, True]])), 3)
+    tensor([ True, False,  True])
+
+    Args:
+        bits: as from `packed`.
+        size: n.
+    """
+    each = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (bits[:, None] >> each & 1).flatten()[:size].bool()
