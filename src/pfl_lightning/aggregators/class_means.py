@@ -1,7 +1,10 @@
 """Averaging class by class."""
 
+from collections.abc import Iterable
+
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
 from pfl_lightning.aggregators.base import Aggregator, Server
 from pfl_lightning.messages import Message, Updates
@@ -40,12 +43,7 @@ class ClassMeans(Aggregator):
         """
         if not updates:
             return {}
-        widths = sorted({len(vector) for update in updates.values() for vector in update[self.entry].values()})
-        if len(widths) > 1:
-            raise MisconfigurationException(
-                f"model.net: clients sent {self.entry} of widths {', '.join(map(str, widths))}, which have no mean; "
-                "give networks whose features have one width."
-            )
+        check_one_width([vector for update in updates.values() for vector in update[self.entry].values()], self.entry)
         fed = sorted({c for update in updates.values() for c in update[self.entry]})
         for c in fed:
             self._average(c, {client: update for client, update in updates.items() if c in update[self.entry]})
@@ -69,3 +67,21 @@ class ClassMeans(Aggregator):
         others = self.state["others"]
         means = {c: others.get(c, {}).get(client, mean) for c, mean in self.state["means"].items()}
         return {self.entry: {c: mean for c, mean in means.items() if mean is not None}}
+
+
+def check_one_width(vectors: Iterable[Tensor], entry: str) -> None:
+    """Refuses vectors that clients with different networks sent, if their widths differ.
+
+    Args:
+        vectors: ``[d]`` each.
+        entry: what they are called.
+
+    Raises:
+        MisconfigurationException: if they do.
+    """
+    widths = sorted({len(vector) for vector in vectors})
+    if len(widths) > 1:
+        raise MisconfigurationException(
+            f"model.net: clients sent {entry} of widths {', '.join(map(str, widths))}, which have no mean; "
+            "give networks whose features have one width."
+        )

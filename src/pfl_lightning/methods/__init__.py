@@ -9,6 +9,7 @@ from pfl_lightning.methods.ditto import Ditto
 from pfl_lightning.methods.feature_alignment import FeatureAlignment
 from pfl_lightning.methods.fedala import FedALA
 from pfl_lightning.methods.fedamp import CloudProx, FedAMP
+from pfl_lightning.methods.fedas import FedAS, FisherAverage
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.fedawa import FedAWA
 from pfl_lightning.methods.fedawa_l import FedAWAL
@@ -22,6 +23,7 @@ from pfl_lightning.methods.feddisco import FedDisco
 from pfl_lightning.methods.feddistill import FedDistill
 from pfl_lightning.methods.feddyn import DynamicAverage, FedDyn
 from pfl_lightning.methods.fedfomo import AffinityPool, FedFomo
+from pfl_lightning.methods.fedgh import FedGH, GlobalHeader
 from pfl_lightning.methods.fedlaw import FedLAW
 from pfl_lightning.methods.fedlc import FedLC
 from pfl_lightning.methods.fednh import CosineClassifier, FedNH, NormalizedHead
@@ -37,11 +39,13 @@ from pfl_lightning.methods.fedrema import FedReMa
 from pfl_lightning.methods.fedrep import FedRep
 from pfl_lightning.methods.fedrod import FedRoD
 from pfl_lightning.methods.fedsam import FedSAM
+from pfl_lightning.methods.fedtgp import FedTGP, TrainablePrototypes
 from pfl_lightning.methods.feduv import FedUV
 from pfl_lightning.methods.fml import FML
 from pfl_lightning.methods.gpfl import GPFL
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
 from pfl_lightning.methods.ifca import IFCA, ClusterModels
+from pfl_lightning.methods.knn_per import KNNPer
 from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
 from pfl_lightning.methods.kt_pfl import KnowledgeTransfer, KTpFL
 from pfl_lightning.methods.kt_pfl_weight import KTpFLWeight
@@ -84,6 +88,7 @@ __all__ = [
     "FeatureAlignment",
     "FedALA",
     "FedAMP",
+    "FedAS",
     "FedAWA",
     "FedAWAL",
     "FedAdagrad",
@@ -100,6 +105,7 @@ __all__ = [
     "FedDistill",
     "FedDyn",
     "FedFomo",
+    "FedGH",
     "FedLAW",
     "FedLC",
     "FedNH",
@@ -114,9 +120,13 @@ __all__ = [
     "FedRep",
     "FedRoD",
     "FedSAM",
+    "FedTGP",
     "FedUV",
     "FedYogi",
+    "FisherAverage",
+    "GlobalHeader",
     "GrowingEpochs",
+    "KNNPer",
     "KTpFL",
     "KTpFLWeight",
     "KnowledgeCoefficients",
@@ -129,4 +139,5 @@ __all__ = [
     "PFedMe",
     "PerFedAvg",
     "QFedAvg",
+    "TrainablePrototypes",
 ]

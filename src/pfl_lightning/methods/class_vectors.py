@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pfl_lightning.aggregators.class_means import check_one_width
 from pfl_lightning.data import Samples
+from pfl_lightning.messages import Updates
 
 ClassMessage: TypeAlias = dict[int, Tensor]
 """A vector ``[d]`` for each class that there is one of, by class number: absent classes take no bytes."""
@@ -90,3 +92,19 @@ def class_means(function: Callable[[Tensor], Tensor], part: Samples, num_classes
     counts = torch.bincount(part.y, minlength=num_classes)
     means = (torch.stack(sums).sum(0) / counts.clamp_min(1)[:, None]).to(values.dtype)
     return {c: means[c] for c in torch.nonzero(counts).flatten().tolist()}
+
+
+def stacked(updates: Updates, entry: str) -> tuple[Tensor, Tensor]:
+    """What all clients sent for their classes, as samples: vectors ``[n, d]`` and their classes ``[n]``.
+
+    Args:
+        updates: by client id, at least one.
+        entry: the entry with vectors by class number.
+
+    Raises:
+        MisconfigurationException: if they have different widths.
+    """
+    pairs = [(vector, c) for update in updates.values() for c, vector in sorted(update[entry].items())]
+    check_one_width([vector for vector, _ in pairs], entry)
+    wide = torch.promote_types(pairs[0][0].dtype, torch.float32)
+    return torch.stack([vector.to(wide) for vector, _ in pairs]), torch.tensor([c for _, c in pairs])

@@ -1,0 +1,113 @@
+r"""FedGH: one classifier for clients with different bodies, trained at the server on means of their features.
+
+Source: Yi et al., 2023 (https://arxiv.org/abs/2303.13137).
+"""
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import OptimizerCallable
+from torch.func import functional_call
+from torch.optim import SGD
+
+from pfl_lightning.aggregators import Aggregator, Server
+from pfl_lightning.client import CLASSIFIER
+from pfl_lightning.data import ClientData
+from pfl_lightning.messages import Message, StateDict, Updates, detached
+from pfl_lightning.methods.class_vectors import class_means, stacked
+from pfl_lightning.methods.lg_fedavg import LGFedAvg
+from pfl_lightning.methods.server_optimizer import server_optimizer
+from pfl_lightning.nets.batch_norm import on_batch_statistics
+from pfl_lightning.seeds import derive_seed
+
+
+class FedGH(LGFedAvg):
+    """Trains its own body and the received classifier, and sends the mean feature of each of its classes alone.
+
+    Means are of the trained body in evaluation mode, over all training samples of a class. Bodies never leave their
+    clients, and may be different ones, as long as their features have one width. Takes the arguments of `FedAvg`.
+    Source: Yi et al., 2023 (https://arxiv.org/abs/2303.13137).
+    """
+
+    requires = frozenset({"classes", "vector features"})
+    sends = frozenset({"prototypes"})
+    offers = frozenset()
+
+    def upload(self, data: ClientData) -> Message:
+        """The mean features of the client's classes."""
+        return {"prototypes": class_means(self.net.features, data.train, self.num_classes)}
+
+    def configure_aggregator(self) -> Aggregator:
+        """FedGH's server."""
+        return GlobalHeader()
+
+
+class GlobalHeader(Aggregator):
+    r"""Trains the classifier on the mean features of all clients of the round, each with its class, and sends it.
+
+    Dropout is off meanwhile, and no pair counts for more than another. A class that nobody in the round holds is only
+    pushed down. In the official code the server's optimizer is that of a client's net, so that its classifier never
+    leaves its random start; the defaults are HtFLlib's, which trains it.
+    Source: Yi et al., 2023 (https://arxiv.org/abs/2303.13137).
+
+    Args:
+        server_epochs: passes over the pairs in a round, at least 0; 0 sends the initial classifier for ever.
+        batch_size: pairs a batch, at least 1.
+        optimizer: builds the optimizer, which is new in each round; None takes ``SGD(lr=0.01)``.
+
+    Raises:
+        MisconfigurationException: if a value is out of range, or the optimizer refuses its settings.
+    """
+
+    needs = frozenset({"prototypes"})
+    sends = frozenset({"weights"})
+    requires = frozenset({"classes"})
+
+    def __init__(
+        self, server_epochs: int = 1, batch_size: int = 10, optimizer: OptimizerCallable | None = None
+    ) -> None:
+        super().__init__()
+        for name, value, least in (("server_epochs", server_epochs, 0), ("batch_size", batch_size, 1)):
+            if value < least:
+                raise MisconfigurationException(f"aggregator.{name}={value} must be {least} or more.")
+        self.server_epochs, self.batch_size = server_epochs, batch_size
+        self.optimizer = server_optimizer(optimizer or (lambda params: SGD(params, lr=0.01)), lr=0.01)
+
+    def setup(self, server: Server) -> None:
+        """Starts from the common initial classifier."""
+        self.server = server
+        self.state["weights"] = server.weights
+        self.names = server.parameter_names()
+
+    def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
+        """Trains the classifier, and logs its mean loss in the last pass."""
+        if not updates or not self.server_epochs:
+            return {}
+        module = self.server.module
+        features, target = stacked(updates, "prototypes")
+        features, target = features.to(module.device), target.to(module.device)
+        entries = {name: tensor.to(module.device, copy=True) for name, tensor in self.state["weights"].items()}
+        trained = [entries[name].requires_grad_() for name in self.names]
+        head: StateDict = {name.removeprefix(CLASSIFIER): tensor for name, tensor in entries.items()}
+        optimizer = self.optimizer(trained)
+        generator = torch.Generator().manual_seed(derive_seed(self.server.seed, "fedgh", round))
+        for _ in range(self.server_epochs):
+            losses = []
+            for rows in torch.split(torch.randperm(len(target), generator=generator), self.batch_size):
+                with on_batch_statistics(module):
+                    logits = functional_call(module.net.classifier, head, (features[rows].to(trained[0]),))
+                loss = module.task.loss(logits, target[rows])
+                optimizer.zero_grad()
+                torch.autograd.backward(loss)
+                optimizer.step()
+                losses.append(float(loss.detach()) * len(rows))
+        self.state["weights"] = detached(entries)
+        return {"header_loss": sum(losses) / len(target)}
+
+    def download(self, client: int) -> Message:
+        """The classifier."""
+        return {"weights": self.state["weights"]}
+
+    def global_model(self) -> StateDict:
+        """The classifier."""
+        weights: StateDict = self.state["weights"]
+        return weights

@@ -1,0 +1,143 @@
+r"""FedTGP: prototypes of classes that the server trains to be far apart.
+
+Source: Zhang et al., 2024 (https://arxiv.org/abs/2401.03230). Symbols: :math:`P_k^c` is the mean feature of client k's
+samples of class c, :math:`\hat g_c` the server's trained prototype, d the width of features.
+"""
+
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from pfl_lightning.aggregators import Aggregator, Server
+from pfl_lightning.messages import Message, StateDict, Updates, detached
+from pfl_lightning.methods.class_vectors import stacked
+from pfl_lightning.methods.fedproto import FedProto
+from pfl_lightning.nets import feature_size
+from pfl_lightning.seeds import derive_seed
+
+
+class FedTGP(FedProto):
+    """Trains as `FedProto`, towards prototypes that the server has trained.
+
+    Source: Zhang et al., 2024 (https://arxiv.org/abs/2401.03230), whose official code's script has the default.
+
+    Args:
+        align_lambda: weight of the distance to the prototype, at least 0; 0 is `Local` bit for bit in training.
+        **kwargs: the other arguments of `FedProto`.
+    """
+
+    offers = frozenset()
+
+    def __init__(self, align_lambda: float = 10.0, **kwargs: Any) -> None:
+        super().__init__(align_lambda=align_lambda, **kwargs)
+
+    def configure_aggregator(self) -> Aggregator:
+        """FedTGP's server."""
+        return TrainablePrototypes()
+
+
+class TrainablePrototypes(Aggregator):
+    r"""Trains a prototype of each class to be nearest to what clients sent for it, by an adaptive margin.
+
+    .. math::
+
+        \min -\log \frac{e^{-(\lVert P_k^c - \hat g_c \rVert + \delta)}}{e^{-(\lVert P_k^c - \hat g_c \rVert + \delta)}
+        + \sum_{j \ne c} e^{-\lVert P_k^c - \hat g_j \rVert}}, \qquad
+        \delta = \min\big(\max_c \min_{j \ne c} \lVert Q_c - Q_j \rVert,\ \mathrm{cap}\big)
+
+    where :math:`Q_c` is the plain mean of what the clients of the round sent for class c. Prototypes are made by a net
+    of a table of the classes and two layers, which keeps learning from round to round, by plain SGD. All receive all
+    prototypes, also of classes that nobody has sent. Before the first round there are none.
+    Source: Zhang et al., 2024 (https://arxiv.org/abs/2401.03230); the defaults are those of its official code's script.
+
+    Args:
+        server_epochs: passes over what was sent in a round, at least 0; 0 leaves the prototypes as they were drawn.
+        lr: learning rate of the server, at least 0.
+        batch_size: vectors a batch, at least 1.
+        cap: the largest margin, at least 0.
+
+    Raises:
+        MisconfigurationException: if a value is out of range, or clients send vectors of different widths.
+    """
+
+    needs = frozenset({"prototypes"})
+    sends = frozenset({"prototypes"})
+    requires = frozenset({"classes"})
+
+    def __init__(self, server_epochs: int = 100, lr: float = 0.01, batch_size: int = 10, cap: float = 100.0) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("server_epochs", server_epochs, 0),
+            ("lr", lr, 0),
+            ("batch_size", batch_size, 1),
+            ("cap", cap, 0),
+        ):
+            if not value >= least:
+                raise MisconfigurationException(f"aggregator.{name}={value} must be {least} or more.")
+        self.server_epochs, self.lr, self.batch_size, self.cap = server_epochs, lr, batch_size, cap
+
+    def setup(self, server: Server) -> None:
+        """Draws the net that makes prototypes."""
+        self.seed, self.num_classes = server.seed, server.module.num_classes
+        size = feature_size(server.module.net)
+        with isolate_rng():
+            torch.manual_seed(derive_seed(server.seed, "fedtgp"))
+            net = nn.Sequential(
+                nn.Embedding(self.num_classes, size), nn.Linear(size, size), nn.ReLU(), nn.Linear(size, size)
+            )
+        self._net = (net,)  # its shape alone; what it learns is in the state
+        self.state |= {"net": detached(net.state_dict()), "prototypes": {}}
+
+    def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
+        """Trains the prototypes; logs the margin and the mean loss in the last pass."""
+        if not updates:
+            return {}
+        sent, target = stacked(updates, "prototypes")
+        delta = min(margin(sent, target), self.cap)
+        weights: StateDict = {name: tensor.clone().requires_grad_() for name, tensor in self.state["net"].items()}
+        optimizer = SGD(weights.values(), lr=self.lr)
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "fedtgp", round))
+        loss = 0.0
+        for _ in range(self.server_epochs):
+            total = 0.0
+            for rows in torch.split(torch.randperm(len(target), generator=generator), self.batch_size):
+                distances = torch.cdist(sent[rows], self.made(weights), compute_mode="donot_use_mm_for_euclid_dist")
+                apart = F.one_hot(target[rows], self.num_classes) * delta
+                batch_loss = F.cross_entropy(-(distances + apart), target[rows])
+                optimizer.zero_grad()
+                torch.autograd.backward(batch_loss)
+                optimizer.step()
+                total += float(batch_loss.detach()) * len(rows)
+            loss = total / len(target)
+        made = self.made(weights).detach()
+        self.state |= {"net": detached(weights), "prototypes": dict(enumerate(made.unbind()))}
+        return {"margin": delta, "prototype_loss": loss}
+
+    def made(self, weights: StateDict) -> Tensor:
+        """The prototypes ``[C, d]`` by some weights of the net."""
+        prototypes: Tensor = functional_call(self._net[0], weights, (torch.arange(self.num_classes),))
+        return prototypes
+
+    def download(self, client: int) -> Message:
+        """The prototypes of all classes; none before the first round."""
+        return {"prototypes": self.state["prototypes"]}
+
+
+def margin(sent: Tensor, target: Tensor) -> float:
+    """How far the mean of a class is from the nearest other one, for the class where that is farthest.
+
+    It is infinite where there is one class alone.
+
+    Args:
+        sent: vectors ``[n, d]``.
+        target: their classes ``[n]``.
+    """
+    means = torch.stack([sent[target == c].mean(0) for c in sorted(set(target.tolist()))])
+    distances = torch.cdist(means, means, compute_mode="donot_use_mm_for_euclid_dist")
+    return float(distances.fill_diagonal_(torch.inf).min(1).values.max())

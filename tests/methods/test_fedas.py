@@ -1,0 +1,109 @@
+from functools import partial
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from federations import Spy, blobs, check_order_and_resume, drawn_update, equal, fit, make_client, noisy, set_up
+from pfl_lightning import WeightedAverage
+from pfl_lightning.methods import FedAS, FedPer, FisherAverage
+
+HEAD = {"net.classifier.weight", "net.classifier.bias"}
+
+
+def test_without_alignment_clients_train_as_fedper_s_bit_for_bit_and_with_it_do_not():
+    runs = []
+    for method in (partial(FedAS, align_epochs=0), FedAS, FedPer):
+        spy = Spy()
+        fit(make_client(method, net=noisy), aggregator=Plain() if method is not FedPer else None, callbacks=[spy])
+        runs.append([{k: u["weights"] for k, u in updates.items()} for updates in spy.updates])
+    assert equal(runs[0], runs[2])
+    assert not equal(runs[1][2], runs[2][2])
+
+
+class Plain(WeightedAverage):
+    """Takes no notice of slopes."""
+
+
+def test_two_rounds_of_two_clients_by_a_second_implementation():
+    """In float64; the alignment of the first round is none."""
+    lr, data = 0.2, blobs(24, 30, batch_size=100)
+    settings = {"align_lr": 0.5, "align_batch_size": 100, "fisher_batch_size": 7}
+    spy = Spy()
+    client = make_client(FedAS, optimizer=partial(SGD, lr=lr), **settings)
+    run = fit(client, data, max_rounds=2, precision="64-true", callbacks=[spy])
+    parts = [data.part(k, "train").to("cpu", torch.float64) for k in range(2)]
+    own = [make_client().net.double() for _ in range(2)]
+    body = {n: t.clone() for n, t in own[0].features.state_dict().items()}
+    for number in range(2):
+        slopes = []
+        for k, part in enumerate(parts):
+            net, classes = own[k], range(int(part.y.max()) + 1)
+            h = net.features(part.x).detach()
+            means = torch.stack([h[part.y == c].mean(0) for c in classes])
+            net.features.load_state_dict(body)
+            if number:
+                h = net.features(part.x)
+                loss = sum((h[part.y == c] - means[c]).square().mean() for c in classes)
+                for p, g in zip(
+                    net.features.parameters(), torch.autograd.grad(loss, net.features.parameters()), strict=True
+                ):
+                    p.data -= 0.5 * g
+            gradients = torch.autograd.grad(F.cross_entropy(net(part.x), part.y), list(net.parameters()))
+            for p, g in zip(net.parameters(), gradients, strict=True):
+                p.data -= lr * g
+            total = 0.0
+            for start in range(0, len(part), 7):
+                batch = F.cross_entropy(net(part.x[start : start + 7]), part.y[start : start + 7])
+                total += sum(float(g.square().sum()) for g in torch.autograd.grad(batch, list(net.parameters())))
+            slopes.append(total)
+            assert float(spy.updates[number][k]["fisher"]) == pytest.approx(total, rel=1e-10)
+        ends = [net.features.state_dict() for net in own]
+        body = {n: sum(s * end[n] for s, end in zip(slopes, ends, strict=True)) / sum(slopes) for n in body}
+    ours = run.federation.aggregator.global_model()
+    for name, tensor in body.items():
+        torch.testing.assert_close(ours[f"net.features.{name}"], tensor, rtol=0, atol=1e-12)
+    assert run.rows[-1]["server/max_share"] == pytest.approx(max(slopes) / sum(slopes))
+
+
+def test_clients_are_evaluated_by_the_model_that_they_trained_last():
+    spy = Spy()
+    run = fit(make_client(FedAS), callbacks=[spy], max_rounds=2)
+    personal = run.federation.clients[1].personal
+    last = spy.updates[1][1]["weights"]
+    assert all(torch.equal(personal[name.replace("net.", "personal.")], tensor) for name, tensor in last.items())
+    assert HEAD <= set(personal) and not HEAD & set(last)
+    part = run.data.part(1, "test")
+    run.model.receive(personal, run.federation.aggregator.download(1), None)
+    run.model.eval()
+    accuracy = float((run.model.personal(part.x).argmax(1) == part.y).float().mean())
+    assert run.logger.clients[1]["test/acc"] == accuracy
+
+
+def test_without_slopes_the_server_averages_by_samples():
+    model = make_client(FedAS)
+    updates = {k: drawn_update(model, k, 10 * k, fisher=torch.tensor(0.0)) for k in (1, 2)}
+    ours, plain = set_up(FisherAverage(), model), set_up(WeightedAverage(), model)
+    ours.aggregate(updates, 0)
+    plain.aggregate(updates, 0)
+    assert equal(ours.global_model(), plain.global_model())
+    before = ours.global_model()
+    assert ours.aggregate({}, 1) == {} and equal(ours.global_model(), before)
+
+
+def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
+    check_order_and_resume(FedAS, tmp_path)
+
+
+def test_it_learns_from_batches_of_one_and_of_absent_classes():
+    client = make_client(FedAS, optimizer=partial(SGD, lr=0.02))
+    run = fit(client, blobs(30, 60, by_class=True, batch_size=1), max_rounds=4)
+    assert run.rows[-1]["val/loss"] < run.rows[0]["val/loss"]
+
+
+@pytest.mark.parametrize("name", ["align_epochs", "align_lr", "align_batch_size", "fisher_batch_size"])
+def test_what_is_out_of_range_is_refused_by_name(name):
+    with pytest.raises(MisconfigurationException, match=rf"model\.{name}=-1 must be"):
+        make_client(FedAS, **{name: -1})

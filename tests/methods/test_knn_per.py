@@ -1,0 +1,77 @@
+import math
+from functools import partial
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from federations import CLASSES, blobs, check_order_and_resume, equal, fit, make_client, noisy
+from pfl_lightning.methods import FedAvg, KNNPer
+from pfl_lightning.methods.knn_per import neighbour_shares
+
+
+@pytest.mark.parametrize(("count", "scale"), [(3, 1.0), (50, 0.5)])
+def test_shares_by_hand(count, scale):
+    generator = torch.Generator().manual_seed(0)
+    h, known = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (5, 12))
+    labels = torch.randint(3, (12,), generator=generator)
+    ours = neighbour_shares(h, known, labels, 3, count, scale)
+    for i in range(5):
+        squares = [float((h[i] - k).square().sum()) for k in known]
+        near = sorted(range(12), key=squares.__getitem__)[:count]
+        weights = [math.exp(-squares[j] / (4 * scale)) for j in near]
+        expected = [
+            sum(w for w, j in zip(weights, near, strict=True) if labels[j] == c) / sum(weights) for c in range(3)
+        ]
+        assert ours[i].tolist() == pytest.approx(expected)
+
+
+def test_an_infinite_scale_and_all_neighbours_give_the_shares_of_classes():
+    known, labels = torch.randn(6, 2), torch.tensor([0, 0, 0, 1, 2, 2])
+    ours = neighbour_shares(torch.randn(3, 2), known, labels, 3, 6, math.inf)
+    torch.testing.assert_close(ours, torch.tensor([[3 / 6, 1 / 6, 2 / 6]]).expand(3, 3))
+
+
+def test_far_neighbours_do_not_vanish():
+    ours = neighbour_shares(torch.zeros(1, 2), torch.full((1, 2), 1e6), torch.tensor([1]), 2, 1, 1.0)
+    assert ours.tolist() == [[0.0, 1.0]]
+
+
+def test_without_a_share_it_is_fedavg_bit_for_bit_and_with_one_only_predictions_differ():
+    off, on, average = (fit(make_client(m, net=noisy)) for m in (partial(KNNPer, share=0.0), KNNPer, FedAvg))
+    assert equal(off.weights, average.weights) and equal(on.weights, average.weights)
+    assert [row["val/loss"] for row in off.rows] == [row["val/loss"] for row in average.rows]
+    assert [row["val/loss"] for row in on.rows] != [row["val/loss"] for row in average.rows]
+
+
+def test_predictions_are_mixtures_with_the_client_s_own_samples():
+    run = fit(make_client(KNNPer, share=0.3, neighbours=4))
+    model, data = run.model.eval(), run.data.client(2)
+    model.receive({}, run.federation.aggregator.download(2), data)
+    x = data.test.x
+    h, known = model.net.features(x), model.net.features(data.train.x)
+    near = neighbour_shares(h, known, data.train.y, CLASSES, 4, 1.0)
+    expected = 0.3 * near + 0.7 * model.net(x).softmax(1)
+    torch.testing.assert_close(model(x).exp(), expected)
+    model.receive({}, run.federation.aggregator.download(2), None)
+    torch.testing.assert_close(model(x), model.net(x))
+
+
+def test_with_the_whole_share_losses_are_finite():
+    run = fit(make_client(KNNPer, share=1.0, neighbours=1), blobs(30, 60, by_class=True), max_rounds=1)
+    assert all(math.isfinite(row["val/loss"]) for row in run.rows)
+
+
+def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
+    check_order_and_resume(KNNPer, tmp_path)
+
+
+def test_many_clients_at_once_are_refused():
+    with pytest.raises(MisconfigurationException, match=r"engine='vectorised' can't run KNNPer"):
+        fit(make_client(KNNPer), engine="vectorised", max_rounds=1)
+
+
+@pytest.mark.parametrize(("name", "value"), [("share", 1.5), ("neighbours", 0), ("scale", 0.0)])
+def test_what_is_out_of_range_is_refused_by_name(name, value):
+    with pytest.raises(MisconfigurationException, match=rf"model\.{name}={value} must be"):
+        make_client(KNNPer, **{name: value})
