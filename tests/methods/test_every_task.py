@@ -53,3 +53,15 @@ def test_every_method_does_on_every_task_what_the_table_says(method, task):
     }
     with pytest.raises(MisconfigurationException, match=words[cell]):
         after_a_round(method, kind, "sequential")
+
+
+AT_ONCE = ("FedLC", "FedNTD", "FML", "FedPHP", "GPFL", "FedAS", "FedTGP", "FedGH")
+"""Methods of classes alone whose own tests are of one engine."""
+
+
+@pytest.mark.parametrize("method", [each for each in METHODS if each.name in AT_ONCE], ids=lambda method: method.name)
+def test_methods_of_classes_are_the_same_under_both_engines(method):
+    kind = kinds()["Classification"]
+    assert CELLS[method.name, "Classification"] == "yes"
+    alone = after_a_round(method, kind, "sequential")
+    assert after_a_round(method, kind, "vectorised") == pytest.approx(alone, rel=1e-4)
