@@ -17,8 +17,8 @@ class FedLC(FedAvg):
     .. math:: z_c - \tau\, n_{k,c}^{-1/4}
 
     with :math:`n_{k,c}` the client's own training samples of class c. A class of which it has none is out of its
-    softmax, so that its row of the classifier gets no gradient: where clients lack most classes, the global model learns
-    to tell classes apart more slowly than `FedAvg`'s. Predictions are by the logits as they are.
+    softmax, so that its row of the classifier gets no gradient: where clients lack most classes, the global model
+    learns to tell them apart more slowly than `FedAvg`'s. Predictions are by the logits as they are.
 
     In the paper the sum of the softmax leaves the true class out, and the loss has no lower bound; here it is the
     ordinary one. The paper's :math:`\tau` could not be verified. PFLlib counts the samples of all clients together.

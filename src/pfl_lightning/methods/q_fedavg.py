@@ -55,9 +55,9 @@ class FairAverage(WeightedAverage):
         x \leftarrow x + \frac{\sum_k F_k^q L \Delta_k}{\sum_k q F_k^{q-1} \lVert L\Delta_k \rVert^2 + L F_k^q}
 
     which minimises :math:`\sum_k F_k^{q+1}/(q+1)`. The larger q, the more equal are the clients, and the shorter the
-    steps: q = 1 may need many times the rounds of the plain mean. The norm is of all learnable parameters together; running statistics are averaged. With momentum or other
-    optimizers at the clients, L is only a scale. In the paper clients are drawn by their samples and count equally;
-    here all are as likely, and may count by them.
+    steps: q = 1 may need many times the rounds of the plain mean. The norm is of all learnable parameters together;
+    running statistics are averaged. With momentum or other optimizers at the clients, L is only a scale. In the paper
+    clients are drawn by their samples and count equally; here all are as likely, and may count by them.
     Source: Li et al., 2020, Algorithm 2 (https://arxiv.org/abs/1905.10497).
 
     Args:
