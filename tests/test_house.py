@@ -24,6 +24,7 @@ ORDER = (
     ("callbacks",),
     ("trainer_arguments",),
     ("trainer",),
+    ("flower",),
     ("cli",),
 )
 """Rooms from the ground up: each imports from those below it, and from its own."""
