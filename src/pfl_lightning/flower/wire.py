@@ -38,6 +38,8 @@ TENSORS, RECORD, STYPE = "tensors", "record/", "pfl_lightning.bytes"
 DEPTH, DIMENSIONS = 16, 16
 TREE_BYTES = 1 << 20
 """Characters that a record's nesting takes at most: some 10,000 tensors."""
+ANY_NAMES = 256
+"""Entries of a dict whose template lets them have any names."""
 LIMIT = 1 << 36
 """Bytes that a record without a template takes at most, if no other limit is given."""
 
@@ -91,9 +93,12 @@ def unpack(content: "RecordDict", name: str, like: Any = None, keys: int = 0, li
     """
     try:
         data = sent_bytes(content)
+        if RECORD + name not in content.config_records:
+            raise Refused(f"the message has no record {name}.")
         tree = content.config_records[RECORD + name]["tree"]
-        if not isinstance(tree, str) or len(tree) > TREE_BYTES:
-            raise Refused(f"{name}: names and nesting take more than {TREE_BYTES} characters.")
+        room = TREE_BYTES if like is None else min(TREE_BYTES, room_for(like, keys))
+        if not isinstance(tree, str) or len(tree) > room:
+            raise Refused(f"{name}: names and nesting are no text of at most {room} characters.")
         record = decode(json.loads(tree), len(data))
         if (size := sum(num_bytes(spec) for spec in specs(record))) > limit:
             raise Refused(f"{name} has {size} bytes, and may have {limit}.")
@@ -169,6 +174,25 @@ def sent_bytes(content: "RecordDict") -> bytes:
     if arrays is None or list(arrays) != [TENSORS] or arrays[TENSORS].stype != STYPE:
         raise Refused(f"the message has no array of {STYPE} called {TENSORS}.")
     return arrays[TENSORS].data
+
+
+def room_for(like: Any, keys: int) -> int:
+    """The most characters that the nesting of a record may take: so many are read before it is compared.
+
+    Args:
+        like: the record's template.
+        keys: how many classes or clients there are.
+    """
+    if isinstance(like, Mapping):
+        rooms = [len(json.dumps(key)) + room_for(part, keys) for key, part in like.items() if key is not str]
+        if any_name := like.get(str):
+            return ANY_NAMES * (128 + room_for(any_name, keys))
+        return 64 + (keys * (32 + max(rooms)) if rooms and all(type(key) is int for key in like) else sum(rooms))
+    if isinstance(like, list | tuple):
+        return 64 + sum(room_for(part, keys) for part in like)
+    if isinstance(like, Tensor):
+        return 64 + 20 * like.ndim
+    return 4096 if isinstance(like, str) or like is str else 64
 
 
 def decode(node: Any, available: int, depth: int = 0) -> Any:
