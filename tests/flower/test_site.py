@@ -1,10 +1,15 @@
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import blobs, make_client
+from pfl_lightning import methods
+from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
-from pfl_lightning.flower.site import Site
+from pfl_lightning.flower.site import ALWAYS, Site
 from pfl_lightning.flower.template import Refused
 from pfl_lightning.methods import FedAvg, FedProto, Local
 from pfl_lightning.methods.fedpac import PACClient
@@ -100,3 +105,10 @@ def test_an_update_has_no_more_than_may_be_revealed(whole):
     site.check_update({"weights": {}, "class_counts": torch.ones(3)}, "FedAvg")
     with pytest.raises(Refused, match=r"Mine sends samples, .* by --node-config 'allow=\"samples\"'"):
         site.check_update({"weights": {}, "samples": torch.ones(3)}, "Mine")
+
+
+def test_the_page_names_all_that_methods_send():
+    page = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text()
+    named = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    classes = [made for made in vars(methods).values() if isinstance(made, type) and issubclass(made, ClientModule)]
+    assert named == frozenset().union(*(made.sends | made.offers for made in classes)) - ALWAYS

@@ -272,6 +272,44 @@ def test_spoiled_messages_are_refused_in_a_sentence(spoil, request, monkeypatch)
     assert sentence.endswith(".") and "\n" not in sentence and len(sentence) < 250
 
 
+def test_a_record_of_all_classes_has_room():
+    like = {"prototypes": {0: torch.ones(4)}, "after": {str: {str: float}}, "l" * 300: [torch.ones(1)] * 50, "s": ""}
+    numbers = {f"metric {i}": 1 / 3 for i in range(12)}
+    record = {
+        "prototypes": {label: torch.full((4,), label) / 7 for label in range(1000)},
+        "after": {split: numbers for split in ("train", "val", "test", "val_received", "test_received")},
+        "l" * 300: [torch.full((1,), i / 3) for i in range(50)],
+        "s": "x" * 2000,
+    }
+    assert same(unpack(pack({"5": record}), "5", like, keys=1000), record)
+
+
+def test_no_more_is_read_than_a_record_of_its_template_takes():
+    content = pack({"5": {"w": torch.ones(3)}})
+    text('["d",[["w",["t","float32",[3],' + " " * 300 + "0]]]]")(content)
+    with pytest.raises(Refused, match=r"names and nesting are no text of at most \d+ characters"):
+        unpack(content, "5", {"w": torch.ones(3)})
+    assert "w" in unpack(content, "5")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_changed_gives_a_record_or_a_refusal(seed):
+    rng = np.random.RandomState(seed)
+    content = pack({"5": UPDATE})
+    whole = content[TREE]["tree"]
+    for _ in range(50):
+        letters = list(whole)
+        for place in rng.randint(len(whole), size=rng.randint(1, 4)):
+            letters[place] = rng.choice([*list('[]{}",:0123456789-.etduvl \n\\'), ""])
+        text("".join(letters))(content)
+        try:
+            update = unpack(content, "5", UPDATE, CLASSES, limit=10_000)
+        except Refused as refusal:
+            assert "\n" not in str(refusal)
+        else:
+            assert update.keys() == UPDATE.keys() and update["weights"]["net.w"].shape == (3, 2)
+
+
 def test_a_spoiled_record_leaves_the_others():
     content = pack({"5": UPDATE, "6": UPDATE})
     text("[")(content)
