@@ -71,6 +71,10 @@ def test_no_norm_overflows(value):
         check_norm({"w": torch.full((3,), value)}, {"w": torch.zeros(3)}, 1e29)
 
 
+def test_a_large_norm_is_a_number():
+    check_norm({"w": torch.full((4,), 1e30)}, {"w": torch.zeros(4)}, 2.1e30)
+
+
 def test_a_list_of_another_length_is_no_base():
     with pytest.raises(Refused, match="the norm 5"):
         check_norm({"l": [torch.tensor([3.0]), torch.tensor([4.0])]}, {"l": [torch.tensor([3.0])]}, 4.0)

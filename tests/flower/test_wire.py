@@ -250,6 +250,17 @@ BYTES = {
 """What can be seen from the bytes only."""
 
 
+SOUND = {
+    name
+    for name in CLAIMS
+    if name.startswith(("no entry", "class 99", "a class by", "a prototype", "float64", "an entry more", "a text for"))
+    or name.startswith(
+        ("a tuple", "a longer", "a truth value for", "a tensor for", "a number for", "a dict", "something")
+    )
+}
+"""What only a template tells from a good record."""
+
+
 def received(content: RecordDict) -> Any:
     update = unpack(travelled(content), "5", UPDATE, CLASSES, limit=10_000)
     check_norm(update, UPDATE, 100)
@@ -270,6 +281,32 @@ def test_spoiled_messages_are_refused_in_a_sentence(spoil, request, monkeypatch)
         received(content)
     sentence = str(refusal.value)
     assert sentence.endswith(".") and "\n" not in sentence and len(sentence) < 250
+
+
+@pytest.mark.parametrize("name", [name for name in CLAIMS if name not in SOUND])
+def test_what_is_unsound_in_itself_is_refused_without_a_template(name, monkeypatch):
+    monkeypatch.setattr(wire, "made", lambda *args: pytest.fail("something is made of it"))
+    content = pack({"5": UPDATE})
+    CLAIMS[name](content)
+    with pytest.raises(Refused):
+        unpack(travelled(content), "5", limit=10_000)
+
+
+def test_the_nesting_has_an_end():
+    deep: Any = 1
+    for _ in range(wire.DEPTH):
+        deep = [deep]
+    assert same(unpack(pack({"a": deep}), "a"), deep)
+    with pytest.raises(Refused, match="deeper than 16"):
+        unpack(pack({"a": [deep]}), "a")
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_what_has_a_template_is_finite(value):
+    content = pack({"5": {"w": torch.tensor([0.0, value])}})
+    assert len(unpack(content, "5")["w"]) == 2
+    with pytest.raises(Refused, match=r"5.w has a NaN or an infinity"):
+        unpack(content, "5", {"w": torch.zeros(2)})
 
 
 def test_a_record_of_all_classes_has_room():
