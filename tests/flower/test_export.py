@@ -14,7 +14,7 @@ from pfl_lightning.client.common import personal_entries, shared_entries
 from pfl_lightning.engines import ClientState, Job
 from pfl_lightning.flower.export import export, keep_model
 from pfl_lightning.flower.states import StateVersions
-from pfl_lightning.methods import FedPer, FedProto
+from pfl_lightning.methods import FedBABU, FedFomo, FedPer, FedProto
 from pfl_lightning.nets import MLP
 
 X = torch.randn(7, FEATURES, generator=torch.Generator().manual_seed(0))
@@ -25,8 +25,8 @@ def site_of(run: Run, folder: Path, *clients: int) -> StateVersions:
     states = StateVersions(folder)
     federation = run.federation
     for client in clients:
-        architecture, job = federation.architecture_of(client), federation.job(client)
-        federation.engines[architecture].become(job)
+        architecture, job = federation.architecture_of(client), federation.job(client, ("test",))
+        federation.engines[architecture].evaluate(job)
         keep_model(states, job, list(federation.architectures), architecture)
     return states
 
@@ -37,7 +37,9 @@ def outputs(model: ClientModule) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("method", "nets"), [(FedPer, plain), (FedProto, plain), (FedProto, NETS)], ids=["FedPer", "FedProto", "two-nets"]
+    ("method", "nets"),
+    [(FedPer, plain), (FedProto, plain), (FedProto, NETS), (FedFomo, plain), (FedBABU, plain)],
+    ids=["FedPer", "FedProto", "two-nets", "FedFomo", "trained-for-evaluation"],
 )
 def test_a_clients_model_is_that_of_the_federations_checkpoint(method, nets, tmp_path):
     run = fit(make_client(method, net=nets), root=tmp_path / "run", max_rounds=2)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import lightning
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.client import ClientModule
@@ -21,9 +22,9 @@ def keep_model(states: StateVersions, job: Job, architectures: Sequence[ClientMo
 
     Args:
         states: where the site keeps what is its clients'.
-        job: the client's work, whose payload it has received.
+        job: the client's work: what stays with it, and what it is sent.
         architectures: the client modules, one a network.
-        architecture: which of them the client has; it stands as the client.
+        architecture: which of them the client has; it becomes the client, as where a checkpoint is loaded.
 
     Raises:
         OSError: if it can't be written; the earlier one stays.
@@ -32,10 +33,13 @@ def keep_model(states: StateVersions, job: Job, architectures: Sequence[ClientMo
     if isinstance(nets := hparams.get("net"), list):
         # the client's alone, so that whoever loads it gets that one
         hparams |= {"net": [nets[architecture]], "assign_nets": "turn"}
-    personal = job.state.personal
+    personal, module = job.state.personal, architectures[architecture]
+    # once more, as it may have been trained on for an evaluation
+    with torch.no_grad():
+        module.receive(personal, job.payload, data=None)
     checkpoint = {
         "pytorch-lightning_version": lightning.__version__,
-        "state_dict": whole_model(architectures[architecture]),
+        "state_dict": whole_model(module),
         "hyper_parameters": hparams,
         # with the payload, out of which a method may make what is in no state_dict
         "federation": {
