@@ -24,8 +24,8 @@ ORDER = (
     ("callbacks",),
     ("trainer_arguments",),
     ("trainer",),
-    ("flower",),
     ("cli",),
+    ("flower",),
 )
 """Rooms from the ground up: each imports from those below it, and from its own."""
 
