@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.proto.node_pb2 import NodeInfo
@@ -88,10 +89,15 @@ class LocalGrid(Grid):
             return Message(Error(code=GONE, reason="gone"), reply_to=message)
         config, state = self.nodes[node], RecordDict()
         context = Context(run_id=1, node_id=node, node_config=config, state=state, run_config=self.run_config)
+        # a site is another process, where nothing of the server's is set
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
         try:
             reply = self.app(message, context)
         except Exception as error:
             return Message(Error(code=CRASHED, reason=repr(error)), reply_to=message)
+        finally:
+            torch.set_default_dtype(default)
         if node in self.silent:
             return None
         self.spoil(node, message.metadata.message_type, reply.content)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeAlias, cast
 
+import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from lightning.pytorch.utilities import rank_zero_warn
@@ -78,9 +79,12 @@ class Worker:
         """A round of the clients whom a message is about: answers and updates, by the names of their records."""
         told: Told = unpack(content, "jobs", {0: JOB}, IDS)
         records: Records = {}
-        for job, outcome in self._results(told, content, records, lambda engine, jobs: engine.run(jobs)):
-            with failing(records, [job.client]):
-                records |= self._trained(job, outcome, told[job.client]["live"].split())
+        device = self.trainer.strategy.root_device.type
+        # as in Lightning's loop, where a federation's rounds are; engines enter autocast for forward passes
+        with self.trainer.precision_plugin.train_step_context(), torch.autocast(device, enabled=False):
+            for job, outcome in self._results(told, content, records, lambda engine, jobs: engine.run(jobs)):
+                with failing(records, [job.client]):
+                    records |= self._trained(job, outcome, told[job.client]["live"].split())
         return records
 
     def _trained(self, job: Job, outcome: Outcome, live: list[str]) -> Records:
