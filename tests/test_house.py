@@ -25,6 +25,7 @@ ORDER = (
     ("trainer_arguments",),
     ("trainer",),
     ("cli",),
+    ("flower",),
 )
 """Rooms from the ground up: each imports from those below it, and from its own."""
 

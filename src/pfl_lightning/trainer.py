@@ -43,8 +43,7 @@ class FederatedTrainer(RunFolders):
         max_rounds: rounds to run.
         clients_per_round: clients that take part in a round: a number (an integer), or a fraction of all (above 0.0
             and up to 1.0, rounded, at least one client).
-        local_epochs: passes of a client over its training data in a round; 1 where neither this nor ``local_steps``
-            is given.
+        local_epochs: passes of a client over its training data in a round; None is 1, but for ``local_steps``.
         local_steps: batches of a client in a round, in the place of ``local_epochs``.
         engine: how the clients of a round are run: ``sequential``, one after another, and where the net is small in one
             thread, unless ``OMP_NUM_THREADS`` is set; ``vectorised``, many in one computation, with the same result but
@@ -65,13 +64,12 @@ class FederatedTrainer(RunFolders):
         test_every_round: whether the test splits, and the server's model on the central test set where there is one,
             are evaluated every round, which the papers' protocol asks for; else only at the end of ``fit``.
         monitor: the metric that selects the best round, such as ``val/f1``; None takes the task's, such as ``val/acc``.
-        gradient_clip_val: largest norm or value of a client's gradients, above 0; None or, as in Lightning, 0 doesn't
-            clip.
+        min_clients: usable updates that a round needs; one with fewer leaves the federation as it is.
+        gradient_clip_val: largest norm or value of a client's gradients, above 0; None or 0 doesn't clip.
         gradient_clip_algorithm: whether ``gradient_clip_val`` bounds their ``norm`` or each ``value``.
         client_states: where clients' personal entries and optimizers are between rounds: in ``memory``; or on the
-            ``disk``, in files that go when the run does and are read as far as a client is at work, with the same
-            result. They lie in the run's folder, in ``states``; without one, in the system's folder for temporary
-            files. The clients that take part in a round are in memory until its end in either case.
+            ``disk``, in files of the run's folder ``states`` (without one, of the system's for temporary files) that go
+            when the run does, with the same result. The clients of a round are in memory until its end in either case.
         default_root_dir: where runs are kept, each in a folder ``METHOD-DATA/version_N``.
         **kwargs: Lightning's Trainer's arguments. Without a logger a CSVLogger writes beside the record. The round
             with the best ``monitor`` is kept as ``best.ckpt`` and the last one as ``last.ckpt``, whatever other
@@ -94,6 +92,7 @@ class FederatedTrainer(RunFolders):
         evaluate: Literal["before", "after", "both"] = "before",
         test_every_round: bool = False,
         monitor: str | None = None,
+        min_clients: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
         client_states: Literal["memory", "disk"] = "memory",
@@ -113,6 +112,7 @@ class FederatedTrainer(RunFolders):
             evaluate=evaluate,
             test_every_round=test_every_round,
             monitor=monitor,
+            min_clients=min_clients,
             clip=gradient_clip_val,
             clip_algorithm=gradient_clip_algorithm,
             client_states=client_states,

@@ -24,7 +24,7 @@ from pfl_lightning.aggregators.base import Aggregator
 from pfl_lightning.callbacks import BestCheckpoint, LastCheckpoint, RoundLogger, RoundProgress, WandbReport
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import FederatedDataModule
-from pfl_lightning.engines import Engine, Processes
+from pfl_lightning.engines import Engine, EngineMaker, Processes
 from pfl_lightning.engines.client_parallel import ClientParallel
 from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.runs.client_states import MappedCheckpointIO
@@ -170,14 +170,14 @@ def check_machine(arguments: dict[str, Any]) -> None:
         raise MisconfigurationException(f"trainer.check_val_every_n_epoch={every} must be at least 1 round.")
 
 
-def check_ranks(strategy: Strategy, engine: type[Engine], ranks: int) -> None:
+def check_ranks(strategy: Strategy, engine: type[Engine] | EngineMaker, ranks: int) -> None:
     """Refuses several devices for what can't use them."""
     if not isinstance(strategy, ClientParallel):
         raise MisconfigurationException(
             f"trainer.strategy={type(strategy).__name__} would cut models or batches over {ranks} devices, and a "
             "federation shares out whole clients; leave it out, or take ClientParallel."
         )
-    if issubclass(engine, Processes):
+    if isinstance(engine, type) and issubclass(engine, Processes):
         raise MisconfigurationException(
             f"trainer.engine=processes has processes of its own on one machine, and trainer.devices asks for {ranks}; "
             "take another engine, or devices=1."

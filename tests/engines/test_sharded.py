@@ -1,6 +1,7 @@
 """Clients shared out to ranks: the same bits from any number of them, and what happens when one is lost."""
 
 import os
+import socket
 import subprocess
 import sys
 from functools import partial
@@ -155,3 +156,26 @@ def test_the_command_starts_ranks(tmp_path):
     assert equal(*(load(folder / "checkpoints" / "last.ckpt")["federation"] for folder in (one, two)))
     assert (one / "clients.csv").read_text() == (two / "clients.csv").read_text()
     assert {path.name for path in one.iterdir()} == {path.name for path in two.iterdir()}
+
+
+def test_two_nodes_give_the_bits_of_one(tmp_path):
+    line = "--model FedPer --model.net MLP --data Digits --data.num_clients 3 --data.max_samples 150"
+    line = f"fit {line} --trainer.max_rounds 1 {QUIET} --trainer.default_root_dir"
+    pfl(f"{line} {tmp_path / '1'}")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    # what a user types on each machine, and what its scheduler would set
+    command = [sys.executable, "-m", "pfl_lightning.cli.main", *line.split(), str(tmp_path / "2")]
+    command += ["--trainer.num_nodes", "2"]
+    nodes = [
+        subprocess.Popen(
+            command, env=os.environ | where | {"NODE_RANK": str(rank)}, cwd=tmp_path, stderr=subprocess.PIPE
+        )
+        for rank in (0, 1)
+    ]
+    ends = [node.communicate(timeout=300)[1].decode() for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], ends
+    (one,), (two,) = ((tmp_path / number).glob("*/*") for number in ("1", "2"))
+    assert equal(*(load(folder / "checkpoints" / "last.ckpt")["federation"] for folder in (one, two)))
+    assert untimed(read_csv(one / "rounds.csv")) == untimed(read_csv(two / "rounds.csv"))

@@ -150,6 +150,27 @@ class PflCLI(LightningCLI):
 
     before_test = before_join = before_validate
 
+    @classmethod
+    def of(cls, args: list[str] | None) -> "PflCLI":
+        """The command line with our classes and settings.
+
+        Args:
+            args: the arguments; None takes the process's own.
+        """
+        return cls(
+            ClientModule,
+            FederatedDataModule,
+            save_config_callback=SaveConfig,
+            save_config_kwargs={"save_to_log_dir": False, "overwrite": True},
+            trainer_class=FederatedTrainer,
+            parser_kwargs={"allow_abbrev": False, "description": DESCRIPTION},
+            seed_everything_default=0,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            args=args,
+        )
+
     def _parse_ckpt_path(self) -> None:
         """Leaves the settings as they were given; Lightning would replace them by those in the checkpoint.
 
@@ -172,19 +193,7 @@ def main(args: list[str] | None = None) -> None:
         with stoppable():
             if words and words[0] in OTHERS:
                 sys.exit(import_module(OTHERS[words[0]]).main(words[1:]))
-            PflCLI(
-                ClientModule,
-                FederatedDataModule,
-                save_config_callback=SaveConfig,
-                save_config_kwargs={"save_to_log_dir": False, "overwrite": True},
-                trainer_class=FederatedTrainer,
-                parser_kwargs={"allow_abbrev": False, "description": DESCRIPTION},
-                seed_everything_default=0,
-                subclass_mode_model=True,
-                subclass_mode_data=True,
-                auto_configure_optimizers=False,
-                args=args,
-            )
+            PflCLI.of(args)
     except Stopped as stop:
         rank_zero_only(print)(f"pfl-lightning: stopped by {stop.signal}{way_on(words, stop)}", file=sys.stderr)
         raise

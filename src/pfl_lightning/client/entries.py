@@ -79,6 +79,11 @@ def saved_client(
     if client not in payloads:
         raise MisconfigurationException(f"client={client} is not in {path}: it has clients 0 to {len(payloads) - 1}.")
     architecture = architecture_of(client, len(payloads))
-    personal = saved["clients"].get(client, {}).get("personal", saved["initial"][architecture])
+    own = saved["clients"].get(client, {})
+    if own.get("kept") is not None:
+        raise MisconfigurationException(
+            f"client={client}: what stays with it is at its site, and not in {path}; export its model there."
+        )
+    personal = own.get("personal", saved["initial"][architecture])
     common = saved.get("common", {}).get(architecture, {})
     return SavedClient(architecture, common, personal, payloads[client])

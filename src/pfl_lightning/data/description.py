@@ -12,23 +12,25 @@ from pfl_lightning.messages import digest
 
 
 def fingerprint(data: FederatedDataModule) -> str:
-    """Fingerprint of a partition: the same for the same division of the same pool.
+    """Fingerprint of a partition: the same for the same division of the same pool, as far as it is known.
 
     Args:
         data: set up.
     """
+    if data.at_sites:
+        return digest([amounts(data)])
     if data.task.has_classes:
         return digest([data.class_counts(split) for split in ("train", "val", "test")])
     return digest([list(held.values()) for held in data.division.clients])
 
 
 def amounts(data: FederatedDataModule) -> Tensor:
-    """Training samples of clients by class, ``[clients, classes]``; all in one column where they have no class.
+    """Training samples of clients by class, ``[clients, classes]``; all in one column where no class is known.
 
     Args:
         data: set up.
     """
-    if data.task.has_classes:
+    if data.task.has_classes and not data.at_sites:
         return data.counts
     return torch.tensor([[data.size(client, "train")] for client in range(data.num_clients)])
 
@@ -36,7 +38,7 @@ def amounts(data: FederatedDataModule) -> Tensor:
 def described(data: FederatedDataModule, client: int) -> dict[str, Any]:
     """What a client's row in ``clients.csv`` begins with: its id, its name, its training samples, and its classes.
 
-    The name and the classes only where there are some.
+    The name and the classes only where some are known.
 
     Args:
         data: set up.
@@ -46,4 +48,6 @@ def described(data: FederatedDataModule, client: int) -> dict[str, Any]:
     if data.client_names:
         row["name"] = data.client_names[client]
     row["samples"] = data.size(client, "train")
-    return row | ({"classes": int((data.counts_of(client, "train") > 0).sum())} if data.task.has_classes else {})
+    if data.task.has_classes and not data.at_sites:
+        row["classes"] = int((data.counts_of(client, "train") > 0).sum())
+    return row

@@ -33,6 +33,8 @@ class Holdings(LightningDataModule):
     central_test: float | Literal["original"] | None
     public: Any
     resident: bool = True
+    at_sites: bool = False
+    """Whether clients' samples are where their clients are; of each the number is known here, and nothing else."""
     _pool: Pool | None = None
     _public: Samples | None = None
 

@@ -1,7 +1,7 @@
 """Engines: how the clients of a round are executed."""
 
 from pfl_lightning.engines.auto import Auto
-from pfl_lightning.engines.base import ClientState, Engine, Evaluated, Job, LocalWork, Outcome
+from pfl_lightning.engines.base import ClientState, Engine, EngineMaker, Evaluated, Job, LocalWork, Outcome
 from pfl_lightning.engines.processes import Processes
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.sharded import Sharded
@@ -20,6 +20,7 @@ __all__ = [
     "Auto",
     "ClientState",
     "Engine",
+    "EngineMaker",
     "Evaluated",
     "Job",
     "LocalWork",

@@ -1,7 +1,7 @@
 """What an engine takes and gives: jobs in, outcomes out. It decides how clients run, never what they compute."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
@@ -68,11 +68,13 @@ class ClientState:
         personal: personal entries of the client module's ``state_dict``.
         optimizers: ``state_dict`` of each phase's optimizer, where they live for the run.
         scaler: state of the loss scaler under ``16-mixed``.
+        kept: name that the client's site has given to all of this, where it is kept there and not here.
     """
 
     personal: StateDict = field(default_factory=dict)
     optimizers: dict[str, Any] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
+    kept: str | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class Outcome:
         finite: whether its loss and its update are free of NaN and infinity.
         after: metrics after training, as `Engine.evaluate` names them.
         seconds: time that it took.
+        refused: why nothing of it can be used, where that is so.
     """
 
     client: int
@@ -125,6 +128,7 @@ class Outcome:
     finite: bool
     after: dict[str, dict[str, float]]
     seconds: float
+    refused: str = ""
 
 
 class Engine(ABC):
@@ -164,7 +168,7 @@ class Engine(ABC):
 
     @abstractmethod
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
-        """Trains each job's client and yields its outcome, in any order."""
+        """Trains each job's client and yields its outcome, in any order; a client that is gone has none."""
 
     @abstractmethod
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
@@ -178,7 +182,7 @@ class Engine(ABC):
         return self.evaluate_present(job, self.become(job))
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
-        """Evaluates each job's client and yields its id and metrics, in any order."""
+        """Evaluates each job's client and yields its id and metrics, in any order; a client that is gone has none."""
         for job in jobs:
             yield job.client, self.evaluate(job)
 
@@ -263,3 +267,7 @@ class Engine(ABC):
     def device(self) -> torch.device:
         """Where clients train."""
         return self.module.device
+
+
+EngineMaker: TypeAlias = Callable[[Sequence[ClientModule], LocalWork, Precision], Sequence[Engine]]
+"""Gives the engine of each of some client modules, which may be one for all of them."""

@@ -106,7 +106,7 @@ class FederationBase(LightningModule):
 
     @cached_property
     def engines(self) -> list[Engine]:
-        """What runs the clients of each module; made when the modules stand on their device."""
+        """What runs the clients of each module, perhaps one for all; made when the modules stand on their device."""
         try:
             return self.options.engines(self._architectures, self.data, self.trainer)
         except AttributeError as error:
@@ -115,8 +115,10 @@ class FederationBase(LightningModule):
 
     def engines_of(self, clients: Sequence[int]) -> Iterator[tuple[Engine, list[int]]]:
         """All engines, each with those of the clients that it runs."""
-        for architecture, engine in enumerate(self.engines):
-            yield engine, [client for client in clients if self.architecture_of(client) == architecture]
+        own: dict[Engine, list[int]] = {engine: [] for engine in self.engines}
+        for client in clients:
+            own[self.engines[self.architecture_of(client)]].append(client)
+        yield from own.items()
 
     def setup(self, stage: str) -> None:
         """Takes the common initial model and prepares the server, once."""

@@ -71,9 +71,9 @@ class Evaluations:
         self.results = {}
         for client in clients:
             if when != "after":
-                self._add(client, received[client])
+                self._add(client, received.get(client, {}))
             if when != "before":
-                kept = self.after[client] if client in self.after else received[client]
+                kept = self.after[client] if client in self.after else received.get(client, {})
                 own = {name: values for name, values in kept.items() if split_of(name) in splits}
                 self._add(client, {self.options.after_name(name): values for name, values in own.items()})
 
@@ -82,7 +82,7 @@ class Evaluations:
             self.results.setdefault(name, {})[client] = values
 
     def measure(self, clients: Sequence[int], splits: tuple[Split, ...], job_of: JobOf) -> dict[int, Metrics]:
-        """Metrics of the models that clients receive, by id.
+        """Metrics of the models that clients receive, by id, of those that are there.
 
         Args:
             clients: their ids.

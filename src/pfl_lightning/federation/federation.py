@@ -1,5 +1,6 @@
 """The federation: the one module that Lightning's loop drives, round by round."""
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any, cast
@@ -15,7 +16,7 @@ from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.federation.base import FederationBase
 from pfl_lightning.federation.evaluation import undisturbed
 from pfl_lightning.federation.metrics import new_row, training_metrics
-from pfl_lightning.federation.outcomes import finite
+from pfl_lightning.federation.outcomes import enough, finite, unrefused
 from pfl_lightning.messages import StateDict, num_bytes
 from pfl_lightning.seeds import draw_cohort
 
@@ -49,7 +50,8 @@ class Federation(FederationBase):
         for engine, own in self.engines_of(cohort):
             for outcome in engine.run(self._jobs(own)):
                 outcomes[outcome.client] = outcome
-                self.call("on_client_fit_end", outcome.client, outcome)
+                if not outcome.refused:
+                    self.call("on_client_fit_end", outcome.client, outcome)
         self.metrics["time/train"] = time.perf_counter() - start
         taken = self._taken(outcomes, len(cohort))
         self.evaluations.keep_initial(clients, taken)
@@ -79,15 +81,17 @@ class Federation(FederationBase):
 
     def _taken(self, outcomes: dict[int, Outcome], expected: int) -> dict[int, Outcome]:
         """The outcomes that the aggregator gets, with their metrics in the row; others are warned of and counted."""
-        sound = finite(outcomes, self.round + 1)
+        round = self.round + 1
+        accepted = unrefused(outcomes, round)
+        sound = finite(accepted, round, expected)
         updates = {client: outcome.update for client, outcome in sound.items()}
         usable = sound_updates(updates, self.aggregator, type(self.client).__name__, self._shared)
-        taken = {client: outcome for client, outcome in sound.items() if client in usable}
+        taken = enough({client: sound[client] for client in usable}, round, self.options.min_clients)
         if absent := expected - len(outcomes):
-            rank_zero_warn(f"round {self.round + 1}: {absent} of the round's clients gave nothing.")
+            rank_zero_warn(f"round {round}: {absent} of the round's clients gave nothing.")
         self.metrics |= {
-            "clients_diverged": len(outcomes) - len(sound),
-            "clients_refused": len(sound) - len(taken),
+            "clients_diverged": len(accepted) - len(sound),
+            "clients_refused": len(outcomes) - len(accepted) + len(sound) - len(usable),
             "clients_absent": absent,
             **training_metrics(taken, self.sizes(taken, "train")),
         }
@@ -128,6 +132,9 @@ class Federation(FederationBase):
     def on_validation_epoch_end(self) -> None:
         """Summarises over clients into the round's row of metrics and for callbacks."""
         summary = self.evaluations.summary()
+        if "val" not in self.evaluations.results:
+            # checkpoints want to know it, of a round in which no client could be asked too
+            summary[f"val/{self.monitor.metric}"] = math.nan
         if self._fitting:
             if self.options.test_every_round:
                 summary |= self.test_global()

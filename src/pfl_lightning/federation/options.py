@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from pfl_lightning.choices import check_choices
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import FederatedDataModule, Split
-from pfl_lightning.engines import ENGINES, Engine, LocalWork, Sharded, Vectorised
+from pfl_lightning.engines import ENGINES, Engine, EngineMaker, LocalWork, Sharded, Vectorised
 from pfl_lightning.engines.evaluation import measured_names, metrics_of
 from pfl_lightning.nets.batch_norm import smallest_batch
 from pfl_lightning.tasks import Monitor
@@ -33,7 +33,7 @@ class FederationOptions:
     clients_per_round: int | float = 1.0
     local_epochs: int | None = None
     local_steps: int | None = None
-    engine: str | type[Engine] = "sequential"
+    engine: str | type[Engine] | EngineMaker = "sequential"
     workers: int | None = None
     compile: bool = False
     evaluate: Literal["before", "after", "both"] = "before"
@@ -44,6 +44,7 @@ class FederationOptions:
     limit_val_batches: int | float = 1.0
     limit_test_batches: int | float = 1.0
     monitor: str | None = None
+    min_clients: int = 1
 
     def __post_init__(self) -> None:
         per_round = self.clients_per_round
@@ -57,7 +58,7 @@ class FederationOptions:
                 f"trainer.local_epochs={self.local_epochs} and trainer.local_steps={self.local_steps} "
                 "exclude each other; give one of them."
             )
-        for name in ("local_epochs", "local_steps", "workers"):
+        for name in ("local_epochs", "local_steps", "workers", "min_clients"):
             if (value := getattr(self, name)) is not None and not is_count(value):
                 raise MisconfigurationException(f"trainer.{name}={value} must be at least 1.")
         if self.clip is not None and not 0 <= self.clip < inf:
@@ -108,8 +109,8 @@ class FederationOptions:
         return Monitor(name, "max" if better else "min")
 
     @property
-    def engine_class(self) -> type[Engine]:
-        """The engine's class."""
+    def engine_class(self) -> type[Engine] | EngineMaker:
+        """The engine's class, or what makes engines."""
         return ENGINES[self.engine] if isinstance(self.engine, str) else self.engine
 
     def cohort_size(self, num_clients: int) -> int:
@@ -130,17 +131,19 @@ class FederationOptions:
         return LocalWork(epochs, self.local_steps, data.batch_size, data.last_batch, clip, self.clip_algorithm)
 
     def engines(self, modules: Sequence[ClientModule], data: FederatedDataModule, trainer: Trainer) -> list[Engine]:
-        """An engine for each client module; with several ranks each runs its share of the clients.
+        """The engine of each client module; with several ranks each runs its share of the clients.
 
         Args:
             modules: the client modules, on their device.
             data: the clients' data.
             trainer: has the precision and the ranks.
         """
-        work, precision = self.work(data), trainer.precision_plugin
-        engines: list[Engine] = [
-            self.engine_class(module, work, precision, self.workers, self.compile) for module in modules
-        ]
+        work, precision, engine = self.work(data), trainer.precision_plugin, self.engine_class
+        engines = (
+            [engine(module, work, precision, self.workers, self.compile) for module in modules]
+            if isinstance(engine, type)
+            else list(engine(modules, work, precision))
+        )
         ranks = trainer.world_size
         return [Sharded(engine, trainer.global_rank, ranks) for engine in engines] if ranks > 1 else engines
 
@@ -178,10 +181,16 @@ class FederationOptions:
                 f"trainer.clients_per_round={self.clients_per_round} is more than data.num_clients="
                 f"{data.num_clients}; take at most that many, or a fraction such as 0.5."
             )
-        if not data.resident and issubclass(self.engine_class, Vectorised):
+        engine = self.engine_class
+        if not data.resident and isinstance(engine, type) and issubclass(engine, Vectorised):
             raise MisconfigurationException(
                 "data.resident=false reads clients a batch at a time, and trainer.engine='vectorised' stacks all that "
                 "they have; take sequential or processes."
+            )
+        if self.min_clients > self.cohort_size(data.num_clients):
+            raise MisconfigurationException(
+                f"trainer.min_clients={self.min_clients} is more than the {self.cohort_size(data.num_clients)} clients "
+                "that take part in a round; take at most that many."
             )
         if data.batch_size < smallest_batch(client):
             raise MisconfigurationException(

@@ -74,6 +74,7 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int) ->
         "clients_per_round": f"{options.cohort_size(num_clients)} of {num_clients}",
         "local_epochs": None if options.local_steps is not None else options.local_epochs or 1,
         "local_steps": options.local_steps,
+        "min_clients": options.min_clients,
         "evaluate": options.evaluate,
         "test_every_round": options.test_every_round,
         **clip,

@@ -1,0 +1,130 @@
+"""Flower's apps of a folder that ``pfl-lightning flower new`` has written, which server and sites read."""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from pfl_lightning.cli.configs import find
+from pfl_lightning.cli.main import silence
+from pfl_lightning.cli.reading import Configured, configured
+from pfl_lightning.flower.class_paths import check_class_paths
+from pfl_lightning.flower.client_app import Worker, app_of
+from pfl_lightning.flower.server_app import serve
+from pfl_lightning.flower.site import Site
+from pfl_lightning.flower.states import StateVersions
+
+AT_SITES = """
+    --trainer.logger false --trainer.enable_checkpointing false --trainer.enable_progress_bar false
+    --trainer.enable_model_summary false --trainer.callbacks null --trainer.plugins null --trainer.strategy auto
+    --trainer.devices 1 --trainer.num_nodes 1
+"""
+"""What a site has its own way, whatever the server's configuration says."""
+AT_SERVER = "--trainer.enable_progress_bar false --trainer.accelerator cpu"
+
+
+def arguments(folder: Path, run: Mapping[str, Any]) -> list[str]:
+    """The command line that an app's configuration stands for.
+
+    Args:
+        folder: the app's.
+        run: Flower's ``run_config``: ``config`` are files in the folder or packaged configurations; ``flags`` follow.
+    """
+    args = []
+    for name in str(run["config"]).split():
+        args += ["--config", str(folder / name if (folder / name).is_file() else find(name) or name)]
+    return args + shlex.split(str(run.get("flags", "")))
+
+
+def client_app(folder: Path) -> ClientApp:
+    """The app of sites.
+
+    Args:
+        folder: the app's.
+    """
+
+    def worker(context: Context) -> Worker:
+        silence()
+        node = context.node_config
+        own = str(node.get("classes", "")).split()
+        args = arguments(folder, context.run_config)
+        if data := str(node.get("data", "")):
+            args += ["--config", data]
+        args += [*shlex.split(AT_SITES), *shlex.split(str(node.get("flags", "")))]
+
+        def check(settings: Mapping[str, Any]) -> None:
+            check_class_paths({"model": settings["model"]}, own)
+
+        cli = configured(args, check)
+        cli.datamodule.prepare_data()
+        cli.datamodule.setup()
+        states = StateVersions(str(node.get("state-dir", f"states-{context.node_id}")))
+        return Worker(cli.trainer, cli.model, Site.of(node, cli.datamodule), states)
+
+    return app_of(worker)
+
+
+def server_app(folder: Path) -> ServerApp:
+    """The app of the server.
+
+    Args:
+        folder: the app's.
+    """
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        silence()
+        run = context.run_config
+        cli: Configured = configured([*shlex.split(AT_SERVER), *arguments(folder, run)])
+        serve(
+            grid,
+            cli.trainer,
+            cli.model,
+            cli.datamodule,
+            cli.aggregator,
+            ckpt_path=str(run.get("ckpt-path", "")) or None,
+            keys=keys_in(folder / str(run["keys"])) if run.get("keys") else None,
+            timeout=float(run["timeout"]),
+            patience=float(run["patience"]),
+            max_norm=float(run["max-norm"]) or None,
+        )
+
+    return app
+
+
+def keys_in(path: Path) -> dict[str, set[int]]:
+    """Which clients each public key may have.
+
+    Args:
+        path: a YAML file with lines such as ``ecdsa-sha2-nistp384 AAAAE2...: 0 3``: a key as it stands in the file of
+            ``ssh-keygen`` that ends in ``.pub``, and ids.
+
+    Raises:
+        MisconfigurationException: if it says something else.
+    """
+    try:
+        return {
+            public_key(key): set(map(int, str(ids).split())) for key, ids in yaml.safe_load(path.read_text()).items()
+        }
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        raise MisconfigurationException(
+            f"keys={path.name!r} can't be read ({' '.join(str(error).split())[:200]}); give lines such as "
+            "'ecdsa-sha2-nistp384 AAAAE2...: 0 3', with a site's public key and the ids of its clients."
+        ) from error
+
+
+def public_key(text: str) -> str:
+    """A public key as Flower's server tells it.
+
+    Args:
+        text: of ``ssh-keygen``.
+    """
+    return load_ssh_public_key(text.encode()).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()

@@ -1,0 +1,203 @@
+"""The site's side: its clients run through the engine that would run them anywhere, and what stays stays there."""
+
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, TypeAlias, cast
+
+import torch
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from lightning.pytorch.utilities import rank_zero_warn
+
+from pfl_lightning.client import ClientModule
+from pfl_lightning.client.common import personal_entries, whole_model
+from pfl_lightning.contract.task import check_task
+from pfl_lightning.data import Split
+from pfl_lightning.engines import ClientState, Engine, Job, Outcome
+from pfl_lightning.federation.evaluation import undisturbed
+from pfl_lightning.flower.export import keep_model
+from pfl_lightning.flower.link import VERSION, failure
+from pfl_lightning.flower.site import Site
+from pfl_lightning.flower.states import StateVersions
+from pfl_lightning.flower.template import Refused
+from pfl_lightning.flower.wire import pack, unpack
+from pfl_lightning.messages import digest
+from pfl_lightning.trainer import FederatedTrainer
+
+JOB = {
+    "round": 0,
+    "architecture": 0,
+    "seed": 0,
+    "lr_factor": 1.0,
+    "evaluate": "",
+    "requested": "",
+    "kept": "",
+    "live": "",
+}
+"""What a server tells of a client's work; several names stand with spaces between them."""
+IDS = 1 << 31
+"""A client's id is less; how many there are the server knows."""
+
+Told: TypeAlias = dict[int, dict[str, Any]]
+Records: TypeAlias = dict[str, Any]
+
+
+class Worker:
+    """Runs a site's clients as a server asks, by the engine that would run them anywhere.
+
+    Args:
+        trainer: has the precision, the device, and how rounds are made.
+        client: the client module, as made.
+        site: the clients that are here.
+        states: what stays with them.
+    """
+
+    def __init__(self, trainer: FederatedTrainer, client: ClientModule, site: Site, states: StateVersions) -> None:
+        self.trainer, self.site, self.states = trainer, site, states
+        self.modules = client.architectures()
+        self.initial = digest([module.state_dict() for module in self.modules])
+        self._personal = [personal_entries(module, whole_model(module)) for module in self.modules]
+
+    @cached_property
+    def engines(self) -> list[Engine]:
+        """What runs the clients of each architecture."""
+        for module in self.modules:
+            self.trainer.precision_plugin.convert_module(module.to(self.trainer.strategy.root_device))
+            module.num_rounds = self.trainer.max_epochs or 1
+            check_task(module, self.site.data)
+        return self.trainer.rounds.engines(self.modules, self.site.data, self.trainer)
+
+    def hello(self) -> Records:
+        """Who is here, and how many samples each has; nothing else about them is told."""
+        return {"hello": {"version": VERSION, "initial": self.initial, "clients": self.site.sizes()}}
+
+    def train(self, content: RecordDict) -> Records:
+        """A round of the clients whom a message is about: answers and updates, by the names of their records."""
+        told: Told = unpack(content, "jobs", {0: JOB}, IDS)
+        records: Records = {}
+        device = self.trainer.strategy.root_device.type
+        # as in Lightning's loop, where a federation's rounds are; engines enter autocast for forward passes
+        with self.trainer.precision_plugin.train_step_context(), torch.autocast(device, enabled=False):
+            for job, outcome in self._results(told, content, records, lambda engine, jobs: engine.run(jobs)):
+                with failing(records, [job.client]):
+                    records |= self._trained(job, outcome, told[job.client]["live"].split())
+        return records
+
+    def _trained(self, job: Job, outcome: Outcome, live: list[str]) -> Records:
+        """What goes to the server of a client that has trained; what stays is on the disk then."""
+        client, state, name = job.client, outcome.state, ""
+        if outcome.finite:
+            self.site.check_update(outcome.update, type(self.modules[0]).__name__)
+            if state.personal or state.optimizers or state.scaler:
+                name = self.states.keep(client, state, job.state.kept, live)
+        answer = {
+            "round": job.round,
+            "kept": name,
+            "finite": outcome.finite,
+            "seconds": outcome.seconds,
+            "metrics": outcome.metrics,
+            "after": outcome.after,
+        }
+        # what isn't finite the server would not take
+        return {f"{client}/answer": answer} | ({f"{client}/update": outcome.update} if outcome.finite else {})
+
+    def evaluate(self, content: RecordDict) -> Records:
+        """Metrics of the models that the clients whom a message is about receive now; the models are kept."""
+        told: Told = unpack(content, "jobs", {0: JOB}, IDS)
+        records: Records = {}
+        with undisturbed():
+            evaluated = self._results(told, content, records, lambda engine, jobs: engine.evaluate_all(jobs))
+            for job, (client, metrics) in evaluated:
+                with failing(records, [client]):
+                    keep_model(self.states, job, self.modules, told[client]["architecture"])
+                    records[f"{client}/answer"] = {"after": metrics}
+        return records
+
+    def _results(
+        self, told: Told, content: RecordDict, records: Records, work: Callable[[Engine, list[Job]], Iterable[Any]]
+    ) -> Iterator[tuple[Job, Any]]:
+        """What engines make of a message's jobs; the reasons of those that fail are put among the records."""
+        jobs: dict[int, dict[int, Job]] = {}
+        for client, row in told.items():
+            with failing(records, [client]):
+                jobs.setdefault(row["architecture"], {})[client] = self._job(client, row, content)
+        for architecture, own in jobs.items():
+            with failing(records, own):
+                engine = self.engines[architecture]
+                engine.module.requested = frozenset(told[min(own)]["requested"].split())
+                self.site.check_method(engine.module)
+                for result in work(engine, list(own.values())):
+                    yield own[result.client if isinstance(result, Outcome) else result[0]], result
+
+    def _job(self, client: int, row: Mapping[str, Any], content: RecordDict) -> Job:
+        data = self.site.client(client)
+        if row["architecture"] not in range(len(self.modules)):
+            raise Refused(f"client {client} can't have the architecture {row['architecture']}.")
+        begun = ClientState(self._personal[row["architecture"]])
+        # with its name, as the version that follows it has to know it
+        state = replace(self.states.load(client, row["kept"]), kept=row["kept"]) if row["kept"] else begun
+        payload = unpack(content, f"{client}/payload")
+        splits = cast(tuple[Split, ...], tuple(row["evaluate"].split()))
+        return Job(client, row["round"], state, payload, data, row["seed"], row["lr_factor"], splits)
+
+
+@contextmanager
+def failing(records: Records, clients: Iterable[int]) -> Iterator[None]:
+    """Takes an error for the answer of those clients who have none yet.
+
+    Args:
+        records: of answers.
+        clients: whom it would be about.
+    """
+    try:
+        yield
+    except Exception as error:
+        for client in clients:
+            records.setdefault(f"{client}/answer", reason(error))
+
+
+def reason(error: Exception) -> dict[str, str]:
+    """An answer in the place of a client's own, with a sentence; the site's log gets all of it."""
+    if isinstance(error, Refused):
+        return {"error": str(error)}
+    traceback.print_exception(error)
+    return {"error": f"its site failed with {type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+
+
+def app_of(make: Callable[[Context], Worker]) -> ClientApp:
+    """Flower's app of a site.
+
+    Args:
+        make: gives what works there, for each message anew, as Flower starts a process for each.
+    """
+    app = ClientApp()
+
+    def answered(message: Message, context: Context, work: Callable[[Worker], Records]) -> Message:
+        start = time.perf_counter()
+        try:
+            content = pack(work(make(context)))
+        # a wrong setting ends the command line by an exit
+        except (Exception, SystemExit) as error:
+            traceback.print_exception(error)
+            content = failure(reason(error)["error"] if isinstance(error, Exception) else "its settings are refused")
+        if time.perf_counter() - start > message.metadata.ttl:
+            rank_zero_warn("the server has not waited for this answer; give it a longer timeout.")
+        return Message(content, reply_to=message)
+
+    @app.query()
+    def hello(message: Message, context: Context) -> Message:
+        return answered(message, context, Worker.hello)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return answered(message, context, lambda worker: worker.train(message.content))
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return answered(message, context, lambda worker: worker.evaluate(message.content))
+
+    return app

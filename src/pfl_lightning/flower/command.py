@@ -1,0 +1,176 @@
+"""The command ``pfl-lightning flower``: writes the app of a deployment, and exports models at sites."""
+
+import shutil
+from importlib.util import find_spec
+from keyword import iskeyword
+from pathlib import Path
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from pfl_lightning.cli.arguments import Arguments
+from pfl_lightning.cli.configs import find, nearest
+from pfl_lightning.cli.reading import configured
+from pfl_lightning.flower.export import export
+
+DESCRIPTION = """\
+A federation at sites that keep their data, over Flower.
+
+    pfl-lightning flower new clinics --config methods/fedper --config mine.yaml
+    pfl-lightning flower export --state-dir states --client 3 model.ckpt
+
+The first writes a folder, an app of Flower, with the commands for server and sites in its README. The second is for a
+site: it writes a client's model to a checkpoint of its own.
+"""
+
+PROJECT = """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "{name}"
+version = "0.1.0"
+description = "A federation of pfl-lightning on Flower"
+license = "Apache-2.0"
+# Flower would install them at server and sites, where they are
+dependencies = []
+
+[tool.flwr.app]
+publisher = "{publisher}"
+
+[tool.flwr.app.components]
+serverapp = "{package}.server:app"
+clientapp = "{package}.site:app"
+
+[tool.flwr.app.config]
+# of this folder, or packaged ones; later ones and flags win, as of `pfl-lightning fit`
+config = "{configs}"
+flags = ""
+# "last" goes on with the newest run of the method
+ckpt-path = ""
+# seconds that a phase of a round waits for sites, and that the start waits for all of them
+timeout = 600
+patience = 600
+# largest norm of what a client changes; 0 doesn't look
+max-norm = 0.0
+# a file of this folder with lines such as "ecdsa-sha2-nistp384 AAAAE2...: 0 3", a site's public key and its clients;
+# without one a client is whose registered key claims it first
+keys = ""
+"""
+
+MODULE = """\
+\"\"\"Flower's app of {whose}.\"\"\"
+
+from pathlib import Path
+
+from pfl_lightning.flower.apps import {app}
+
+app = {app}(Path(__file__).parents[1])
+"""
+
+README = """\
+# {name}
+
+A federation of pfl-lightning on Flower: this folder is the app, and `pyproject.toml` has its settings. Server and sites
+need `pip install 'pfl-lightning[flower]'` in the same version. Four commands try it on one machine, each in a terminal
+and in this folder:
+
+    flower-superlink --insecure --disable-runtime-dependency-installation
+    flower-supernode --insecure --superlink 127.0.0.1:8000 --port 9101 \\
+        --node-config 'clients="{clients[0]}" state-dir="{here}/states-0"'
+    flower-supernode --insecure --superlink 127.0.0.1:8000 --port 9102 \\
+        --node-config 'clients="{clients[1]}" state-dir="{here}/states-1"'
+    flwr run . local --stream
+
+`clients` are the ids, from 0 up, of the clients that a site has; all sites together have all. `local` is a connection
+in `~/.flwr/config.toml`:
+
+    [superlink.local]
+    address = "127.0.0.1:8000"
+    insecure = true
+
+docs/deployment.md of pfl-lightning has the rest: data of the sites' own, TLS, keys, and what each side trusts.
+"""
+
+
+def new(folder: Path, names: list[str]) -> None:
+    """Writes an app.
+
+    Args:
+        folder: for it; it must not be there.
+        names: its configurations; files of the user's are copied, packaged ones are found by their names everywhere.
+
+    Raises:
+        MisconfigurationException: if the folder is there, or a configuration isn't.
+    """
+    if folder.exists():
+        raise MisconfigurationException(f"flower new: {folder} is there already; give a new folder.")
+    package = "".join(letter if letter.isalnum() else "_" for letter in folder.name.lower()).strip("_")
+    if not package.isidentifier() or iskeyword(package):
+        raise MisconfigurationException(f"flower new: {folder.name!r} can't name an app; take letters, as of clinics.")
+    configs, own = [], []
+    for name in names:
+        path = find(name)
+        if path is None:
+            raise MisconfigurationException(f"flower new: --config {name} is no configuration{nearest(name)}")
+        is_own = Path(name).is_file() or Path(f"{name}.yaml").is_file()
+        configs.append(f"configs/{path.name}" if is_own else name)
+        own += [path] if is_own else []
+    (folder / package).mkdir(parents=True)
+    for path in own:
+        (folder / "configs").mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / "configs" / path.name)
+    settings = {"name": package.replace("_", "-"), "publisher": "pfl", "package": package, "configs": " ".join(configs)}
+    (folder / "pyproject.toml").write_text(PROJECT.format(**settings))
+    (folder / package / "__init__.py").touch()
+    for module, whose, app in (("server", "the server", "server_app"), ("site", "a site", "client_app")):
+        (folder / package / f"{module}.py").write_text(MODULE.format(whose=whose, app=app))
+    count = num_clients(names)
+    halves = [" ".join(map(str, range(first, count, 2))) for first in (0, 1)]
+    (folder / "README.md").write_text(README.format(name=folder.name, here=folder.resolve(), clients=halves))
+
+
+def num_clients(names: list[str]) -> int:
+    """How many clients a federation has.
+
+    Args:
+        names: its configurations.
+    """
+    return int(configured([word for name in names for word in ("--config", name)]).datamodule.num_clients)
+
+
+def main(args: list[str]) -> int:
+    """Runs ``pfl-lightning flower``.
+
+    Args:
+        args: the command's arguments.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        MisconfigurationException: if the extra isn't installed, or something can't be written or found.
+    """
+    usage = "%(prog)s new APP --config NAME | %(prog)s export --client ID FILE"
+    parser = Arguments("flower", usage=usage, description=DESCRIPTION)
+    parser.add_argument("action", choices=["new", "export"])
+    parser.add_argument("path", type=Path, metavar="APP | FILE", help="the folder, or the checkpoint, to write")
+    parser.add_argument("--config", action="append", default=[], metavar="NAME", help="new: as of fit, several in turn")
+    parser.add_argument("--client", type=int, help="export: the client's id")
+    parser.add_argument("--state-dir", type=Path, default=Path("states"), help="export: where the site keeps them")
+    given = parser.parse_args(args)
+    if given.action == "export":
+        if given.client is None:
+            raise MisconfigurationException("flower export: --client says whose model is to be written; give an id.")
+        export(given.state_dir, given.client, given.path)
+        print(f"{given.path} written")
+        return 0
+    if find_spec("flwr") is None:
+        raise MisconfigurationException(
+            "flower new: Flower isn't installed; pip install 'pfl-lightning[flower]', with Python 3.11 or newer."
+        )
+    if not given.config:
+        raise MisconfigurationException("flower new: --config is missing; give at least one, such as quickstart.")
+    new(given.path, given.config)
+    print(f"{given.path} written; {given.path / 'README.md'} says how it is run")
+    return 0

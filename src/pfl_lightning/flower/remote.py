@@ -1,0 +1,175 @@
+"""The engine whose clients are at sites: jobs go out as messages, outcomes come back."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from flwr.app import MessageType, RecordDict
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import rank_zero_warn
+
+from pfl_lightning.client import ClientModule, Phase
+from pfl_lightning.data import ClientData
+from pfl_lightning.engines import ClientState, Engine, Evaluated, Job, LocalWork, Outcome
+from pfl_lightning.engines.evaluation import POOLED, state_of
+from pfl_lightning.flower.link import Link, check_failure
+from pfl_lightning.flower.sketch import Sketches
+from pfl_lightning.flower.template import Refused, check, check_counts, check_norm, check_type
+from pfl_lightning.flower.wire import unpack
+from pfl_lightning.messages import Message, num_bytes
+
+ANSWER_BYTES = 1 << 20
+"""Bytes of tensors that a client's metrics take at most."""
+TRAINED = {"round": 0, "kept": "", "finite": True, "seconds": 0.0, "metrics": {str: float}}
+"""What a site tells of a client's training, beside its metrics after it."""
+
+Live = Callable[[], Mapping[int, set[str]]]
+"""Gives the names of the states that the server may ask for again, by client."""
+
+
+class Remote(Engine):
+    """Sends each job to the site that has its client, and gives what comes back, one message a site and phase.
+
+    Args:
+        modules: the client modules, by architecture.
+        work: how much each client trains, which sites read in the configuration.
+        precision: the Trainer's precision plugin.
+        link: the sites.
+        architecture_of: which of the modules a client has.
+        live: the states that sites must keep.
+        max_norm: how far an update may be from the payload at most, as a norm over all of its tensors; None doesn't
+            look.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[ClientModule],
+        work: LocalWork,
+        precision: Precision,
+        link: Link,
+        architecture_of: Callable[[int], int],
+        live: Live,
+        max_norm: float | None = None,
+    ) -> None:
+        super().__init__(modules[0], work, precision)
+        self.link, self.architecture_of, self.live, self.max_norm = link, architecture_of, live, max_norm
+        self._sketches = Sketches(modules)
+        metrics = self.metrics.items()
+        self._pooled = {name: state_of(metric) for name, metric in metrics if name.endswith(POOLED)}
+
+    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
+        """Yields outcomes as sites answer; what isn't as it should be is refused."""
+        asked = {job.client: job for job in jobs}
+        for client, content in self._ask(MessageType.TRAIN, asked):
+            try:
+                yield self._outcome(asked[client], content)
+            except Refused as reason:
+                yield refused(client, reason)
+
+    def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
+        """Yields metrics as sites answer; clients whose aren't as they should be are left out with a warning."""
+        asked = {job.client: job for job in jobs}
+        for client, content in self._ask(MessageType.EVALUATE, asked):
+            try:
+                yield client, self._metrics(self._answer(content, client), "after")
+            except Refused as reason:
+                rank_zero_warn(f"client {client} isn't evaluated: {reason}")
+
+    def evaluate(self, job: Job) -> dict[str, dict[str, float]]:
+        """Metrics of one client, at its site."""
+        return dict(self.evaluate_all([job])).get(job.client, {})
+
+    def become(self, job: Job) -> ClientData:
+        """Refused: nobody can be a client here.
+
+        Raises:
+            MisconfigurationException: always.
+        """
+        raise MisconfigurationException(
+            f"client {job.client} is at its site, with its samples and what stays with it; leave out what looks at "
+            "clients' own models here, such as trainer.callbacks=FeaturePictures."
+        )
+
+    def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
+        """Refused, as `become`."""
+        self.become(job)
+
+    def look(self, job: Job) -> Message:
+        """What the update of a job should look like.
+
+        Raises:
+            MisconfigurationException: if that can't be found out.
+        """
+        return self._sketches.update(self.architecture_of(job.client), job)
+
+    def _ask(self, kind: str, asked: Mapping[int, Job]) -> Iterator[tuple[int, RecordDict]]:
+        if not asked:
+            return
+        live = self.live()
+        jobs = {
+            client: {
+                "round": job.round,
+                "architecture": self.architecture_of(client),
+                "seed": job.seed,
+                "lr_factor": job.lr_factor,
+                "evaluate": " ".join(job.evaluate),
+                "requested": " ".join(sorted(self.module.requested)),
+                "kept": job.state.kept or "",
+                "live": " ".join(sorted(live.get(client, set()))),
+            }
+            for client, job in asked.items()
+        }
+        round = next(iter(asked.values())).round + 1
+        yield from self.link.ask(kind, str(round), jobs, {client: job.payload for client, job in asked.items()})
+
+    def _answer(self, content: RecordDict, client: int) -> dict[str, Any]:
+        """What a client's site tells, as a dict of anything."""
+        check_failure(content)
+        answer: dict[str, Any] = unpack(content, f"{client}/answer", limit=ANSWER_BYTES)
+        check_type(answer, dict, "answer")
+        if "error" in answer:
+            check(answer, {"error": ""}, where="answer")
+            raise Refused(answer["error"][:500])
+        return answer
+
+    def _metrics(self, answer: dict[str, Any], name: str) -> dict[str, dict[str, float]]:
+        """Metrics by split, in the order in which they were computed."""
+        found: Any = answer.get(name)
+        names = {metric for values in found.values() for metric in values} if is_nested(found) else ()
+        like: Any = {metric: self._pooled.get(metric, float) for metric in names}
+        check(found, {str: like or {str: float}}, where=name)
+        return cast(dict[str, dict[str, float]], found)
+
+    def _outcome(self, job: Job, content: RecordDict) -> Outcome:
+        client, answer = job.client, self._answer(content, job.client)
+        after = self._metrics(answer, "after")
+        check({name: value for name, value in answer.items() if name != "after"}, TRAINED, where="answer")
+        if answer["round"] != job.round:
+            raise Refused(f"it is the answer of round {answer['round'] + 1}.")
+        update = {}
+        if answer["finite"]:
+            samples = self.link.sizes[client]["train"]
+            like = self.look(job)
+            limit = 2 * num_bytes(like)
+            update = unpack(content, f"{client}/update", like, self._sketches.keys(self.link.clients), limit)
+            check_counts(update, samples)
+            if self.max_norm is not None:
+                check_norm(update, job.payload, self.max_norm)
+        # of a client with whom nothing stays there is nothing to keep
+        state = ClientState(kept=answer["kept"] or None)
+        return Outcome(client, update, state, answer["metrics"], answer["finite"], after, answer["seconds"])
+
+
+def is_nested(value: Any) -> bool:
+    """Whether a value is a dict of dicts."""
+    return isinstance(value, dict) and all(isinstance(part, dict) for part in value.values())
+
+
+def refused(client: int, reason: Refused) -> Outcome:
+    """The outcome of a client of whom nothing can be used.
+
+    Args:
+        client: its id.
+        reason: why.
+    """
+    return Outcome(client, {}, ClientState(), {}, True, {}, 0.0, str(reason).removesuffix(".") or "it gave no reason")

@@ -1,0 +1,52 @@
+"""Deployments of small federations in one process, and the same federations in a simulation."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from local_grid import LocalGrid
+
+from federations import Run, blobs, make_trainer
+from pfl_lightning.flower.client_app import Worker, app_of
+from pfl_lightning.flower.server_app import serve
+from pfl_lightning.flower.site import Site
+from pfl_lightning.flower.states import StateVersions
+
+ALL = "prototypes class_counts directions control statistics affinity cluster outputs predictions"
+NODES = {node: {"clients": clients, "allow": ALL} for node, clients in {11: "0 2", 12: "1 3"}.items()}
+
+
+def grid_of(make: Callable[[], Any], folder: Path, data: Callable[[], Any] = blobs, **settings: Any) -> LocalGrid:
+    """Two sites with two clients each, made anew for each message.
+
+    Args:
+        make: makes the client module; it seeds first.
+        folder: where sites keep what stays with their clients.
+        data: makes the clients' data.
+        **settings: the Trainer's.
+    """
+
+    def worker(context: Any) -> Worker:
+        held, client = data(), make()
+        held.setup()
+        states = StateVersions(folder / str(context.node_id))
+        return Worker(make_trainer(**settings), client, Site.of(context.node_config, held), states)
+
+    return LocalGrid(app_of(worker), NODES)
+
+
+def deploy(
+    grid: LocalGrid,
+    make: Callable[[], Any],
+    root: Any = "unused",
+    data: Callable[[], Any] = blobs,
+    aggregator: Any = None,
+    ckpt_path: str | None = None,
+    serving: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Run:
+    """Fits a federation over a grid, by a server of its own."""
+    trainer, model = make_trainer(root, **settings), make()
+    limits = {"timeout": 5.0, "patience": 1.0, "poll": 0.0} | (serving or {})
+    federation = serve(grid, trainer, model, data(), aggregator, ckpt_path, **limits)
+    return Run(trainer, model, federation.data)

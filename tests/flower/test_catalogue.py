@@ -1,0 +1,52 @@
+"""Every method of the catalogue: at sites it computes what it computes in a simulation, to the bit."""
+
+import os
+from functools import partial
+
+import pytest
+
+pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
+
+from deployments import NODES, deploy, grid_of
+
+from federations import Pause, equal, fit, make_client, noisy, untimed
+from pfl_lightning.flower.states import StateVersions
+from pfl_lightning.methods.registry import METHODS
+
+OWN = {"FedClassAvg": {"contrastive": False}}
+"""Settings without which a method takes images alone."""
+
+
+SOME = {"FedAvg", "SCAFFOLD", "FedNH", "Ditto", "FedPer", "FedALA", "FedFomo", "APPLE", "IFCA", "FedProto", "KT-pFL"}
+"""Methods of every kind: of those that are left out each sends and keeps what one of these does."""
+
+
+def marks(method):
+    wanted = method.name in SOME or "EVERY_METHOD" in os.environ
+    return [] if wanted else [pytest.mark.skip(reason="takes minutes with all methods: EVERY_METHOD=1 runs them")]
+
+
+@pytest.mark.parametrize("method", [pytest.param(m, id=m.name, marks=marks(m)) for m in METHODS])
+def test_a_deployment_equals_the_simulation(method, tmp_path):
+    own = OWN.get(method.name, {})
+    make = partial(make_client, method.client, net=noisy, optimizer_lifetime="run", **own)
+    settings = {"clients_per_round": 0.5, "max_rounds": 3, "evaluate": "both"}
+    alone = fit(make(), aggregator=method.new_aggregator(), **settings)
+    grid = grid_of(make, tmp_path / "sites", **settings)
+    root = tmp_path / "server"
+    deploy(grid, make, root, aggregator=method.new_aggregator(), callbacks=[Pause(2)], **settings)
+    run = deploy(grid, make, root, aggregator=method.new_aggregator(), ckpt_path="last", **settings)
+    one, other = alone.federation, run.federation
+    assert equal(one.state_dict(), other.state_dict())
+    assert equal(one.aggregator.state, other.aggregator.state)
+    assert all(equal(one.aggregator.download(client), other.aggregator.download(client)) for client in range(4))
+    assert untimed(alone.rows) == untimed(run.rows)
+    assert alone.test() == run.test()
+    for node, config in NODES.items():
+        states = StateVersions(tmp_path / "sites" / str(node))
+        for client in map(int, config["clients"].split()):
+            kept = other.clients[client].kept if client in other.clients else None
+            if kept is not None:
+                assert equal(vars(states.load(client, kept)), vars(one.clients[client]))
+            elif client in one.clients:
+                assert not one.clients[client].personal

@@ -1,0 +1,152 @@
+"""The command `pfl-lightning flower`, and the app that it writes, from its configuration to the end of its run."""
+
+import builtins
+import importlib.util
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
+
+from flwr.app import Context, RecordDict
+from local_grid import LocalGrid
+
+from command import pfl, refusal
+from federations import equal, load
+from pfl_lightning.flower import apps
+from pfl_lightning.methods import FedPer
+
+CONFIG = """
+seed_everything: 0
+model:
+  class_path: FedPer
+  init_args:
+    net: {class_path: MLP, init_args: {hidden: [8]}}
+    optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.05}}
+data:
+  class_path: Digits
+  init_args: {num_clients: 4, max_samples: 200}
+trainer: {max_rounds: 1, default_root_dir: ROOT, accelerator: cpu}
+"""
+
+
+@pytest.fixture
+def app(tmp_path):
+    Path("mine.yaml").write_text(CONFIG.replace("ROOT", str(tmp_path / "there")))
+    with pytest.raises(SystemExit) as ended:
+        pfl("flower new clinics --config mine.yaml")
+    assert ended.value.code == 0
+    return Path("clinics")
+
+
+def checkpoint(root):
+    (path,) = root.glob("*/*/checkpoints/last.ckpt")
+    return path
+
+
+def test_an_app_runs_as_it_is_written(app, tmp_path):
+    settings = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    run = settings["config"] | {"timeout": 20, "patience": 5}
+    assert settings["components"] == {"serverapp": "clinics.server:app", "clientapp": "clinics.site:app"}
+    made = {}
+    for module in ("server", "site"):
+        spec = importlib.util.spec_from_file_location(module, app / "clinics" / f"{module}.py")
+        made[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(made[module])
+    nodes = {
+        node: {"clients": clients, "state-dir": str(tmp_path / f"states-{node}")}
+        for node, clients in ((1, "0 2"), (2, "1 3"))
+    }
+    grid = LocalGrid(made["site"].app, nodes, run_config=run)
+    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=run)
+    made["server"].app(grid, context)
+    quiet = "--trainer.enable_progress_bar false --trainer.enable_model_summary false"
+    pfl(f"fit --config mine.yaml --trainer.default_root_dir {tmp_path}/here {quiet}")
+    there, here = (load(checkpoint(tmp_path / name)) for name in ("there", "here"))
+    assert equal(there["state_dict"], here["state_dict"])
+    assert equal(there["federation"]["payloads"], here["federation"]["payloads"])
+    with pytest.raises(SystemExit) as ended:
+        pfl(f"flower export --state-dir {tmp_path}/states-2 --client 3 model.ckpt")
+    assert ended.value.code == 0
+    exported = FedPer.load_from_checkpoint("model.ckpt", client=3, weights_only=True)
+    whole = FedPer.load_from_checkpoint(checkpoint(tmp_path / "here"), client=3, weights_only=True)
+    assert equal(dict(exported.state_dict()), dict(whole.state_dict()))
+
+
+def test_packaged_configurations_stay_names(app):
+    with pytest.raises(SystemExit):
+        pfl("flower new other --config methods/fedper --config protocols/digits_iid --config mine.yaml")
+    config = tomllib.loads(Path("other/pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    assert config["config"] == "methods/fedper protocols/digits_iid configs/mine.yaml"
+    assert [path.name for path in Path("other/configs").iterdir()] == ["mine.yaml"]
+    arguments = apps.arguments(Path("other"), config | {"flags": "--trainer.max_rounds 7"})
+    assert arguments[::2] == ["--config", "--config", "--config", "--trainer.max_rounds"]
+    assert all(Path(path).is_file() for path in arguments[1:6:2]) and arguments[-1] == "7"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("flower new clinics --config mine.yaml", "clinics is there already"),
+        ("flower new try --config mine.yaml", "'try' can't name an app"),
+        ("flower new other", "--config is missing"),
+        ("flower new other --config mine.yml", "--config mine.yml is no configuration"),
+        ("flower export model.ckpt", "--client says whose model"),
+        ("flower export --client 3 --state-dir nowhere model.ckpt", "client=3 has no model in state-dir='nowhere'"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(app, capsys, line, words):
+    assert words in refusal(line, capsys)
+
+
+def test_without_the_extra_a_sentence_names_it(app, capsys, monkeypatch):
+    monkeypatch.setattr("pfl_lightning.flower.command.find_spec", lambda name: None)
+    assert "pip install 'pfl-lightning[flower]'" in refusal("flower new other --config mine.yaml", capsys)
+
+
+def test_the_command_itself_needs_no_extra(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.split(".")[0] == "flwr":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    for name in [name for name in sys.modules if name.startswith("pfl_lightning.flower")]:
+        monkeypatch.delitem(sys.modules, name)
+    importlib.import_module("pfl_lightning.flower.command")
+
+
+KEY = "ecdsa-sha2-nistp384 AAAAE2VjZHNhLXNoYTItbmlzdHAzODQAAAAIbmlzdHAzODQAAABhB"
+
+
+def test_a_list_of_keys_is_read_or_refused_in_a_sentence(tmp_path):
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    key = ec.generate_private_key(ec.SECP384R1()).public_key()
+    text = key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+    (tmp_path / "sites.yaml").write_text(f"{text} me@clinic: 0 3\n")
+    pem = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
+    assert apps.keys_in(tmp_path / "sites.yaml") == {pem: {0, 3}}
+    for wrong in (f"{KEY}: 0 3\n", f"{text}: none\n", "- 3\n", "a: b: c\n"):
+        (tmp_path / "sites.yaml").write_text(wrong)
+        with pytest.raises(MisconfigurationException, match=r"keys='sites\.yaml' can't be read"):
+            apps.keys_in(tmp_path / "sites.yaml")
+
+
+def test_seeds_of_server_and_sites_are_those_of_the_configuration(app):
+    torch.manual_seed(9)
+    config = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    nets = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        cli = apps.configured([*apps.arguments(app, config), *apps.AT_SITES.split()])
+        nets.append(cli.model.state_dict())
+        assert cli.trainer.loggers == [] and cli.aggregator is None
+    assert equal(dict(nets[0]), dict(nets[1]))

@@ -1,0 +1,92 @@
+"""What a deployment leaves and what it holds where: records, sites with data of their own, a server without any."""
+
+from functools import partial
+
+import pytest
+
+pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
+
+from deployments import NODES, deploy, grid_of
+from local_grid import LocalGrid
+
+from federations import Blobs, blobs, equal, fit, make_client, make_trainer, noisy, untimed
+from pfl_lightning.flower.client_app import Worker, app_of
+from pfl_lightning.flower.site import Site
+from pfl_lightning.flower.states import StateVersions
+from pfl_lightning.methods import FedPer
+from tasks_and_data import OfKind, client_of, kinds
+
+make = partial(make_client, FedPer, net=noisy)
+
+
+@pytest.mark.parametrize("evaluate", ["before", "after"])
+def test_summaries_are_those_of_a_simulation(tmp_path, evaluate):
+    settings = {"evaluate": evaluate, "max_rounds": 4, "client_states": "disk"}
+    here = fit(make(), root=tmp_path / "here", **settings)
+    there = deploy(grid_of(make, tmp_path / "sites", **settings), make, tmp_path / "there", **settings)
+    left_out = {"seconds", "partition"}
+    one, other = ({k: v for k, v in run.logger.summary.items() if k not in left_out} for run in (here, there))
+    # the test of the selected round asks sites for states of an earlier one
+    assert one == other and one["selected"]["test/acc"] is not None
+    columns = [{name: row[name] for name in row if name != "classes"} for row in here.logger.clients]
+    assert columns == there.logger.clients
+    assert there.folder.parent.name == "FedPer-RemoteBlobs"
+
+
+class Unloaded(Blobs):
+    """A server's, which loads nothing."""
+
+    def load(self):
+        raise AssertionError("the server has no samples to load")
+
+
+class Own(Blobs):
+    """A site's, with its own two clients and nobody else."""
+
+    def __init__(self, first, **settings):
+        super().__init__(num_clients=2, **settings)
+        self.whole, self.first = blobs(), first
+
+    def setup(self, stage=None):
+        self.whole.setup()
+
+    def prepare_data(self):
+        """Nothing to fetch."""
+
+    def parts(self, clients, split, device="cpu"):
+        return self.whole.parts([self.first + 2 * client for client in clients], split, device)
+
+    def size(self, client, split):
+        return self.whole.size(self.first + 2 * client, split)
+
+
+def test_sites_hold_their_own_clients_and_the_server_nothing(tmp_path):
+    def worker(context):
+        client, data = make(), Own(context.node_id - 11, batch_size=5)
+        data.setup()
+        states = StateVersions(tmp_path / str(context.node_id))
+        return Worker(make_trainer(max_rounds=2), client, Site.of(context.node_config, data), states)
+
+    grid = LocalGrid(app_of(worker), NODES)
+    there = deploy(grid, make, data=partial(blobs, data=Unloaded), max_rounds=2)
+    here = fit(make(), max_rounds=2)
+    assert equal(here.weights, there.weights) and untimed(here.rows) == untimed(there.rows)
+
+
+@pytest.mark.parametrize("task", list(kinds()))
+def test_every_task_can_be_deployed(tmp_path, task):
+    kind = kinds()[task]
+    own, data = partial(client_of, kind, FedPer), partial(OfKind, kind)
+    here = fit(own(), data(), max_rounds=1)
+    there = deploy(grid_of(own, tmp_path, data, max_rounds=1), own, data=data, max_rounds=1)
+    assert equal(here.weights, there.weights)
+    # with metrics of all clients' samples, of which each site tells its part
+    assert untimed(here.rows) == untimed(there.rows)
+
+
+def test_half_precision_travels_as_it_is(tmp_path):
+    settings = {"max_rounds": 2, "precision": "bf16-true"}
+    here = fit(make(), **settings)
+    there = deploy(grid_of(make, tmp_path, **settings), make, **settings)
+    assert equal(here.weights, there.weights)
+    assert here.rows[0]["bytes/up"] == there.rows[0]["bytes/up"]

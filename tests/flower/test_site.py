@@ -1,0 +1,114 @@
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from federations import blobs, make_client
+from pfl_lightning import methods
+from pfl_lightning.client import ClientModule
+from pfl_lightning.data import FederatedDataModule
+from pfl_lightning.flower.site import ALWAYS, Site
+from pfl_lightning.flower.template import Refused
+from pfl_lightning.methods import FedAvg, FedProto, Local
+from pfl_lightning.methods.fedpac import PACClient
+from pfl_lightning.methods.scaffold import ControlVariates
+
+
+def data(*sizes: int) -> FederatedDataModule:
+    module = blobs(*sizes)
+    module.prepare_data()
+    module.setup("fit")
+    return module
+
+
+@pytest.fixture(scope="module")
+def whole() -> FederatedDataModule:
+    return data(24, 16, 30, 20)
+
+
+def test_some_clients_of_data_that_have_all(whole):
+    site = Site.of({"clients": "3 1"}, whole)
+    assert site.clients == [3, 1]
+    for client in (1, 3):
+        ours, theirs = site.client(client), whole.client(client)
+        assert ours.client == client and torch.equal(ours.train.x, theirs.train.x)
+        assert torch.equal(ours.class_counts, theirs.class_counts)
+        assert site.sizes()[client] == {split: whole.size(client, split) for split in ("train", "val", "test")}
+
+
+def test_data_of_the_site_alone_have_other_numbers():
+    own = data(24, 16)
+    site = Site.of({"clients": "7 5"}, own)
+    for client, local in ((7, 0), (5, 1)):
+        assert torch.equal(site.client(client).train.x, own.client(local).train.x)
+        assert site.client(client).to("cpu").client == client
+
+
+def test_no_other_client_is_here(whole):
+    site = Site(whole, [1, 3])
+    for client in (0, 2, 4, -1, None):
+        with pytest.raises(Refused, match=f"client {client} isn't at this site"):
+            site.client(client)
+        with pytest.raises(Refused, match="isn't at this site"):
+            site.parts([1, client], "train")
+
+
+@pytest.mark.parametrize(
+    ("clients", "reason"),
+    [
+        ("", "are no ids of clients; give the site's"),
+        ("0,3", "are no ids of clients"),
+        ("-1", "are no ids of clients"),
+        ("0 x", "are no ids of clients"),
+        ("1 1", "don't fit the site's data, which have 4 clients"),
+        ("1 4", "don't fit the site's data"),
+        ("0 1 2 3 4", "don't fit the site's data"),
+        ("5 5 5 5", "don't fit the site's data"),
+    ],
+)
+def test_ids_that_cannot_be(whole, clients, reason):
+    with pytest.raises(MisconfigurationException, match=reason):
+        Site.of({"clients": clients}, whole)
+
+
+@pytest.mark.parametrize(
+    ("method", "requested", "allow", "kept"),
+    [
+        (FedAvg, "", "", ""),
+        (Local, "", "", ""),
+        (FedAvg, "class_counts", "", "FedAvg sends class_counts, which this site keeps to itself"),
+        (FedAvg, "class_counts", "class_counts", ""),
+        (FedAvg, "statistics", "statistics", "the server asks for statistics, which FedAvg doesn't offer"),
+        (ControlVariates, "", "class_counts", "ControlVariates sends control, "),
+        (ControlVariates, "", "control", ""),
+        (FedProto, "class_counts", "class_counts", "FedProto sends prototypes, "),
+        (FedProto, "class_counts", "", "FedProto sends class_counts and prototypes, .* can allow them by"),
+        (PACClient, "statistics class_counts", "prototypes class_counts", "PACClient sends statistics"),
+        (PACClient, "statistics class_counts", "prototypes class_counts statistics", ""),
+    ],
+)
+def test_what_may_be_revealed(whole, method, requested, allow, kept):
+    site = Site.of({"clients": "0", "allow": allow}, whole)
+    client = make_client(method)
+    client.requested = frozenset(requested.split())
+    if kept:
+        with pytest.raises(Refused, match=kept):
+            site.check_method(client)
+    else:
+        site.check_method(client)
+
+
+def test_an_update_has_no_more_than_may_be_revealed(whole):
+    site = Site(whole, [0], allow=["class_counts"])
+    site.check_update({"weights": {}, "class_counts": torch.ones(3)}, "FedAvg")
+    with pytest.raises(Refused, match=r"Mine sends samples, .* by --node-config 'allow=\"samples\"'"):
+        site.check_update({"weights": {}, "samples": torch.ones(3)}, "Mine")
+
+
+def test_the_page_names_all_that_methods_send():
+    page = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text()
+    named = set(re.findall(r"^\| `(\w+)` \|", page.partition("| entry | of |")[2], re.MULTILINE))
+    classes = [made for made in vars(methods).values() if isinstance(made, type) and issubclass(made, ClientModule)]
+    assert named == frozenset().union(*(made.sends | made.offers for made in classes)) - ALWAYS
