@@ -1,7 +1,21 @@
+import copy
+import io
+
 import pytest
 import torch
 
-from pfl_lightning.messages import detached, digest, is_finite, num_bytes, tensors, tree_map, weighted_mean
+from pfl_lightning.messages import (
+    Row,
+    Stack,
+    detached,
+    digest,
+    is_finite,
+    keep_own,
+    num_bytes,
+    tensors,
+    tree_map,
+    weighted_mean,
+)
 
 RECORD = {
     "a": torch.ones(2),
@@ -78,3 +92,80 @@ def test_weights_are_used_as_they_are():
 def test_as_many_weights_as_states():
     with pytest.raises(ValueError):
         weighted_mean([{"w": torch.ones(1)}] * 2, [1.0])
+
+
+# Rows of a stack
+
+
+def stack(n=4, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(n, 3, 2, generator=generator, dtype=torch.float64).to(dtype)
+    return Stack({"w": w, "n": torch.arange(n) + seed, "b": torch.randn(n, generator=generator).to(dtype)})
+
+
+def as_dicts(rows):
+    return [{name: stack[row.index] for name, stack in row.stack.entries.items()} for row in rows]
+
+
+@pytest.mark.parametrize(
+    "chosen", [[(0, k) for k in range(4)], [(0, 3), (0, 1)], [(0, 2)], [(0, 3), (1, 0), (0, 0), (1, 2)]]
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_mean_of_rows_is_that_of_the_dicts_that_they_are(chosen, dtype):
+    stacks = [stack(seed=seed, dtype=dtype) for seed in range(2)]
+    rows = [Row(stacks[which], row) for which, row in chosen]
+    weights = [1 / (k + 2) for k in range(len(rows))]
+    expected = weighted_mean(as_dicts(rows), weights)
+    mean = weighted_mean(rows, weights)
+    assert list(mean) == list(expected) and mean["n"].equal(expected["n"])
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(mean, expected, rtol=tolerance, atol=tolerance)
+    # nobody has looked at a row for it
+    assert not any("rows" in vars(of_clients) for of_clients in stacks)
+
+
+def test_a_client_that_diverged_is_no_part_of_a_mean_of_the_others():
+    of_clients = stack()
+    of_clients.entries["w"][1] = torch.nan
+    assert is_finite(weighted_mean([Row(of_clients, k) for k in (0, 2, 3)], [1 / 3] * 3))
+
+
+def test_as_many_weights_as_rows():
+    with pytest.raises(ValueError):
+        weighted_mean([Row(stack(), 0)] * 2, [1.0])
+
+
+def test_a_row_reads_as_a_dict_of_views():
+    of_clients = stack()
+    row, (expected,) = Row(of_clients, 2), as_dicts([Row(of_clients, 2)])
+    assert num_bytes({"weights": row}) == 3 * 2 * 8 + 8 + 8 and "rows" not in vars(of_clients)
+    assert list(row) == ["w", "n", "b"] and len(row) == 3 and "w" in row
+    torch.testing.assert_close(dict(row), expected, rtol=0, atol=0)
+    torch.testing.assert_close(row | {"b": expected["n"]}, expected | {"b": expected["n"]}, rtol=0, atol=0)
+    assert ({"z": 1, "w": 2} | row)["w"] is row["w"]
+    assert row["w"].data_ptr() == of_clients.entries["w"][2].data_ptr()
+    assert digest(row) == digest(expected)
+
+
+def test_a_row_is_a_dict_where_it_is_sent_or_copied():
+    row = Row(stack(), 1)
+    buffer = io.BytesIO()
+    torch.save({"weights": row}, buffer)
+    buffer.seek(0)
+    for other in (torch.load(buffer, weights_only=False)["weights"], copy.deepcopy(row), detached(row)):
+        assert type(other) is dict and digest(other) == digest(row)
+
+
+def test_what_has_been_changed_in_a_row_counts_in_a_mean():
+    of_clients = stack()
+    rows = [Row(of_clients, k) for k in range(4)]
+    rows[0]["w"].zero_()
+    assert weighted_mean(rows, [1.0, 0.0, 0.0, 0.0])["w"].count_nonzero() == 0
+
+
+def test_nothing_is_copied_of_what_is_no_row():
+    own = {"mean": torch.zeros(3), "list": [torch.ones(2)]}
+    parts = [own["mean"], own["list"][0]]
+    of_clients = stack()
+    keep_own(own, {0: {"weights": Row(of_clients, 0)}})
+    assert own["mean"] is parts[0] and own["list"][0] is parts[1] and "rows" not in vars(of_clients)

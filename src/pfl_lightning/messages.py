@@ -3,7 +3,8 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -18,11 +19,81 @@ Updates: TypeAlias = dict[int, Message]
 """The updates of a round, by client id, in the order of the ids."""
 
 
+class Stack:
+    """Tensors of several clients side by side, on the device where they were made.
+
+    Who asks for a client's gets a view of one copy on the CPU, which then is all that there is.
+
+    Args:
+        entries: ``{name: [clients, ...]}``, of at least one name.
+    """
+
+    def __init__(self, entries: StateDict) -> None:
+        self.entries = entries
+
+    @cached_property
+    def rows(self) -> list[StateDict]:
+        """Each client's tensors on the CPU."""
+        self.entries = {name: stack.cpu() for name, stack in self.entries.items()}
+        columns = zip(*(stack.unbind() for stack in self.entries.values()), strict=True)
+        return [dict(zip(self.entries, row, strict=True)) for row in columns]
+
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of a client's tensors, by name."""
+        return {name: stack.shape[1:] for name, stack in self.entries.items()}
+
+    @cached_property
+    def bytes_of_a_row(self) -> int:
+        """What a client's tensors take on the wire."""
+        return sum(stack[0].nbytes for stack in self.entries.values())
+
+    def sum(self, rows: Sequence[int], weights: Sequence[float]) -> StateDict:
+        """As `weighted_mean` of some clients' tensors, on the device: one product for each name."""
+        entries, clients = self.entries, len(next(iter(self.entries.values())))
+        if sorted(rows) == list(range(clients)):
+            weights = [weight for _, weight in sorted(zip(rows, weights, strict=True))]
+        else:
+            entries = {name: stack[torch.tensor(rows, device=stack.device)] for name, stack in entries.items()}
+        return {name: product(weights, stack) for name, stack in entries.items()}
+
+
+class Row(Mapping[str, Tensor]):
+    """A client's tensors in a stack, by name: what it sends, as long as nobody has looked at it.
+
+    Args:
+        stack: the stack.
+        index: the client's row.
+    """
+
+    def __init__(self, stack: Stack, index: int) -> None:
+        self.stack, self.index = stack, index
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.stack.rows[self.index][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stack.entries)
+
+    def __len__(self) -> int:
+        return len(self.stack.entries)
+
+    def __or__(self, other: Mapping[str, Tensor]) -> StateDict:
+        return {**self, **other}
+
+    def __ror__(self, other: Mapping[str, Tensor]) -> StateDict:
+        return {**other, **self}
+
+    def __reduce__(self) -> Any:
+        # in a file or another process it is by itself
+        return dict, (dict(self),)
+
+
 def tensors(record: Any) -> Iterator[Tensor]:
     """Every tensor of a record, at any depth, in the record's order."""
     if isinstance(record, Tensor):
         yield record
-    elif isinstance(record, Mapping):
+    elif isinstance(record, (dict, Mapping)):
         for value in record.values():
             yield from tensors(value)
     elif isinstance(record, (list, tuple)):
@@ -36,7 +107,16 @@ def num_bytes(record: Any) -> int:
     >>> num_bytes({"weights": {"w": torch.zeros(3)}, "num_samples": torch.tensor(7)})
     20
     """
-    return sum(t.numel() * t.element_size() for t in tensors(record))
+    if isinstance(record, Tensor):
+        return record.nbytes
+    # a dict first: whether something is another mapping takes long to tell
+    if isinstance(record, dict):
+        return sum(map(num_bytes, record.values()))
+    if isinstance(record, Row):
+        return record.stack.bytes_of_a_row
+    if isinstance(record, Mapping):
+        return sum(map(num_bytes, record.values()))
+    return sum(map(num_bytes, record)) if isinstance(record, (list, tuple)) else 0
 
 
 def digest(record: Any) -> str:
@@ -65,7 +145,7 @@ def tree_map(function: Callable[[Tensor], Tensor], record: Any) -> Any:
     """The record with ``function`` applied to each of its tensors."""
     if isinstance(record, Tensor):
         return function(record)
-    if isinstance(record, Mapping):
+    if isinstance(record, (dict, Mapping)):
         return {key: tree_map(function, value) for key, value in record.items()}
     if isinstance(record, (list, tuple)):
         return type(record)(tree_map(function, value) for value in record)
@@ -94,6 +174,8 @@ def weighted_mean(states: Sequence[Mapping[str, Tensor]], weights: Sequence[floa
         states: at least one state dict; all with the same names and shapes.
         weights: one a state dict; they are used as they are, so let them sum to 1 for a mean.
     """
+    if all(isinstance(state, Row) for state in states):
+        return mean_of_rows(cast(Sequence[Row], states), weights)
     first, *others = states
     mean = {}
     for name, tensor in first.items():
@@ -106,3 +188,64 @@ def weighted_mean(states: Sequence[Mapping[str, Tensor]], weights: Sequence[floa
             total.add_(state[name], alpha=weight)
         mean[name] = total.to(tensor.dtype)
     return mean
+
+
+def mean_of_rows(rows: Sequence[Row], weights: Sequence[float]) -> StateDict:
+    """As `weighted_mean`, of rows of one stack or of several; on the CPU."""
+    stacks: dict[Stack, tuple[list[int], list[float]]] = {}
+    for row, weight in zip(rows, weights, strict=True):
+        indices, own = stacks.setdefault(row.stack, ([], []))
+        indices.append(row.index)
+        own.append(weight)
+    parts = [stack.sum(*of_one) for stack, of_one in stacks.items()]
+    dtypes = {name: stack.dtype for name, stack in rows[0].stack.entries.items()}
+    return {name: together([part[name] for part in parts]).to("cpu", dtype) for name, dtype in dtypes.items()}
+
+
+def together(parts: list[Tensor]) -> Tensor:
+    """The sum of floating tensors, the maximum of others."""
+    if len(parts) == 1:
+        return parts[0]
+    stack = torch.stack(parts)
+    return stack.sum(0) if stack.is_floating_point() else stack.amax(0)
+
+
+def product(weights: Sequence[float], stack: Tensor) -> Tensor:
+    """A weighted sum of the rows of a floating stack, in float32 or better; the maximum of another one."""
+    if not stack.is_floating_point():
+        return stack.amax(0)
+    wide = torch.promote_types(stack.dtype, torch.float32)
+    factors = torch.tensor(weights, dtype=wide, device=stack.device)
+    return (factors @ stack.reshape(len(stack), -1).to(wide)).view(stack.shape[1:])
+
+
+def keep_own(record: Any, updates: Updates) -> Any:
+    """Puts copies in the place of what a record, changed in place, has of the stacks in which updates are rows.
+
+    Else who keeps one row would keep, and save, all of them.
+    """
+    stacks = {value.stack for update in updates.values() for value in update.values() if isinstance(value, Row)}
+    storages = {
+        stack.untyped_storage().data_ptr()
+        for of_rows in stacks
+        if "rows" in vars(of_rows)
+        for stack in of_rows.entries.values()
+    }
+
+    def own(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.clone() if value.untyped_storage().data_ptr() in storages else value
+        if isinstance(value, Row):
+            return {name: tensor.clone() for name, tensor in value.items()}
+        if isinstance(value, tuple):
+            return type(value)(map(own, value))
+        for key, item in (
+            list(value.items() if isinstance(value, dict) else enumerate(value))
+            if isinstance(value, (dict, list))
+            else ()
+        ):
+            if (kept := own(item)) is not item:
+                value[key] = kept
+        return value
+
+    return own(record) if stacks else record

@@ -22,8 +22,10 @@ class RoundProgress(FederatedCallback):
         self._show(trainer, federation)
 
     def _show(self, trainer: Trainer, federation: Federation) -> None:
-        text = f"Round {federation.round + 1}/{trainer.max_epochs}, clients {self._done}/{self._all}"
         bar = trainer.progress_bar_callback
+        if bar is None:
+            return
+        text = f"Round {federation.round + 1}/{trainer.max_epochs}, clients {self._done}/{self._all}"
         if isinstance(bar, TQDMProgressBar) and bar.is_enabled:
             bar.train_progress_bar.set_description(text)
         elif isinstance(bar, RichProgressBar) and bar.progress and bar.train_progress_bar_id is not None:

@@ -205,13 +205,16 @@ class ClientModule(Phased):
         """
         self.assign(payload["weights"])
 
+    def shared_state(self) -> Mapping[str, Tensor]:
+        """The entries of the ``state_dict`` that travel, as they stand; engines may give rows of a stack."""
+        return {n: t for n, t in self.state_dict().items() if self.is_shared(n) and n not in self.common_names}
+
     def upload(self, data: ClientData) -> Message:
         """What goes to the server after local training, with an entry for each name in `sends`.
 
         References will do: the engine copies them.
         """
-        shared = {n: t for n, t in self.state_dict().items() if self.is_shared(n) and n not in self.common_names}
-        update = {"weights": shared, "num_samples": torch.tensor(len(data.train))}
+        update = {"weights": self.shared_state(), "num_samples": torch.tensor(len(data.train))}
         return update | ({"class_counts": data.class_counts} if "class_counts" in self.requested else {})
 
     def configure_aggregator(self) -> Any:

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Size, Tensor
 
 from pfl_lightning.aggregators import Aggregator
-from pfl_lightning.messages import Message, StateDict, Updates
+from pfl_lightning.messages import Message, Row, StateDict, Updates
 
 Shapes: TypeAlias = dict[str, Size]
 """Shapes of weights, by name."""
@@ -58,6 +58,8 @@ def fault(update: Any, aggregator: Aggregator, shapes: Shapes) -> str:
 
 def shapes_of(weights: Mapping[str, Tensor]) -> Shapes:
     """The names and shapes of weights."""
+    if isinstance(weights, Row):
+        return weights.stack.shapes
     return {name: tensor.shape for name, tensor in weights.items()}
 
 

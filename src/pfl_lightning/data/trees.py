@@ -23,6 +23,8 @@ def rows_in(tree: Tree) -> int:
     >>> rows_in({"a": torch.zeros(3, 2), "b": torch.zeros(3)})
     3
     """
+    if isinstance(tree, Tensor):
+        return tree.shape[0]
     if isinstance(tree, Mapping):
         return rows_in(next(iter(tree.values())))
     return rows_in(tree[0]) if type(tree) in (list, tuple) else len(tree)
@@ -131,6 +133,10 @@ def like(tree: Tree, leaves: Sequence[Tensor]) -> Tree:
 
 def merged(trees: Sequence[Tree], merge: Callable[[list[Tensor]], Tensor]) -> Tree:
     """One tree of several alike, whose leaves are merged one by one."""
+    if isinstance(trees[0], Tensor):
+        return merge(list(trees))
+    if type(trees[0]) is tuple:
+        return tuple(merged(parts, merge) for parts in zip(*trees, strict=True))
     return like(trees[0], [merge(list(leaves)) for leaves in zip(*map(tensors, trees), strict=True)])
 
 

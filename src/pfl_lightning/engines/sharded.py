@@ -69,7 +69,8 @@ class Sharded(Engine):
                 f"rank {self.rank} lost another one of this run's {self.ranks} ranks; checkpoints stand: go on with "
                 "--ckpt_path last, on any number of devices."
             ) from error
-        parts = [own if rank == self.rank else unpacked(data) for rank, data in enumerate(everybody)]
+        # its own too, so that all ranks compute with the same
+        parts = [unpacked(data) for data in everybody]
         for part in parts:
             if isinstance(part, Exception):
                 raise part
@@ -77,7 +78,7 @@ class Sharded(Engine):
 
 
 def unpacked(data: bytes) -> Any:
-    """What another rank has packed."""
+    """What a rank has packed."""
     return torch.load(io.BytesIO(data), weights_only=False)
 
 

@@ -55,6 +55,7 @@ class FederationBase(LightningModule):
         self.client = client
         # one resident module an architecture, not one a client
         self.architectures = nn.ModuleList(client.architectures())
+        self._only_one = len(self.architectures) == 1
         self.aggregator = aggregator if aggregator is not None else client.configure_aggregator()
         self.options = options
         self.round = 0
@@ -88,6 +89,8 @@ class FederationBase(LightningModule):
 
     def architecture_of(self, client: int) -> int:
         """Which of the `architectures` a client has; new clients take those of the first ones."""
+        if self._only_one:
+            return 0
         num_clients = self.data.num_clients
         return self.client.architecture_of(client % num_clients, num_clients)
 
@@ -98,7 +101,8 @@ class FederationBase(LightningModule):
 
     def sizes(self, clients: Iterable[int], split: Split) -> dict[int, int]:
         """Numbers of samples that clients have in a split, by id."""
-        return {client: self.data.size(client, split) for client in clients}
+        data = self.data
+        return {client: data.size(client, split) for client in clients}
 
     @property
     def _fitting(self) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,7 @@ from pfl_lightning.federation.base import FederationBase
 from pfl_lightning.federation.evaluation import undisturbed
 from pfl_lightning.federation.metrics import new_row, training_metrics
 from pfl_lightning.federation.outcomes import enough, finite, unrefused
-from pfl_lightning.messages import StateDict, num_bytes
+from pfl_lightning.messages import StateDict, keep_own, num_bytes
 from pfl_lightning.seeds import draw_cohort
 
 
@@ -46,12 +46,14 @@ class Federation(FederationBase):
         self.metrics = new_row(self.round + 1, cohort, self.trainer.optimizers[0].param_groups[0]["lr"])
         self.call("on_round_start", cohort)
         outcomes: dict[int, Outcome] = {}
+        listeners = self._listeners("on_client_fit_end")
         start = time.perf_counter()
         for engine, own in self.engines_of(cohort):
             for outcome in engine.run(self._jobs(own)):
                 outcomes[outcome.client] = outcome
                 if not outcome.refused:
-                    self.call("on_client_fit_end", outcome.client, outcome)
+                    for ended in listeners:
+                        ended(self.trainer, self, outcome.client, outcome)
         self.metrics["time/train"] = time.perf_counter() - start
         taken = self._taken(outcomes, len(cohort))
         self.evaluations.keep_initial(clients, taken)
@@ -64,14 +66,22 @@ class Federation(FederationBase):
             self._read_rate()
 
     def _jobs(self, clients: list[int]) -> Iterator[Job]:
-        checked = None
+        listeners = self._listeners("on_client_fit_start")
+        known: dict[str, Any] | None = None
+        size = 0
         for client in clients:
-            self.call("on_client_fit_start", client)
+            for started in listeners:
+                started(self.trainer, self, client)
             job = self.job(client, self.options.splits_after)
-            if (weights := job.payload.get("weights")) is not checked:
+            # what many are sent is looked at once
+            if (
+                known is None
+                or job.payload.keys() != known.keys()
+                or any(job.payload[k] is not known[k] for k in known)
+            ):
                 check_payload(job.payload, client, self.aggregator, self._shared)
-                checked = weights
-            self.metrics["bytes/down"] += num_bytes(job.payload)
+                known, size = job.payload, num_bytes(job.payload)
+            self.metrics["bytes/down"] += size
             yield job
 
     def _read_rate(self) -> None:
@@ -105,6 +115,7 @@ class Federation(FederationBase):
         start = time.perf_counter()
         with self._remembered.aggregation():
             logs = self.aggregator.aggregate(updates, self.round)
+            keep_own(self.aggregator.state, updates)
         # states change here and not while clients train: an interrupted round leaves none behind
         for client, outcome in taken.items():
             self.clients[client] = outcome.state
@@ -175,6 +186,10 @@ class Federation(FederationBase):
             hook: its name.
             *args: what it gets after the trainer and the federation.
         """
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if method := getattr(callback, hook, None):
-                method(self.trainer, self, *args)
+        for method in self._listeners(hook):
+            method(self.trainer, self, *args)
+
+    def _listeners(self, hook: str) -> list[Callable[..., Any]]:
+        """The methods of callbacks for a hook."""
+        methods = (getattr(callback, hook, None) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        return [method for method in methods if method]

@@ -1,16 +1,23 @@
-"""Random views of a batch of images, drawn on the device where the images are.
+"""Random views of a batch of images, drawn on the CPU and made on the device where the images are.
 
-The draws are those of torchvision, one set an image, while its transforms draw one set a call. What is done to pixels
-is done to the whole batch at once: image by image it takes several times as long on a CPU, and on a GPU longer than the
-training of a small net.
+The draws are those of torchvision, one set an image, while its transforms draw one set a call. All of them are made at
+once and travel to the device in one copy. What is done to pixels is done to many images at once: image by image it
+takes several times as long on a CPU, and on a GPU longer than the training of a small net.
 """
 
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 SCALE, RATIO = (0.2, 1.0), (3 / 4, 4 / 3)
 """Share of the area that a crop keeps, and its ratio of width to height."""
+ATTEMPTS = 10
+"""Boxes that are drawn for a crop, of which the first one within the image counts."""
 FLIP = 0.5
 """Probability of a horizontal flip."""
 JITTER = 0.8
@@ -20,6 +27,32 @@ HUE = (-0.1, 0.1)
 """Ranges of the changes; hue in turns of the colour circle."""
 GRAY = 0.2
 """Probability that the colours are lost."""
+LUMINANCE = (0.2989, 0.587, 0.114)
+"""Shares of red, green and blue in a grey level."""
+CONTRAST_CHANGE, HUE_CHANGE = 1, 3
+"""Their numbers among the changes of colours, which are brightness, contrast, saturation and hue."""
+TINY = 1e-12
+
+Array: TypeAlias = NDArray[Any]
+
+
+class Draws(NamedTuple):
+    """What is drawn for n views.
+
+    Args:
+        boxes: top, left, height and width of the crops ``[n, 4]``, in pixels.
+        flipped: which views are flipped ``[n]``.
+        orders: the changes of brightness (0), contrast (1), saturation (2) and hue (3) of each in their order
+            ``[n, 4]``; -1 where there are none.
+        factors: how much brightness, contrast and saturation change, and by how many turns the hue does ``[n, 4]``.
+        grayed: which views lose their colours ``[n]``.
+    """
+
+    boxes: Array
+    flipped: Array
+    orders: Array
+    factors: Array
+    grayed: Array
 
 
 def random_views(x: Tensor) -> Tensor:
@@ -27,7 +60,8 @@ def random_views(x: Tensor) -> Tensor:
 
     Its distribution is that of torchvision's ``RandomResizedCrop``, ``RandomHorizontalFlip``, ``ColorJitter`` and
     ``RandomGrayscale`` with the settings of supervised contrastive learning (Khosla et al., 2020,
-    https://arxiv.org/abs/2004.11362), drawn from the global random state. Grey images keep their hue and saturation.
+    https://arxiv.org/abs/2004.11362), drawn from the CPU's global random state. Grey images keep their hue and
+    saturation.
 
     Args:
         x: images ``[n, C, H, W]`` with C of 1 or 3 and pixels in [-1, 1], as data modules give them.
@@ -35,104 +69,188 @@ def random_views(x: Tensor) -> Tensor:
     Returns:
         As many images of the same shape, range and type.
     """
-    from torchvision.transforms import ColorJitter, RandomResizedCrop
+    return views(x, drawn(len(x), *x.shape[2:]))
 
+
+# On the CPU
+
+
+def drawn(n: int, height: int, width: int) -> Draws:
+    """Draws for n views of images of a size."""
+    uniform = torch.rand(n, 2 * ATTEMPTS + 13, dtype=torch.float64).numpy()
+    places, factors, order, (flip, jitter, gray), shapes = np.split(uniform.T, [2, 6, 10, 13])
+    low, high = np.array([BRIGHTNESS, CONTRAST, SATURATION, HUE]).T
+    return Draws(
+        boxes=crops(shapes.T.reshape(n, ATTEMPTS, 2), places.T, np.array([height, width])),
+        flipped=flip < FLIP,
+        orders=np.where(jitter[:, None] < JITTER, order.argsort(0).T, -1),
+        factors=low + factors.T * (high - low),
+        grayed=gray < GRAY,
+    )
+
+
+def crops(shapes: Array, places: Array, size: Array) -> Array:
+    """Boxes as torchvision's ``RandomResizedCrop`` draws them, from numbers in [0, 1).
+
+    Args:
+        shapes: for the area and the ratio of each attempt ``[n, attempts, 2]``.
+        places: for where the boxes lie ``[n, 2]``.
+        size: height and width of the images ``[2]``.
+    """
+    area = size.prod() * (SCALE[0] + shapes[..., 0] * (SCALE[1] - SCALE[0]))
+    low, high = np.log(RATIO)
+    ratio = np.exp(low + shapes[..., 1] * (high - low))
+    attempts = np.rint(np.sqrt(np.stack([area / ratio, area * ratio], -1)))
+    fits = ((attempts > 0) & (attempts <= size)).all(-1)
+    boxes = attempts[np.arange(len(fits)), fits.argmax(1)]
+    # rounded down it is one of the numbers from 0 to what is left, all of them alike
+    corners = np.floor(places * (size - boxes + 1))
+    # where none fits, the largest box of a ratio within the range, in the middle
+    largest = np.minimum(size, np.rint([size[1] / RATIO[0], size[0] * RATIO[1]]))
+    found = fits.any(1)[:, None]
+    return np.where(found, np.concatenate([corners, boxes], 1), np.concatenate([(size - largest) // 2, largest]))
+
+
+def views(x: Tensor, draws: Draws) -> Tensor:
+    """The views that draws make of images.
+
+    What is changed before an image's hue and what is changed after it is done in three steps each. The images are
+    sorted by where the hue has its turn, so that those of a step are neighbours, and nothing is gathered.
+
+    Args:
+        x: images as for `random_views`.
+        draws: as many.
+    """
+    hue = draws.orders == HUE_CHANGE
+    turns = np.where(hue.any(1), hue.argmax(1), -1)
+    order = np.argsort(-turns, kind="stable")
+    orders, factors = draws.orders[order], draws.factors[order]
+    # of the images in their order, those whose hue has the turn k or a later one are the first
+    first = [int((turns >= k).sum()) for k in range(4)]
+    luminance = np.array(LUMINANCE if x.shape[1] == 3 else (1.0,))
+
+    def changes(k: int) -> list[Any]:
+        """What `blend` takes of those with number k in the order."""
+        change = orders[:, k]
+        factor = factors[np.arange(len(change)), change]
+        return [*(share * (change > 0) for share in luminance), change == CONTRAST_CHANGE, 1 - factor]
+
+    blocks = [
+        [order, order.argsort()],
+        stretch(draws.boxes[:, 0], draws.boxes[:, 2], x.shape[2]),
+        stretch(draws.boxes[:, 1], draws.boxes[:, 3], x.shape[3], draws.flipped),
+        *map(changes, range(4)),
+        # hue, centre, sign and offset of red, green and blue: where the hue is 0 to 6, they are sign |hue - centre| +
+        # offset, kept from 0 to 1; and the turn
+        [0, 2, 4, 3, 2, 4, 1, -1, -1, -1, 2, 2, 6 * factors[:, HUE_CHANGE]],
+        [*luminance, draws.grayed[order]],
+    ]
     # pixels in [0, 1], and no coordinates in half precision
-    images = x.to(torch.promote_types(x.dtype, torch.float32)) / 2 + 0.5
-    boxes = torch.tensor([RandomResizedCrop.get_params(image, list(SCALE), list(RATIO)) for image in images])
-    images = cropped(images, boxes, torch.rand(len(images)) < FLIP)
-    draws = [ColorJitter.get_params(BRIGHTNESS, CONTRAST, SATURATION, HUE) for _ in images]
-    orders = torch.stack([order for order, *_ in draws])
-    factors = torch.tensor([changes for _, *changes in draws])
-    # no operation has the number -1
-    orders[torch.rand(len(images)) >= JITTER] = -1
-    images = jittered(images, orders, factors)
-    grayed = (torch.rand(len(images)) < GRAY).to(x.device)[:, None, None, None]
-    return (torch.where(grayed, gray(images), images) * 2 - 1).to(x.dtype)
+    images = x.to(torch.promote_types(x.dtype, torch.float32))
+    places, vertical, horizontal, *blends, turning, graying = sent(blocks, images)
+    there, back = places.flatten(1).long()
+    images = cropped(images, vertical, horizontal).transpose(0, 1).index_select(1, there).add_(1).mul_(0.5)
+    for k in range(3):
+        blend(images[:, : first[k + 1]], blends[k][:, : first[k + 1]])
+    if x.shape[1] == 3:
+        recolour(images[:, : first[0]], turning[:, : first[0]])
+    for k in range(1, 4):
+        blend(images[:, first[k] : first[0]], blends[k][:, first[k] : first[0]])
+    images.lerp_(grey(images, graying[:-1]), graying[-1])
+    return images.mul_(2).sub_(1).transpose(0, 1).index_select(0, back).to(x.dtype)
 
 
-def cropped(images: Tensor, boxes: Tensor, flipped: Tensor) -> Tensor:
-    """Boxes of images, bilinearly resized to the images' size.
+def stretch(start: Array, length: Array, size: int, flipped: Any = False) -> list[Array]:
+    """Where the pixels of resized stretches lie along an axis, as `F.grid_sample` counts: from -1 to 1.
+
+    Args:
+        start: first pixel of each stretch.
+        length: its pixels.
+        size: pixels of the axis, and of what the stretch is resized to.
+        flipped: whether the last pixel comes first.
+
+    Returns:
+        The place of the axis's beginning, what lies between pixels, and the least and the largest place that there is.
+    """
+    begin, step = 2 * start / size - 1, 2 * length / size**2
+    # what lies beyond the stretch counts as its last pixel
+    low, high = begin + 1 / size, begin + (2 * length - 1) / size
+    return [np.where(flipped, begin + size * step, begin), np.where(flipped, -step, step), low, high]
+
+
+def sent(blocks: list[list[Any]], like: Tensor) -> tuple[Tensor, ...]:
+    """Numbers on the device and in the type of images, in one copy.
+
+    Args:
+        blocks: lists of numbers, each one for all images or ``[n]``.
+        like: the n images.
+
+    Returns:
+        A tensor ``[numbers, n, 1, 1]`` for each block.
+    """
+    lengths = list(map(len, blocks))
+    table = np.empty((sum(lengths), len(like)))
+    for row, numbers in zip(table, chain.from_iterable(blocks), strict=True):
+        row[:] = numbers
+    return torch.from_numpy(table).to(like.dtype).to(like.device)[:, :, None, None].split_with_sizes(lengths)
+
+
+# On the device
+
+
+def cropped(images: Tensor, vertical: Tensor, horizontal: Tensor) -> Tensor:
+    """Stretches of images, bilinearly resized to the images' size.
 
     Args:
         images: ``[n, C, H, W]``.
-        boxes: top, left, height and width of each box ``[n, 4]``, in pixels.
-        flipped: which of them to flip horizontally ``[n]``.
+        vertical: what `stretch` gives of their heights ``[n, 4, 1, 1]``.
+        horizontal: of their widths.
     """
     height, width = images.shape[-2:]
-    top, left, box_height, box_width = boxes.to(images)[:, :, None].unbind(1)
-    rows = positions(top, box_height, height)
-    columns = positions(left, box_width, width)
-    columns = torch.where(flipped.to(columns.device)[:, None], columns.flip(1), columns)
-    grid = torch.stack([columns[:, None].expand(-1, height, -1), rows[:, :, None].expand(-1, -1, width)], -1)
-    return F.grid_sample(images, grid, align_corners=False)
+    rows = positions(vertical, height)[:, :, None].expand(-1, -1, width)
+    columns = positions(horizontal, width)[:, None].expand(-1, height, -1)
+    return F.grid_sample(images, torch.stack([columns, rows], -1), align_corners=False)
 
 
-def positions(start: Tensor, length: Tensor, size: int) -> Tensor:
-    """Where along an axis the pixels of the resized stretches lie, as `F.grid_sample` counts: from -1 to 1.
-
-    Args:
-        start: first pixel of each stretch ``[n, 1]``.
-        length: its pixels ``[n, 1]``.
-        size: pixels of the axis, and of what the stretch is resized to.
-    """
-    centres = torch.arange(size, device=start.device, dtype=start.dtype) + 0.5
-    # what lies beyond the stretch counts as its last pixel
-    at = (start + centres * length / size).clamp(start + 0.5, start + length - 0.5)
-    return 2 * at / size - 1
+def positions(stretches: Tensor, size: int) -> Tensor:
+    """Where along an axis pixels lie ``[n, size]``."""
+    begin, step, low, high = stretches.flatten(2)
+    centres = torch.arange(0.5, size, device=step.device, dtype=step.dtype)
+    return torch.addcmul(begin, step, centres).clamp_(low, high)
 
 
-def jittered(images: Tensor, orders: Tensor, factors: Tensor) -> Tensor:
-    """Images with changed brightness, contrast, saturation and hue.
+def grey(images: Tensor, shares: Tensor) -> Tensor:
+    """Grey levels ``[m, H, W]`` of images ``[C, m, H, W]``, by the shares of their channels ``[C, m, 1, 1]``."""
+    return (images * shares).sum(0)
+
+
+def blend(images: Tensor, numbers: Tensor) -> None:
+    """Changes brightness, contrast or saturation: images go towards black, their mean grey level or their grey levels.
 
     Args:
-        images: ``[n, C, H, W]`` with pixels in [0, 1].
-        orders: order of the four changes, numbered as above, of each image ``[n, 4]``.
-        factors: how much of each ``[n, 4]``; of the hue the shift, in turns.
+        images: pixels in [0, 1] ``[C, m, H, W]``, changed in place.
+        numbers: shares of the channels in what they go towards, whether that is a mean, and how far they go, all but
+            the factor of the change ``[C + 2, m, 1, 1]``.
     """
-    images, factors = images.clone(), factors.to(images)[:, :, None, None, None]
-    for numbers in orders.T:
-        for number, change in enumerate((brightened, contrasted, saturated, recoloured)):
-            rows = (numbers == number).nonzero().flatten().to(images.device)
-            images[rows] = change(images[rows], factors[rows, number])
-    return images
+    *_, is_mean, distance = numbers
+    level = grey(images, numbers[:-2])
+    level.lerp_(level.mean((1, 2), keepdim=True), is_mean)
+    images.lerp_(level, distance).clamp_(0, 1)
 
 
-def blend(images: Tensor, others: Tensor, factor: Tensor) -> Tensor:
-    """``factor`` of images and the rest of others."""
-    return (others + factor * (images - others)).clamp(0, 1)
+def recolour(images: Tensor, numbers: Tensor) -> None:
+    """Turns hues, by way of HSV, whose hue is counted from 0 to 6.
 
-
-def brightened(images: Tensor, factor: Tensor) -> Tensor:
-    """Blended with black."""
-    return blend(images, torch.zeros_like(images), factor)
-
-
-def contrasted(images: Tensor, factor: Tensor) -> Tensor:
-    """Blended with their mean grey level."""
-    return blend(images, gray(images).mean((1, 2, 3), keepdim=True), factor)
-
-
-def saturated(images: Tensor, factor: Tensor) -> Tensor:
-    """Blended with their grey levels."""
-    return blend(images, gray(images), factor)
-
-
-def gray(images: Tensor) -> Tensor:
-    """Grey levels, by the luminance of colours."""
-    from torchvision.transforms.functional import rgb_to_grayscale
-
-    return rgb_to_grayscale(images, 3) if images.shape[1] == 3 else images
-
-
-def recoloured(images: Tensor, shift: Tensor) -> Tensor:
-    """With hues turned; by way of HSV, where a channel is V - V S min(k, 4 - k, 1), k = 5, 3, 1 + 6 H modulo 6."""
-    if images.shape[1] == 1:
-        return images
-    value, chroma = images.amax(1), images.amax(1) - images.amin(1)
-    red, green, blue = images.unbind(1)
-    unit = torch.where(chroma > 0, chroma, 1)
-    hue = torch.where(value == green, 2 + (blue - red) / unit, 4 + (red - green) / unit)
-    hue = torch.where(value == red, (green - blue) / unit, hue)[:, None]
-    k = (torch.tensor([5, 3, 1], device=hue.device)[:, None, None] + hue + 6 * shift) % 6
-    return value[:, None] - chroma[:, None] * torch.minimum(k, 4 - k).clamp(0, 1)
+    Args:
+        images: pixels in [0, 1] ``[3, m, H, W]``, changed in place.
+        numbers: hue, centre, sign and offset of the channels, and the turn ``[13, m, 1, 1]``.
+    """
+    own, centre, sign, offset, (turn,) = numbers.split_with_sizes([3, 3, 3, 3, 1])
+    red, green, blue = images
+    value, least = images.amax(0), images.amin(0)
+    chroma = value - least
+    # of a pixel, as if red, green or blue was the largest
+    hues = torch.stack([green - blue, blue - red, red - green]).div_(chroma.clamp_min(TINY)).add_(own)
+    hue = torch.where(value == red, hues[0], torch.where(value == green, hues[1], hues[2])).add_(turn).remainder_(6)
+    height = torch.sub(hue, centre, out=hues).abs_().mul_(sign).add_(offset).clamp_(0, 1)
+    torch.add(height.mul_(chroma), least, out=images)

@@ -20,6 +20,7 @@ from federations import (
     HIDDEN,
     Blobs,
     blobs,
+    equal,
     fit,
     make_client,
     noisy,
@@ -37,7 +38,7 @@ from pfl_lightning.engines.vmap import engine as vectorised
 from pfl_lightning.engines.vmap import evaluator
 from pfl_lightning.engines.vmap.dropout import Streams
 from pfl_lightning.engines.vmap.engine import Unvectorisable, Vectorised
-from pfl_lightning.messages import detached, tensors
+from pfl_lightning.messages import detached, keep_own, tensors
 from pfl_lightning.methods import WDR, FedPer, FedProx, Local, PerFedAvg
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import Net
@@ -611,7 +612,17 @@ def test_who_keeps_a_tensor_of_a_client_keeps_no_others(method):
     data.setup()
     jobs = [Job(k, 0, ClientState(state), {"weights": state}, data.client(k), seed=k) for k in range(5)]
     outcomes = list(Vectorised(model, LocalWork(batch_size=5), Precision()).run(jobs))
-    given = list(tensors([[outcome.update, outcome.state.personal] for outcome in outcomes]))
+    updates = {outcome.client: outcome.update for outcome in outcomes}
+    # a server that keeps what it is sent in all ways that there are
+    kept = {
+        "whole": {k: update["weights"] for k, update in updates.items()},
+        "listed": [next(iter(update["weights"].values())) for update in updates.values()],
+        "pairs": tuple(dict(update["weights"]) for update in updates.values()),
+    }
+    before = detached(kept)
+    keep_own(kept, updates)
+    assert equal(kept, before) and all(type(value) is dict for value in kept["whole"].values())
+    given = list(tensors([kept, [outcome.state.personal for outcome in outcomes]]))
     assert all(t.untyped_storage().nbytes() == t.nbytes and not t.requires_grad for t in given)
     assert len({t.data_ptr() for t in given}) == len(given)
 

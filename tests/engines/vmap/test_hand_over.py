@@ -61,7 +61,7 @@ def at_once(monkeypatch):
         raise AssertionError("one by one")
 
     monkeypatch.setattr(HandOver, "_receive_one_by_one", refuse)
-    monkeypatch.setattr(HandOver, "_outcome", refuse)
+    monkeypatch.setattr(HandOver, "_upload_one_by_one", refuse)
 
 
 @pytest.mark.parametrize("method", [FedAvg, FedPer])

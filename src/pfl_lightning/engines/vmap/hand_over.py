@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,11 +16,11 @@ from pfl_lightning.engines.base import ClientState, Job, Outcome
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.vmap.block import Block, Member
-from pfl_lightning.engines.vmap.checks import BlockSignature, SharedAttributes
+from pfl_lightning.engines.vmap.checks import BlockSignature, SharedAttributes, Unvectorisable
 from pfl_lightning.engines.vmap.dropout import Stream
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
 from pfl_lightning.engines.vmap.slots import Slots
-from pfl_lightning.messages import Message, StateDict, detached, is_finite
+from pfl_lightning.messages import Message, Row, Stack, StateDict, detached, is_finite
 
 
 class HandOver:
@@ -40,6 +40,7 @@ class HandOver:
         self.module = sequential.module
         self.attributes = attributes
         self.evaluator = evaluator
+        self._sent: dict[int, tuple[Tensor, Tensor]] = {}
 
     # In
 
@@ -56,7 +57,10 @@ class HandOver:
             Unvectorisable: if the clients can't be in one block.
         """
         self.attributes.refuse_references(slot.tensor for slot in slots)
+        if foreign := [name for name in layout.personal if name not in slots.first_names]:
+            raise Unvectorisable(self.module, f"{foreign[0]} of its state_dict is no parameter or buffer")
         signature = BlockSignature(self.attributes, layout)
+        self._sent.clear()
         return self._receive_at_once(jobs, signature, slots) or self._receive_one_by_one(jobs, signature, slots)
 
     def _receive_at_once(
@@ -98,21 +102,45 @@ class HandOver:
     def _receive_one_by_one(
         self, jobs: list[Job], signature: BlockSignature, slots: Slots
     ) -> tuple[list[Member], StateDict, list[Phase]]:
-        """Becomes one client after another, and copies each into a row of its own."""
+        """Becomes one client after another, each in a row of the stack: what hooks change is changed there."""
         members: list[Member] = []
-        for job in jobs:
-            with self.sequential.leaks.of("on_download"):
-                data = self.sequential.become(job)
-            phases = self.module.local_phases()
-            own = slots.current()
-            signature.admit(phases, own)
-            if not members:
-                stacks = {name: tensor.new_empty((len(jobs), *tensor.shape)) for name, tensor in own.items()}
-                rows = list(zip(*(stack.unbind() for stack in stacks.values()), strict=True))
-            for row, tensor in zip(rows[len(members)], own.values(), strict=True):
-                row.copy_(tensor)
-            members.append(Member(job, data, Stream(self.sequential.device, job.seed).keep()))
+        stacks = {name: repeated(tensor, len(jobs)) for name, tensor in slots.current().items()}
+        with self._sending_once():
+            for row, job in enumerate(jobs):
+                entries = {name: stack[row] for name, stack in stacks.items()}
+                with slots.holding(entries):
+                    with self.sequential.leaks.of("on_download"):
+                        data = self.sequential.become(job)
+                    phases = self.module.local_phases()
+                    own = slots.current()
+                    signature.admit(phases, own)
+                    if row == 0:
+                        # hooks may have put others in their places
+                        new = {n: t for n, t in own.items() if n not in entries or t.shape != entries[n].shape}
+                        stacks |= {name: repeated(tensor, len(jobs)) for name, tensor in new.items()}
+                        stacks = {name: stacks[name] for name in own}
+                        entries = {name: stack[row] for name, stack in stacks.items()}
+                    take_over(own, entries)
+                members.append(Member(job, data, Stream(self.sequential.device, job.seed).keep()))
         return members, stacks, phases
+
+    @contextmanager
+    def _sending_once(self) -> Iterator[None]:
+        """Lets `ClientModule.assign` copy a tensor that many clients are sent to their device once."""
+        module, device = self.module, self.sequential.device
+        if device.type == "cpu" or overrides(module, "assign"):
+            yield
+            return
+
+        def assign(entries: Mapping[str, Tensor]) -> None:
+            for tensor in entries.values():
+                if id(tensor) not in self._sent:
+                    # with the tensor itself, which else might go and leave its number to another one
+                    self._sent[id(tensor)] = tensor, tensor.to(device)
+            ClientModule.assign(module, {name: self._sent[id(tensor)][1] for name, tensor in entries.items()})
+
+        with replaced(module, assign=assign):
+            yield
 
     # Out
 
@@ -127,56 +155,79 @@ class HandOver:
         """
         start = time.perf_counter()
         names = [name for name in self.module.state_dict() if name not in self.module.common_names]
-        own_hooks = overrides(self.module, "upload") or overrides(self.module, "state_dict")
+        own_hooks = any(overrides(self.module, method) for method in ("upload", "shared_state", "state_dict"))
         at_once = not own_hooks and block.entries.keys() >= set(names)
-        after = self.evaluator.evaluate(block.members, block.entries, slots) if at_once else None
-        if after is None:
-            yield from (self._outcome(job, block, layout, slots) for job in jobs)
-            return
-        given = self._upload_at_once(names, block)
-        finite = all_finite([block.entries[name] for name in {*given[0][0]["weights"], *layout.personal}])
+        self.sequential.set_mode(training=False)
+        with torch.no_grad():
+            updates = self._upload_at_once(names, block) if at_once else self._upload_one_by_one(block, slots)
+        stacks = {update["weights"].stack for update in updates if isinstance(update.get("weights"), Row)}
+        kept = {name: block.entries[slots.first_names[name]] for name in layout.personal}
+        sent = [entry for stack in stacks for entry in stack.entries.values()]
+        finite = all_finite([*sent, *kept.values()], len(jobs))
+        personal = rows_of(kept, len(jobs))
+        after = self.evaluator.evaluate(block.members, block.entries, slots)
         seconds = block.seconds + (time.perf_counter() - start) / len(jobs)
         for job in jobs:
             row = block.rows[job.client]
-            (update, own), metrics = given[row], block.means[row]
-            others = {name: value for name, value in update.items() if name != "weights"}
+            update, metrics = updates[row], block.means[row]
+            others = [value for value in update.values() if not isinstance(value, Row)]
             yield Outcome(
                 client=job.client,
                 update=update,
-                state=ClientState({name: own[name] for name in layout.personal}, block.members[row].optimizers),
+                state=ClientState(personal[row], block.members[row].optimizers),
                 metrics=metrics,
                 finite=finite[row] and is_finite(others) and all(map(math.isfinite, metrics.values())),
-                after=after[row],
+                after=self._evaluate_alone(row, block, slots) if after is None else after[row],
                 seconds=seconds,
             )
 
-    @torch.no_grad()
-    def _upload_at_once(self, names: list[str], block: Block) -> list[tuple[Message, StateDict]]:
-        """Of each row the update that `ClientModule.upload` makes of it, and its ``state_dict``, as copies."""
-        # of their own: who keeps or saves one row shall not keep the stack
-        stacks = {name: [row.clone() for row in block.entries[name].cpu().unbind()] for name in names}
-        result: list[tuple[Message, StateDict]] = []
-        entries: StateDict
-        self.sequential.set_mode(training=False)
-        with replaced(self.module, state_dict=lambda: entries):
+    def _upload_at_once(self, names: list[str], block: Block) -> list[Message]:
+        """Of each row the update that `ClientModule.upload` makes of it: what it shares is a row of one stack."""
+        shared = {name: block.entries[name].detach() for name in names if self.module.is_shared(name)}
+        stack = Stack(shared)
+        updates: list[Message] = []
+        own: Mapping[str, Tensor]
+        with replaced(self.module, shared_state=lambda: own):
             for row, member in enumerate(block.members):
-                entries = {name: rows[row] for name, rows in stacks.items()}
+                own = Row(stack, row) if shared else {}
                 self.sequential.set_turn(member.job, member.steps)
                 update = self.module.upload(member.data)
-                result.append(({k: v if k == "weights" else detached(v) for k, v in update.items()}, entries))
-        return result
+                updates.append({k: v if isinstance(v, Row) else detached(v) for k, v in update.items()})
+        return updates
 
-    def _outcome(self, job: Job, block: Block, layout: Layout, slots: Slots) -> Outcome:
-        """Makes the module a trained client, and takes from it what `Sequential` does."""
-        start = time.perf_counter() - block.seconds
-        row = block.rows[job.client]
+    def _upload_one_by_one(self, block: Block, slots: Slots) -> list[Message]:
+        """Of each row the update that the module makes as that client; weights that are the row stay in the stack."""
+        updates: list[Message] = []
+        stacks: dict[tuple[str, ...], Stack] = {}
+        for row, member in enumerate(block.members):
+            entries = {name: stack[row].detach() for name, stack in block.entries.items()}
+            self.sequential.set_turn(member.job, member.steps)
+            member.stream.restore()
+            with slots.holding(entries):
+                with self.sequential.leaks.of("upload"):
+                    update = dict(self.module.upload(member.data))
+                take_over(slots.current(), entries)
+            weights = update.get("weights")
+            if isinstance(weights, dict) and weights and all(is_same(t, entries.get(n)) for n, t in weights.items()):
+                chosen = tuple(weights)
+                if chosen not in stacks:
+                    stacks[chosen] = Stack({name: block.entries[name].detach() for name in chosen})
+                update["weights"] = Row(stacks[chosen], row)
+            updates.append({k: v if isinstance(v, Row) else detached(v) for k, v in update.items()})
+            if not self.evaluator.usable:
+                # the phases before its evaluation go on with what it draws
+                member.stream.keep()
+        return updates
+
+    def _evaluate_alone(self, row: int, block: Block, slots: Slots) -> dict[str, dict[str, float]]:
+        """Makes the module a trained client, and evaluates it as `Sequential` does."""
         member = block.members[row]
-        self.sequential.set_turn(job, member.steps)
+        self.sequential.set_turn(member.job, member.steps)
         with torch.no_grad():
             slots.copy_row(block.entries, row)
         member.stream.restore()
-        state = ClientState(optimizers=member.optimizers)
-        return self.sequential.outcome(job, layout, member.data, state, block.means[row], start)
+        self.sequential.set_mode(training=False)
+        return self.sequential.evaluate_present(member.job, member.data)
 
 
 @contextmanager
@@ -191,8 +242,31 @@ def replaced(module: ClientModule, **methods: Callable[..., Any]) -> Iterator[No
             del table[name]
 
 
-def all_finite(stacks: list[Tensor]) -> list[bool]:
+def repeated(tensor: Tensor, rows: int) -> Tensor:
+    """A stack whose rows are the same."""
+    return tensor.detach().repeat(rows, *[1] * tensor.dim())
+
+
+def is_same(tensor: Tensor, other: Tensor | None) -> bool:
+    """Whether a tensor is another one by its place in memory."""
+    return other is not None and tensor.data_ptr() == other.data_ptr() and tensor.shape == other.shape
+
+
+def take_over(current: StateDict, entries: StateDict) -> None:
+    """Copies what hooks have put into slots in the place of entries into these."""
+    for name, entry in entries.items():
+        if name in current and not is_same(current[name], entry):
+            entry.copy_(current[name])
+
+
+def rows_of(stacks: StateDict, count: int) -> list[StateDict]:
+    """Each row of stacks as tensors of its own on the CPU: who keeps or saves one shall not keep the stack."""
+    columns = [[row.clone() for row in stack.cpu().unbind()] for stack in stacks.values()]
+    return [dict(zip(stacks, row, strict=True)) for row in zip(*columns, strict=True)] or [{} for _ in range(count)]
+
+
+def all_finite(stacks: list[Tensor], count: int) -> list[bool]:
     """Of each row whether it is free of NaN and infinity, as `is_finite` tells."""
-    finite = [stack.reshape(len(stack), -1).sum(1).isfinite() for stack in stacks if stack.is_floating_point()]
-    result: list[bool] = torch.stack(finite).all(0).tolist()
+    finite = [stack.reshape(count, -1).sum(1).isfinite() for stack in stacks if stack.is_floating_point()]
+    result: list[bool] = torch.stack(finite).all(0).tolist() if finite else [True] * count
     return result

@@ -1,10 +1,11 @@
 """The slots of a client module's parameters and buffers, and how a computation gets other tensors into them."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.messages import StateDict
@@ -46,13 +47,17 @@ class Slots:
 
     def __init__(self, module: ClientModule) -> None:
         names: dict[int, str] = {}
-        slots = [
-            Slot(name if tensor is None else names.setdefault(id(tensor), name), table, key, tensor)
-            for path, m in module.named_modules()
+        places = {
+            f"{path}.{key}".lstrip("."): (table, key, tensor)
+            for path, m in module.named_modules(remove_duplicate=False)
             for table in (m._parameters, m._buffers)
             for key, tensor in table.items()
-            for name in [f"{path}.{key}".lstrip(".")]
+        }
+        slots = [
+            Slot(name if place[2] is None else names.setdefault(id(place[2]), name), *place)
+            for name, place in places.items()
         ]
+        self.first_names = dict(zip(places, (slot.name for slot in slots), strict=True))
         self.all = [slot for slot in slots if slot.name not in module.common_names]
         self.first = list({slot.name: slot for slot in reversed(self.all)}.values())[::-1]
 
@@ -92,6 +97,30 @@ class Slots:
             for slot, tensor in zip(self.all, before, strict=True):
                 slot.table[slot.key] = tensor
 
+    @contextmanager
+    def holding(self, entries: StateDict) -> Iterator[None]:
+        """Puts tensors into the slots while it is entered: what the module's hooks change is changed in them.
+
+        Args:
+            entries: the tensors by name, of the slots' shapes.
+        """
+        before = [slot.current for slot in self.all]
+        put: StateDict = {}
+        for slot, tensor in zip(self.all, before, strict=True):
+            if slot.name not in entries:
+                continue
+            if slot.name not in put:
+                entry = entries[slot.name]
+                # a module tells its parameters by their type
+                own = nn.Parameter(entry, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else entry
+                put[slot.name] = own
+            slot.table[slot.key] = put[slot.name]
+        try:
+            yield
+        finally:
+            for slot, tensor in zip(self.all, before, strict=True):
+                slot.table[slot.key] = tensor
+
     def copy_row(self, entries: StateDict, row: int) -> None:
         """Copies one client's entries into the module.
 
@@ -100,8 +129,11 @@ class Slots:
             row: the client's.
         """
         for slot in self:
-            if slot.current is slot.tensor and slot.tensor is not None:
-                slot.tensor.copy_(entries[slot.name][row])
-            elif slot.current is not None:
+            if slot.name not in entries:
+                continue
+            entry = entries[slot.name][row]
+            if slot.tensor is not None and slot.current is slot.tensor and slot.tensor.shape == entry.shape:
+                slot.tensor.copy_(entry)
+            else:
                 # put there by a hook, and maybe the server's own
-                slot.table[slot.key] = entries[slot.name][row].clone()
+                slot.table[slot.key] = entry.clone()

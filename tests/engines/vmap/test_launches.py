@@ -1,0 +1,109 @@
+"""What a vectorised round computes, operation by operation: counted on the CPU, and held.
+
+An operation is a kernel on a GPU, where each takes some microseconds to start. Only those that give floating numbers
+count, as others, such as orders of samples, are made on the CPU wherever clients train.
+"""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from federations import fit
+from pfl_lightning.callbacks import FederatedCallback
+from pfl_lightning.data import IID, FederatedDataModule
+from pfl_lightning.methods import FedProx
+from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.methods.scaffold import ControlVariates
+from pfl_lightning.nets import CNN, MLP
+
+COPIES = {"aten.clone.default", "aten.copy_.default", "aten._to_copy.default"}
+LOOKS = {"aten.detach.default", "aten._unsafe_view.default", "aten.squeeze_.dim"}
+"""Operations that start no kernel, though torch doesn't call them views."""
+
+
+STEP = partial(SGD, lr=0.01, foreach=True)
+"""As a GPU's by default: one operation for all parameters."""
+
+
+class Images(FederatedDataModule):
+    """Clients with so many samples that each makes ``steps`` full batches."""
+
+    num_classes = 10
+
+    def __init__(self, num_clients, steps, input_shape, batch_size):
+        super().__init__(
+            num_clients=num_clients, partitioner=IID(), batch_size=batch_size, test_fraction=0, val_fraction=0
+        )
+        self.input_shape, self.steps = input_shape, steps
+
+    def load(self):
+        n = self.num_clients * self.steps * self.batch_size
+        return torch.zeros(n, *self.input_shape, dtype=torch.uint8), torch.arange(n) % 10
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that give floating numbers; those that only look at memory otherwise don't count."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        first = result[0] if isinstance(result, (tuple, list)) and result else result
+        floating = isinstance(first, torch.Tensor) and first.is_floating_point() and not func.is_view
+        if str(func) not in LOOKS and (floating or str(func).startswith("aten._foreach")):
+            self.names[str(func)] += 1
+        return result
+
+    @property
+    def copies(self):
+        return sum(self.names[name] for name in COPIES)
+
+    @property
+    def launches(self):
+        return self.names.total()
+
+
+class Counting(FederatedCallback):
+    """Counts what the second round does, up to its end on the server."""
+
+    def on_round_start(self, trainer, federation, cohort):
+        self.operations = Operations()
+        self.operations.__enter__()
+
+    def on_aggregate_end(self, trainer, federation, logs):
+        self.operations.__exit__(None, None, None)
+
+
+def counted(method, net, data):
+    counting = Counting()
+    torch.manual_seed(0)
+    model = method(net=net, input_shape=data.input_shape, num_classes=10, optimizer=STEP)
+    fit(model, data, engine="vectorised", max_rounds=2, limit_val_batches=0, callbacks=[counting])
+    return counting.operations
+
+
+@pytest.mark.parametrize(
+    ("net", "data", "launches", "copies"),
+    [
+        (CNN, partial(Images, 20, 15, (1, 16, 16), 1), 700, 20),
+        (partial(MLP, hidden=(64,)), partial(Images, 100, 3, (1, 8, 8), 10), 120, 10),
+    ],
+    ids=["20 clients, 15 steps of a CNN", "100 clients, 3 steps of an MLP"],
+)
+def test_a_round_s_operations_are_few(net, data, launches, copies):
+    operations = counted(FedAvg, net, data())
+    assert launches / 2 < operations.launches <= launches, operations.names
+    assert operations.copies <= copies, operations.names
+
+
+@pytest.mark.parametrize(("method", "copies"), [(FedProx, 8), (ControlVariates, 9)], ids=["FedProx", "SCAFFOLD"])
+def test_hooks_of_a_method_s_own_change_rows_of_the_stack(method, copies):
+    few, many = (counted(method, partial(MLP, hidden=(8,)), Images(n, 2, (1, 8, 8), 4)) for n in (10, 20))
+    # the received model in its row, and what the method keeps of it there; what is sent as weights stays where it is
+    assert many.copies - few.copies <= 10 * copies
