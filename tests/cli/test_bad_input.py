@@ -14,7 +14,7 @@ LAST = Path("runs/cwFedAvg-Digits/version_0/checkpoints/last.ckpt")
 
 NAMES = {
     "fti": "'fti' is not a command; did you mean fit?",
-    "": "a command is missing; choose from fit, validate, test, join, compare, configs, methods.",
+    "": "a command is missing; choose from fit, validate, test, join, compare, configs, flower, methods.",
     "compar": "'compar' is not a command; did you mean compare?",
     "fit": "nothing is given for data; name it by --data",
     "fit --modle FedPer": "modle is not an option; did you mean model?",
@@ -27,7 +27,7 @@ NAMES = {
     "fit Q --model torch.nn.Linear": "Linear: Import path does not correspond to a subclass of ClientModule.",
     "fit Q --model nowhere.Method": "model=nowhere.Method: No module named 'nowhere'.",
     "fit Q --data MINST": "data=MINST is no known class; did you mean MNIST or EMNIST?",
-    "fit Q --aggregator WeightAverage": "aggregator=WeightAverage is no known class; did you mean WeightedAverage?",
+    "fit Q --aggregator WeightAverage": "aggregator=WeightAverage is no known class; did you mean WeightedAverage or FisherAverage?",
     "fit Q --data.partitioner IIDD": "data.partitioner=IIDD is no known class; did you mean IID?",
     "fit Q --model.net MPL": "model.net=MPL is no known class; did you mean MLP?",
     "fit Q --model.optimizer Adma": "model.optimizer=Adma is no known class; did you mean Adamax or Adam?",

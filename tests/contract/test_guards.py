@@ -22,7 +22,7 @@ ENGINES = [Sequential, Processes, Vectorised, Auto]
 # What clients keep
 
 
-class FedDyn(FedAvg):
+class MisplacedDyn(FedAvg):
     """FedDyn as a newcomer writes it: the linear term is a plain attribute and not a buffer."""
 
     def __init__(self, **settings):
@@ -86,7 +86,7 @@ class Counting(FedAvg):
 
 
 LEAKS = [
-    (FedDyn, "upload", "h"),
+    (MisplacedDyn, "upload", "h"),
     (Tensors, "upload", "seen"),
     (ById, "on_download", "memory"),
     (Counting, "training_step", "steps"),

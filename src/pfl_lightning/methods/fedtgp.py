@@ -100,7 +100,9 @@ class TrainablePrototypes(Aggregator):
             return {}
         sent, target = stacked(updates, "prototypes")
         delta = min(margin(sent, target), self.cap)
-        weights: StateDict = {name: tensor.clone().requires_grad_() for name, tensor in self.state["net"].items()}
+        wide = torch.promote_types(sent.dtype, torch.float32)
+        sent = sent.to(wide)
+        weights: StateDict = {name: t.to(wide, copy=True).requires_grad_() for name, t in self.state["net"].items()}
         optimizer = SGD(weights.values(), lr=self.lr)
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "fedtgp", round))
         loss = 0.0
