@@ -27,7 +27,7 @@ NAMES = {
     "fit Q --model torch.nn.Linear": "Linear: Import path does not correspond to a subclass of ClientModule.",
     "fit Q --model nowhere.Method": "model=nowhere.Method: No module named 'nowhere'.",
     "fit Q --data MINST": "data=MINST is no known class; did you mean MNIST or EMNIST?",
-    "fit Q --aggregator WeightAverage": "aggregator=WeightAverage is no known class; did you mean WeightedAverage or FisherAverage?",
+    "fit Q --aggregator WeightAverage": "aggregator=WeightAverage is no known class; did you mean WeightedAverage or",
     "fit Q --data.partitioner IIDD": "data.partitioner=IIDD is no known class; did you mean IID?",
     "fit Q --model.net MPL": "model.net=MPL is no known class; did you mean MLP?",
     "fit Q --model.optimizer Adma": "model.optimizer=Adma is no known class; did you mean Adamax or Adam?",
