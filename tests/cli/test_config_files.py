@@ -9,6 +9,7 @@ from command import CONFIGS, QUICKSTART, QUIET, pfl, summary
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.fedrema import is_over
 from pfl_lightning.nets import ResNet18
+from sweeps import swept
 from tiny_datasets import write
 
 METHODS = sorted((CONFIGS / "methods").glob("*.yaml"))
@@ -20,7 +21,16 @@ LARGE = ("agnews", "cifar100", "tinyimagenet")
 def pairs(methods: tuple[str, ...], data: tuple[str, ...]) -> list[Any]:
     """Files of each of two kinds meet all methods, or all data; one setting never depends on a third file."""
     chosen = [pair for pair in product(METHODS, DATA) if pair[0].stem in methods or pair[1].stem in data]
-    return [pytest.param(*pair, id=f"{pair[0].stem}-{pair[1].stem}") for pair in chosen]
+    return swept(chosen, SOME, lambda pair: f"{pair[0].stem}-{pair[1].stem}")
+
+
+SOME = [
+    *(f"{method}-digits_dir0.1" for method in ("cwfedavg", "fedawa", "fedrema", "fedclassavg", "kt_pfl", "ditto")),
+    *(
+        f"fedavg-{data}"
+        for data in ("digits_dir0.1", "mnist_dir0.1", "cifar10_pat2", "agnews_tokens", "diabetes_sites")
+    ),
+]
 
 
 PAIRS = pairs(("fedavg", "cwfedavg"), ("digits_dir0.1", "cifar10_dir0.1"))
@@ -78,8 +88,9 @@ def test_data_leave_the_method_open(path):
     assert set(load(path)["model"]) == {"init_args"}
 
 
-@pytest.mark.parametrize(("method", "data"), PAIRS)
-def test_a_pair_keeps_what_both_say(method, data, capsys):
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_pair_keeps_what_both_say(pair, capsys):
+    method, data = pair
     config = printed([method, data], capsys)
     assert holds(config, load(method))
     assert holds(config, load(data))
@@ -117,8 +128,9 @@ def tiny(tmp_path_factory):
     return lambda name: write(name, root / name, SAMPLES)
 
 
-@pytest.mark.parametrize(("method", "data"), RUNS)
-def test_a_pair_runs(method, data, tiny, monkeypatch):
+@pytest.mark.parametrize("pair", RUNS)
+def test_a_pair_runs(pair, tiny, monkeypatch):
+    method, data = pair
     # torchvision knows the checksums of the real files
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5=None: Path(path).is_file())
     root = tiny(load(data)["data"]["class_path"])

@@ -16,6 +16,7 @@ from pfl_lightning.messages import digest
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.registry import METHODS, Method
 from pfl_lightning.nets import MLP
+from sweeps import swept
 
 ROOT = Path(__file__).parents[2]
 TABLES = {"markdown": ROOT / "docs" / "methods.md", "short": ROOT / "README.md"}
@@ -29,7 +30,7 @@ def rows():
     return stored()
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("method", swept(METHODS))
 def test_the_stored_table_is_what_is_measured(method, rows):
     said = "write what pfl-lightning methods --measure --format csv prints into src/pfl_lightning/methods/table.csv"
     assert [row["method"] for row in rows] == [method.name for method in METHODS], said
@@ -137,7 +138,7 @@ def takes_part_in_part(method: Method) -> str:
         return works(method, MLP, clients_per_round=CLIENTS // 2, max_rounds=3)
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("method", swept(METHODS))
 def test_some_clients_can_stay_away(method):
     assert takes_part_in_part(method) == "yes"
 

@@ -33,6 +33,7 @@ from pfl_lightning.methods import (
 from pfl_lightning.methods.fedfomo import AffinityPool
 from pfl_lightning.methods.fedpac import PACClient
 from pfl_lightning.methods.registry import METHODS
+from sweeps import swept
 from tasks_and_data import OfKind, client_of, kinds
 
 PARTS = (24, 16, 30, 20, 15, 15)
@@ -74,7 +75,7 @@ def memory(run):
     return copy.deepcopy(run.federation.federation_state())
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("method", swept(METHODS))
 def test_clients_of_every_method_join_and_leave_it_as_it_was(method):
     spy = Spy()
     client = make_client(method.client, **SETTINGS.get(method.name, {}))

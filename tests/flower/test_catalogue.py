@@ -1,6 +1,5 @@
 """Every method of the catalogue: at sites it computes what it computes in a simulation, to the bit."""
 
-import os
 from functools import partial
 
 import pytest
@@ -12,21 +11,13 @@ from deployments import NODES, deploy, grid_of
 from federations import Pause, equal, fit, make_client, noisy, untimed
 from pfl_lightning.flower.states import StateVersions
 from pfl_lightning.methods.registry import METHODS
+from sweeps import swept
 
 OWN = {"FedClassAvg": {"contrastive": False}}
 """Settings without which a method takes images alone."""
 
 
-SOME = {"FedAvg", "SCAFFOLD", "FedNH", "Ditto", "FedPer", "FedALA", "FedFomo", "APPLE", "IFCA", "FedProto", "KT-pFL"}
-"""Methods of every kind: of those that are left out each sends and keeps what one of these does."""
-
-
-def marks(method):
-    wanted = method.name in SOME or "EVERY_METHOD" in os.environ
-    return [] if wanted else [pytest.mark.skip(reason="takes minutes with all methods: EVERY_METHOD=1 runs them")]
-
-
-@pytest.mark.parametrize("method", [pytest.param(m, id=m.name, marks=marks(m)) for m in METHODS])
+@pytest.mark.parametrize("method", swept(METHODS))
 def test_a_deployment_equals_the_simulation(method, tmp_path):
     own = OWN.get(method.name, {})
     make = partial(make_client, method.client, net=noisy, optimizer_lifetime="run", **own)

@@ -8,6 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.callbacks import RoundLogger
 from pfl_lightning.methods.registry import METHODS
+from sweeps import swept
 from tasks_and_data import OfKind, client_of, kinds
 
 TABLE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text().partition("## Which method")[2]
@@ -39,7 +40,7 @@ def test_the_table_is_whole():
 
 # what methods do on classes is tested with each of them
 @pytest.mark.parametrize("task", [name for name in kinds() if name != "Classification"])
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("method", swept(METHODS))
 def test_every_method_does_on_every_task_what_the_table_says(method, task):
     kind, cell = kinds()[task], CELLS[method.name, task]
     if cell in ("yes", "one by one"):

@@ -1,0 +1,20 @@
+"""Tests of all methods, protocols or pairs: ``pytest`` runs some of them, ``pytest -m ''`` all."""
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import pytest
+
+SOME = {
+    *("Local", "FedAvg", "FedPer", "cwFedAvg", "FedAWA", "FedReMa", "FedClassAvg", "SCAFFOLD", "FedProto", "FedNH"),
+    *("Ditto", "FedALA", "FedFomo", "APPLE", "IFCA", "KT-pFL", "FedDyn", "FedDBE"),
+}
+"""Methods of every kind: of those that are left out each sends, keeps and needs what one of these does."""
+
+
+def swept(
+    values: Iterable[Any], some: Collection[str] = SOME, name: Callable[[Any], str] = lambda v: v.name
+) -> list[Any]:
+    """Parameters of a test, of which all but some are only run where everything is."""
+    marks = {True: (), False: pytest.mark.exhaustive}
+    return [pytest.param(value, id=name(value), marks=marks[name(value) in some]) for value in values]
