@@ -16,12 +16,12 @@ QUICKSTART = f"--config {CONFIGS / 'quickstart.yaml'}"
 QUIET = "--trainer.enable_progress_bar false --trainer.enable_model_summary false --trainer.accelerator cpu"
 
 
-def pfl(line: str) -> None:
-    """Runs ``pfl-lightning LINE``."""
+def pfl(line: str | list[str]) -> None:
+    """Runs ``pfl-lightning LINE``, given whole or in words."""
     with pytest.MonkeyPatch.context() as patch:
         # Lightning warns where a program's own arguments and explicit ones come together
         patch.setattr("sys.argv", ["pfl-lightning"])
-        main(line.split())
+        main(line.split() if isinstance(line, str) else line)
 
 
 def forked(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -1,6 +1,7 @@
 """What documents show as code runs."""
 
 import re
+import shlex
 import subprocess
 import textwrap
 from pathlib import Path
@@ -60,7 +61,7 @@ def test_the_snippet_of_the_readme(tmp_path, monkeypatch):
 def commands(document: str) -> list[str]:
     """The lines of ``pfl-lightning`` that the document's pieces of shell call, with all their loops gone through."""
     pieces = re.findall(r"(?:^    .*\n(?:\n(?=    ))?)+", (ROOT / document).read_text(), re.MULTILINE)
-    told = 'pfl-lightning() { echo "$@"; }; python() { :; }\n'
+    told = 'pfl-lightning() { printf "%q " "$@"; echo; }; python() { :; }\n'
     script = told + textwrap.dedent("".join(piece for piece in pieces if "pfl-lightning" in piece))
     done = subprocess.run(["bash", "-euc", script], cwd=ROOT, capture_output=True, text=True, check=True)
     # of a loop over methods one line: each method's file is tested beside these protocols' own
@@ -79,12 +80,12 @@ def test_each_command_of_the_ledger_makes_runs_that_there_can_be(line, capsys):
     """Its runs themselves are those of the tests of pairs of files, which run every method and every protocol."""
     if line.startswith("compare"):
         with pytest.raises(SystemExit) as ended:
-            pfl(f"{line} --commands --out runs")
+            pfl([*shlex.split(line), "--commands", "--out", "runs"])
         assert not ended.value.code
         *_, line = capsys.readouterr().out.splitlines()
         line = line[line.index("fit ") :]
     with pytest.raises(SystemExit) as ended:
-        pfl(f"{line} --print_config")
+        pfl([*shlex.split(line), "--print_config"])
     assert not ended.value.code
     assert yaml.safe_load(capsys.readouterr().out)["trainer"]["max_rounds"] > 0
 
