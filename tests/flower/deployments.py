@@ -9,10 +9,13 @@ from local_grid import LocalGrid
 from federations import Run, blobs, make_trainer
 from pfl_lightning.flower.client_app import Worker, app_of
 from pfl_lightning.flower.server_app import serve
-from pfl_lightning.flower.site import Site
+from pfl_lightning.flower.site import ALWAYS, Site
 from pfl_lightning.flower.states import StateVersions
+from pfl_lightning.methods.registry import METHODS
 
-ALL = "prototypes class_counts directions control statistics affinity cluster outputs predictions"
+REVEALED = frozenset().union(*(method.client.sends | method.client.offers for method in METHODS)) - ALWAYS
+"""All that methods send, or may be asked for, beside what every site sends."""
+ALL = " ".join(sorted(REVEALED))
 NODES = {node: {"clients": clients, "allow": ALL} for node, clients in {11: "0 2", 12: "1 3"}.items()}
 
 
