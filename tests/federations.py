@@ -282,6 +282,21 @@ def check_order_and_resume(method: Callable[..., FedAvg], root: Path, **settings
     assert same_end(whole, fit(make(), root=root, ckpt_path="last", **settings))
 
 
+def check_batches_of_one(model: FedAvg, max_rounds: int) -> None:
+    """Clients who lack classes learn from one sample a step."""
+    run = fit(model, blobs(30, 60, by_class=True, batch_size=1), max_rounds=max_rounds)
+    assert run.rows[-1]["val/loss"] < run.rows[0]["val/loss"]
+
+
+def check_evaluated_by(run: Run, part: str) -> None:
+    """A client is evaluated by a part of its module, as it is when it has received what it does."""
+    held = run.data.part(2, "test")
+    run.model.receive(run.federation.clients[2].personal, run.federation.aggregator.download(2), None)
+    run.model.eval()
+    net = run.model.get_submodule(part)
+    assert run.logger.clients[2]["test/acc"] == float((net(held.x).argmax(1) == held.y).float().mean())
+
+
 def untimed(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
 

@@ -239,13 +239,10 @@ def keep_own(record: Any, updates: Updates) -> Any:
             return {name: tensor.clone() for name, tensor in value.items()}
         if isinstance(value, tuple):
             return type(value)(map(own, value))
-        for key, item in (
-            list(value.items() if isinstance(value, dict) else enumerate(value))
-            if isinstance(value, (dict, list))
-            else ()
-        ):
-            if (kept := own(item)) is not item:
-                value[key] = kept
+        if isinstance(value, (dict, list)):
+            for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                if (kept := own(item)) is not item:
+                    value[key] = kept
         return value
 
     return own(record) if stacks else record

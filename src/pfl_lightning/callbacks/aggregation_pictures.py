@@ -117,7 +117,7 @@ class AggregationPictures(Pictures):
             where,
         )
         self.show(trainer, "objective", lambda: plot_server_terms(record_so_far(trainer, federation)), where)
-        if len(clients) > 1 and federation.data.task.has_classes:
+        if len(clients) > 1 and federation.data.knows_classes:
             labels, vectors = label_distances(federation.data.counts[clients]), vector_distances(self._gram)
             self.show(trainer, "distances", lambda: plot_distances(labels, vectors, title), where)
 

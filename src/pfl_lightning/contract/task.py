@@ -8,6 +8,7 @@ from torch import Tensor
 from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
+from pfl_lightning.nets.modes import kept_modes
 from pfl_lightning.tasks.base import number_of_classes
 
 
@@ -40,11 +41,10 @@ def check_task(module: ClientModule, data: FederatedDataModule) -> None:
         # where they look at it themselves
         return
     samples = data.part(0, "train").take(slice(2)).to(module.device, module.dtype)  # type: ignore[arg-type]
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
     name = type(module.net).__name__
     try:
-        with isolate_rng(), torch.no_grad():
+        with kept_modes(module), isolate_rng(), torch.no_grad():
+            module.eval()
             outputs = module(samples.x)
             features = module.net.features(samples.x) if "vector features" in module.requires else None
     except RuntimeError as error:
@@ -55,9 +55,6 @@ def check_task(module: ClientModule, data: FederatedDataModule) -> None:
             f"model.input_shape={built}, and samples of {type(data).__name__} are {given}, which {name} can't take; "
             "make the client module with input_shape=data.input_shape."
         ) from error
-    finally:
-        for part, mode in modes:
-            part.training = mode
     module.task.check_outputs(outputs, samples.y, name)
     if "vector features" in module.requires and not (isinstance(features, Tensor) and features.dim() == 2):
         shape = list(features.shape) if isinstance(features, Tensor) else type(features).__name__

@@ -30,7 +30,7 @@ def amounts(data: FederatedDataModule) -> Tensor:
     Args:
         data: set up.
     """
-    if data.task.has_classes and not data.at_sites:
+    if data.knows_classes:
         return data.counts
     return torch.tensor([[data.size(client, "train")] for client in range(data.num_clients)])
 
@@ -48,6 +48,6 @@ def described(data: FederatedDataModule, client: int) -> dict[str, Any]:
     if data.client_names:
         row["name"] = data.client_names[client]
     row["samples"] = data.size(client, "train")
-    if data.task.has_classes and not data.at_sites:
+    if data.knows_classes:
         row["classes"] = int((data.counts_of(client, "train") > 0).sum())
     return row

@@ -33,6 +33,7 @@ class Holdings(LightningDataModule):
     central_test: float | Literal["original"] | None
     public: Any
     resident: bool = True
+    """Whether all samples of a client that trains are in memory at once."""
     at_sites: bool = False
     """Whether clients' samples are where their clients are; of each the number is known here, and nothing else."""
     _pool: Pool | None = None
@@ -42,6 +43,11 @@ class Holdings(LightningDataModule):
     def task(self) -> Task:
         """What is predicted."""
         raise NotImplementedError
+
+    @property
+    def knows_classes(self) -> bool:
+        """Whether it is known here of which class each client's samples are."""
+        return self.task.has_classes and not self.at_sites
 
     def transform(self, x: Tree) -> Tree:
         """Make inputs ready for the net."""

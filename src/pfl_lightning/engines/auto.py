@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import distributed
 
 from pfl_lightning.client import Phase
-from pfl_lightning.data import ClientData
+from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.engines import threads
 from pfl_lightning.engines.base import Engine, Evaluated, Job, Outcome
@@ -70,17 +70,18 @@ class Auto(Engine):
         if self._engine is not None:
             return self._engine
         net = type(self.module.net).__name__
-        if isinstance(first.data.part("train"), Streamed):
+        part = first.data.to(self.device, cast(torch.dtype, self.module.dtype)).part("train")
+        if isinstance(part, Streamed):
             return self._take_one_by_one("clients are read a batch at a time")
         if self.device.type != "cpu":
             return self._take(Vectorised, f"many small clients fill {self.device.type}")
-        if self._is_small(first.data):
+        if self._is_small(part):
             return self._take(Vectorised, f"{net} is small")
         return self._take_one_by_one(f"a step of {net} is enough work for a core")
 
     @torch.no_grad()
-    def _is_small(self, data: ClientData) -> bool:
-        x = data.to(self.device, cast(torch.dtype, self.module.dtype)).part("train").take(slice(1)).x
+    def _is_small(self, part: Samples) -> bool:
+        x = part.take(slice(1)).x
         self.set_mode(training=False)
         with self.forward_context():
             outputs = sum(tensor.numel() for tensor in tensors(outputs_of(self.module.net, x)))

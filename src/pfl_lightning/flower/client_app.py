@@ -20,12 +20,11 @@ from pfl_lightning.data import Split
 from pfl_lightning.engines import ClientState, Engine, Job, Outcome
 from pfl_lightning.federation.evaluation import undisturbed
 from pfl_lightning.flower.export import keep_model
-from pfl_lightning.flower.link import VERSION, failure
+from pfl_lightning.flower.link import VERSION, failure, initial_of
 from pfl_lightning.flower.site import Site
 from pfl_lightning.flower.states import StateVersions
 from pfl_lightning.flower.template import Refused
 from pfl_lightning.flower.wire import pack, unpack
-from pfl_lightning.messages import digest
 from pfl_lightning.trainer import FederatedTrainer
 
 JOB = {
@@ -59,7 +58,7 @@ class Worker:
     def __init__(self, trainer: FederatedTrainer, client: ClientModule, site: Site, states: StateVersions) -> None:
         self.trainer, self.site, self.states = trainer, site, states
         self.modules = client.architectures()
-        self.initial = digest([module.state_dict() for module in self.modules])
+        self.initial = initial_of(self.modules)
         self._personal = [personal_entries(module, whole_model(module)) for module in self.modules]
 
     @cached_property

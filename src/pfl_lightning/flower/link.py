@@ -1,7 +1,7 @@
 """The sites as the server knows them: which node has which client, and what is asked of them."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, TypeAlias
@@ -11,8 +11,10 @@ from flwr.serverapp import Grid
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from pfl_lightning.client import ClientModule
 from pfl_lightning.flower.template import Refused
 from pfl_lightning.flower.wire import names, pack, unpack
+from pfl_lightning.messages import digest
 
 Answer: TypeAlias = tuple[int, RecordDict]
 """A client's id, and the content of its site's message, which may hold those of others too."""
@@ -197,6 +199,15 @@ class Link:
                 raise Refused(f"it says that it has client {client}, which node {holder} has.")
         if min(sizes.values()) < 0 or self.sizes.get(client, sizes) != sizes:
             raise Refused(f"client {client} has other numbers of samples than it had at first.")
+
+
+def initial_of(modules: Sequence[ClientModule]) -> str:
+    """Fingerprint of the models that all begin with, which sites and server compare.
+
+    Args:
+        modules: the client modules, one a network, as made.
+    """
+    return digest([module.state_dict() for module in modules])
 
 
 def failure(reason: str) -> RecordDict:

@@ -18,10 +18,9 @@ from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine, LocalWork
 from pfl_lightning.federation.federation import Federation
-from pfl_lightning.flower.link import Link
+from pfl_lightning.flower.link import Link, initial_of
 from pfl_lightning.flower.remote import Remote
 from pfl_lightning.flower.remote_data import remote_data
-from pfl_lightning.messages import digest
 from pfl_lightning.trainer import FederatedTrainer
 
 
@@ -64,17 +63,6 @@ class States(FederatedCallback):
         return self._saved[path][1]
 
 
-def initial_of(client: ClientModule) -> str:
-    """Fingerprint of the model that all begin with; client and server compare it.
-
-    Args:
-        client: the client module, as made; left as it is.
-    """
-    # other networks of a list are made when they are asked for
-    with isolate_rng():
-        return digest([module.state_dict() for module in client.architectures()])
-
-
 def serve(
     grid: Grid,
     trainer: FederatedTrainer,
@@ -110,7 +98,10 @@ def serve(
         MisconfigurationException: if it can't be deployed, or clients have no site.
     """
     refuse_what_acts_here_alone(trainer)
-    link = Link(grid, data.num_clients, initial_of(client), keys, timeout, poll)
+    # other networks of a list are made when they are asked for
+    with isolate_rng():
+        initial = initial_of(client.architectures())
+    link = Link(grid, data.num_clients, initial, keys, timeout, poll)
     data = remote_data(data, link.sizes)
     link.wait(patience)
     states = States()

@@ -13,6 +13,7 @@ from pfl_lightning.client.common import personal_entries
 from pfl_lightning.data import ClientData, FederatedDataModule, Samples, Split
 from pfl_lightning.engines import Job
 from pfl_lightning.messages import Message, detached, tree_map
+from pfl_lightning.nets.modes import kept_modes
 from pfl_lightning.tasks import MultiLabel, NextToken, Segmentation, Task
 
 
@@ -103,12 +104,10 @@ def as_it_was(module: ClientModule) -> Iterator[None]:
     """Puts a module's tensors and modes back afterwards."""
     tensors: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    modes = [(part, part.training) for part in module.modules()]
     try:
-        yield
+        with kept_modes(module):
+            yield
     finally:
         for name, tensor in tensors.items():
             # a download may have given a buffer another size
             tensor.data = before[name]
-        for part, mode in modes:
-            part.training = mode

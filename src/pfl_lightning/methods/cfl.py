@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.aggregators import Aggregator, Server, Weighting, client_weights, inner_products, mean_model
+from pfl_lightning.choices import check_least
 from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
 
 
@@ -55,9 +56,7 @@ class CFL(Aggregator):
         absent: Literal["last", "skip"] = "last",
     ) -> None:
         super().__init__()
-        for name, value in (("eps1", eps1), ("eps2", eps2), ("warmup", warmup)):
-            if not value >= 0:
-                raise MisconfigurationException(f"aggregator.{name}={value} must be 0 or more.")
+        check_least("aggregator", eps1=(eps1, 0), eps2=(eps2, 0), warmup=(warmup, 0))
         self.eps1, self.eps2, self.warmup = eps1, eps2, warmup
         self.weights = weights
         self.absent = absent

@@ -6,13 +6,13 @@ Source: Yang, Huang and Ye, 2024 (https://github.com/xiyuanyang45/FedAS).
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 from pfl_lightning.aggregators import Aggregator, WeightedAverage, client_weights
+from pfl_lightning.choices import check_least
 from pfl_lightning.client import Batch, Phase, in_body
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData, Samples
@@ -65,14 +65,13 @@ class FedAS(PersonalNet, FedPer):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        for name, value, least in (
-            ("align_epochs", align_epochs, 0),
-            ("align_lr", align_lr, 0),
-            ("align_batch_size", align_batch_size, 1),
-            ("fisher_batch_size", fisher_batch_size, 1),
-        ):
-            if not value >= least:
-                raise MisconfigurationException(f"model.{name}={value} must be {least} or more.")
+        check_least(
+            "model",
+            align_epochs=(align_epochs, 0),
+            align_lr=(align_lr, 0),
+            align_batch_size=(align_batch_size, 1),
+            fisher_batch_size=(fisher_batch_size, 1),
+        )
         self.align_epochs, self.align_lr = align_epochs, align_lr
         self.align_batch_size, self.fisher_batch_size = align_batch_size, fisher_batch_size
         self.make_personal(self.net)

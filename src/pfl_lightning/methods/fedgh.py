@@ -4,12 +4,12 @@ Source: Yi et al., 2023 (https://arxiv.org/abs/2303.13137).
 """
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import OptimizerCallable
 from torch.func import functional_call
 from torch.optim import SGD
 
 from pfl_lightning.aggregators import Aggregator, Server
+from pfl_lightning.choices import check_least
 from pfl_lightning.client import CLASSIFIER
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates, detached
@@ -66,9 +66,7 @@ class GlobalHeader(Aggregator):
         self, server_epochs: int = 1, batch_size: int = 10, optimizer: OptimizerCallable | None = None
     ) -> None:
         super().__init__()
-        for name, value, least in (("server_epochs", server_epochs, 0), ("batch_size", batch_size, 1)):
-            if value < least:
-                raise MisconfigurationException(f"aggregator.{name}={value} must be {least} or more.")
+        check_least("aggregator", server_epochs=(server_epochs, 0), batch_size=(batch_size, 1))
         self.server_epochs, self.batch_size = server_epochs, batch_size
         self.optimizer = server_optimizer(optimizer or (lambda params: SGD(params, lr=0.01)), lr=0.01)
 

@@ -15,6 +15,7 @@ from torch.func import functional_call
 from torch.optim.lr_scheduler import StepLR
 
 from pfl_lightning.aggregators import Server, WeightedAverage, client_weights
+from pfl_lightning.choices import check_least
 from pfl_lightning.data import Samples, epoch_order
 from pfl_lightning.data.lent_samples import lent_samples
 from pfl_lightning.messages import Updates, detached
@@ -61,13 +62,7 @@ class FedLAW(WeightedAverage):
         proxy_fraction: float = 0.02,
     ) -> None:
         super().__init__()
-        for name, value, least in (
-            ("server_epochs", server_epochs, 0),
-            ("batch_size", batch_size, 1),
-            ("halving", halving, 1),
-        ):
-            if value < least:
-                raise MisconfigurationException(f"aggregator.{name}={value} must be {least} or more.")
+        check_least("aggregator", server_epochs=(server_epochs, 0), batch_size=(batch_size, 1), halving=(halving, 1))
         if not 0 <= proxy_fraction <= 1:
             raise MisconfigurationException(
                 f"aggregator.proxy_fraction={proxy_fraction} must be a share of the training samples from 0 to 1, such "

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.nn import functional as F
 
 from pfl_lightning.client import Batch
 from pfl_lightning.client.common import common_parameters
@@ -13,6 +12,7 @@ from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.frozen import FrozenModule
+from pfl_lightning.methods.losses import divergence
 
 
 def not_true_distillation(logits: Tensor, teacher: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
@@ -32,8 +32,8 @@ def not_true_distillation(logits: Tensor, teacher: Tensor, target: Tensor, tempe
     """
     classes = logits.shape[1]
     others = (target[:, None] + torch.arange(1, classes, device=target.device)) % classes
-    student, known = ((z.gather(1, others) / temperature).log_softmax(1) for z in (logits, teacher))
-    return temperature**2 * F.kl_div(student, known, reduction="batchmean", log_target=True)
+    known, student = (z.gather(1, others) / temperature for z in (teacher, logits))
+    return temperature**2 * divergence(known, student)
 
 
 class FedNTD(FedAvg):

@@ -7,7 +7,6 @@ samples of class c, :math:`\hat g_c` the server's trained prototype, d the width
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -15,6 +14,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from pfl_lightning.aggregators import Aggregator, Server
+from pfl_lightning.choices import check_least
 from pfl_lightning.messages import Message, StateDict, Updates, detached
 from pfl_lightning.methods.class_vectors import stacked
 from pfl_lightning.methods.fedproto import FedProto
@@ -72,14 +72,9 @@ class TrainablePrototypes(Aggregator):
 
     def __init__(self, server_epochs: int = 100, lr: float = 0.01, batch_size: int = 10, cap: float = 100.0) -> None:
         super().__init__()
-        for name, value, least in (
-            ("server_epochs", server_epochs, 0),
-            ("lr", lr, 0),
-            ("batch_size", batch_size, 1),
-            ("cap", cap, 0),
-        ):
-            if not value >= least:
-                raise MisconfigurationException(f"aggregator.{name}={value} must be {least} or more.")
+        check_least(
+            "aggregator", server_epochs=(server_epochs, 0), lr=(lr, 0), batch_size=(batch_size, 1), cap=(cap, 0)
+        )
         self.server_epochs, self.lr, self.batch_size, self.cap = server_epochs, lr, batch_size, cap
 
     def setup(self, server: Server) -> None:
@@ -100,9 +95,7 @@ class TrainablePrototypes(Aggregator):
             return {}
         sent, target = stacked(updates, "prototypes")
         delta = min(margin(sent, target), self.cap)
-        wide = torch.promote_types(sent.dtype, torch.float32)
-        sent = sent.to(wide)
-        weights: StateDict = {name: t.to(wide, copy=True).requires_grad_() for name, t in self.state["net"].items()}
+        weights: StateDict = {n: t.to(sent.dtype, copy=True).requires_grad_() for n, t in self.state["net"].items()}
         optimizer = SGD(weights.values(), lr=self.lr)
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "fedtgp", round))
         loss = 0.0

@@ -4,11 +4,11 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.nn import functional as F
 
 from pfl_lightning.aggregators import Aggregator, WeightedAverage
 from pfl_lightning.client import Batch
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.methods.losses import divergence
 from pfl_lightning.methods.personal_net import PersonalNet
 from pfl_lightning.nets import Net
 
@@ -58,14 +58,3 @@ class FML(PersonalNet, FedAvg):
     def configure_aggregator(self) -> Aggregator:
         """The plain mean of the memes."""
         return WeightedAverage(weighting="uniform")
-
-
-def divergence(teacher: Tensor, student: Tensor) -> Tensor:
-    r"""The mean over samples of :math:`\mathrm{KL}(p_t \Vert p_s)`, with a gradient in the student alone.
-
-    Args:
-        teacher: logits ``[n, C]``.
-        student: logits ``[n, C]``.
-    """
-    known = teacher.detach().log_softmax(1)
-    return F.kl_div(student.log_softmax(1), known, reduction="batchmean", log_target=True)

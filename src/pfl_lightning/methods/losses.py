@@ -21,6 +21,17 @@ def proximal(parameters: Iterable[Tensor], anchors: Iterable[Tensor]) -> Tensor:
     return 0.5 * torch.stack(squares).sum()
 
 
+def divergence(teacher: Tensor, student: Tensor) -> Tensor:
+    r"""The mean over samples of :math:`\mathrm{KL}(p_t \Vert p_s)`, with a gradient in the student alone.
+
+    Args:
+        teacher: logits ``[n, C]``.
+        student: logits ``[n, C]``.
+    """
+    known = teacher.detach().log_softmax(1)
+    return F.kl_div(student.log_softmax(1), known, reduction="batchmean", log_target=True)
+
+
 def supervised_contrastive(
     features: Tensor, target: Tensor, tau: float = 0.07, base_tau: float = 0.07, normalize: bool = True
 ) -> Tensor:

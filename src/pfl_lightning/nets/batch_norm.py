@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pfl_lightning.nets.modes import kept_modes
+
 
 def smallest_batch(module: nn.Module) -> int:
     """Samples that a batch of training needs at least: 2 where a BatchNorm layer takes their statistics, else 1.
@@ -26,11 +28,7 @@ def on_batch_statistics(module: nn.Module) -> Iterator[None]:
     Args:
         module: any module.
     """
-    modes = {layer: layer.training for layer in module.modules()}
-    for layer in modes:
-        layer.training = isinstance(layer, _BatchNorm)
-    try:
+    with kept_modes(module):
+        for layer in module.modules():
+            layer.training = isinstance(layer, _BatchNorm)
         yield
-    finally:
-        for layer, mode in modes.items():
-            layer.training = mode
