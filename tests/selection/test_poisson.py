@@ -73,5 +73,5 @@ def test_a_size_beside_the_rate_is_refused(share):
 
 
 def test_a_class_in_the_place_of_a_selection_is_refused():
-    with pytest.raises(MisconfigurationException, match="trainer.cohort="):
+    with pytest.raises(MisconfigurationException, match=r"trainer\.cohort="):
         fit(make_client(), cohort=Poisson)

@@ -4,7 +4,7 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 Told: TypeAlias = Mapping[int, Mapping[str, float]]
 """What clients tell of themselves, by id and name."""
@@ -36,7 +36,7 @@ class Selection(ABC):
     Whatever it draws, it draws from the stream of the round.
     """
 
-    asks: ClassVar[frozenset[str]] = frozenset()
+    asks: frozenset[str] = frozenset()
     """What clients have to tell, of what their `ClientModule.tells` offers."""
 
     def __init__(self) -> None:
