@@ -125,7 +125,7 @@ def test_the_pacer_follows_the_utility_of_windows(utilities, percentiles):
     seen = []
     for round, utility in enumerate(utilities):
         oort.remember({0: {"loss_squared": (utility / SIZES[0]) ** 2, "seconds": 1.0}}, round)
-        seen.append(oort.state["percentile"])
+        seen.append(10 + oort.state["moved"])
     assert seen == percentiles
 
 
@@ -183,6 +183,22 @@ def test_it_resumes_bit_for_bit(method, tmp_path):
     assert states[0] == states[1]
     uniform = fit(make_client(method, net=noisy, optimizer_lifetime="run"), clients_per_round=2, max_rounds=6)
     assert not equal(uniform.weights, whole.weights)
+
+
+def test_a_run_of_another_choice_goes_on_with_it(tmp_path):
+    settings = {"clients_per_round": 2, "resume_changed": True}
+    fit(make_client(), blobs(), tmp_path, max_rounds=2, **settings)
+    for rounds, percentile in ((4, None), (6, 50)):
+        run = fit(
+            make_client(),
+            blobs(),
+            tmp_path,
+            cohort=Oort(percentile=percentile),
+            max_rounds=rounds,
+            ckpt_path="last",
+            **settings,
+        )
+    assert len(run.rows) == 6 and min(run.trainer.rounds.cohort.state["round"].values()) >= 3
 
 
 def test_the_order_in_which_clients_tell_changes_nothing():

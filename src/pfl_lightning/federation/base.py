@@ -256,8 +256,9 @@ class FederationBase(LightningModule):
         self.round, self.lr_factor = state["round"], state["lr_factor"]
         self.seed, self.initial, self.start = state["seed"], state["initial"], state["start"]
         self.aggregator.state = state["aggregator"]
-        # checkpoints of earlier versions are of cohorts that remember nothing
-        self.options.cohort.state = state.get("cohort", {})
+        self.options.cohort.setup(sizes)
+        # another choice than the run had, or an earlier version's, begins without what it would remember
+        self.options.cohort.state |= state.get("cohort", {})
         for architecture, entries in state.get("common", {}).items():
             self._architectures[architecture].assign(entries)
         self.clients = {client: ClientState(**saved) for client, saved in state["clients"].items()}

@@ -43,7 +43,7 @@ class Selection(ABC):
         self.state: dict[str, Any] = {}
 
     def setup(self, sizes: Mapping[int, int]) -> None:
-        """Starts anew, before the first round; on resume the checkpoint's ``state`` follows.
+        """Starts anew, before the first round; on resume the checkpoint's entries of ``state`` follow.
 
         Args:
             sizes: training samples of all clients, by id.

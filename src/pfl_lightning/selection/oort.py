@@ -90,7 +90,7 @@ class Oort(Selection):
     def setup(self, sizes: Mapping[int, int]) -> None:
         """Starts without a client that was tried."""
         super().setup(sizes)
-        self.state = {"utility": {}, "round": {}, "seconds": {}, "sums": [], "percentile": self.percentile}
+        self.state = {"utility": {}, "round": {}, "seconds": {}, "sums": [], "moved": 0.0}
 
     def choose(self, start: RoundStart) -> list[int]:
         """The cohort of the round."""
@@ -136,9 +136,10 @@ class Oort(Selection):
     def _limit(self) -> float:
         """T, infinite where seconds don't count."""
         ranked = sorted(self.state["seconds"].values())
-        if not ranked:
+        if self.percentile is None or not ranked:
             return math.inf
-        limit: float = ranked[min(int(len(ranked) * self.state["percentile"] / 100), len(ranked) - 1)]
+        percentile = self.percentile + self.state["moved"]
+        limit: float = ranked[min(int(len(ranked) * percentile / 100), len(ranked) - 1)]
         return limit
 
     def remember(self, told: Told, round: int) -> None:
@@ -152,12 +153,14 @@ class Oort(Selection):
         self.state["seconds"] |= {client: values["seconds"] for client, values in told.items()}
         self.state["sums"] = [*self.state["sums"], sum(own.values())][-2 * self.window :]
         if len(self.state["sums"]) == 2 * self.window and (round + 1) % self.window == 0:
-            self._pace()
+            self._pace(self.percentile)
 
-    def _pace(self) -> None:
+    def _pace(self, start: float) -> None:
+        """Moves the percentile from where it has got to since its start."""
         before, now = sum(self.state["sums"][: self.window]), sum(self.state["sums"][self.window :])
-        change, percentile = abs(now - before), self.state["percentile"]
+        change, percentile = abs(now - before), start + self.state["moved"]
         if change <= FLAT * before:
-            self.state["percentile"] = min(percentile + STEP, 100.0)
+            percentile = min(percentile + STEP, 100.0)
         elif change >= STEEP * before:
-            self.state["percentile"] = max(percentile - STEP, STEP)
+            percentile = max(percentile - STEP, STEP)
+        self.state["moved"] = percentile - start
