@@ -91,6 +91,14 @@ def test_nobody_known_or_nobody_new_is_no_error():
     assert len(set(draw(nothing, 0))) == 5
 
 
+def test_what_a_site_claims_cannot_be_more_than_wrong():
+    oort = Oort(percentile=10, window=1)
+    oort.setup(SIZES)
+    for round in range(3):
+        oort.remember({0: {"loss_squared": -4.0, "seconds": -1.0}, 1: {}, 2: {"loss_squared": 1.0}}, round)
+    assert oort.state["utility"] == {0: 0, 1: 0, 2: SIZES[2]} and len(set(draw(oort, 3))) == 5
+
+
 def test_hard_samples_and_long_absence_make_clients_likelier():
     rounds, losses = dict.fromkeys(range(12), 4), dict.fromkeys(range(12), 1.0)
     hard = tried(rounds, losses | {2: 40.0}).scores(range(12), 9)

@@ -7,9 +7,10 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import Spy, blobs, equal, fit, make_client, noisy, same_end
+from pfl_lightning.federation.outcomes import TrainingDiverged
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import FedAvg, FedPer, PerFedAvg
-from pfl_lightning.selection import PowerOfChoice, RoundStart
+from pfl_lightning.selection import PowerOfChoice, RoundStart, Selection
 from pfl_lightning.selection.base import drawn_by_weight
 
 
@@ -70,7 +71,7 @@ class Checked(PowerOfChoice):
 
 
 @pytest.mark.parametrize("candidates", [3, 5])
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorised", "processes"])
 def test_those_who_fare_worst_take_part(candidates, engine, monkeypatch):
     kept = []
 
@@ -117,6 +118,37 @@ def test_equal_losses_go_by_id_and_those_without_one_come_last():
 
     assert all(chosen(dict.fromkeys(range(5), 1.0), seed) == [0, 1] for seed in range(5))
     assert all(chosen({3: -1.0, 4: 0.0}, seed) == [4, 3] for seed in range(5))
+
+
+def test_a_loss_that_is_no_number_comes_last():
+    class Broken(Spy):
+        def on_aggregate_end(self, trainer, federation, logs):
+            federation.aggregator.state["weights"]["net.classifier.bias"].fill_(float("nan"))
+
+    drawn, told = [], []
+
+    class Heard(PowerOfChoice):
+        def choose(self, start):
+            def losses(clients):
+                told.append(start.losses(clients))
+                return told[-1]
+
+            drawn.append(super().choose(start._replace(losses=losses)))
+            return drawn[-1]
+
+    with pytest.raises(TrainingDiverged):
+        fit(make_client(), cohort=Heard(4), callbacks=[Broken()], clients_per_round=2)
+    assert len(told[0]) == 4 and told[1] == {} and drawn[1] == [0, 1]
+
+
+@pytest.mark.parametrize("wrong", [[0, 0], [4], [-1]])
+def test_a_choice_of_nobody_who_is_there_is_refused(wrong):
+    class Wrong(Selection):
+        def choose(self, start):
+            return wrong
+
+    with pytest.raises(MisconfigurationException, match=r"trainer\.cohort=Wrong chose clients .* in round 1; let"):
+        fit(make_client(), cohort=Wrong())
 
 
 def test_candidates_come_by_their_samples():

@@ -78,7 +78,7 @@ class FederationBase(LightningModule):
         check_tells(client, options.cohort)
         for module in self._architectures:
             check_tied(module)
-            module.requested = module.offers & self.aggregator.needs | options.cohort.asks
+            module.requested = (module.offers & self.aggregator.needs) | options.cohort.asks
         self.save_hyperparameters(dict(client.hparams))
 
     @property

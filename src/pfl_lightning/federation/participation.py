@@ -1,5 +1,6 @@
 """Who takes part in a round, and what is asked of clients for it."""
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 
@@ -46,10 +47,19 @@ class Participation:
             size: how many shall take part.
             seed: the federation's.
             round: the round's number, from 0.
+
+        Raises:
+            MisconfigurationException: if the selection chooses somebody twice, or somebody who isn't there.
         """
         self.sent = self.told = 0
         stream = random.Random(derive_seed(seed, "cohort", round))
-        return sorted(self.selection.choose(RoundStart(round, clients, size, stream, self._losses)))
+        chosen = sorted(self.selection.choose(RoundStart(round, clients, size, stream, self._losses)))
+        if len(set(chosen)) < len(chosen) or not set(chosen) <= set(clients):
+            raise MisconfigurationException(
+                f"trainer.cohort={type(self.selection).__name__} chose clients {' '.join(map(str, chosen))} in round "
+                f"{round + 1}; let its choose() return ids from 0 to {len(clients) - 1}, each once."
+            )
+        return chosen
 
     def _losses(self, clients: Sequence[int]) -> dict[int, float]:
         """Losses of the models that clients receive, on their training samples, by id."""
@@ -64,7 +74,8 @@ class Participation:
         received = {client: metrics.get("train_received", metrics.get("train")) for client, metrics in measured.items()}
         losses = {client: values["loss"] for client, values in received.items() if values is not None}
         self.told += NUMBER_BYTES * len(losses)
-        return losses
+        # one that isn't a number has no place in an order
+        return {client: loss for client, loss in losses.items() if not math.isnan(loss)}
 
     def remember(self, outcomes: Mapping[int, Outcome], round: int) -> None:
         """Tells the selection what clients tell of a round.
@@ -75,7 +86,8 @@ class Participation:
         """
         asks = sorted(self.selection.asks)
         told = {
-            client: {name: values[name] for name in asks if name in values}
+            # whatever a site may claim
+            client: {name: values[name] for name in asks if math.isfinite(values.get(name, math.nan))}
             for client, outcome in outcomes.items()
             for values in [outcome.metrics | {"seconds": outcome.seconds}]
         }

@@ -145,12 +145,12 @@ class Oort(Selection):
     def remember(self, told: Told, round: int) -> None:
         """Takes the utilities of those who trained, and moves the percentile."""
         # a client without a batch has no loss
-        own = {k: self.sizes[k] * math.sqrt(values.get("loss_squared", 0.0)) for k, values in told.items()}
+        own = {k: self.sizes[k] * math.sqrt(max(values.get("loss_squared", 0.0), 0.0)) for k, values in told.items()}
         self.state["utility"] |= own
         self.state["round"] |= dict.fromkeys(own, round + 1)
         if self.percentile is None:
             return
-        self.state["seconds"] |= {client: values["seconds"] for client, values in told.items()}
+        self.state["seconds"] |= {k: max(values["seconds"], 0.0) for k, values in told.items() if "seconds" in values}
         self.state["sums"] = [*self.state["sums"], sum(own.values())][-2 * self.window :]
         if len(self.state["sums"]) == 2 * self.window and (round + 1) % self.window == 0:
             self._pace(self.percentile)
