@@ -13,7 +13,7 @@ PACKAGE = Path(pfl_lightning.__file__).parent
 ORDER = (
     ("seeds", "messages", "choices", "nets", "tasks"),
     ("data",),
-    ("client",),
+    ("client", "selection"),
     ("aggregators",),
     ("methods",),
     ("contract",),

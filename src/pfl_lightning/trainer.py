@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -19,16 +18,18 @@ from pfl_lightning.engines import Engine
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import final_test
 from pfl_lightning.federation.joining import joined_row
-from pfl_lightning.federation.options import FederationOptions, is_count
+from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.runs.folder import at_work
 from pfl_lightning.runs.run_folders import RunFolders
 from pfl_lightning.runs.stopping import Stopped, stoppable
+from pfl_lightning.selection import Selection, Uniform
 from pfl_lightning.trainer_arguments import (
     check_classes,
     check_machine,
     check_ranks,
     checkpoint_file,
     fill_defaults,
+    present_checkpoint,
     refuse_loaders,
     refuse_meaningless,
 )
@@ -70,6 +71,8 @@ class FederatedTrainer(RunFolders):
         client_states: where clients' personal entries and optimizers are between rounds: in ``memory``; or on the
             ``disk``, in files of the run's folder ``states`` (without one, of the system's for temporary files) that go
             when the run does, with the same result. The clients of a round are in memory until its end in either case.
+        cohort: what chooses the clients that take part in a round, such as ``PowerOfChoice``; None is `Uniform`, which
+            draws ``clients_per_round`` of them, all as likely.
         default_root_dir: where runs are kept, each in a folder ``METHOD-DATA/version_N``.
         **kwargs: Lightning's Trainer's arguments. Without a logger a CSVLogger writes beside the record. The round
             with the best ``monitor`` is kept as ``best.ckpt`` and the last one as ``last.ckpt``, whatever other
@@ -96,12 +99,11 @@ class FederatedTrainer(RunFolders):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
         client_states: Literal["memory", "disk"] = "memory",
+        cohort: Selection | None = None,
         default_root_dir: str = "runs",
         **kwargs: Any,
     ) -> None:
-        refuse_meaningless(kwargs)
-        if not is_count(max_rounds):
-            raise MisconfigurationException(f"trainer.max_rounds={max_rounds} must be at least 1.")
+        refuse_meaningless(max_rounds, kwargs)
         self.rounds = FederationOptions(
             clients_per_round=clients_per_round,
             local_epochs=local_epochs,
@@ -116,6 +118,7 @@ class FederatedTrainer(RunFolders):
             clip=gradient_clip_val,
             clip_algorithm=gradient_clip_algorithm,
             client_states=client_states,
+            cohort=cohort or Uniform(),
         )
         self._joining: Callable[[Federation], dict[str, float]] | None = None
         self.own_logger = kwargs.get("logger") in (None, True) and not kwargs.get("fast_dev_run")
@@ -277,13 +280,7 @@ class FederatedTrainer(RunFolders):
         ckpt_path: str | Path | None,
     ) -> tuple[Federation | None, str | None]:
         federation = None if model is None else self._federation(model, datamodule, aggregator)
-        path = checkpoint_file(self, ckpt_path, begun=False)
-        if path is None and ckpt_path is not None:
-            raise MisconfigurationException(
-                f"ckpt_path={str(ckpt_path)!r}: no run under {self.run_root} has such a checkpoint; "
-                "give the path of one."
-            )
-        return federation, path
+        return federation, present_checkpoint(self, ckpt_path)
 
     def _federation(
         self, model: ClientModule, datamodule: FederatedDataModule | None, aggregator: Aggregator | None

@@ -26,6 +26,7 @@ from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine, EngineMaker, Processes
 from pfl_lightning.engines.client_parallel import ClientParallel
+from pfl_lightning.federation.options import is_count
 from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.runs.client_states import MappedCheckpointIO
 from pfl_lightning.runs.folder import checkpoint_of_run
@@ -60,8 +61,10 @@ MEANINGLESS = {
 }
 
 
-def refuse_meaningless(arguments: dict[str, Any]) -> None:
+def refuse_meaningless(max_rounds: int, arguments: dict[str, Any]) -> None:
     """Refuses Trainer arguments that have no meaning in a federation, where they aren't the Trainer's defaults."""
+    if not is_count(max_rounds):
+        raise MisconfigurationException(f"trainer.max_rounds={max_rounds} must be at least 1.")
     parameters = inspect.signature(Trainer).parameters
     for name, advice in MEANINGLESS.items():
         value = arguments.get(name)
@@ -201,6 +204,25 @@ def checkpoint_file(trainer: RunFolders, ckpt_path: str | Path | None, begun: bo
     else:
         found = checkpoint_of_run(trainer.run_root, str(ckpt_path), begun=begun)
     return str(found) if found is not None and found.exists() else None
+
+
+def present_checkpoint(trainer: RunFolders, ckpt_path: str | Path | None) -> str | None:
+    """The file that is meant by the ``ckpt_path`` of an evaluation, if one is given.
+
+    Args:
+        trainer: for whose method the newest run is looked for.
+        ckpt_path: a file, ``best``, ``last`` or None.
+
+    Raises:
+        MisconfigurationException: if it isn't there.
+    """
+    path = checkpoint_file(trainer, ckpt_path, begun=False)
+    if path is None and ckpt_path is not None:
+        raise MisconfigurationException(
+            f"ckpt_path={str(ckpt_path)!r}: no run under {trainer.run_root} has such a checkpoint; "
+            "give the path of one."
+        )
+    return path
 
 
 def as_list(value: Any) -> list[Any]:

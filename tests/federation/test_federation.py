@@ -13,9 +13,15 @@ from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.federation.outcomes import TrainingDiverged
 from pfl_lightning.messages import detached
 from pfl_lightning.methods import FedAvg, FedPer, Local
-from pfl_lightning.seeds import derive_seed, draw_cohort
+from pfl_lightning.seeds import derive_seed
+from pfl_lightning.selection import RoundStart, Uniform
 
 # Seeds and cohorts
+
+
+def draw_cohort(clients, size, seed, round):
+    start = RoundStart(round, clients, size, random.Random(derive_seed(seed, "cohort", round)), dict)
+    return sorted(Uniform().choose(start))
 
 
 def test_cohorts_are_a_function_of_seed_and_round():

@@ -16,12 +16,14 @@ from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule, Partitioner
 from pfl_lightning.nets import Net
+from pfl_lightning.selection import Selection
 
 KINDS: dict[str, type] = {
     "model": ClientModule,
     "data": FederatedDataModule,
     "aggregator": Aggregator,
     "partitioner": Partitioner,
+    "cohort": Selection,
     "net": Net,
     "optimizer": Optimizer,
     "lr_scheduler": LRScheduler,

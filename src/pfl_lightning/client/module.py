@@ -70,6 +70,8 @@ class ClientModule(Phased):
     """Entries of this client's updates."""
     offers: ClassVar[frozenset[str]] = frozenset({"class_counts"})
     """Entries that an update has only where the aggregator needs them, because they reveal something."""
+    tells: ClassVar[frozenset[str]] = frozenset({"received_loss", "loss", "loss_squared", "seconds"})
+    """Numbers of its training that it gives where ``trainer.cohort`` asks for them to choose the clients of a round."""
     needs: ClassVar[frozenset[str]] = frozenset({"weights"})
     """Entries that a payload must have."""
     requires: ClassVar[frozenset[str]] = frozenset()

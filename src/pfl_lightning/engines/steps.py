@@ -36,6 +36,8 @@ def step_values(module: ClientModule, batch: Batch, index: int) -> dict[str, Ten
             "scalar tensors with 'loss' among them."
         )
     values = {**logged, **values}
+    if "loss_squared" in module.requested:
+        values["loss_squared"] = values["loss"].detach().square()
     for name, value in values.items():
         if not isinstance(value, Tensor) or value.dim():
             what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

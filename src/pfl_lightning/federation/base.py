@@ -26,6 +26,7 @@ from pfl_lightning.engines.threads import threads_for
 from pfl_lightning.federation.checkpoint import check_same
 from pfl_lightning.federation.evaluation import Evaluations
 from pfl_lightning.federation.options import FederationOptions
+from pfl_lightning.federation.participation import Participation, check_tells
 from pfl_lightning.federation.resuming import Settings, check_rounds, check_settings, rounds_of, settings_of
 from pfl_lightning.messages import Message, StateDict, detached
 from pfl_lightning.methods.registry import method_of
@@ -68,14 +69,16 @@ class FederationBase(LightningModule):
         check_hooks(client)
         self.monitor = options.monitored(client)
         self.evaluations = Evaluations(options, self.engines_of, self.job, self.sizes, client.task, self.monitor)
+        self.participation = Participation(options.cohort, self.evaluations.measure, self.job)
         self.settings: Settings = {}
         self.resume_changed = self.changed = False
         check_finite(client, self.aggregator)
         check_pair(client, self.aggregator)
         check_requirements(client, self.aggregator)
+        check_tells(client, options.cohort)
         for module in self._architectures:
             check_tied(module)
-            module.requested = module.offers & self.aggregator.needs
+            module.requested = (module.offers & self.aggregator.needs) | options.cohort.asks
         self.save_hyperparameters(dict(client.hparams))
 
     @property
@@ -168,6 +171,7 @@ class FederationBase(LightningModule):
     def _set_up_server(self, seed: int) -> None:
         self.aggregator.setup(Server(self.data.num_clients, self._shared, self.client, self.data, seed))
         self._remembered = Remembered(self.aggregator, self.architectures)
+        self.options.cohort.setup(self.sizes(range(self.data.num_clients), "train"))
 
     def job(self, client: int, evaluate: tuple[Split, ...] = ()) -> Job:
         """A client's work in the coming round.
@@ -233,6 +237,7 @@ class FederationBase(LightningModule):
             # the first module's are in the global model
             "common": {k: detached(common_parameters(m)) for k, m in enumerate(self._architectures) if k},
             "aggregator": self.aggregator.state,
+            "cohort": self.options.cohort.state,
             "clients": {client: vars(state) for client, state in sorted(self.clients.items())},
             "after": dict(sorted(self.evaluations.after.items())),
             # not for resuming: they let one client's model be loaded without the aggregator
@@ -251,6 +256,9 @@ class FederationBase(LightningModule):
         self.round, self.lr_factor = state["round"], state["lr_factor"]
         self.seed, self.initial, self.start = state["seed"], state["initial"], state["start"]
         self.aggregator.state = state["aggregator"]
+        self.options.cohort.setup(sizes)
+        # another choice than the run had, or an earlier version's, begins without what it would remember
+        self.options.cohort.state |= state.get("cohort", {})
         for architecture, entries in state.get("common", {}).items():
             self._architectures[architecture].assign(entries)
         self.clients = {client: ClientState(**saved) for client, saved in state["clients"].items()}

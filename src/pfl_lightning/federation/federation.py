@@ -18,7 +18,6 @@ from pfl_lightning.federation.evaluation import undisturbed
 from pfl_lightning.federation.metrics import new_row, training_metrics
 from pfl_lightning.federation.outcomes import enough, finite, unrefused
 from pfl_lightning.messages import StateDict, keep_own, num_bytes
-from pfl_lightning.seeds import draw_cohort
 
 
 class Federation(FederationBase):
@@ -40,8 +39,11 @@ class Federation(FederationBase):
             self._run_round(clients)
 
     def _run_round(self, clients: list[int]) -> None:
-        cohort = draw_cohort(clients, self.options.cohort_size(len(clients)), cast(int, self.seed), self.round)
         self._read_rate()
+        start = time.perf_counter()
+        size = self.options.cohort_size(len(clients))
+        cohort = self.participation.cohort(clients, size, cast(int, self.seed), self.round)
+        choosing = time.perf_counter() - start
         self.evaluations.results = {}
         self.metrics = new_row(self.round + 1, cohort, self.trainer.optimizers[0].param_groups[0]["lr"])
         self.call("on_round_start", cohort)
@@ -54,7 +56,7 @@ class Federation(FederationBase):
                 if not outcome.refused:
                     for ended in listeners:
                         ended(self.trainer, self, outcome.client, outcome)
-        self.metrics["time/train"] = time.perf_counter() - start
+        self.metrics["time/train"] = time.perf_counter() - start + choosing
         taken = self._taken(outcomes, len(cohort))
         self.evaluations.keep_initial(clients, taken)
         self._aggregate(taken)
@@ -96,7 +98,9 @@ class Federation(FederationBase):
         sound = finite(accepted, round, expected)
         updates = {client: outcome.update for client, outcome in sound.items()}
         usable = sound_updates(updates, self.aggregator, type(self.client).__name__, self._shared)
-        taken = enough({client: sound[client] for client in usable}, round, self.options.min_clients)
+        taken = {client: sound[client] for client in usable}
+        if expected:
+            taken = enough(taken, round, self.options.min_clients)
         if absent := expected - len(outcomes):
             rank_zero_warn(f"round {round}: {absent} of the round's clients gave nothing.")
         self.metrics |= {
@@ -121,6 +125,9 @@ class Federation(FederationBase):
             self.clients[client] = outcome.state
             if self.options.splits_after:
                 self.evaluations.after[client] = outcome.after
+        self.participation.remember(taken, self.round)
+        self.metrics["bytes/down"] += self.participation.sent
+        self.metrics["bytes/up"] += self.participation.told
         self.metrics["time/aggregate"] = time.perf_counter() - start
         self.metrics |= {f"server/{name}": value for name, value in logs.items()}
         self.call("on_aggregate_end", logs)

@@ -1,7 +1,7 @@
 """How rounds are made: participation, local work and evaluation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ENGINES, Engine, EngineMaker, LocalWork, Sharded, Vectorised
 from pfl_lightning.engines.evaluation import measured_names, metrics_of
 from pfl_lightning.nets.batch_norm import smallest_batch
+from pfl_lightning.selection import Selection, Uniform
 from pfl_lightning.tasks import Monitor
 
 
@@ -45,6 +46,7 @@ class FederationOptions:
     limit_test_batches: int | float = 1.0
     monitor: str | None = None
     min_clients: int = 1
+    cohort: Selection = field(default_factory=Uniform)
 
     def __post_init__(self) -> None:
         per_round = self.clients_per_round
@@ -57,6 +59,11 @@ class FederationOptions:
             raise MisconfigurationException(
                 f"trainer.local_epochs={self.local_epochs} and trainer.local_steps={self.local_steps} "
                 "exclude each other; give one of them."
+            )
+        if not isinstance(self.cohort, Selection):
+            raise MisconfigurationException(
+                f"trainer.cohort={self.cohort!r} doesn't choose clients; give an instance of pfl_lightning.selection, "
+                "such as Uniform()."
             )
         for name in ("local_epochs", "local_steps", "workers", "min_clients"):
             if (value := getattr(self, name)) is not None and not is_count(value):
@@ -181,6 +188,7 @@ class FederationOptions:
                 f"trainer.clients_per_round={self.clients_per_round} is more than data.num_clients="
                 f"{data.num_clients}; take at most that many, or a fraction such as 0.5."
             )
+        self.cohort.check(self.clients_per_round, self.cohort_size(data.num_clients), data.num_clients)
         engine = self.engine_class
         if not data.resident and isinstance(engine, type) and issubclass(engine, Vectorised):
             raise MisconfigurationException(

@@ -71,6 +71,7 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int) ->
     if options.clip:
         clip["gradient_clip_algorithm"] = options.clip_algorithm
     return {
+        "cohort": options.cohort,
         "clients_per_round": f"{options.cohort_size(num_clients)} of {num_clients}",
         "local_epochs": None if options.local_steps is not None else options.local_epochs or 1,
         "local_steps": options.local_steps,

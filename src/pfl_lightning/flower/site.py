@@ -106,7 +106,7 @@ class Site:
             Refused: if they would, or the server asks for what the method doesn't offer.
         """
         name = type(module).__name__
-        if unknown := sorted(module.requested - module.offers):
+        if unknown := sorted(module.requested - module.offers - module.tells):
             raise Refused(f"the server asks for {' and '.join(unknown)}, which {name} doesn't offer.")
         self._check(module.sends | module.requested, name)
 

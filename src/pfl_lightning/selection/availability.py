@@ -1,0 +1,85 @@
+"""Cohorts of those clients who are there."""
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from pfl_lightning.selection.base import RoundStart, Selection
+
+
+class Availability(Selection):
+    """Draws ``trainer.clients_per_round`` of the clients who are available in the round, all of these as likely.
+
+    Where fewer are available all of them take part, and where nobody is, it is a round of nobody, as of `Poisson`.
+
+    The table is a CSV file with a header, and a row for each client: its id, and then for each round the probability
+    that it is available, 0 where it never is and 1 where it surely is. Rounds beyond the last column begin again with
+    the first one, so that a single column is a rate for each client::
+
+        client,day,night
+        0,1,0
+        1,0.5,1
+
+    Args:
+        table: path of the file, which the server reads before the first round.
+    """
+
+    def __init__(self, table: str) -> None:
+        super().__init__()
+        self.table = table
+
+    def setup(self, sizes: Mapping[int, int]) -> None:
+        """Reads the table.
+
+        Args:
+            sizes: training samples of all clients, by id.
+
+        Raises:
+            MisconfigurationException: if it can't be read, or doesn't say of each client when it is available.
+        """
+        super().setup(sizes)
+        self.rates = read_rates(self.table)
+        if missing := sorted(sizes.keys() - self.rates.keys()):
+            raise MisconfigurationException(
+                f"trainer.cohort.table={self.table} has no row of client {missing[0]}; give each of the {len(sizes)} "
+                f"clients one, with ids from 0 to {len(sizes) - 1}."
+            )
+
+    def choose(self, start: RoundStart) -> list[int]:
+        """The cohort of the round."""
+        rates = {client: self.rates[client][start.round % len(self.rates[client])] for client in start.clients}
+        # what is certain is not drawn: a table of ones leaves the stream as `Uniform` has it
+        there = [client for client in start.clients if rates[client] in (0, 1) or start.random.random() < rates[client]]
+        there = [client for client in there if rates[client]]
+        return start.random.sample(there, min(start.size, len(there)))
+
+
+def read_rates(path: str) -> dict[int, list[float]]:
+    """The rows of a table of availabilities by client, which are all as long.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        MisconfigurationException: if it is no such table.
+    """
+    try:
+        rows = list(csv.reader(Path(path).read_text().splitlines()))
+    except (OSError, ValueError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise MisconfigurationException(f"trainer.cohort.table={path} can't be read: {reason}.") from error
+    rates: dict[int, list[float]] = {}
+    for line, row in enumerate(rows[1:], 2):
+        try:
+            client, values = int(row[0]), list(map(float, row[1:]))
+        except (IndexError, ValueError):
+            client, values = -1, []
+        if client in rates or not values or len(row) != len(rows[0]) or not all(0 <= value <= 1 for value in values):
+            raise MisconfigurationException(
+                f"trainer.cohort.table={path}, line {line}: give the id of a client that has no other line, and for "
+                f"each of the header's {len(rows[0]) - 1} rounds a number from 0 to 1."
+            )
+        rates[client] = values
+    return rates

@@ -1,0 +1,166 @@
+r"""Oort: clients whose samples are hard, who have not been asked for long, and who are fast enough.
+
+Source: Lai et al., 2021 (https://arxiv.org/abs/2010.06081). Symbols: :math:`U_k` is client k's utility by its last
+training, in round :math:`t_k`; t is the round, from 1; m clients take part in it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from pfl_lightning.selection.base import RoundStart, Selection, Told, drawn_by_weight
+
+UNCERTAINTY = 0.1
+"""Weight of how long a client hasn't been asked."""
+STEP = 5.0
+"""By how much the pacer moves the percentile."""
+FLAT, STEEP = 0.1, 5.0
+"""Relative changes of utility up to which and from which the pacer moves it, up and down."""
+
+
+class Oort(Selection):
+    r"""Draws most clients by their scores, and the others of those who have never been tried by their samples.
+
+    .. math::
+
+        U_k = n_k \sqrt{\overline{\ell_k^2}}, \qquad
+        s_k = \frac{\min(U_k, q) - 0.999 \min_j U_j}{\max_j U_j - 0.999 \min_j U_j} + \sqrt{\frac{0.1 \ln t}{t_k}}
+
+    q is a quantile of the utilities. With a ``percentile``, :math:`s_k` of a client that took longer than T seconds is
+    multiplied by :math:`(T / \text{seconds}_k)^\alpha`, where T is that percentile of the clients' seconds; and the
+    pacer compares the utility of the last two windows of rounds: where it changes by 10 % at most, T's percentile grows
+    by 5, where it changes fivefold or more, it falls by 5. Without one seconds don't count, and nobody is asked for
+    them.
+
+    :math:`\lfloor (1 - \epsilon) m \rfloor` clients are drawn by their scores, among those who have at least the cutoff
+    times the score of the last one that would be taken by rank; all the others are new ones, as long as there are any.
+
+    What differs from the paper: :math:`\overline{\ell_k^2}` is the mean over all batches of the round's training of
+    the squared loss of the batch, weighted by its samples, in the place of squared losses of samples, as a training
+    step gives no others; with ``data.batch_size=1`` and one local epoch it is the same. :math:`n_k` counts all training
+    samples. Nobody is left out for having been chosen often. The paper's constants could not be verified: the defaults
+    are those of the official code, but for ``percentile``, which is 10 there: a simulation has no clock, and with
+    seconds no two runs are the same, resumed or not.
+
+    Args:
+        exploration: :math:`\epsilon` in the first round, from 0 to 1.
+        decay: what it is multiplied by after each round, above 0 and up to 1.
+        least_exploration: what it doesn't fall below, from 0 to 1.
+        cutoff: from 0 to 1; 0 admits every client that was tried.
+        clip: which quantile q is, above 0 and up to 1; 1 clips nothing.
+        percentile: of seconds, above 0 and up to 100; None lets them not count.
+        penalty: :math:`\alpha`, at least 0.
+        window: rounds that the pacer sums utilities over, at least 1.
+
+    Raises:
+        MisconfigurationException: if a setting is out of its range.
+    """
+
+    def __init__(
+        self,
+        exploration: float = 0.9,
+        decay: float = 0.95,
+        least_exploration: float = 0.2,
+        cutoff: float = 0.7,
+        clip: float = 0.98,
+        percentile: float | None = None,
+        penalty: float = 2.0,
+        window: int = 20,
+    ) -> None:
+        super().__init__()
+        ranges = {
+            "exploration": (exploration, 0 <= exploration <= 1, "from 0 to 1, such as 0.9"),
+            "decay": (decay, 0 < decay <= 1, "above 0 and up to 1, such as 0.95"),
+            "least_exploration": (least_exploration, 0 <= least_exploration <= 1, "from 0 to 1, such as 0.2"),
+            "cutoff": (cutoff, 0 <= cutoff <= 1, "from 0 to 1, such as 0.7"),
+            "clip": (clip, 0 < clip <= 1, "above 0 and up to 1, such as 0.98"),
+            "percentile": (percentile, percentile is None or 0 < percentile <= 100, "above 0 and up to 100, or null"),
+            "penalty": (penalty, penalty >= 0, "0 or more, such as 2"),
+            "window": (window, window >= 1, "at least 1, such as 20"),
+        }
+        for name, (value, right, words) in ranges.items():
+            if not right:
+                raise MisconfigurationException(f"trainer.cohort.{name}={value} must be {words}.")
+        self.exploration, self.decay, self.least_exploration = exploration, decay, least_exploration
+        self.cutoff, self.clip, self.percentile = cutoff, clip, percentile
+        self.penalty, self.window = penalty, window
+        self.asks = frozenset({"loss_squared"} if percentile is None else {"loss_squared", "seconds"})
+
+    def setup(self, sizes: Mapping[int, int]) -> None:
+        """Starts without a client that was tried."""
+        super().setup(sizes)
+        self.state = {"utility": {}, "round": {}, "seconds": {}, "sums": [], "moved": 0.0}
+
+    def choose(self, start: RoundStart) -> list[int]:
+        """The cohort of the round."""
+        tried = [client for client in start.clients if client in self.state["utility"]]
+        new = [client for client in start.clients if client not in self.state["utility"]]
+        epsilon = max(self.exploration * self.decay**start.round, self.least_exploration)
+        # what is a whole number but for rounding is one
+        count = min(max(math.floor((1 - epsilon) * start.size + 1e-9), start.size - len(new)), len(tried))
+        known = self._known(start, tried, count) if count else []
+        return known + drawn_by_weight(start.random, new, start.size - count, self.sizes)
+
+    def _known(self, start: RoundStart, tried: Sequence[int], count: int) -> list[int]:
+        """Some of the clients that were tried."""
+        scores = self.scores(tried, start.round + 1)
+        last = sorted(scores.values(), reverse=True)[count - 1]
+        admitted = [client for client in tried if scores[client] >= self.cutoff * last]
+        return drawn_by_weight(start.random, admitted, count, scores)
+
+    def scores(self, clients: Sequence[int], t: int) -> dict[int, float]:
+        """The scores s of clients that were tried, by id.
+
+        Args:
+            clients: their ids, at least one.
+            t: the round's number, from 1.
+        """
+        own = {client: self.state["utility"][client] for client in clients}
+        ranked = sorted(own.values())
+        q = ranked[min(int(len(ranked) * self.clip), len(ranked) - 1)]
+        least = 0.999 * ranked[0]
+        # as wide as all utilities; 1e-4 where they are all 0
+        width = max(ranked[-1] - least, 1e-4)
+        scores = {
+            client: (min(utility, q) - least) / width
+            + math.sqrt(UNCERTAINTY * math.log(t) / self.state["round"][client])
+            for client, utility in own.items()
+        }
+        limit = self._limit()
+        for client in clients:
+            if (seconds := self.state["seconds"].get(client, 0.0)) > limit:
+                scores[client] *= (limit / seconds) ** self.penalty
+        return scores
+
+    def _limit(self) -> float:
+        """T, infinite where seconds don't count."""
+        ranked = sorted(self.state["seconds"].values())
+        if self.percentile is None or not ranked:
+            return math.inf
+        percentile = self.percentile + self.state["moved"]
+        limit: float = ranked[min(int(len(ranked) * percentile / 100), len(ranked) - 1)]
+        return limit
+
+    def remember(self, told: Told, round: int) -> None:
+        """Takes the utilities of those who trained, and moves the percentile."""
+        # a client without a batch has no loss
+        own = {k: self.sizes[k] * math.sqrt(max(values.get("loss_squared", 0.0), 0.0)) for k, values in told.items()}
+        self.state["utility"] |= own
+        self.state["round"] |= dict.fromkeys(own, round + 1)
+        if self.percentile is None:
+            return
+        self.state["seconds"] |= {k: max(values["seconds"], 0.0) for k, values in told.items() if "seconds" in values}
+        self.state["sums"] = [*self.state["sums"], sum(own.values())][-2 * self.window :]
+        if len(self.state["sums"]) == 2 * self.window and (round + 1) % self.window == 0:
+            self._pace(self.percentile)
+
+    def _pace(self, start: float) -> None:
+        """Moves the percentile from where it has got to since its start."""
+        before, now = sum(self.state["sums"][: self.window]), sum(self.state["sums"][self.window :])
+        change, percentile = abs(now - before), start + self.state["moved"]
+        if change <= FLAT * before:
+            percentile = min(percentile + STEP, 100.0)
+        elif change >= STEEP * before:
+            percentile = max(percentile - STEP, STEP)
+        self.state["moved"] = percentile - start

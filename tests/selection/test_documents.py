@@ -1,0 +1,40 @@
+"""What the page on who takes part shows."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from command import QUIET, pfl
+from federations import Spy, blobs, fit, make_client, read_csv
+from pfl_lightning import selection
+from pfl_lightning.selection import Selection
+
+PAGE = (Path(__file__).parents[2] / "docs" / "participation.md").read_text()
+COMMANDS = re.findall(r"^    pfl-lightning (.*)$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", COMMANDS, ids=range(len(COMMANDS)))
+def test_each_command(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("clients.csv").write_text("client,rate\n" + "".join(f"{client},1\n" for client in range(10)))
+    pfl(f"{line} {QUIET} --trainer.max_rounds 1")
+    (path,) = Path("runs").glob("*/version_0/rounds.csv")
+    (row,) = read_csv(path)
+    assert int(row["clients"]) == 3 or "Poisson" in line
+
+
+def test_a_choice_of_ones_own():
+    names = {}
+    exec(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0], names)
+    spy = Spy()
+    fit(make_client(), blobs(), cohort=names["LongestAgo"](), callbacks=[spy], clients_per_round=2, max_rounds=4)
+    assert spy.cohorts == [[0, 1], [2, 3], [0, 1], [2, 3]]
+
+
+def test_all_choices_are_in_its_table():
+    named = set(re.findall(r"^\| \[?`(\w+)`", PAGE, re.MULTILINE))
+    there = {
+        name for name, value in vars(selection).items() if isinstance(value, type) and issubclass(value, Selection)
+    }
+    assert named == there - {"Selection"}
