@@ -280,6 +280,50 @@ def test_gradient_hooks_are_called_before_clipping(engine):
     assert not equal(clipped.weights, run.weights)
 
 
+def near(run, other):
+    return all(torch.allclose(tensor, other.weights[name], rtol=0, atol=1e-6) for name, tensor in run.weights.items())
+
+
+@pytest.mark.parametrize("engine", [Sequential, Processes, Vectorised])
+def test_gradients_may_be_adjusted_by_what_each_client_holds(engine):
+    class Decay(FedAvg):
+        def adjust_gradients(self, gradients):
+            assert gradients.keys() == dict(self.named_parameters()).keys()
+            return {name: gradients[name] + 0.3 * w for name, w in self.named_parameters()}
+
+    rate = partial(SGD, lr=0.01)
+    run = fit(make_client(Decay, optimizer=rate), engine=engine)
+    assert near(run, fit(make_client(optimizer=partial(rate, weight_decay=0.3))))
+    assert not near(run, fit(make_client(optimizer=rate)))
+
+
+@pytest.mark.parametrize("engine", [Sequential, Vectorised])
+def test_adjusted_gradients_are_clipped(engine):
+    class Larger(FedAvg):
+        def adjust_gradients(self, gradients):
+            return {name: 1000 * gradient for name, gradient in gradients.items()}
+
+    class ByHand(FedAvg):
+        def on_after_backward(self):
+            for parameter in self.net.parameters():
+                parameter.grad.mul_(1000)
+
+    settings = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}
+    run = fit(make_client(Larger), engine=engine, **settings)
+    assert near(run, fit(make_client(ByHand), **settings))
+    assert not near(run, fit(make_client(), **settings))
+
+
+@pytest.mark.parametrize("engine", [Sequential, Vectorised])
+def test_adjusted_gradients_are_of_the_same_parameters(engine):
+    class Fewer(FedAvg):
+        def adjust_gradients(self, gradients):
+            return dict(list(gradients.items())[1:])
+
+    with pytest.raises(MisconfigurationException, match=r"Fewer\.adjust_gradients must return gradients of the names"):
+        fit(make_client(Fewer), engine=engine)
+
+
 def test_many_clients_at_once_have_no_gradient_of_one():
     class Hooked(FedAvg):
         def on_after_backward(self):

@@ -7,7 +7,7 @@ from pfl_lightning.client.module import ClientModule
 
 LOOPS = "a callback's on_round_start, on_client_fit_start or on_client_fit_end"
 BATCHES = "training_step, which sees each batch"
-STEPS = "on_after_backward and on_before_optimizer_step, which see gradients, or local_optimizer"
+STEPS = "adjust_gradients, on_after_backward and on_before_optimizer_step, which see gradients, or local_optimizer"
 METRICS = "configure_metrics and forward, which say what is measured of each client"
 DATA = "the data module"
 

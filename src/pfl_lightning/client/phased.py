@@ -1,8 +1,9 @@
-"""When a client trains what: the hooks that say so."""
+"""When a client trains what, and by which gradients: the hooks that say so."""
 
 from lightning.pytorch import LightningModule
 
 from pfl_lightning.client.phases import Phase
+from pfl_lightning.messages import StateDict
 
 
 class Phased(LightningModule):
@@ -27,3 +28,16 @@ class Phased(LightningModule):
         they end with is evaluated without `evaluation_phases`.
         """
         return self.local_phases()
+
+    def adjust_gradients(self, gradients: StateDict) -> StateDict:
+        """Makes of a step's gradients those that its optimizer takes, by default the same; they are clipped later.
+
+        It may read parameters and buffers, and changes none, so that engines can call it for many clients at once.
+
+        Args:
+            gradients: by the names of the parameters that the step's loss depends on, such as ``net.classifier.bias``.
+
+        Returns:
+            Gradients of the same names and shapes.
+        """
+        return gradients

@@ -20,7 +20,7 @@ from pfl_lightning.engines.base import ClientState, Engine, Job, Outcome
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.leaks import Leaks
 from pfl_lightning.engines.local_optimizer import local_optimizer
-from pfl_lightning.engines.steps import step_values
+from pfl_lightning.engines.steps import adjusted_gradients, step_values
 from pfl_lightning.engines.threads import is_for_one_thread, one_thread
 from pfl_lightning.messages import detached, is_finite
 
@@ -36,6 +36,7 @@ class Sequential(Engine):
         self.leaks = Leaks(self.module)
         self._calls_after_backward = overrides(self.module, "on_after_backward")
         self._calls_before_step = overrides(self.module, "on_before_optimizer_step")
+        self._adjusts = overrides(self.module, "adjust_gradients")
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Yields outcomes in the order of the jobs.
@@ -143,7 +144,7 @@ class Sequential(Engine):
             with self.forward_context():
                 values = step_values(module, (x, y), index)
             optimizer.zero_grad()
-            self._step(values["loss"], optimizer, scaler, trained)
+            self._step(values["loss"], optimizer, scaler, parameters)
             steps.append((rows_in(y), {name: value.detach() for name, value in values.items()}))
         # grad=None and not zeros: momentum would go on moving a parameter whose next phase freezes it
         optimizer.zero_grad()
@@ -183,26 +184,34 @@ class Sequential(Engine):
         loss: Tensor,
         optimizer: Optimizer,
         scaler: torch.amp.GradScaler | None,
-        parameters: list[nn.Parameter],
+        parameters: dict[str, nn.Parameter],
     ) -> None:
         torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
         if self._calls_after_backward:
             self.module.on_after_backward()
-        if scaler is not None and (self._calls_before_step or self.work.clip is not None):
+        if scaler is not None and (self._adjusts or self._calls_before_step or self.work.clip is not None):
             scaler.unscale_(optimizer)
+        if self._adjusts:
+            self._adjust(parameters)
         # before clipping, as Lightning has it
         if self._calls_before_step:
             self.module.on_before_optimizer_step(optimizer)
         if self.work.clip is not None:
             if self.work.clip_algorithm == "norm":
-                nn.utils.clip_grad_norm_(parameters, self.work.clip)
+                nn.utils.clip_grad_norm_(parameters.values(), self.work.clip)
             else:
-                nn.utils.clip_grad_value_(parameters, self.work.clip)
+                nn.utils.clip_grad_value_(parameters.values(), self.work.clip)
         if scaler is None:
             optimizer.step()
         else:
             scaler.step(optimizer)
             scaler.update()
+
+    @torch.no_grad()
+    def _adjust(self, parameters: dict[str, nn.Parameter]) -> None:
+        gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+        for name, gradient in adjusted_gradients(self.module, gradients).items():
+            parameters[name].grad = gradient
 
 
 def means(steps: list[Step]) -> dict[str, float]:

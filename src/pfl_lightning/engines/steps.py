@@ -1,4 +1,4 @@
-"""What a client module's training step gives, as scalars by name."""
+"""What a client module gives in a step of training: scalars by name, and gradients."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +7,25 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.client import Batch, ClientModule
+from pfl_lightning.messages import StateDict
+
+
+def adjusted_gradients(module: ClientModule, gradients: StateDict) -> StateDict:
+    """What `ClientModule.adjust_gradients` makes of a step's gradients.
+
+    Args:
+        module: the client module.
+        gradients: by name.
+
+    Raises:
+        MisconfigurationException: if it returns others than it was given.
+    """
+    adjusted = module.adjust_gradients(gradients)
+    if {name: g.shape for name, g in adjusted.items()} != {name: g.shape for name, g in gradients.items()}:
+        raise MisconfigurationException(
+            f"{type(module).__name__}.adjust_gradients must return gradients of the names and shapes that it was given."
+        )
+    return adjusted
 
 
 def step_values(module: ClientModule, batch: Batch, index: int) -> dict[str, Tensor]:

@@ -17,7 +17,6 @@ from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.frozen import Frozen
-from pfl_lightning.methods.losses import proximal
 
 
 class FedDyn(FedAvg):
@@ -67,12 +66,11 @@ class FedDyn(FedAvg):
         if data is not None and self.weighting == "samples":
             self.alpha_k.fill_(self.alpha * float(payload["mean_samples"]) / max(len(data.train), 1))
 
-    def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
-        """The task's loss, with the gradient of the regularised one."""
-        w = trained_parameters(self, "net").values()
-        linear = torch.stack([(g * entry).sum() for g, entry in zip(self.gradient.buffers(), w, strict=True)]).sum()
-        term = self.alpha_k * proximal(w, self.received.buffers()) - linear
-        return super().loss(features, logits, target) + (term - term.detach())
+    def adjust_gradients(self, gradients: StateDict) -> StateDict:
+        r"""Those of the regularised loss: plus :math:`\alpha_k (w - x) - g_k`."""
+        w, x, g = trained_parameters(self, "net"), self.received.tensors(), self.gradient.tensors()
+        added = {f"net.{name}": self.alpha_k * (w[name] - x[name]) - g[name] for name in w}
+        return {name: gradient + added[name] for name, gradient in gradients.items()}
 
     def upload(self, data: ClientData) -> Message:
         """The model; takes the new gradient."""

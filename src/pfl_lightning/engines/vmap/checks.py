@@ -134,7 +134,9 @@ def refuse_gradients_of_one(module: ClientModule, precision: Precision) -> None:
         raise Unvectorisable(module, "trainer.precision=16-mixed scales the loss of each client by itself")
     if overrides(module, "on_after_backward") or overrides(module, "on_before_optimizer_step"):
         raise Unvectorisable(
-            module, "its on_after_backward or on_before_optimizer_step sees the gradients of one client"
+            module,
+            "its on_after_backward or on_before_optimizer_step sees the gradients of one client, where "
+            "adjust_gradients sees those of any",
         )
 
 

@@ -4,16 +4,20 @@ from typing import cast
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.func import vmap
 from torch.optim import Optimizer
 
+from pfl_lightning.client.hooks import overrides
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import epoch_order
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.local_optimizer import local_optimizer
 from pfl_lightning.engines.sequential import Sequential
+from pfl_lightning.engines.steps import adjusted_gradients
 from pfl_lightning.engines.vmap.block import Block, Plan, batches_of
-from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable
+from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, reason_of
 from pfl_lightning.engines.vmap.compiled import Compiled
 from pfl_lightning.engines.vmap.gradients import Differentiator
 from pfl_lightning.engines.vmap.optimizers import ELEMENTWISE, StackOptimizers
@@ -35,6 +39,7 @@ class BlockTrainer:
         self.module = sequential.module
         self.work = sequential.work
         self.attributes = attributes
+        self._adjusts = overrides(self.module, "adjust_gradients")
         self.compiled = Compiled(self.module, sequential.precision) if compile else None
 
     def train(self, block: Block, layout: Layout, slots: Slots) -> None:
@@ -67,7 +72,7 @@ class BlockTrainer:
         )
         for index, step in enumerate(plan.steps(self.module.device)):
             self._narrow(optimizers, int((plan.counts > index).sum()), phase, block)
-            gradients = differentiator.gradients(step, index)
+            gradients = self._adjusted(differentiator.gradients(step, index), block, slots)
             self._clip(gradients)
             optimizers.step(gradients)
         self._narrow(optimizers, 0, phase, block)
@@ -111,6 +116,24 @@ class BlockTrainer:
             for row, state in optimizers.state_dicts(end):
                 block.members[row].optimizers[phase.name] = state
         optimizers.narrow(end)
+
+    @torch.no_grad()
+    def _adjusted(self, gradients: StateDict, block: Block, slots: Slots) -> StateDict:
+        """What the module makes of each client's gradients."""
+        if not self._adjusts or not gradients:
+            return gradients
+        rows = len(next(iter(gradients.values())))
+
+        def one(entries: StateDict, gradients: StateDict) -> StateDict:
+            return slots.call(adjusted_gradients, entries, self.module, gradients)
+
+        try:
+            adjusted: StateDict = vmap(one)({name: stack[:rows] for name, stack in block.entries.items()}, gradients)
+        except (MisconfigurationException, torch.cuda.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise Unvectorisable(self.module, reason_of(error)) from error
+        return adjusted
 
     def _clip(self, gradients: StateDict) -> None:
         """Clips each client's gradients as torch does."""
