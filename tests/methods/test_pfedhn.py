@@ -154,7 +154,9 @@ def test_each_client_has_a_model_of_its_own_and_keeps_its_running_statistics():
     models = [flat(run.federation.aggregator.download(k)["weights"]) for k in range(4)]
     assert all(not torch.equal(models[0], other) for other in models[1:])
     personal = run.federation.clients[0].personal
-    assert set(personal) == {f"net.features.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    assert set(personal) == {
+        f"net.features.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
+    }
     assert not personal.keys() & spy.updates[0][0]["weights"].keys()
 
 

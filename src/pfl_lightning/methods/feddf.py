@@ -61,7 +61,7 @@ class FedDF(WeightedAverage):
 
     def __init__(
         self,
-        server_steps: int = 1000,
+        server_steps: int = 200,
         batch_size: int = 128,
         ensemble: Literal["logits", "probabilities"] = "logits",
         optimizer: OptimizerCallable | None = None,

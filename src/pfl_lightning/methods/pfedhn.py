@@ -244,4 +244,5 @@ class HyperNetwork(Aggregator):
 
 def norm(tensors: Iterable[Tensor]) -> Tensor:
     """The norm of several tensors as one vector."""
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]))
+    return total
