@@ -5,21 +5,21 @@ Source: Shamsian et al., 2021 (https://arxiv.org/abs/2103.04628). Symbols: :math
 """
 
 from collections.abc import Iterable
-from itertools import chain
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Size, Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
-from torch.optim import LBFGS
 
 from pfl_lightning.aggregators import Aggregator, Server
 from pfl_lightning.choices import check_choices, check_least
 from pfl_lightning.client import in_classifier
 from pfl_lightning.messages import Message, StateDict, Updates, detached
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.methods.model_maker import ModelMaker, nearest
 from pfl_lightning.seeds import derive_seed
 
 
@@ -47,29 +47,6 @@ class PFedHN(FedAvg):
     def configure_aggregator(self) -> Aggregator:
         """The hypernetwork."""
         return HyperNetwork()
-
-
-class ModelMaker(nn.Module):
-    """H: a perceptron, and a linear layer for each tensor of the model.
-
-    Args:
-        embedding_size: width e of an embedding.
-        hidden: width of the hidden layers.
-        layers: hidden layers after the first one.
-        shapes: of the model's tensors, by name.
-    """
-
-    def __init__(self, embedding_size: int, hidden: int, layers: int, shapes: dict[str, Size]) -> None:
-        super().__init__()
-        deeper = chain.from_iterable((nn.ReLU(), nn.Linear(hidden, hidden)) for _ in range(layers))
-        self.body = nn.Sequential(nn.Linear(embedding_size, hidden), *deeper)
-        self.heads = nn.ModuleList(nn.Linear(hidden, shape.numel()) for shape in shapes.values())
-        self.shapes = shapes
-
-    def forward(self, v: Tensor) -> StateDict:
-        """A model, by name, of an embedding ``[e]``."""
-        h = self.body(v)
-        return {n: head(h).view(shape) for head, (n, shape) in zip(self.heads, self.shapes.items(), strict=True)}
 
 
 class HyperNetwork(Aggregator):
@@ -217,29 +194,9 @@ class HyperNetwork(Aggregator):
     def welcome(self, client: int, update: Message | None) -> Message:
         """The model of the mean embedding, and then the one that is nearest to what the newcomer has sent."""
         v = self.state["phi"]["embeddings"].mean(0)
-        return self.model(v if update is None else self.fitted(v, update["weights"]))
-
-    def fitted(self, v: Tensor, trained: StateDict) -> Tensor:
-        """The embedding whose model is nearest to a trained one.
-
-        Args:
-            v: where to begin.
-            trained: the model.
-        """
-        v = v.clone().requires_grad_()
-        optimizer = LBFGS([v], max_iter=100, line_search_fn="strong_wolfe")
-
-        def distance() -> float:
-            optimizer.zero_grad()
-            made = self.made(self.state["phi"], v)
-            squares = torch.stack([(tensor - trained[name]).square().sum() for name, tensor in made.items()]).sum()
-            torch.autograd.backward(squares)
-            return squares.item()
-
-        with torch.enable_grad():
-            optimizer.step(distance)  # type: ignore[no-untyped-call]
-        nearest: Tensor = v.detach()
-        return nearest
+        if update is not None:
+            v = nearest(partial(self.made, self.state["phi"]), v, update["weights"])
+        return self.model(v)
 
 
 def norm(tensors: Iterable[Tensor]) -> Tensor:
