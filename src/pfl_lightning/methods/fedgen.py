@@ -53,13 +53,7 @@ class FedGen(Generating, FedAvg):
     needs = frozenset({"weights", "generator", "labels"})
     labels: Tensor
 
-    def __init__(
-        self,
-        alpha: float = 10.0,
-        beta: float = 10.0,
-        decay: float = 0.98,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, alpha: float = 10.0, beta: float = 10.0, decay: float = 0.98, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         check_least("model", alpha=(alpha, 0), beta=(beta, 0))
         if not 0 < decay <= 1:
