@@ -142,7 +142,7 @@ def test_a_pair_runs(pair, tiny, monkeypatch):
     # large nets: two clients train, by one step
     small += " --trainer.local_steps 2" if "digits" in data.stem else " --trainer.local_steps 1"
     small += "" if "digits" in data.stem else " --trainer.clients_per_round 2"
-    if method.stem == "kt_pfl":
+    if method.stem in ("kt_pfl", "feddf", "fedmd"):
         small += f" --data.public {load(data)['data']['class_path']} --data.public.root {root} --data.public_samples 50"
     pfl(f"fit --config {method} --config {data} {small} --trainer.max_rounds 1 {QUIET}")
     (run,) = Path("runs").glob("*/version_0")

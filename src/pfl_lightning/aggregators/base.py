@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
-from pfl_lightning.messages import Message, StateDict, Updates
+from pfl_lightning.messages import Message, StateDict, Updates, detached
 
 AnyAggregator = TypeVar("AnyAggregator", bound="Aggregator")
 
@@ -39,6 +39,21 @@ class Server:
         """
         parameters = self.module.named_parameters(remove_duplicate=remove_duplicate)
         return [name for name, _ in parameters if name in self.weights]
+
+    def first_names(self) -> dict[str, str]:
+        """The first name of each parameter that clients share, by all its names."""
+        first = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        parameters = self.module.named_parameters(remove_duplicate=False)
+        return {name: first[id(parameter)] for name, parameter in parameters if name in self.weights}
+
+    def kept_entries(self) -> StateDict:
+        """Copies of the entries that clients keep to themselves, for running nets that `weights` don't fill.
+
+        Take them in `Aggregator.setup`: later on the module holds those of whoever trained last.
+        """
+        known = self.weights.keys() | self.module.common_names
+        kept: StateDict = detached({n: t for n, t in self.module.state_dict().items() if n not in known})
+        return kept
 
 
 class Aggregator:

@@ -7,6 +7,7 @@ from pfl_lightning.methods.cfl import CFL
 from pfl_lightning.methods.cwfedavg import CwFedAvg
 from pfl_lightning.methods.ditto import Ditto
 from pfl_lightning.methods.feature_alignment import FeatureAlignment
+from pfl_lightning.methods.feature_generator import FeatureGenerator
 from pfl_lightning.methods.fedala import FedALA
 from pfl_lightning.methods.fedamp import CloudProx, FedAMP
 from pfl_lightning.methods.fedas import FedAS, FisherAverage
@@ -19,13 +20,16 @@ from pfl_lightning.methods.fedcac import CriticalAverage, FedCAC
 from pfl_lightning.methods.fedclassavg import FedClassAvg
 from pfl_lightning.methods.fedcp import FedCP
 from pfl_lightning.methods.feddbe import DomainConsensus, FedDBE
+from pfl_lightning.methods.feddf import FedDF
 from pfl_lightning.methods.feddisco import FedDisco
 from pfl_lightning.methods.feddistill import FedDistill
 from pfl_lightning.methods.feddyn import DynamicAverage, FedDyn
 from pfl_lightning.methods.fedfomo import AffinityPool, FedFomo
+from pfl_lightning.methods.fedgen import FedGen
 from pfl_lightning.methods.fedgh import FedGH, GlobalHeader
 from pfl_lightning.methods.fedlaw import FedLAW
 from pfl_lightning.methods.fedlc import FedLC
+from pfl_lightning.methods.fedmd import Consensus, FedMD
 from pfl_lightning.methods.fednh import CosineClassifier, FedNH, NormalizedHead
 from pfl_lightning.methods.fednova import FedNova, NormalizedAverage
 from pfl_lightning.methods.fedntd import FedNTD
@@ -54,6 +58,7 @@ from pfl_lightning.methods.lg_fedavg import LGFedAvg
 from pfl_lightning.methods.local import Local
 from pfl_lightning.methods.moon import MOON
 from pfl_lightning.methods.per_fedavg import PerFedAvg
+from pfl_lightning.methods.pfedhn import HyperNetwork, PFedHN
 from pfl_lightning.methods.pfedme import PFedMe
 from pfl_lightning.methods.q_fedavg import FairAverage, QFedAvg
 from pfl_lightning.methods.scaffold import SCAFFOLD, ControlVariates
@@ -76,6 +81,7 @@ __all__ = [
     "ClassifierCombination",
     "CloudProx",
     "ClusterModels",
+    "Consensus",
     "ControlVariates",
     "CorePool",
     "CosineClassifier",
@@ -86,6 +92,7 @@ __all__ = [
     "DynamicAverage",
     "FairAverage",
     "FeatureAlignment",
+    "FeatureGenerator",
     "FedALA",
     "FedAMP",
     "FedAS",
@@ -101,13 +108,16 @@ __all__ = [
     "FedCP",
     "FedClassAvg",
     "FedDBE",
+    "FedDF",
     "FedDisco",
     "FedDistill",
     "FedDyn",
     "FedFomo",
     "FedGH",
+    "FedGen",
     "FedLAW",
     "FedLC",
+    "FedMD",
     "FedNH",
     "FedNTD",
     "FedNova",
@@ -126,6 +136,7 @@ __all__ = [
     "FisherAverage",
     "GlobalHeader",
     "GrowingEpochs",
+    "HyperNetwork",
     "KNNPer",
     "KTpFL",
     "KTpFLWeight",
@@ -136,6 +147,7 @@ __all__ = [
     "NormalizedAverage",
     "NormalizedHead",
     "PACClient",
+    "PFedHN",
     "PFedMe",
     "PerFedAvg",
     "QFedAvg",

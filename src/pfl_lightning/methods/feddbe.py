@@ -27,8 +27,8 @@ class FedDBE(FedAvg):
         r \leftarrow (1 - \mu)\,r + \mu\,\mathrm{mean}_i\,h_i
 
     r starts a round at 0 and lets the gradient through the batch alone, so that with :math:`\mu < 1` it is short of its
-    mass at first, and the gradient is :math:`\mu` times as large, as in the official code. The bias stays with its
-    client and starts at 0. A client is evaluated with its bias and the received model.
+    mass at first, and the gradient is :math:`\mu` times as large, as in the official code; an unbiased mean is left
+    out. The bias stays with its client and starts at 0. A client is evaluated with its bias and the received model.
 
     The first round is not one of learning: clients train without bias and regulariser, and report r, whose mean by
     samples is the consensus for the whole run; what they trained is thrown away. In the paper all clients report; here

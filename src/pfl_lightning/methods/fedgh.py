@@ -44,9 +44,10 @@ class FedGH(LGFedAvg):
 class GlobalHeader(Aggregator):
     r"""Trains the classifier on the mean features of all clients of the round, each with its class, and sends it.
 
-    Dropout is off meanwhile, and no pair counts for more than another. A class that nobody in the round holds is only
-    pushed down. In the official code the server's optimizer is that of a client's net, so that its classifier never
-    leaves its random start; the defaults are HtFLlib's, which trains it.
+    Dropout is off meanwhile, and no pair counts for more than another, as in the paper: weights by samples are left
+    out. A class that nobody in the round holds is only pushed down. In the official code the server's optimizer is that
+    of a client's net, so that its classifier never leaves its random start; the defaults are HtFLlib's, which trains
+    it.
     Source: Yi et al., 2023 (https://arxiv.org/abs/2303.13137).
 
     Args:

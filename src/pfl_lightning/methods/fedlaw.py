@@ -18,7 +18,7 @@ from pfl_lightning.aggregators import Server, WeightedAverage, client_weights
 from pfl_lightning.choices import check_least
 from pfl_lightning.data import Samples, epoch_order
 from pfl_lightning.data.lent_samples import lent_samples
-from pfl_lightning.messages import Updates, detached
+from pfl_lightning.messages import Updates
 from pfl_lightning.methods.server_optimizer import server_optimizer
 from pfl_lightning.nets.batch_norm import on_batch_statistics, smallest_batch
 from pfl_lightning.seeds import derive_seed
@@ -82,10 +82,7 @@ class FedLAW(WeightedAverage):
         self.smallest_batch = smallest_batch(server.module)
         if self.batch_size < self.smallest_batch:
             raise MisconfigurationException("aggregator.batch_size=1 gives BatchNorm no statistics; take 2 or more.")
-        # as of now: later on the module holds those of whoever trained last
-        state = server.module.state_dict()
-        known = server.weights.keys() | server.module.common_names
-        self.state["personal"] = detached({name: t for name, t in state.items() if name not in known})
+        self.state["personal"] = server.kept_entries()
         self.proxy = server.data.server_data()
         task = server.module.task
         if self.proxy is not None and task.has_classes and (self.proxy.y >= task.outputs).any():

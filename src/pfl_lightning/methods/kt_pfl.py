@@ -12,16 +12,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pfl_lightning.aggregators import Aggregator, Server
-from pfl_lightning.client import Batch, Phase
-from pfl_lightning.data import CHUNK, ClientData, FederatedDataModule, Samples
-from pfl_lightning.data.inputs import net_inputs
+from pfl_lightning.client import Batch
 from pfl_lightning.messages import Message, Updates, weighted_mean
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
 from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
 from pfl_lightning.methods.local import Local
+from pfl_lightning.methods.public_answers import PublicAnswers, check_answers, travelling_inputs
 
 
-class KnowledgeTransfer(GrowingEpochs, Local):
+class KnowledgeTransfer(PublicAnswers, GrowingEpochs, Local):
     r"""Keeps its whole model to itself; learns what the server teaches on public samples, then its own samples.
 
     In the first phase it minimises :math:`\mathrm{KL}(q_k \Vert \mathrm{softmax}(z / T))` on the public samples, the
@@ -37,61 +36,18 @@ class KnowledgeTransfer(GrowingEpochs, Local):
         temperature: T, above 0.
         distill: the loss of the first phase: ``kl`` as above, or ``mse``, the mean of squares of
             :math:`\mathrm{softmax}(z / T) - q_k` over samples and classes.
-        distill_epochs: passes over the public samples a round, at least 0; 0 learns nothing from others.
-        distill_batch_size: public samples a batch, at least 2.
-        **kwargs: the arguments of `GrowingEpochs`.
+        **kwargs: the arguments of `PublicAnswers` and of `GrowingEpochs`.
 
     Raises:
         MisconfigurationException: if a value is out of range.
     """
 
-    requires = frozenset({"classes"})
-
-    sends = frozenset({"predictions"})
-    needs = frozenset({"public", "targets"})
-    public: Tensor
-    targets: Tensor | None
-
-    def __init__(
-        self,
-        temperature: float = 10.0,
-        distill: Literal["kl", "mse"] = "kl",
-        distill_epochs: int = 1,
-        distill_batch_size: int = 256,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, temperature: float = 10.0, distill: Literal["kl", "mse"] = "kl", **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if not temperature > 0:
             raise MisconfigurationException(f"model.temperature={temperature} must be above 0, such as 10.")
-        if distill_epochs < 0 or distill_batch_size < 2:
-            raise MisconfigurationException(
-                f"model.distill_epochs={distill_epochs} must be 0 (no distillation) or more, and "
-                f"model.distill_batch_size={distill_batch_size} 2 or more, such as 1 and 256."
-            )
         self.temperature = temperature
         self.distill = distill
-        self.distill_epochs = distill_epochs
-        self.distill_batch_size = distill_batch_size
-        self.register_buffer("public", None, persistent=False)
-        self.register_buffer("targets", None, persistent=False)
-
-    def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Takes the public samples, and q_k if there is one."""
-        self.public = payload["public"].to(self.device)
-        self.targets = payload["targets"].to(self.device) if "targets" in payload else None
-
-    def public_inputs(self) -> Tensor:
-        """The public samples as the net takes them."""
-        x = net_inputs(self.public)
-        return x.to(self.dtype) if x.is_floating_point() else x
-
-    def local_phases(self) -> list[Phase]:
-        """Distillation, then private training."""
-        private = super().local_phases()
-        if self.targets is None or self.distill_epochs == 0:
-            return private
-        taught = Samples(self.public_inputs(), self.targets)
-        return [Phase("distill", epochs=self.distill_epochs, data=taught, batch_size=self.distill_batch_size), *private]
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Cross-entropy, or in the first phase the distance from q_k."""
@@ -108,10 +64,9 @@ class KnowledgeTransfer(GrowingEpochs, Local):
         z: Tensor = self.net(x)
         return z.to(torch.promote_types(z.dtype, torch.float32)) / self.temperature
 
-    def upload(self, data: ClientData) -> Message:
-        """p_k: the trained model's answers to the public samples."""
-        answers = [self.tempered(x).softmax(1) for x in torch.split(self.public_inputs(), CHUNK)]
-        return {"predictions": torch.cat(answers)}
+    def answer(self, x: Tensor) -> Tensor:
+        """p_k."""
+        return self.tempered(x).softmax(1)
 
     def configure_aggregator(self) -> Aggregator:
         """The knowledge coefficients."""
@@ -137,7 +92,7 @@ class KTpFL(KnowledgeCoefficients):
     def setup(self, server: Server) -> None:
         """Takes the public samples; nobody has answered yet."""
         super().setup(server)
-        self.public = travelling_inputs(server.data)
+        self.public = travelling_inputs(server.data, "KTpFL")
         self.state["predictions"] = {}
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
@@ -154,11 +109,7 @@ class KTpFL(KnowledgeCoefficients):
         predictions = self.state["predictions"]
         if client not in predictions:
             return {"public": self.public}
-        if len(predictions[client]) != len(self.public):
-            raise MisconfigurationException(
-                f"ckpt_path: the checkpoint has answers to {len(predictions[client])} public samples, and there are "
-                f"{len(self.public)}; resume with the data.public_samples or data.server_fraction it was made with."
-            )
+        check_answers(predictions[client], self.public)
         known = sorted(predictions)
         mix = weighted_mean([{"targets": predictions[k]} for k in known], self.shares(client, known).tolist())
         return {"public": self.public, **mix}
@@ -169,20 +120,3 @@ class KTpFL(KnowledgeCoefficients):
             return {"public": self.public}
         answers = [*self.state["predictions"].values(), update["predictions"]]
         return {"public": self.public, "targets": torch.stack(answers).mean(0)}
-
-
-def travelling_inputs(data: FederatedDataModule) -> Tensor:
-    """The server's samples as they go to clients: as stored if clients can make inputs of them, else as inputs.
-
-    Raises:
-        MisconfigurationException: if the server has none.
-    """
-    stored, ready = data.server_samples(), data.server_data()
-    if ready is None:
-        raise MisconfigurationException(
-            f"aggregator KTpFL teaches by samples that the server holds, and {type(data).__name__} gives it none; set "
-            "data.public to another data set, or data.server_fraction."
-        )
-    same = stored is not None and torch.equal(net_inputs(stored.x), ready.x)
-    samples: Tensor = stored.x if stored is not None and same else ready.x
-    return samples

@@ -94,7 +94,9 @@ REFUSED = {
     "FedCP": "called random operation",
     "KNNPer": r"keeps something of a client in KNNPer\.known",
     "FedFomo": r"keeps something of a client in FedFomo\.gains",
+    "FedGen": "called random operation",
     "KnowledgeTransfer": "a phase with samples of its own",
+    "FedMD": "a phase with samples of its own",
 }
 # a bias before BatchNorm has gradients of nothing but rounding, by which FedCAC's masks would differ
 SETTINGS = {"FedClassAvg": {"contrastive": False}, "FedCAC": {"net": plain}}

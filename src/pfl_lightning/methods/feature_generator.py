@@ -1,0 +1,198 @@
+r"""A generator of features, which a server trains to be taken for its classes by all clients' classifiers.
+
+Source: Zhu, Hong and Zhou, 2021 (https://arxiv.org/abs/2105.10056). Symbols: :math:`G(y, \epsilon)` is a feature for
+class y and noise :math:`\epsilon`, :math:`\phi_k` client k's classifier, :math:`n_{k,y}` its samples of class y.
+"""
+
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.optim import Adam
+
+from pfl_lightning.aggregators import Server, WeightedAverage
+from pfl_lightning.choices import check_choices, check_least
+from pfl_lightning.client import CLASSIFIER, ClientModule
+from pfl_lightning.messages import Message, Updates, detached
+from pfl_lightning.methods.frozen import FrozenModule
+from pfl_lightning.methods.functional import within
+from pfl_lightning.methods.server_optimizer import server_optimizer
+from pfl_lightning.nets import feature_size
+from pfl_lightning.nets.batch_norm import on_batch_statistics
+from pfl_lightning.seeds import derive_seed
+
+
+class Generating(ClientModule):
+    """A client that receives a generator of features, which stands still there.
+
+    Args:
+        noise_size: numbers of noise for a feature, at least 1.
+        hidden: width of the generator's hidden layer, at least 1.
+        **kwargs: the arguments of `ClientModule`.
+
+    Raises:
+        MisconfigurationException: if a number is out of range, or the net's features have no known width.
+    """
+
+    def __init__(self, noise_size: int = 32, hidden: int = 256, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        check_least("model", noise_size=(noise_size, 1), hidden=(hidden, 1))
+        self.noise_size, self.hidden = noise_size, hidden
+        self.generator = FrozenModule(self.new_generator())  # G
+
+    def new_generator(self) -> nn.Sequential:
+        """A generator, which makes features ``[n, d]`` of noise and one-hot classes ``[n, noise_size + C]``."""
+        hidden = nn.Linear(self.noise_size + self.num_classes, self.hidden)
+        return nn.Sequential(
+            hidden, nn.BatchNorm1d(self.hidden), nn.ReLU(), nn.Linear(self.hidden, feature_size(self.net))
+        )
+
+
+class FeatureGenerator(WeightedAverage):
+    r"""Trains a generator to make features that the clients' classifiers take for its classes, and averages models.
+
+    .. math::
+
+        \min_G\ \sum_k \mathrm{mean}_i\, \frac{n_{k,y_i}}{\sum_m n_{m,y_i}}\, \mathrm{CE}(\phi_k(z_i), y_i)
+        + \eta\, \exp\big(-\mathrm{mean}_{ij} D_\epsilon(i, j)\, D_z(i, j)\big), \qquad z_i = G(y_i, \epsilon_i)
+
+    over classes that clients of the round hold, and uniform noise. :math:`D_\epsilon` are mean squared differences,
+    :math:`D_z` mean absolute ones. The optimizer lives on from round to round, with 0.98 of its rate in each.
+    The official code multiplies the mean losses by mean shares of clients instead, by a slip (``official``); the paper
+    takes the loss of the clients' mean logits (``logits``).
+    Source: Zhu et al., 2021 (https://arxiv.org/abs/2105.10056); the defaults are its official code's for MNIST.
+
+    Args:
+        server_steps: steps of the generator in a round, at least 0; 0 leaves it as it was drawn.
+        batch_size: generated features a step, at least 2.
+        diversity: :math:`\eta`, at least 0.
+        ensemble: how clients' classifiers count: ``samples`` as above, ``official``, or ``logits``.
+        optimizer: builds the generator's optimizer; None takes ``Adam(lr=3e-4, weight_decay=0.01)``.
+        lr_decay: what its rate is multiplied by from round to round, above 0 and up to 1.
+
+    Raises:
+        MisconfigurationException: if an argument is out of its range, or clients have no generator.
+    """
+
+    needs = WeightedAverage.needs | {"class_counts"}
+    sends = frozenset({"weights", "generator", "labels"})
+
+    def __init__(
+        self,
+        server_steps: int = 50,
+        batch_size: int = 32,
+        diversity: float = 1.0,
+        ensemble: Literal["samples", "official", "logits"] = "samples",
+        optimizer: OptimizerCallable | None = None,
+        lr_decay: float = 0.98,
+    ) -> None:
+        super().__init__()
+        check_least("aggregator", server_steps=(server_steps, 0), batch_size=(batch_size, 2), diversity=(diversity, 0))
+        check_choices("aggregator", ensemble=(ensemble, ("samples", "official", "logits")))
+        if not 0 < lr_decay <= 1:
+            raise MisconfigurationException(f"aggregator.lr_decay={lr_decay} must be above 0 and up to 1, such as 1.")
+        self.server_steps, self.batch_size, self.diversity = server_steps, batch_size, diversity
+        self.ensemble, self.lr_decay = ensemble, lr_decay
+        self.optimizer = server_optimizer(optimizer or partial(Adam, lr=3e-4, weight_decay=0.01), lr=3e-4)
+
+    def setup(self, server: Server) -> None:
+        """Draws the generator."""
+        super().setup(server)
+        if not isinstance(server.module, Generating):
+            raise MisconfigurationException(
+                f"aggregator FeatureGenerator trains a generator that model {type(server.module).__name__} doesn't "
+                "have; take model FedGen."
+            )
+        self.server = server
+        with isolate_rng():
+            torch.manual_seed(derive_seed(server.seed, "fedgen"))
+            net = server.module.new_generator()
+        self.state |= {"generator": detached(net.state_dict()), "optimizer": {}, "labels": torch.zeros(0).long()}
+        self._net = (net.to("meta"),)  # its shape alone; what it learns is in the state
+
+    def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
+        """Trains the generator, averages models, and logs the generator's last losses."""
+        if not updates:
+            return {}
+        counts = torch.stack([update["class_counts"] for update in updates.values()]).double()
+        held = counts.sum(0).nonzero().flatten()
+        self.state["labels"] = torch.tensor(sorted({*self.state["labels"].tolist(), *held.tolist()}))
+        log = self._train(updates, counts / counts.sum(0).clamp_min(1), held, round)
+        super().aggregate(updates, round)
+        return log
+
+    def _train(self, updates: Updates, shares: Tensor, held: Tensor, round: int) -> dict[str, float]:
+        module = cast(Generating, self.server.module)
+        device = module.device
+        copies = detached([dict(update["weights"]) for update in updates.values()])
+        wide = torch.promote_types(next(iter(copies[0].values())).dtype, torch.float32)
+
+        def here(t: Tensor) -> Tensor:
+            return t.to(device, wide if t.is_floating_point() else None, copy=True)
+
+        heads = [{name: here(t) for name, t in within(CLASSIFIER, copy).items()} for copy in copies]
+        net = {name: here(t) for name, t in self.state["generator"].items()}
+        trained = [net[name].requires_grad_() for name, _ in self._net[0].named_parameters()]
+        optimizer = self.optimizer(trained)
+        for group in optimizer.param_groups:
+            group["lr"] *= self.lr_decay**round
+        if self.state["optimizer"]:
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": self.state["optimizer"], "param_groups": groups})
+        generator = torch.Generator().manual_seed(derive_seed(self.server.seed, "fedgen", round))
+        log = {}
+        for _ in range(self.server_steps):
+            y = held[torch.randint(len(held), (self.batch_size,), generator=generator)]
+            noise = torch.rand(self.batch_size, module.noise_size, generator=generator, dtype=wide).to(device)
+            w, y = shares[:, y].to(noise), y.to(device)
+            z = functional_call(self._net[0], net, (torch.cat([noise, F.one_hot(y, module.num_classes)], 1),))
+            with on_batch_statistics(module):
+                logits = torch.stack([functional_call(module.net.classifier, head, (z,)) for head in heads])
+            losses = {"teacher_loss": teacher_loss(logits, y, w, self.ensemble), "diversity": alike(z, noise)}
+            optimizer.zero_grad()
+            torch.autograd.backward(losses["teacher_loss"] + self.diversity * losses["diversity"])
+            optimizer.step()
+            log = {name: float(loss.detach()) for name, loss in losses.items()}
+        self.state |= {"generator": detached(net), "optimizer": detached(optimizer.state_dict()["state"])}
+        return log
+
+    def download(self, client: int) -> Message:
+        """The model, the generator, and the classes that somebody has had in some round."""
+        return super().download(client) | {name: self.state[name] for name in ("generator", "labels")}
+
+
+def teacher_loss(logits: Tensor, y: Tensor, shares: Tensor, ensemble: str) -> Tensor:
+    """How far clients' classifiers are from taking features for their classes.
+
+    Args:
+        logits: ``[K, n, C]``.
+        y: classes ``[n]``.
+        shares: each client's part of all samples of the classes ``[K, n]``.
+        ensemble: as for `FeatureGenerator`.
+    """
+    if ensemble == "logits":
+        return F.cross_entropy(logits.mean(0), y)
+    losses = torch.stack([F.cross_entropy(each, y, reduction="none") for each in logits])
+    if ensemble == "official":
+        return (losses.mean(1) * shares.mean(1)).sum()
+    return (losses * shares).mean(1).sum()
+
+
+def alike(z: Tensor, noise: Tensor) -> Tensor:
+    """How alike features of different noise are, above 0 and up to 1.
+
+    >>> alike(torch.tensor([[0.0], [2.0]]), torch.tensor([[0.0], [1.0]]))
+    tensor(0.3679)
+
+    Args:
+        z: features ``[n, d]``.
+        noise: what they were made of ``[n, e]``.
+    """
+    apart = (z[:, None] - z).abs().mean(2)
+    return torch.exp(-((noise[:, None] - noise).square().mean(2) * apart).mean())

@@ -1,0 +1,96 @@
+r"""FedGen: a generator of features at the server, which has learned from all clients' classifiers, teaches the clients.
+
+Source: Zhu, Hong and Zhou, 2021 (https://arxiv.org/abs/2105.10056). Symbols: :math:`G(y, \epsilon)` is a feature for
+class y and noise :math:`\epsilon`, :math:`\phi` the classifier, h the features of the client's own samples.
+"""
+
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.nn import functional as F
+
+from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.choices import check_least
+from pfl_lightning.client import Batch
+from pfl_lightning.data import ClientData
+from pfl_lightning.messages import Message
+from pfl_lightning.methods.feature_generator import FeatureGenerator, Generating
+from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.methods.losses import divergence
+
+
+class FedGen(Generating, FedAvg):
+    r"""Learns its own samples, and what the server's generator says of classes.
+
+    .. math::
+
+        L = \mathrm{CE}(\phi(h), y) + \beta_t\,\mathrm{KL}\big(\phi(G(y, \epsilon)) \,\Vert\, \phi(h)\big)
+        + \alpha_t\,\mathrm{CE}(\phi(G(\tilde y, \epsilon)), \tilde y), \qquad
+        \alpha_t = \max(10^{-4}, 0.98^t \alpha)
+
+    and :math:`\beta_t` likewise, in round t from 0. y are the labels of the batch, :math:`\tilde y` as many of the
+    classes that somebody has, all alike; the divergence has no gradient in what it is from, and G stands still, in
+    evaluation mode. Both terms begin in the second round, when G has learned something.
+
+    The official code leaves both out after 20 local epochs, which are of one batch each there. PFLlib and HtFLlib have
+    :math:`\beta = 0`, no decay, and the second term from the first round on.
+    Source: Zhu et al., 2021 (https://arxiv.org/abs/2105.10056), whose official code has the defaults (for EMNIST
+    ``beta=1``); the paper's own weights could not be verified.
+
+    Args:
+        alpha: weight of the generated samples, at least 0.
+        beta: weight of the divergence, at least 0; if both are 0, models are those of `FedAvg` bit for bit.
+        decay: what both are multiplied by from round to round, above 0 and up to 1.
+        **kwargs: the arguments of `Generating` and of `FedAvg`.
+
+    Raises:
+        MisconfigurationException: if an argument is out of its range, or the net's features have no known width.
+    """
+
+    requires = frozenset({"classes", "vector features"})
+    needs = frozenset({"weights", "generator", "labels"})
+    labels: Tensor
+
+    def __init__(self, alpha: float = 10.0, beta: float = 10.0, decay: float = 0.98, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        check_least("model", alpha=(alpha, 0), beta=(beta, 0))
+        if not 0 < decay <= 1:
+            raise MisconfigurationException(f"model.decay={decay} must be above 0 and up to 1, such as 0.98.")
+        self.alpha, self.beta, self.decay = alpha, beta, decay
+        self.register_buffer("labels", torch.zeros(0, dtype=torch.int64), persistent=False)
+
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
+        """Takes the model, the generator, and which classes there are."""
+        super().on_download(payload, data)
+        self.generator.take(payload["generator"].items())
+        self.labels = payload["labels"].to(self.device)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Cross-entropy, and both terms once there are classes that the generator knows."""
+        if self.alpha == self.beta == 0:
+            return super().training_step(batch, batch_idx)
+        x, y = batch
+        features = self.net.features(x)
+        logits = self.net.classifier(features)
+        loss = self.loss(features, logits, y)
+        # in the first round too: an engine that can't draw in a step says so at once
+        noise = torch.rand(2, len(y), self.noise_size, dtype=features.dtype, device=y.device)
+        if not len(self.labels):
+            return {"loss": loss}
+        drawn = self.labels[torch.randint(len(self.labels), (len(y),), device=y.device)]
+        of_batch, generated = (
+            self.net.classifier(self.generator(torch.cat([part, F.one_hot(c, self.num_classes)], 1)))
+            for part, c in zip(noise, (y, drawn), strict=True)
+        )
+        taught, known = divergence(of_batch, logits), F.cross_entropy(generated, drawn)
+        return {"loss": loss + self.weight(self.beta) * taught + self.weight(self.alpha) * known, "generated": known}
+
+    def weight(self, first: float) -> float:
+        """What a weight has become in this round; 0 stays 0."""
+        return max(1e-4, first * self.decay**self.round) if first else 0.0
+
+    def configure_aggregator(self) -> Aggregator:
+        """FedGen's server."""
+        return FeatureGenerator()

@@ -1,0 +1,119 @@
+"""Clients who keep their models, and teach each other by what they answer to samples that the server holds."""
+
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from pfl_lightning.client import ClientModule, Phase
+from pfl_lightning.data import CHUNK, ClientData, FederatedDataModule, Samples
+from pfl_lightning.data.inputs import net_inputs
+from pfl_lightning.messages import Message
+
+
+class PublicAnswers(ClientModule):
+    """Learns what the server teaches on public samples, then its own samples, and then answers to the public ones.
+
+    It comes before the client modules whose samples and models are kept: ``class FedMD(PublicAnswers, Local)``. A
+    subclass says what an `answer` is, and what is minimised in the phase ``distill``. A client whom nobody has taught
+    anything begins with its own samples.
+
+    Args:
+        distill_epochs: passes over the public samples a round, at least 0; 0 learns nothing from others.
+        distill_batch_size: public samples a batch, at least 2.
+        **kwargs: the arguments of `ClientModule`.
+
+    Raises:
+        MisconfigurationException: if a number is out of range.
+    """
+
+    requires = frozenset({"classes"})
+    sends = frozenset({"predictions"})
+    needs = frozenset({"public", "targets"})
+    public: Tensor
+    targets: Tensor | None
+
+    def __init__(self, distill_epochs: int = 1, distill_batch_size: int = 256, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if distill_epochs < 0 or distill_batch_size < 2:
+            raise MisconfigurationException(
+                f"model.distill_epochs={distill_epochs} must be 0 (no distillation) or more, and "
+                f"model.distill_batch_size={distill_batch_size} 2 or more, such as 1 and 256."
+            )
+        self.distill_epochs, self.distill_batch_size = distill_epochs, distill_batch_size
+        self.register_buffer("public", None, persistent=False)
+        self.register_buffer("targets", None, persistent=False)
+
+    def on_download(self, payload: Message, data: ClientData | None) -> None:
+        """Takes the public samples, and what they are to be answered with if there is something."""
+        self.public = payload["public"].to(self.device)
+        self.targets = payload["targets"].to(self.device) if "targets" in payload else None
+
+    def public_inputs(self) -> Tensor:
+        """The public samples as the net takes them."""
+        x = net_inputs(self.public)
+        return x.to(self.dtype) if x.is_floating_point() else x
+
+    def local_phases(self) -> list[Phase]:
+        """Distillation, then private training."""
+        private = super().local_phases()
+        if self.targets is None or self.distill_epochs == 0:
+            return private
+        taught = Samples(self.public_inputs(), self.targets)
+        return [Phase("distill", epochs=self.distill_epochs, data=taught, batch_size=self.distill_batch_size), *private]
+
+    def answer(self, x: Tensor) -> Tensor:
+        """What the trained model answers to inputs, in evaluation mode."""
+        raise NotImplementedError
+
+    def upload(self, data: ClientData) -> Message:
+        """The answers to the public samples."""
+        return {"predictions": torch.cat([self.answer(x) for x in torch.split(self.public_inputs(), CHUNK)])}
+
+
+def samples_at_server(data: FederatedDataModule, aggregator: str) -> Samples:
+    """The server's samples as inputs of nets.
+
+    Args:
+        data: the data module.
+        aggregator: whose server side needs them.
+
+    Raises:
+        MisconfigurationException: if there are none.
+    """
+    if (samples := data.server_data()) is None:
+        raise MisconfigurationException(
+            f"aggregator {aggregator} teaches by samples that the server holds, and {type(data).__name__} gives it "
+            "none; set data.public to another data set, or data.server_fraction."
+        )
+    return samples
+
+
+def travelling_inputs(data: FederatedDataModule, aggregator: str) -> Tensor:
+    """The server's samples as they go to clients: as stored if clients can make inputs of them, else as inputs.
+
+    Args:
+        data: the data module.
+        aggregator: whose server side needs them.
+
+    Raises:
+        MisconfigurationException: if the server has none.
+    """
+    ready, stored = samples_at_server(data, aggregator), data.server_samples()
+    same = stored is not None and torch.equal(net_inputs(stored.x), ready.x)
+    samples: Tensor = stored.x if stored is not None and same else ready.x
+    return samples
+
+
+def check_answers(answers: Tensor, public: Tensor) -> None:
+    """Checks that answers of a checkpoint are to as many samples as there are.
+
+    Raises:
+        MisconfigurationException: if they aren't.
+    """
+    if len(answers) != len(public):
+        raise MisconfigurationException(
+            f"ckpt_path: the checkpoint has answers to {len(answers)} public samples, and there are {len(public)}; "
+            "resume with the data.public_samples or data.server_fraction it was made with."
+        )
