@@ -139,6 +139,10 @@ class Deployment:
             raise RuntimeError(f"flwr {' '.join(words)}: {done.stdout}{done.stderr}")
         return done.stdout
 
+    def said(self, name: str) -> str:
+        """What a process has put out."""
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
     def kill(self, name: str) -> None:
         """Ends a process and all that it has started, as a power cut would."""
         process = self.processes.pop(name)
@@ -255,7 +259,7 @@ def deployment() -> Iterator[Deployment]:
             yield made
         except BaseException:
             for path in sorted(made.folder.glob("*.log")):
-                print(f"--- {path.stem}\n{path.read_text(errors='replace')[-5000:]}", file=sys.stderr)
+                print(f"--- {path.stem}\n{made.said(path.stem)[-5000:]}", file=sys.stderr)
             raise
         finally:
             made.end()
@@ -369,10 +373,11 @@ def scenario(deployed: Deployment) -> None:
     tell("a SuperNode that isn't registered is refused")
     for method in METHODS:
         in_one_process(deployed, method)
-    wait_until(lambda: states(deployed, 0) > answered, second)
+    wait_until(lambda: states(deployed, 0) > answered and "Flower's error" in deployed.said("scaffold"), second)
+    tell("scaffold: the server knows that the site is gone")
     back = deployed.supernode("site1")
     while second.poll() is None or third.poll() is None:
-        # as a supervisor such as systemd does: it comes back when its last heartbeat has lapsed
+        # as a supervisor such as systemd does, should Flower not let it in yet
         if back.poll() is not None:
             back = deployed.supernode("site1")
         time.sleep(0.2)

@@ -18,6 +18,7 @@ LINES = (
     "fedper: the server's app is killed in the second round",
     "scaffold: a site is killed in the second round",
     "a SuperNode that isn't registered is refused",
+    "scaffold: the server knows that the site is gone",
     "scaffold: the site is back, and was asked again; the same bits as in one process",
     "fedper: the server's app went on; the same bits as in one process",
 )
