@@ -1,6 +1,6 @@
 """The engine whose clients are at sites: jobs go out as messages, outcomes come back."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -61,7 +61,7 @@ class Remote(Engine):
 
     def begin_round(self) -> None:
         """Forgets what earlier rounds took."""
-        self._seconds: Counter[int] = Counter()
+        self._seconds: defaultdict[int, float] = defaultdict(float)
         self._evaluated = 0
 
     @property
