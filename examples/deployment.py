@@ -1,6 +1,6 @@
 """A deployment on this machine, for real: a server and two sites with TLS and keys, and what goes wrong with them.
 
-    python examples/deployment.py     # three minutes of two idle cores: every message starts Python anew
+    python examples/deployment.py     # some minutes: every message starts Python anew
 
 Flower's SuperLink and two SuperNodes run on loopback, and a SuperNode whose key nobody has registered is refused. With
 FedPer, the server's app is killed, and goes on from its last checkpoint. With SCAFFOLD, a SuperNode is killed in the
@@ -51,9 +51,13 @@ data:
     task: {{class_path: Classification, init_args: {{num_classes: 3}}}}
     num_clients: 4
     partitioner: {{class_path: Dirichlet, init_args: {{alpha: 1}}}}
-trainer: {{max_rounds: 2, limit_val_batches: 0, accelerator: cpu, default_root_dir: "{root}"}}
+trainer: {{max_rounds: 2, limit_val_batches: 0, evaluate: {evaluate}, accelerator: cpu, default_root_dir: "{root}"}}
 """
-METHODS = {"fedper": ("FedPer", ""), "scaffold": ("ControlVariates", "aggregator: {class_path: SCAFFOLD}")}
+METHODS = {
+    "fedper": ("FedPer", "", "after"),
+    "scaffold": ("ControlVariates", "aggregator: {class_path: SCAFFOLD}", "before"),
+}
+"""Client modules, aggregators, and when clients are evaluated: after their training no message of its own is needed."""
 CLIENTS = {"site0": "0 2", "site1": "1 3"}
 BIN = Path(sys.executable).parent
 AT_SITES = {"bytes/evaluate"}
@@ -276,10 +280,11 @@ def make_samples(folder: Path) -> None:
 def app(deployed: Deployment, method: str) -> Path:
     """Writes the app of a method."""
     folder = deployed.folder / method
-    client, aggregator = METHODS[method]
+    client, aggregator, evaluate = METHODS[method]
     config = deployed.folder / f"{method}.yaml"
     root = deployed.folder / "runs" / method
-    config.write_text(CONFIG.format(method=client, aggregator=aggregator, root=root, folder=deployed.folder))
+    settings = {"method": client, "aggregator": aggregator, "evaluate": evaluate}
+    config.write_text(CONFIG.format(root=root, folder=deployed.folder, **settings))
     command("flower", "new", str(folder), "--config", str(config))
     keys = {name: (deployed.folder / f"{name}.pub").read_text().strip() for name in CLIENTS}
     (folder / "sites.yaml").write_text("".join(f"{keys[name]}: {clients}\n" for name, clients in CLIENTS.items()))

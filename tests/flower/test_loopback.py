@@ -23,7 +23,7 @@ LINES = (
     "fedper: the server's app went on; the same bits as in one process",
 )
 LIMIT = 1800
-"""Seconds: ten times what it takes where nothing else runs."""
+"""Seconds: four times what it took where five other processes ran."""
 
 
 @pytest.mark.skipif("LOOPBACK" not in os.environ, reason="takes minutes and ten processes: LOOPBACK=1 runs it")
