@@ -1,18 +1,16 @@
 """A deployment on this machine, for real: a server and two sites with TLS and keys, and what goes wrong with them.
 
-    python examples/deployment.py            # some minutes: every message starts Python anew
-    python examples/deployment.py --calm     # nothing goes wrong
-    python examples/deployment.py --stormy   # all of it goes wrong
+    python examples/deployment.py     # some minutes: every message starts Python anew
 
-Flower's SuperLink and two SuperNodes run on loopback. FedPer must end as it does in one process, to the bit. Then, with
-SCAFFOLD, a SuperNode is killed in the middle of a round and started again, the server's app is killed and goes on from
-its last checkpoint, and a SuperNode whose key nobody has registered is refused; the end must be the same all the same.
-Needs the extra ``flower``.
+Flower's SuperLink and two SuperNodes run on loopback, and a SuperNode whose key nobody has registered is refused. With
+FedPer, the server's app is killed, and goes on from its last checkpoint. With SCAFFOLD, a SuperNode is killed in the
+middle of a round, and is asked again when it is back. Both must end as in one process, to the bit. Needs the extra
+``flower``, and Linux.
 """
 
-import argparse
 import csv
 import datetime
+import io
 import ipaddress
 import os
 import signal
@@ -22,7 +20,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +40,30 @@ seed_everything: 0
 model:
   class_path: {method}
   init_args:
-    net: {{class_path: MLP, init_args: {{hidden: [64]}}}}
+    net: {{class_path: MLP, init_args: {{hidden: [8]}}}}
     optimizer: {{class_path: torch.optim.SGD, init_args: {{lr: 0.05}}}}
 {aggregator}
 data:
-  class_path: Digits
-  init_args: {{num_clients: 4, partitioner: {{class_path: Dirichlet, init_args: {{alpha: 0.3}}}}}}
-trainer: {{max_rounds: {rounds}, limit_val_batches: 0, accelerator: cpu, default_root_dir: "{root}"}}
+  class_path: TensorData
+  init_args:
+    x: {folder}/x.pt
+    y: {folder}/y.pt
+    task: {{class_path: Classification, init_args: {{num_classes: 3}}}}
+    num_clients: 4
+    partitioner: {{class_path: Dirichlet, init_args: {{alpha: 1}}}}
+trainer: {{max_rounds: 2, limit_val_batches: 0, evaluate: {evaluate}, accelerator: cpu, default_root_dir: "{root}"}}
 """
-METHODS = {"fedper": ("FedPer", ""), "scaffold": ("ControlVariates", "aggregator: {class_path: SCAFFOLD}")}
-CLIENTS = ["0 2", "1 3"]
+METHODS = {
+    "fedper": ("FedPer", "", "after"),
+    "scaffold": ("ControlVariates", "aggregator: {class_path: SCAFFOLD}", "before"),
+}
+"""Client modules, aggregators, and when clients are evaluated: after their training no message of its own is needed."""
+CLIENTS = {"site0": "0 2", "site1": "1 3"}
 BIN = Path(sys.executable).parent
+AT_SITES = {"bytes/evaluate"}
+"""Columns that only a deployment's record has, beside times."""
+LIMIT = 900.0
+"""Seconds that anything may take: a busy machine is no reason to fail."""
 
 
 class Deployment:
@@ -68,6 +80,7 @@ class Deployment:
             "OMP_NUM_THREADS": "1",
         }
         make_certificates(folder)
+        make_samples(folder)
         (folder / "flwr").mkdir()
         connection = f'[superlink.local]\naddress = "127.0.0.1:{self.port}"\nroot-certificates = "{folder}/ca.pem"\n'
         (folder / "flwr" / "config.toml").write_text(f'[superlink]\ndefault = "local"\n\n{connection}')
@@ -92,22 +105,26 @@ class Deployment:
         options = ["--enable-supernode-auth", "--disable-runtime-dependency-installation"]
         own = ["--database", str(self.folder / "link.db"), "--port", str(self.port)]
         self.start("superlink", "flower-superlink", *files, *options, *own)
-        wait_until(lambda: is_open(self.port), 120)
+        wait_until(lambda: is_open(self.port), self.processes["superlink"])
 
-    def supernode(self, index: int, registered: bool = True) -> subprocess.Popen[bytes]:
-        """Starts a site."""
-        name = f"site{index}" if registered else "stranger"
+    def register(self, name: str) -> None:
+        """Makes a site's key, and tells the server of it."""
+        make_key(self.folder / name)
+        self.flwr("supernode", "register", str(self.folder / f"{name}.pub"), "local")
+
+    def supernode(self, name: str) -> subprocess.Popen[bytes]:
+        """Starts a site, or a stranger."""
         if not (self.folder / name).exists():
             make_key(self.folder / name)
-            if registered:
-                self.flwr("supernode", "register", str(self.folder / f"{name}.pub"), "local")
-        settings = f'clients="{CLIENTS[index]}" state-dir="{self.folder}/states-{index}" allow="control"'
+        index = [*CLIENTS, "stranger"].index(name)
+        clients = CLIENTS.get(name, "0 2")
+        settings = f'clients="{clients}" state-dir="{self.folder}/states-{index}" allow="control"'
         return self.start(
             name,
             "flower-supernode",
             f"--root-certificates={self.folder}/ca.pem",
             f"--superlink=127.0.0.1:{self.port}",
-            f"--port={self.ports[index if registered else 2]}",
+            f"--port={self.ports[index]}",
             f"--auth-supernode-private-key={self.folder / name}",
             f"--node-config={settings}",
         )
@@ -115,7 +132,12 @@ class Deployment:
     def flwr(self, *words: str) -> str:
         """Runs a command of Flower's to its end."""
         done = subprocess.run(
-            [BIN / "flwr", *words], env=self.environment, cwd=self.folder, capture_output=True, text=True
+            [BIN / "flwr", *words],
+            env=self.environment,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
         )
         if done.returncode:
             raise RuntimeError(f"flwr {' '.join(words)}: {done.stdout}{done.stderr}")
@@ -123,17 +145,43 @@ class Deployment:
 
     def said(self, name: str) -> str:
         """What a process has put out."""
-        path = self.folder / f"{name}.log"
-        return path.read_text(errors="replace") if path.exists() else ""
+        return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def kill(self, name: str) -> None:
         """Ends a process and all that it has started, as a power cut would."""
         process = self.processes.pop(name)
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
+
+    def apps(self, program: str, name: str = "superlink") -> list[int]:
+        """Processes of a program that one of ours has started."""
+        process = self.processes[name]
+        return [pid for pid, words in self.descendants(process.pid) if any(word.endswith(program) for word in words)]
+
+    def descendants(self, ancestor: int) -> Iterator[tuple[int, list[str]]]:
+        """Processes that a process has started, and they have, with their command lines."""
+        for entry in Path("/proc").glob("[0-9]*"):
+            # one that has ended meanwhile, or is somebody else's
+            with suppress(OSError, ValueError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == ancestor:
+                    yield int(entry.name), (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                    yield from self.descendants(int(entry.name))
+
+    def kill_app(self, program: str) -> None:
+        """Ends the server's app."""
+        (pid,) = self.apps(program)
+        os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Leaves no process behind."""
+        for name in list(self.processes):
+            apps = [pid for pid, _ in self.descendants(self.processes[name].pid)]
+            self.kill(name)
+            for pid in apps:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 TLS = {"ca-certfile": "ca.pem", "certfile": "server.pem", "keyfile": "server.key"}
@@ -156,14 +204,15 @@ def is_open(port: int) -> bool:
         return one.connect_ex(("127.0.0.1", port)) == 0
 
 
-def wait_until(condition: Callable[[], Any], seconds: float) -> Any:
-    """Waits for something to become true, and gives it."""
-    end = time.monotonic() + seconds
-    while not (found := condition()):
+def wait_until(condition: Callable[[], Any], process: subprocess.Popen[bytes] | None = None) -> None:
+    """Waits for something to become true, while a process runs that is to bring it about."""
+    end = time.monotonic() + LIMIT
+    while not condition():
         if time.monotonic() > end:
-            raise TimeoutError(f"waited {seconds:.0f} s in vain")
-        time.sleep(0.2)
-    return found
+            raise TimeoutError(f"waited {LIMIT:.0f} s in vain")
+        if process is not None and process.poll() is not None:
+            raise RuntimeError(f"{process.args} ended with {process.returncode}")
+        time.sleep(0.1)
 
 
 def make_key(path: Path) -> None:
@@ -213,159 +262,138 @@ def deployment() -> Iterator[Deployment]:
         try:
             yield made
         except BaseException:
-            for process in ("superlink", "site0", "site1", "run"):
-                print(f"--- {process}\n{made.said(process)[-3000:]}", file=sys.stderr)
+            for path in sorted(made.folder.glob("*.log")):
+                print(f"--- {path.stem}\n{made.said(path.stem)[-5000:]}", file=sys.stderr)
             raise
         finally:
-            for process in list(made.processes):
-                made.kill(process)
+            made.end()
 
 
-def app(deployed: Deployment, method: str, rounds: int) -> Path:
+def make_samples(folder: Path) -> None:
+    """Three clouds of points, in files that all sites read."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(240) % 3
+    torch.save(torch.randn(240, 10, generator=generator) + y[:, None], folder / "x.pt")
+    torch.save(y, folder / "y.pt")
+
+
+def app(deployed: Deployment, method: str) -> Path:
     """Writes the app of a method."""
     folder = deployed.folder / method
-    client, aggregator = METHODS[method]
+    client, aggregator, evaluate = METHODS[method]
     config = deployed.folder / f"{method}.yaml"
     root = deployed.folder / "runs" / method
-    config.write_text(CONFIG.format(method=client, aggregator=aggregator, rounds=rounds, root=root))
+    settings = {"method": client, "aggregator": aggregator, "evaluate": evaluate}
+    config.write_text(CONFIG.format(root=root, folder=deployed.folder, **settings))
     command("flower", "new", str(folder), "--config", str(config))
-    keys = [(deployed.folder / f"site{index}.pub").read_text().strip() for index in (0, 1)]
-    lines = [f"{key}: {clients}" for key, clients in zip(keys, CLIENTS, strict=True)]
-    (folder / "sites.yaml").write_text("\n".join(lines) + "\n")
+    keys = {name: (deployed.folder / f"{name}.pub").read_text().strip() for name in CLIENTS}
+    (folder / "sites.yaml").write_text("".join(f"{keys[name]}: {clients}\n" for name, clients in CLIENTS.items()))
     return folder
 
 
 def command(*words: str) -> None:
-    """Runs ``pfl-lightning``, in this process."""
+    """Runs ``pfl-lightning``, in this process, without its tables."""
     try:
-        pfl(list(words))
+        with redirect_stdout(io.StringIO()):
+            pfl(list(words))
     except SystemExit as end:
         if end.code:
             raise
 
 
-def in_one_process(config: Path, root: Path) -> Path:
-    """The same federation without sites; gives its last checkpoint."""
+def in_one_process(deployed: Deployment, method: str) -> None:
+    """Fits the same federation without sites."""
     quiet = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
-    command("fit", "--config", str(config), "--trainer.default_root_dir", str(root), *quiet)
-    return checkpoint(root)
+    root = deployed.folder / "here" / method
+    command("fit", "--config", str(deployed.folder / f"{method}.yaml"), "--trainer.default_root_dir", str(root), *quiet)
 
 
-def checkpoint(root: Path) -> Path:
-    """The last checkpoint of the only run in a folder."""
-    (path,) = root.glob("*/*/checkpoints/last.ckpt")
-    return path
+def checkpoints(deployed: Deployment, method: str, where: str = "runs") -> list[Path]:
+    """The last checkpoints of a method's runs."""
+    return list((deployed.folder / where / method).glob("*/*/checkpoints/last.ckpt"))
 
 
 def what_counts(path: Path) -> list[Any]:
     """Fingerprints of a run's model, its server's state and its payloads, and its record without times."""
     saved = torch.load(path, weights_only=True)
     with (path.parents[1] / "rounds.csv").open(newline="") as file:
-        rows = [
-            {name: value for name, value in row.items() if not name.startswith("time/")} for row in csv.DictReader(file)
-        ]
+        rows = [{name: value for name, value in row.items() if name not in AT_SITES} for row in csv.DictReader(file)]
+    rows = [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
     federation = saved["federation"]
     return [*map(digest, (saved["state_dict"], federation["aggregator"], federation["payloads"])), rows]
 
 
 def compare(deployed: Deployment, method: str) -> None:
-    """Fits the same federation in one process, and demands the same end."""
-    there = deployed.folder / "runs" / method
-    here = in_one_process(deployed.folder / f"{method}.yaml", deployed.folder / "here" / method)
-    if what_counts(here) != what_counts(checkpoint(there)):
-        raise AssertionError(
-            f"{method} at sites and in one process differ:\n{what_counts(here)}\n{what_counts(checkpoint(there))}"
-        )
-    print(f"{method}: the same bits as in one process", flush=True)
+    """Demands that a federation at sites has ended as in one process."""
+    ends = [what_counts(path) for where in ("here", "runs") for path in checkpoints(deployed, method, where)]
+    if len(ends) != 2 or ends[0] != ends[1]:
+        raise AssertionError(f"{method} in one process and at sites: {ends}")
 
 
-def calm(deployed: Deployment) -> None:
-    """FedPer, two rounds."""
-    folder = app(deployed, "fedper", rounds=2)
-    start = time.monotonic()
-    run(deployed, folder).wait()
-    print(f"fedper: two rounds and a test at two sites in {time.monotonic() - start:.0f} s", flush=True)
-    compare(deployed, "fedper")
-
-
-def run(deployed: Deployment, folder: Path, **settings: str) -> subprocess.Popen[bytes]:
+def run(deployed: Deployment, name: str, folder: Path, **settings: str) -> subprocess.Popen[bytes]:
     """Starts the app's run, and shows it until it ends."""
     words = [f'{name.replace("_", "-")}="{value}"' for name, value in {"keys": "sites.yaml", **settings}.items()]
-    return deployed.start("run", "flwr", "run", str(folder), "local", "--stream", "-c", " ".join(words))
+    return deployed.start(name, "flwr", "run", str(folder), "local", "--stream", "-c", " ".join(words))
 
 
-def stormy(deployed: Deployment) -> None:
-    """SCAFFOLD, three rounds: a site dies in the second one, and the server's app before the third."""
-    folder = app(deployed, "scaffold", rounds=3)
-    stranger = deployed.supernode(0, registered=False)
-    wait_until(lambda: stranger.poll() is not None or "refus" in deployed.said("stranger").lower(), 120)
-    if stranger.poll() in (None, 0):
-        raise AssertionError("a SuperNode with a key that isn't registered was let in")
-    print("a SuperNode that isn't registered is refused", flush=True)
-    first = run(deployed, folder)
-    root = deployed.folder / "runs" / "scaffold"
-    wait_until(lambda: list(root.glob("*/*/checkpoints/last.ckpt")), 600)
-    began = states(deployed, 0)
+def refused(deployed: Deployment) -> bool:
+    """Whether the SuperNode that nobody has registered has ended with an error."""
+    return deployed.processes["stranger"].poll() not in (None, 0)
+
+
+def scenario(deployed: Deployment) -> None:
+    """All of it; what has to be waited for is waited for together."""
+    begun = time.monotonic()
+
+    def tell(text: str) -> None:
+        print(f"{time.monotonic() - begun:4.0f} s  {text}", flush=True)
+
+    deployed.superlink()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(deployed.register, ("site0", "site1")))
+    for name in ("site0", "site1", "stranger"):
+        deployed.supernode(name)
+    fedper, scaffold = (app(deployed, method) for method in METHODS)
+    tell("a server and two sites have started")
+
+    first = run(deployed, "fedper-begins", fedper)
+    wait_until(lambda: checkpoints(deployed, "fedper"), first)
+    deployed.kill_app("flwr-serverapp")
+    tell("fedper: the server's app is killed in the second round")
+
+    second = run(deployed, "scaffold", scaffold)
+    wait_until(lambda: checkpoints(deployed, "scaffold"), second)
+    wait_until(lambda: deployed.apps("flwr-clientapp", "site1"), second)
     deployed.kill("site1")
-    print("site 1 is killed in the second round", flush=True)
-    wait_until(lambda: states(deployed, 0) > began, 300)
-    back = supervised(deployed)
-    written = checkpoint(root).stat().st_mtime_ns
-    wait_until(lambda: back() and checkpoint(root).stat().st_mtime_ns > written, 600)
-    print("it is back, and was asked again", flush=True)
-    kill_server_app(deployed)
-    first.wait()
-    print("the server's app is killed, and goes on from its last checkpoint", flush=True)
-    run(deployed, folder, ckpt_path="last").wait()
-    compare(deployed, "scaffold")
-
-
-def states(deployed: Deployment, index: int) -> int:
-    """How many versions of states a site has written."""
-    return len(list((deployed.folder / f"states-{index}").glob("*/*/*.pt")))
-
-
-def supervised(deployed: Deployment) -> Callable[[], bool]:
-    """Starts site 1 again until it stays, as a supervisor such as systemd does."""
-
-    def stays() -> bool:
-        process = deployed.processes.get("site1")
-        if process is None or process.poll() is not None:
-            time.sleep(3)
-            deployed.supernode(1)
-        return True
-
-    return stays
-
-
-def kill_server_app(deployed: Deployment) -> None:
-    """Kills the process that runs the server's app, which the SuperLink has started."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            own = f"FLWR_HOME={deployed.folder}/flwr" in (entry / "environ").read_bytes().decode(errors="replace")
-            if own and any(word.endswith("flwr-serverapp") for word in words):
-                os.kill(int(entry.name), signal.SIGKILL)
-                return
-        except (ProcessLookupError, FileNotFoundError, PermissionError):
-            continue
-    raise AssertionError("the server's app isn't running any more")
+    tell("scaffold: a site is killed in the second round")
+    # this server waits for the site too
+    third = run(deployed, "fedper-goes-on", fedper, ckpt_path="last")
+    wait_until(lambda: refused(deployed))
+    tell("a SuperNode that isn't registered is refused")
+    for method in METHODS:
+        in_one_process(deployed, method)
+    wait_until(lambda: "Flower's error" in deployed.said("scaffold"), second)
+    tell("scaffold: the server knows that the site is gone")
+    back = deployed.supernode("site1")
+    while second.poll() is None or third.poll() is None:
+        # as a supervisor such as systemd does, should Flower not let it in yet
+        if back.poll() is not None:
+            back = deployed.supernode("site1")
+        time.sleep(0.2)
+    for method, what in (("scaffold", "the site is back, and was asked again"), ("fedper", "the server's app went on")):
+        compare(deployed, method)
+        tell(f"{method}: {what}; the same bits as in one process")
+    with (checkpoints(deployed, "scaffold")[0].parents[1] / "rounds.csv").open(newline="") as file:
+        row = next(csv.DictReader(file))
+    tell(f"a phase took {float(row['time/train']):.0f} s, of which a site trained {float(row['time/site']):.2f} s")
 
 
 def main() -> None:
-    """Runs both parts, or the calm one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calm", action="store_true", help="leave out what goes wrong")
-    parser.add_argument("--stormy", action="store_true", help="leave out the rest")
-    given = parser.parse_args()
+    """Runs the scenario."""
+    # whoever ends this script ends all that it has started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     with deployment() as deployed:
-        deployed.superlink()
-        for index in (0, 1):
-            deployed.supernode(index)
-        if not given.stormy:
-            calm(deployed)
-        if not given.calm:
-            stormy(deployed)
+        scenario(deployed)
 
 
 if __name__ == "__main__":

@@ -298,7 +298,11 @@ def check_evaluated_by(run: Run, part: str) -> None:
 
 
 def untimed(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
+    left_out = {"bytes/evaluate"}  # of deployments alone
+    return [
+        {name: value for name, value in row.items() if not name.startswith("time/") and name not in left_out}
+        for row in rows
+    ]
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:

@@ -1,9 +1,13 @@
 """Personalized federated learning on PyTorch Lightning."""
 
-from pfl_lightning.aggregators import Aggregator, AggregatorList, ClassMeans, Server, WeightedAverage
-from pfl_lightning.client import ClientModule, Phase
-from pfl_lightning.federation.federation import Federation
-from pfl_lightning.trainer import FederatedTrainer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pfl_lightning.aggregators import Aggregator, AggregatorList, ClassMeans, Server, WeightedAverage
+    from pfl_lightning.client import ClientModule, Phase
+    from pfl_lightning.federation.federation import Federation
+    from pfl_lightning.trainer import FederatedTrainer
 
 __version__ = "0.1.0"
 
@@ -19,3 +23,24 @@ __all__ = [
     "WeightedAverage",
     "__version__",
 ]
+
+# where they are from: imported when they are asked for, so that a part of the package doesn't bring all of it
+_MODULES = {
+    **dict.fromkeys(("Aggregator", "AggregatorList", "ClassMeans", "Server", "WeightedAverage"), "aggregators"),
+    **dict.fromkeys(("ClientModule", "Phase"), "client"),
+    "FederatedTrainer": "trainer",
+    "Federation": "federation.federation",
+}
+_ROOMS = ("aggregators", "callbacks", "client", "data", "engines", "methods", "nets", "plots", "selection", "tasks")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    if name in _ROOMS:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})

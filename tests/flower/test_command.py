@@ -2,6 +2,8 @@
 
 import builtins
 import importlib.util
+import io
+import logging
 import sys
 import tomllib
 from pathlib import Path
@@ -74,6 +76,27 @@ def test_an_app_runs_as_it_is_written(app, tmp_path):
     exported = FedPer.load_from_checkpoint("model.ckpt", client=3, weights_only=True)
     whole = FedPer.load_from_checkpoint(checkpoint(tmp_path / "here"), client=3, weights_only=True)
     assert equal(dict(exported.state_dict()), dict(whole.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [("--trainer.min_clients 0", "trainer.min_clients=0"), ("--trainer.rounds 3", "settings are refused")],
+)
+def test_a_mistake_ends_the_servers_app_in_a_sentence(app, flags, words, capsys):
+    run = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"] | {"flags": flags}
+    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=run)
+    with pytest.raises(apps.Mistake, match=words) as ended:
+        apps.server_app(app)(LocalGrid(None, {}), context)
+    # as Flower logs what ends an app
+    text = io.StringIO()
+    handler = logging.StreamHandler(text)
+    logger = logging.getLogger("flwr")
+    logger.addHandler(handler)
+    try:
+        logger.error("ServerApp raised an exception", exc_info=ended.value)
+    finally:
+        logger.removeHandler(handler)
+    assert text.getvalue() == f"{ended.value}\n"
 
 
 def test_packaged_configurations_stay_names(app):

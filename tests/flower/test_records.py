@@ -9,7 +9,7 @@ pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or n
 from deployments import NODES, deploy, grid_of
 from local_grid import LocalGrid
 
-from federations import Blobs, blobs, equal, fit, make_client, make_trainer, noisy, untimed
+from federations import Blobs, Pause, blobs, equal, fit, load, make_client, make_trainer, noisy, untimed
 from pfl_lightning.flower.client_app import Worker, app_of
 from pfl_lightning.flower.site import Site
 from pfl_lightning.flower.states import StateVersions
@@ -31,6 +31,28 @@ def test_summaries_are_those_of_a_simulation(tmp_path, evaluate):
     columns = [{name: row[name] for name in row if name != "classes"} for row in here.logger.clients]
     assert columns == there.logger.clients
     assert there.folder.parent.name == "FedPer-RemoteBlobs"
+
+
+@pytest.mark.parametrize(("evaluate", "column"), [("both", "val_after/acc"), ("after", "val/acc")])
+def test_a_run_goes_on_though_nobody_has_answered_yet(tmp_path, evaluate, column):
+    settings = {"evaluate": evaluate, "max_rounds": 2}
+    grid = grid_of(make, tmp_path / "sites", **settings)
+    # greetings stay as they are
+    grid.spoil = lambda node, kind, content: None if kind == "query" else content.clear()
+    first = deploy(grid, make, tmp_path / "there", callbacks=[Pause(1)], **settings)
+    assert first.rows[0]["clients_refused"] == 4
+    grid.spoil = lambda node, kind, content: None
+    run = deploy(grid, make, tmp_path / "there", ckpt_path="last", **settings)
+    assert run.rows[1][column] > 0 and set(run.federation.evaluations.after) == {0, 1, 2, 3}
+
+
+def test_a_model_is_kept_where_nobody_asks_for_an_evaluation(tmp_path):
+    settings = {"evaluate": "after", "max_rounds": 1}
+    grid = grid_of(make, tmp_path / "sites", **settings)
+    deploy(grid, make, **settings)
+    assert "evaluate" not in {kind for kind, _ in grid.asked}
+    received = load(tmp_path / "sites" / "12" / "3" / "model.ckpt")
+    assert received["federation"]["round"] == 0 and equal(received["state_dict"], dict(make().state_dict()))
 
 
 class Unloaded(Blobs):
@@ -82,6 +104,14 @@ def test_every_task_can_be_deployed(tmp_path, task):
     assert equal(here.weights, there.weights)
     # with metrics of all clients' samples, of which each site tells its part
     assert untimed(here.rows) == untimed(there.rows)
+
+
+def test_a_round_tells_what_sites_took(tmp_path):
+    settings = {"max_rounds": 4, "check_val_every_n_epoch": 2, "clients_per_round": 0.5}
+    rows = deploy(grid_of(make, tmp_path, **settings), make, **settings).rows
+    # all are evaluated, and half of them train
+    assert [row["bytes/evaluate"] for row in rows] == [0, 2 * rows[1]["bytes/down"]] * 2
+    assert all(0 < row["time/site"] < row["time/train"] for row in rows)
 
 
 def test_half_precision_travels_as_it_is(tmp_path):

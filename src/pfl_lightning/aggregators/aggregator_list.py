@@ -32,6 +32,7 @@ class AggregatorList(Aggregator):
         self.needs = frozenset().union(*(aggregator.needs for aggregator in aggregators))
         self.sends = frozenset(entries)
         self.requires = frozenset().union(*(aggregator.requires for aggregator in aggregators))
+        self.sums_only = all(aggregator.sums_only for aggregator in aggregators)
         self.meets_newcomers = any(aggregator.meets_newcomers for aggregator in aggregators)
 
     @property

@@ -74,9 +74,18 @@ class Aggregator:
     caches: frozenset[str] = frozenset()
     """Attributes besides `state` that may change after `setup`, as they are made from `state` alone."""
 
+    sums_only: bool = True
+    """Whether updates count by sums over clients alone, of their entries or of these times ``num_samples``: what secure
+    aggregation gives a server, which sees no client's own. Each class says so itself: one that doesn't may look at
+    more."""
+
     meets_newcomers: bool = False
     """Whether what a new client receives depends on what it is like: it then makes one round of local work that
     nothing is kept of but its update, for `welcome`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.sums_only = vars(cls).get("sums_only", False)
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}

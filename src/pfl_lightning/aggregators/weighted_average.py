@@ -33,6 +33,7 @@ class WeightedAverage(Aggregator):
 
     needs = frozenset({"weights", "num_samples"})
     sends = frozenset({"weights"})
+    sums_only = True
 
     def __init__(self, server_lr: float = 1.0, weighting: Weighting = "samples") -> None:
         super().__init__()

@@ -114,7 +114,9 @@ class Evaluations:
             MisconfigurationException: if they are asked for and aren't there.
         """
         when = self.options.evaluate
-        if when != "before" and saved["round"] and not saved["after"]:
+        # where clients are at sites, it may be that none has answered yet
+        then = saved.get("settings", {}).get("trainer.evaluate", "before")
+        if when != "before" and then == "before" and saved["round"] and not saved["after"]:
             raise MisconfigurationException(
                 f"trainer.evaluate={when}: the checkpoint is of a run with evaluate=before, which kept no metrics of "
                 "clients after their training; take before."

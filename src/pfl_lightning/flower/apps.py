@@ -1,5 +1,6 @@
 """Flower's apps of a folder that ``pfl-lightning flower new`` has written, which server and sites read."""
 
+import logging
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from flwr.serverapp import Grid, ServerApp
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.cli.configs import find
+from pfl_lightning.cli.errors import mistake
 from pfl_lightning.cli.main import silence
 from pfl_lightning.cli.reading import Configured, configured
 from pfl_lightning.flower.class_paths import check_class_paths
@@ -28,6 +30,18 @@ AT_SITES = """
 """
 """What a site has its own way, whatever the server's configuration says."""
 AT_SERVER = "--trainer.enable_progress_bar false --trainer.accelerator cpu"
+
+
+class Mistake(Exception):
+    """What a user got wrong, in a sentence, which ends the server's app."""
+
+
+def without_traceback(record: logging.LogRecord) -> bool:
+    """Has Flower log the sentence alone: where in the code a mistake was found says nothing to who made it."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, Mistake):
+        record.msg, record.args, record.exc_info = str(error), (), None
+    return True
 
 
 def arguments(folder: Path, run: Mapping[str, Any]) -> list[str]:
@@ -82,22 +96,41 @@ def server_app(folder: Path) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         silence()
-        run = context.run_config
-        cli: Configured = configured([*shlex.split(AT_SERVER), *arguments(folder, run)])
-        serve(
-            grid,
-            cli.trainer,
-            cli.model,
-            cli.datamodule,
-            cli.aggregator,
-            ckpt_path=str(run.get("ckpt-path", "")) or None,
-            keys=keys_in(folder / str(run["keys"])) if run.get("keys") else None,
-            timeout=float(run["timeout"]),
-            patience=float(run["patience"]),
-            max_norm=float(run["max-norm"]) or None,
-        )
+        logging.getLogger("flwr").addFilter(without_traceback)
+        try:
+            fitted(grid, folder, context.run_config)
+        except Exception as error:
+            if reason := mistake(error):
+                raise Mistake(reason) from None
+            raise
+        # Flower would wait for the end of an app that only exits
+        except SystemExit:
+            raise Mistake("the app's settings are refused; the line above says why.") from None
 
     return app
+
+
+def fitted(grid: Grid, folder: Path, run: Mapping[str, Any]) -> None:
+    """Fits the federation that an app is configured for.
+
+    Args:
+        grid: Flower's.
+        folder: the app's.
+        run: Flower's ``run_config``.
+    """
+    cli: Configured = configured([*shlex.split(AT_SERVER), *arguments(folder, run)])
+    serve(
+        grid,
+        cli.trainer,
+        cli.model,
+        cli.datamodule,
+        cli.aggregator,
+        ckpt_path=str(run.get("ckpt-path", "")) or None,
+        keys=keys_in(folder / str(run["keys"])) if run.get("keys") else None,
+        timeout=float(run["timeout"]),
+        patience=float(run["patience"]),
+        max_norm=float(run["max-norm"]) or None,
+    )
 
 
 def keys_in(path: Path) -> dict[str, set[int]]:

@@ -78,12 +78,18 @@ class Worker:
         """A round of the clients whom a message is about: answers and updates, by the names of their records."""
         told: Told = unpack(content, "jobs", {0: JOB}, IDS)
         records: Records = {}
+        trained: list[Job] = []
         device = self.trainer.strategy.root_device.type
         # as in Lightning's loop, where a federation's rounds are; engines enter autocast for forward passes
         with self.trainer.precision_plugin.train_step_context(), torch.autocast(device, enabled=False):
             for job, outcome in self._results(told, content, records, lambda engine, jobs: engine.run(jobs)):
                 with failing(records, [job.client]):
                     records |= self._trained(job, outcome, told[job.client]["live"].split())
+                    trained.append(job)
+        # the last ones, where a server never asks for an evaluation; who can't keep one has trained all the same
+        for job in trained:
+            with failing(records, [job.client]):
+                self._keep_model(job, told)
         return records
 
     def _trained(self, job: Job, outcome: Outcome, live: list[str]) -> Records:
@@ -112,9 +118,14 @@ class Worker:
             evaluated = self._results(told, content, records, lambda engine, jobs: engine.evaluate_all(jobs))
             for job, (client, metrics) in evaluated:
                 with failing(records, [client]):
-                    keep_model(self.states, job, self.modules, told[client]["architecture"])
+                    self._keep_model(job, told)
                     records[f"{client}/answer"] = {"after": metrics}
         return records
+
+    def _keep_model(self, job: Job, told: Told) -> None:
+        """Writes the model that a client received, for its own use."""
+        with undisturbed():
+            keep_model(self.states, job, self.modules, told[job.client]["architecture"])
 
     def _results(
         self, told: Told, content: RecordDict, records: Records, work: Callable[[Engine, list[Job]], Iterable[Any]]

@@ -129,6 +129,10 @@ class Link:
         # an answer that comes later is nobody's
         self._sent = {message: sent for message, sent in self._sent.items() if not sent.clients}
 
+    def node(self, client: int) -> int:
+        """The node that a client was at last, which has been heard of."""
+        return self._node_of[client]
+
     def _nodes(self) -> dict[int, str]:
         """Nodes that are there, with their public keys."""
         return {node.node_id: node.public_key.decode() for node in self.grid.get_nodes()}

@@ -1,5 +1,6 @@
 """The engine whose clients are at sites: jobs go out as messages, outcomes come back."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -56,19 +57,33 @@ class Remote(Engine):
         self._sketches = Sketches(modules)
         metrics = self.metrics.items()
         self._pooled = {name: state_of(metric) for name, metric in metrics if name.endswith(POOLED)}
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """Forgets what earlier rounds took."""
+        self._seconds: defaultdict[int, float] = defaultdict(float)
+        self._evaluated = 0
+
+    @property
+    def taken(self) -> dict[str, float]:
+        """What the round has taken, for its record: training seconds of the slowest site, and bytes for evaluations."""
+        return {"time/site": max(self._seconds.values(), default=0.0), "bytes/evaluate": self._evaluated}
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Yields outcomes as sites answer; what isn't as it should be is refused."""
         asked = {job.client: job for job in jobs}
         for client, content in self._ask(MessageType.TRAIN, asked):
             try:
-                yield self._outcome(asked[client], content)
+                outcome = self._outcome(asked[client], content)
+                self._seconds[self.link.node(client)] += outcome.seconds
+                yield outcome
             except Refused as reason:
                 yield refused(client, reason)
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
         """Yields metrics as sites answer; clients whose aren't as they should be are left out with a warning."""
         asked = {job.client: job for job in jobs}
+        self._evaluated += sum(num_bytes(job.payload) for job in asked.values())
         for client, content in self._ask(MessageType.EVALUATE, asked):
             try:
                 yield client, self._metrics(self._answer(content, client), "after")

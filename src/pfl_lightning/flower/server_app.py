@@ -27,7 +27,7 @@ from pfl_lightning.trainer import FederatedTrainer
 class States(FederatedCallback):
     """Knows which of clients' states at sites the server may ask for again: its own, and those of its checkpoints.
 
-    Before the first round it also has the engine find out what updates look like.
+    Before the first round it also has the engine find out what updates look like, and tells records what rounds take.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,21 @@ class States(FederatedCallback):
         callbacks = cast(list[Any], trainer.checkpoint_callbacks)
         self._folders = {Path(callback.dirpath) for callback in callbacks if getattr(callback, "dirpath", None)}
         for client in range(min(len(federation.architectures), federation.data.num_clients)):
-            cast(Remote, federation.engines[0]).look(federation.job(client))
+            self._engine.look(federation.job(client))
+
+    @property
+    def _engine(self) -> Remote:
+        return cast(Remote, cast(Federation, self._federation).engines[0])
+
+    def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
+        """Begins a row of the record."""
+        self._engine.begin_round()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Adds to the row what sites took, before it is recorded."""
+        cast(Federation, pl_module).metrics |= self._engine.taken
+
+    on_train_epoch_end = on_validation_end
 
     def live(self) -> Mapping[int, set[str]]:
         """Names of the states by client."""

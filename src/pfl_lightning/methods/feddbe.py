@@ -107,6 +107,7 @@ class DomainConsensus(WeightedAverage):
 
     needs = WeightedAverage.needs | {"feature_mean"}
     sends = WeightedAverage.sends | {"consensus"}
+    sums_only = True
 
     def setup(self, server: Server) -> None:
         """Starts from the common initial model, without a consensus."""

@@ -89,6 +89,7 @@ class Consensus(Aggregator):
 
     needs = frozenset({"predictions"})
     sends = frozenset({"public", "targets"})
+    sums_only = True
 
     def setup(self, server: Server) -> None:
         """Takes the public samples; nobody has answered yet."""

@@ -78,6 +78,8 @@ class FedAvgM(ServerSteps):
         MisconfigurationException: if an argument is out of its range.
     """
 
+    sums_only = True
+
     def __init__(
         self, server_lr: float = 1.0, beta: float = 0.9, nesterov: bool = False, weighting: Weighting = "samples"
     ) -> None:
@@ -116,6 +118,8 @@ class FedAdagrad(ServerSteps):
     Raises:
         MisconfigurationException: if an argument is out of its range.
     """
+
+    sums_only = True
 
     def __init__(
         self,
@@ -166,6 +170,8 @@ class FedAdam(FedAdagrad):
         MisconfigurationException: if an argument is out of its range.
     """
 
+    sums_only = True
+
     def __init__(self, beta1: float = 0.9, beta2: float = 0.99, **kwargs: Any) -> None:
         super().__init__(beta1=beta1, **kwargs)
         check_decays(beta2=beta2)
@@ -184,6 +190,8 @@ class FedYogi(FedAdam):
     It grows as fast as Adam's and falls more slowly.
     Source: Reddi et al., 2021, Algorithm 2 (https://arxiv.org/abs/2003.00295). Takes the arguments of `FedAdam`.
     """
+
+    sums_only = True
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:
         """Towards the square, never below 0."""

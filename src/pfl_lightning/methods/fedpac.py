@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from scipy.optimize import nnls
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -211,6 +210,9 @@ def least_on_simplex(matrix: Tensor) -> Tensor:
     Returns:
         ``[K]``; all 0 if the solver gives up.
     """
+    # no other method wants it, and it takes half a second
+    from scipy.optimize import nnls
+
     values, vectors = torch.linalg.eigh(matrix)
     # the matrix's scale doesn't matter
     values = (values / values[-1].clamp_min(torch.finfo(values.dtype).tiny)).clamp_min(FLOOR)

@@ -122,6 +122,7 @@ class SCAFFOLD(WeightedAverage):
 
     needs = frozenset({"weights", "control"})
     sends = WeightedAverage.sends | {"control"}
+    sums_only = True
 
     def __init__(self, server_lr: float = 1.0) -> None:
         super().__init__(server_lr, weighting="uniform")
