@@ -12,8 +12,9 @@ class FedBN(FedAvg):
     """All is averaged but BatchNorm layers, whose parameters and statistics never leave their client.
 
     Layers are told by their type, whatever their name; a net without any gives a warning, as this is `FedAvg` then. A
-    client that hasn't taken part yet has the common initial layers. Clients count by their samples; in the official
-    code, of five domains of one size each, they count equally (``aggregator.weighting: uniform``).
+    client that hasn't taken part yet has the common initial layers; what the paper gives it could not be verified.
+    Clients count by their samples; in the official code, of five domains of one size each, they count equally
+    (``aggregator.weighting: uniform``).
     Source: Li et al., 2021 (https://arxiv.org/abs/2102.07623). Takes the arguments of `FedAvg`.
     """
 

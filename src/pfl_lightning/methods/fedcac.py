@@ -75,7 +75,8 @@ class CriticalAverage(WeightedAverage):
 
     over the clients of the round; mean and maximum are of all pairs of different clients. After :math:`\beta` rounds
     critical parameters are the client's own alone. Clients that stayed away keep their mask and what was averaged for
-    it, and get the new mean around it; who has never taken part gets the mean.
+    it, and get the new mean around it; who has never taken part gets the mean. Whether the paper counts rounds from 0
+    or 1, and what it does with who stayed away, could not be verified.
     Source: Wu et al., 2023 (https://arxiv.org/abs/2309.11103).
 
     Args:

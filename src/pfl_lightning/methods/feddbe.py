@@ -33,7 +33,8 @@ class FedDBE(FedAvg):
     The first round is not one of learning: clients train without bias and regulariser, and report r, whose mean by
     samples is the consensus for the whole run; what they trained is thrown away. In the paper all clients report; here
     those of the first round do.
-    Source: Zhang et al., 2023 (https://arxiv.org/abs/2311.14975), whose official code has the defaults for a CNN.
+    Source: Zhang et al., 2023 (https://arxiv.org/abs/2311.14975), whose official code has the defaults for a CNN on
+    Fashion-MNIST; the paper's for other data and nets could not be verified.
 
     Args:
         kappa: :math:`\kappa`, at least 0.

@@ -25,7 +25,8 @@ from pfl_lightning.seeds import derive_seed
 class FedTGP(FedProto):
     """Trains as `FedProto`, towards prototypes that the server has trained.
 
-    Source: Zhang et al., 2024 (https://arxiv.org/abs/2401.03230), whose official code's script has the default.
+    Source: Zhang et al., 2024 (https://arxiv.org/abs/2401.03230), whose official code's script has the default; the
+    paper's own could not be verified.
 
     Args:
         align_lambda: weight of the distance to the prototype, at least 0; 0 is `Local` bit for bit in training.
@@ -54,7 +55,8 @@ class TrainablePrototypes(Aggregator):
     where :math:`Q_c` is the plain mean of what the clients of the round sent for class c. Prototypes are made by a net
     of a table of the classes and two layers, which keeps learning from round to round, by plain SGD. All receive all
     prototypes, also of classes that nobody has sent. Before the first round there are none.
-    Source: Zhang et al., 2024 (https://arxiv.org/abs/2401.03230); the defaults are those of its official code's script.
+    Source: Zhang et al., 2024 (https://arxiv.org/abs/2401.03230); the defaults are those of its official code's script,
+    the paper's could not be verified.
 
     Args:
         server_epochs: passes over what was sent in a round, at least 0; 0 leaves the prototypes as they were drawn.

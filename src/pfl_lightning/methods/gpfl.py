@@ -52,7 +52,8 @@ class GPFL(FedAvg):
 
     In the official code conditions are of the client's own vectors before it receives others, and are 0 in its first
     round; here they are of the received ones, and conditions of its own are left out, as is a norm that is a mean over
-    samples. Its :math:`\mu` is a weight decay, and none of its samples is shuffled.
+    samples. Its :math:`\mu` is a weight decay, and none of its samples is shuffled. Of which vectors the paper's tables
+    took conditions could not be verified.
     Source: Zhang et al., 2023 (https://arxiv.org/abs/2308.10279), whose official code has the defaults for a CNN.
 
     Args:

@@ -24,7 +24,8 @@ class PowerOfChoice(Selection):
 
     Its paper's server counts all clients alike, as they were drawn by their samples already: take
     ``aggregator.weighting=uniform`` where the aggregator has it, or draw candidates by ``weights="uniform"``.
-    Source: Cho, Wang and Joshi, 2020 (https://arxiv.org/abs/2010.01243).
+    Source: Cho, Wang and Joshi, 2020 (https://arxiv.org/abs/2010.01243); the numbers of candidates that it tries could
+    not be verified.
 
     Args:
         candidates: d, from ``trainer.clients_per_round`` up; all clients are the greedy choice.
