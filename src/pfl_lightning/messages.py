@@ -155,7 +155,7 @@ def tree_map(function: Callable[[Tensor], Tensor], record: Any) -> Any:
 def detached(record: Any) -> Any:
     """The record as copies of its own on the CPU, free of modules, graphs and devices.
 
-    `state_dict` hands out references: what leaves a client must be copied before the next one trains in its place.
+    ``state_dict`` hands out references: what leaves a client must be copied before the next one trains in its place.
     """
     return tree_map(lambda t: t.detach().to("cpu", copy=True), record)
 

@@ -36,7 +36,7 @@ from pfl_lightning.trainer_arguments import (
 
 
 class FederatedTrainer(RunFolders):
-    """A `lightning.Trainer` that fits a federation: a round is an epoch of Lightning's own fit loop.
+    """A ``lightning.Trainer`` that fits a federation: a round is an epoch of Lightning's own fit loop.
 
     Validation and test run over all clients. Callbacks, loggers, precision, checkpoints and resuming are Lightning's.
 

@@ -17,10 +17,10 @@ class Server:
     Args:
         num_clients: clients of the federation, with ids ``0 .. num_clients - 1``.
         weights: the common initial model, as far as clients share it.
-        module: a client module to run nets through, best with `torch.func.functional_call` and weights of the
+        module: a client module to run nets through, best with ``torch.func.functional_call`` and weights of the
             server's own. It stands on the device of the clients, while `Aggregator.state` is on the CPU, and engines
             train in it: what an aggregator leaves in it is overwritten. Its `ClientModule.new_net` gives further nets.
-        data: the data module; its `server_data` is the server's own public or proxy set, if there is one.
+        data: the data module; its ``server_data`` is the server's own public or proxy set, if there is one.
         seed: seed of the federation; draw from ``derive_seed(seed, NAME, round)``.
     """
 

@@ -46,7 +46,7 @@ class RoundLogger(FederatedCallback):
 
     The rows are part of the checkpoint: a resumed run's record is whole, and without the round that was lost. At the
     end of ``fit`` the Trainer's test of the last round's models, and of those of the round that validation selects, is
-    written, and a table is printed. With ``logger=False`` nothing is written or printed; `rows` holds the record.
+    written, and a table is printed. With ``logger=False`` nothing is written or printed; ``rows`` holds the record.
     """
 
     def __init__(self) -> None:

@@ -48,7 +48,7 @@ class SavedClient:
     """What a federation's checkpoint holds of a client.
 
     Args:
-        architecture: which of the client module's `architectures` it has.
+        architecture: which of the client module's ``architectures`` it has.
         common: the common entries of its architecture, where they aren't the global model's.
         personal: its personal entries.
         payload: what the next round would send it.

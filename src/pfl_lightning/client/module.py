@@ -140,7 +140,7 @@ class ClientModule(Phased):
         return [self, *made_with_others(self, self._made_with, self.nets)]
 
     def architecture_of(self, client: int, num_clients: int) -> int:
-        """Which of the `architectures` a client has, by its id and the number of clients."""
+        """Which of the ``architectures`` a client has, by its id and the number of clients."""
         return client % len(self.nets) if self.assign_nets == "turn" else client // -(-num_clients // len(self.nets))
 
     def forward(self, x: Tensor) -> Tensor:

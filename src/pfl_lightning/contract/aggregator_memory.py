@@ -31,7 +31,7 @@ class Remembered:
 
     @contextmanager
     def aggregation(self) -> Iterator[None]:
-        """Looks before, for what `download` has changed since the last one, and after."""
+        """Looks before, for what ``download`` has changed since the last one, and after."""
         self._compare("download or global_model")
         yield
         self._compare("aggregate")

@@ -31,7 +31,7 @@ class AGNews(FederatedDataModule):
         vocab_size: Numbers to use at most, at least 2: rarer words get 0. The default is that of net FastText and
             numbers every word of the whole data set; whoever sets it sets ``model.net.vocab_size`` too.
         min_count: Words that occur less often in the pool get 0, at least 1.
-        **kwargs: Settings of :class:`FederatedDataModule`; ``download`` has no effect.
+        **kwargs: Settings of `FederatedDataModule`; ``download`` has no effect.
 
     Raises:
         MisconfigurationException: A value is out of range.

@@ -30,7 +30,7 @@ class AGNewsLetters(OwnedData):
         root: Folder that ag_news is in.
         max_length: Letters of an article to use, at least 1; what is padded doesn't count.
         parts: Clients of each of the four topics, at least 1.
-        **kwargs: Settings of :class:`FederatedDataModule`; ``download`` has no effect.
+        **kwargs: Settings of `FederatedDataModule`; ``download`` has no effect.
 
     Raises:
         MisconfigurationException: A value is out of range, or there is no such file.

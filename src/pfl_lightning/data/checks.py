@@ -105,7 +105,7 @@ def check_integers(owner: str, **settings: object) -> None:
 
 
 def check_numbers(owner: str, **settings: object) -> None:
-    """Check that settings are numbers; see :func:`check_integers`."""
+    """Check that settings are numbers; see `check_integers`."""
     _check_type(Real, "a number", owner, settings)
 
 

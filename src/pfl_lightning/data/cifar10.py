@@ -13,7 +13,7 @@ from pfl_lightning.data.torchvision_data import TorchvisionDataModule
 class CIFAR10(TorchvisionDataModule):
     """60,000 colour images, 3x32x32, 10 classes, in ``root/cifar-10-batches-py``.
 
-    Takes the settings of :class:`FederatedDataModule`. For CIFAR-10 as image files see :class:`ImageFolder`.
+    Takes the settings of `FederatedDataModule`. For CIFAR-10 as image files see `ImageFolder`.
 
     Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
     """
@@ -24,11 +24,11 @@ class CIFAR10(TorchvisionDataModule):
     files = "the unpacked files of cifar-10-python.tar.gz (data_batch_1 and so on)"
 
     def dataset(self, train: bool, download: bool) -> Any:
-        """Open ``torchvision.datasets.CIFAR10``; see :meth:`TorchvisionDataModule.dataset`."""
+        """Open ``torchvision.datasets.CIFAR10``; see `TorchvisionDataModule.dataset`."""
         from torchvision import datasets
 
         return datasets.CIFAR10(self.root, train=train, download=download)
 
     def tensors(self, dataset: Any) -> tuple[Tensor, Tensor]:
-        """Put the channels first; see :meth:`TorchvisionDataModule.tensors`."""
+        """Put the channels first; see `TorchvisionDataModule.tensors`."""
         return torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(dataset.targets)

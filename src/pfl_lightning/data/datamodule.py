@@ -27,7 +27,7 @@ class FederatedDataModule(Holdings, ABC):
     """A pool of samples, divided among clients and, at each client, into train, val and test.
 
     Subclasses set ``input_shape`` and ``num_classes``, or a ``task`` of another kind in the place of the latter, and
-    implement :meth:`load`. The pool is kept once, as loaded, and once more on a GPU that clients train on, if a quarter
+    implement `load`. The pool is kept once, as loaded, and once more on a GPU that clients train on, if a quarter
     of its free memory holds it; a client's samples are gathered and transformed on request. Who holds which sample
     depends on ``seed`` alone, so runs that differ in the training seed share their partition.
 
@@ -36,7 +36,7 @@ class FederatedDataModule(Holdings, ABC):
         num_clients: Number of clients M, at least 1; under partitioner `Natural`, None takes all that there are.
         partitioner: How the pool is divided among the clients.
         batch_size: Samples a training batch, at least 1.
-        last_batch: What to do with an incomplete last batch, see :func:`epoch_order`.
+        last_batch: What to do with an incomplete last batch, see `epoch_order`.
         test_fraction: Share of a client's samples to test on, in [0, 1).
         val_fraction: Share of a client's other samples to validate on, in [0, 1).
         max_samples: Use only so many samples of the pool, class proportions kept; all if None.
@@ -66,11 +66,11 @@ class FederatedDataModule(Holdings, ABC):
     """
 
     num_classes: int
-    """Number of classes K of a classification, known without :meth:`setup`."""
+    """Number of classes K of a classification, known without `setup`."""
     input_shape: tuple[int, ...]
-    """Shape of one transformed input, for images [C, H, W], known without :meth:`setup`."""
+    """Shape of one transformed input, for images [C, H, W], known without `setup`."""
     original_test: Tensor = torch.empty(0, dtype=torch.int64)
-    """Pool positions of the original test half, set by :meth:`load` where the data set has one."""
+    """Pool positions of the original test half, set by `load` where the data set has one."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class FederatedDataModule(Holdings, ABC):
 
     @property
     def task(self) -> Task:
-        """What is predicted, known without :meth:`setup`; by default ``Classification(num_classes)``."""
+        """What is predicted, known without `setup`; by default ``Classification(num_classes)``."""
         return Classification(self.num_classes)
 
     @abstractmethod

@@ -22,7 +22,7 @@ class Diabetes(OwnedData):
     standardised over all patients, also over those that are tested on.
 
     Args:
-        **kwargs: Settings of :class:`FederatedDataModule`; ``root`` and ``download`` have no effect.
+        **kwargs: Settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Source: Efron et al., "Least Angle Regression", Annals of Statistics, 2004.
     """

@@ -15,7 +15,7 @@ class Digits(FederatedDataModule):
 
     Args:
         num_clients: Number of clients M, at least 1.
-        **kwargs: Settings of :class:`FederatedDataModule`; ``root`` and ``download`` have no effect.
+        **kwargs: Settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998.
     """

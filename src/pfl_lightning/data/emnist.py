@@ -29,7 +29,7 @@ class EMNIST(MNIST):
         split: ``letters`` (145,600 images, 26 classes, capital and small letters together; the files count them
             from 1, here they are 0 to 25), ``balanced`` (131,600, 47 classes), ``digits`` (280,000, 10),
             ``mnist`` (70,000, 10), ``byclass`` (814,255, 62) or ``bymerge`` (814,255, 47).
-        **kwargs: Settings of :class:`FederatedDataModule`.
+        **kwargs: Settings of `FederatedDataModule`.
 
     Raises:
         MisconfigurationException: There is no such split.
@@ -50,7 +50,7 @@ class EMNIST(MNIST):
         )
 
     def dataset(self, train: bool, download: bool) -> Any:
-        """Open ``torchvision.datasets.EMNIST``; see :meth:`TorchvisionDataModule.dataset`."""
+        """Open ``torchvision.datasets.EMNIST``; see `TorchvisionDataModule.dataset`."""
         from torchvision import datasets
 
         return datasets.EMNIST(self.root, self.split, train=train, download=download)

@@ -27,7 +27,7 @@ class Holdings(LightningDataModule):
     """
 
     num_clients: int
-    """Number of clients M, known without :meth:`setup` unless it is left to the data."""
+    """Number of clients M, known without `setup` unless it is left to the data."""
     val_fraction: float
     test_fraction: float
     central_test: float | Literal["original"] | None

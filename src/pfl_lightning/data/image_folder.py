@@ -29,7 +29,7 @@ class ImageFolder(FederatedDataModule):
         size: Resize to so many pixels, a square or (height, width); None keeps images as they are,
             which then must all have one size.
         channels: 3 for RGB, 1 for grey.
-        **kwargs: Settings of :class:`FederatedDataModule`; ``download`` has no effect.
+        **kwargs: Settings of `FederatedDataModule`; ``download`` has no effect.
 
     Raises:
         MisconfigurationException: There are no images, or ``size`` is not positive.

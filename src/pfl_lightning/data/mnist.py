@@ -12,7 +12,7 @@ from pfl_lightning.data.torchvision_data import TorchvisionDataModule
 class MNIST(TorchvisionDataModule):
     """70,000 images of digits, 1x28x28, 10 classes, in ``root/MNIST/raw``.
 
-    Takes the settings of :class:`FederatedDataModule`.
+    Takes the settings of `FederatedDataModule`.
 
     Source: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", Proc. IEEE 1998.
     """
@@ -23,11 +23,11 @@ class MNIST(TorchvisionDataModule):
     files = "the four unpacked idx files (train-images-idx3-ubyte and so on)"
 
     def dataset(self, train: bool, download: bool) -> Any:
-        """Open ``torchvision.datasets.MNIST``; see :meth:`TorchvisionDataModule.dataset`."""
+        """Open ``torchvision.datasets.MNIST``; see `TorchvisionDataModule.dataset`."""
         from torchvision import datasets
 
         return datasets.MNIST(self.root, train=train, download=download)
 
     def tensors(self, dataset: Any) -> tuple[Tensor, Tensor]:
-        """Add the channel; see :meth:`TorchvisionDataModule.tensors`."""
+        """Add the channel; see `TorchvisionDataModule.tensors`."""
         return dataset.data.unsqueeze(1), dataset.targets.long()

@@ -116,7 +116,7 @@ def split_client(
 
 
 def part_sizes(count: int, test_fraction: float, val_fraction: float) -> tuple[int, int]:
-    """Numbers of a client's test and val samples, see :func:`split_client`.
+    """Numbers of a client's test and val samples, see `split_client`.
 
     >>> part_sizes(20, 0.25, 0.1), part_sizes(3, 0.25, 0.1)
     ((5, 2), (1, 1))

@@ -21,7 +21,7 @@ class TinyImageNet(ImageFolder):
 
     Args:
         root: Folder that tiny-imagenet-200 is in.
-        **kwargs: Settings of :class:`ImageFolder`; ``download`` has no effect.
+        **kwargs: Settings of `ImageFolder`; ``download`` has no effect.
 
     Raises:
         MisconfigurationException: There is no such folder, it has no images, or val/ is asked for and is not as in the

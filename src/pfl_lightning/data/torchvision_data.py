@@ -20,7 +20,7 @@ from pfl_lightning.data.datamodule import FederatedDataModule
 class TorchvisionDataModule(FederatedDataModule):
     """Opens a data set by torchvision and says in one sentence what is missing.
 
-    Subclasses set ``folder`` and ``files`` and implement :meth:`dataset` and :meth:`tensors`.
+    Subclasses set ``folder`` and ``files`` and implement `dataset` and `tensors`.
     """
 
     folder: str

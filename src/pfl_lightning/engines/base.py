@@ -242,7 +242,7 @@ class Engine(ABC):
     def set_mode(self, training: bool) -> None:
         """Sets training or evaluation mode on the module and all in it, whatever its hooks have done to parts.
 
-        `nn.Module.train` calls itself on each submodule, which takes as long as a step of a small net.
+        ``nn.Module.train`` calls itself on each submodule, which takes as long as a step of a small net.
         """
         for module in self._modules:
             # past `nn.Module.__setattr__`, which looks for parameters first

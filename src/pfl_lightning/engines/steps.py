@@ -29,7 +29,7 @@ def adjusted_gradients(module: ClientModule, gradients: StateDict) -> StateDict:
 
 
 def step_values(module: ClientModule, batch: Batch, index: int) -> dict[str, Tensor]:
-    """What `training_step` returns and logs.
+    """What ``training_step`` returns and logs.
 
     Args:
         module: the client module.

@@ -91,7 +91,7 @@ class FederationBase(LightningModule):
         return cast(list[ClientModule], list(self.architectures))
 
     def architecture_of(self, client: int) -> int:
-        """Which of the `architectures` a client has; new clients take those of the first ones."""
+        """Which of the ``architectures`` a client has; new clients take those of the first ones."""
         if self._only_one:
             return 0
         num_clients = self.data.num_clients

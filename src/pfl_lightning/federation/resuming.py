@@ -221,5 +221,5 @@ def check_settings(saved: Mapping[str, Any], now: Settings, accepted: bool) -> b
 
 
 def chosen_seed() -> Settings:
-    """The seed of this process, if `seed_everything` set one; a resumed run goes on with its checkpoint's."""
+    """The seed of this process, if ``seed_everything`` set one; a resumed run goes on with its checkpoint's."""
     return {"seed_everything": torch.initial_seed()} if "PL_GLOBAL_SEED" in os.environ else {}

@@ -160,7 +160,7 @@ class FedAWA(WeightedAverage):
         return {client: math.log(max(share, SMALLEST_SHARE)) for client, share in shares.items()}
 
     def grams(self, updates: Updates) -> Tensor:
-        r"""Inner products of :math:`\tau_1, \dots, \tau_K, \theta_g` in float64, all that the objective depends on.
+        r"""Inner products of :math:`\tau_1, \ldots, \tau_K, \theta_g` in float64, all that the objective depends on.
 
         Args:
             updates: by client id.

@@ -30,7 +30,7 @@ class FedLAW(WeightedAverage):
     .. math::
 
         w \leftarrow \gamma \sum_k \lambda_k w_k, \qquad
-        \lambda = \mathrm{softmax}(z_1, \dots, z_K), \qquad
+        \lambda = \mathrm{softmax}(z_1, \ldots, z_K), \qquad
         \gamma = \exp(z_{K+1})
 
     Each round starts at :math:`\lambda_k = p_k` and :math:`\gamma = 1`, which is `WeightedAverage`, and minimises the

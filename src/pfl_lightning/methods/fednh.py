@@ -98,7 +98,7 @@ class FedNH(WeightedAverage):
     r"""Averages models with equal weights, and moves prototypes towards the mean direction of their class.
 
     .. math:: V_c \leftarrow \mathrm{normalise}\bigl(\rho V_c + (1 - \rho)\,
-        \mathrm{normalise}(\textstyle\sum_{i \in S} n_{ic}\, \mu_{ic})\bigr)
+        \mathrm{normalise}(\sum_{i \in S} n_{ic}\, \mu_{ic})\bigr)
 
     over the clients S of the round. The prototype of a class that none of them has stays where it is.
     Source: Dai et al., 2023 (https://arxiv.org/abs/2212.02758).

@@ -40,7 +40,7 @@ class FedReMa(WeightedAverage):
         p_k = \mathrm{softmax}(\hat\varphi_k(\tilde h) / M), \quad s_{ij} = \cos(p_i, p_j), \quad
         A_k = \mathrm{MDS}(s_k), \quad
         \varphi_k = \frac{\sum_{i \in A_k} n_i \hat\varphi_i}{\sum_{i \in A_k} n_i}, \quad
-        G_{ki} \mathrel{+}= 1 \;\; (i \in A_k)
+        G_{ki} \leftarrow G_{ki} + 1 \;\; (i \in A_k)
 
     It ends for good with the round whose mean gap is at most delta times the largest so far, see `segment` and
     `is_over`. From then on how often clients were peers decides:

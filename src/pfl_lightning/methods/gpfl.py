@@ -44,7 +44,7 @@ class GPFL(FedAvg):
 
         L = \mathrm{CE}(\phi(f_P)) + \mathrm{CE}(\cos(f_G, G)) + \lambda \lVert F_G - \hat G_y \rVert
         + \frac\mu2 \lVert \Theta \rVert^2, \qquad
-        f_P = \mathrm{CoV}(h; \textstyle\sum_c \pi_c \hat G_c), \quad f_G = \mathrm{CoV}(h; \mathrm{mean}_c \hat G_c)
+        f_P = \mathrm{CoV}(h; \sum_c \pi_c \hat G_c), \quad f_G = \mathrm{CoV}(h; \mathrm{mean}_c \hat G_c)
 
     CoV is the conditional layer, :math:`\Theta` its parameters and the vectors, and the norm is of the whole batch's
     matrix, so that its gradient is no smaller for larger batches. The body, CoV and the vectors are averaged, and the

@@ -77,7 +77,7 @@ def plot_conductance(conductance: Tensor, clients: Sequence[int], title: str = "
     by the same units.
 
     Args:
-        conductance: `layer_conductance` of one image, a row a client ``[clients, units]``.
+        conductance: ``layer_conductance`` of one image, a row a client ``[clients, units]``.
         clients: their ids.
         title: above both panels.
     """

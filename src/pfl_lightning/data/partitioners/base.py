@@ -30,7 +30,7 @@ def rows_of(y: NDArray[np.int64], num_classes: int) -> list[Rows]:
 
 
 class Partitioner(ABC):
-    """Divides a pool, or a part of it, among clients; subclasses say how in :meth:`split`.
+    """Divides a pool, or a part of it, among clients; subclasses say how in `split`.
 
     Calling a partitioner returns one int64 tensor of pool positions a client. The tensors are disjoint and
     depend on the labels, the sizes and the seed alone: the global random state is neither read nor moved.

@@ -46,7 +46,7 @@ class Dirichlet(Partitioner):
         self.equalize = equalize
 
     def split(self, classes: list[Rows], num_clients: int, rng: np.random.RandomState) -> list[Rows]:
-        """Draw until every client is large enough; see :meth:`Partitioner.split`."""
+        """Draw until every client is large enough; see `Partitioner.split`."""
         fair = sum(map(len, classes)) / num_clients
         draws = self.MAX_DRAWS if self.min_size <= fair else 0
         for _ in range(draws):

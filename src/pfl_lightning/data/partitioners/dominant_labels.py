@@ -23,7 +23,7 @@ class DominantLabels(Partitioner):
     of class K - 1. The others are of the d dominant labels of its group g, the same number of each, and
     what is left over of the last of them. The dominant labels are
 
-    .. math:: \lfloor g K / G \rfloor, \dots, \lfloor g K / G \rfloor + d - 1 \pmod K,
+    .. math:: \lfloor g K / G \rfloor, \ldots, \lfloor g K / G \rfloor + d - 1 \pmod K,
 
     for 10 classes and the defaults 0-2, 2-4, 4-6, 6-8 and 8, 9, 0: a client with 600 samples has 172 of each
     of three labels and 12 of each other one. Where K is smaller than G, some groups have the same labels.
@@ -101,7 +101,7 @@ class DominantLabels(Partitioner):
         return [(start + step) % num_classes for step in range(self.dominant)]
 
     def split(self, classes: list[Rows], num_clients: int, rng: np.random.RandomState) -> list[Rows]:
-        """Count what each client gets, then take it; see :meth:`Partitioner.split`."""
+        """Count what each client gets, then take it; see `Partitioner.split`."""
         if self.dominant > len(classes):
             raise MisconfigurationException(
                 f"DominantLabels dominant={self.dominant} must be at most {len(classes)}, the number of classes"

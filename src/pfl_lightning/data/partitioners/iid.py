@@ -17,5 +17,5 @@ class IID(Partitioner):
     by_class = False
 
     def split(self, classes: list[Rows], num_clients: int, rng: np.random.RandomState) -> list[Rows]:
-        """Shuffle and cut into equal pieces; see :meth:`Partitioner.split`."""
+        """Shuffle and cut into equal pieces; see `Partitioner.split`."""
         return np.array_split(rng.permutation(np.concatenate(classes)), num_clients)

@@ -39,7 +39,7 @@ class Pathological(Partitioner):
         self.balanced = balanced
 
     def split(self, classes: list[Rows], num_clients: int, rng: np.random.RandomState) -> list[Rows]:
-        """Hand out the classes in order; see :meth:`Partitioner.split`."""
+        """Hand out the classes in order; see `Partitioner.split`."""
         self._check(len(classes), num_clients)
         sharers = -(-num_clients * self.classes_per_client // len(classes))
         lacking = np.full(num_clients, self.classes_per_client)

@@ -14,7 +14,7 @@ class RandomClasses(Partitioner):
 
     Each client draws c classes, uniformly and without replacement, and gets floor(N / (c M)) samples of each.
     A class with fewer than its clients ask for is shared out equally among them. Classes that nobody draws
-    stay unused. In :class:`Pathological`, clients form blocks with the same classes and all data are used.
+    stay unused. In `Pathological`, clients form blocks with the same classes and all data are used.
 
     The official code draws the samples with replacement, so that clients hold copies of each other's
     samples, test samples included. Parts are disjoint here, so it is not offered.
@@ -41,7 +41,7 @@ class RandomClasses(Partitioner):
         self.equalize = equalize
 
     def split(self, classes: list[Rows], num_clients: int, rng: np.random.RandomState) -> list[Rows]:
-        """Draw classes, then share each out among its clients; see :meth:`Partitioner.split`."""
+        """Draw classes, then share each out among its clients; see `Partitioner.split`."""
         present = [k for k, rows in enumerate(classes) if len(rows)]
         if self.classes_per_client > len(present):
             raise MisconfigurationException(

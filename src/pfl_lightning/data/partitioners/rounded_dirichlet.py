@@ -13,7 +13,7 @@ class RoundedDirichlet(Dirichlet):
 
     The shares of the M clients in class k, which has N_k samples, are q_k ~ Dir(alpha * 1_M). Client i gets
     round(q_ki N_k) samples while there are any, the last client gets what is left. Unlike in
-    :class:`Dirichlet` no share is cut off, so sizes differ more. The first draw equals the official one for
+    `Dirichlet` no share is cut off, so sizes differ more. The first draw equals the official one for
     the same seed; it is repeated until every client has ``min_size`` samples, where the official code may
     leave clients empty. Where a class has hardly more samples than there are clients, rounding errors add up and
     the last clients get far too many or none.

@@ -25,7 +25,7 @@ class OwnedData(FederatedDataModule):
         task: What is predicted.
         num_clients: Number of clients M; None takes all that are named, a number draws so many of them.
         partitioner: How the pool is divided among the clients.
-        **kwargs: Settings of :class:`FederatedDataModule`.
+        **kwargs: Settings of `FederatedDataModule`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class OwnedData(FederatedDataModule):
         return self._task
 
     def transform(self, x: Tree) -> Tree:
-        """Make inputs ready for the net: as :meth:`FederatedDataModule.transform`, and in single precision.
+        """Make inputs ready for the net: as `FederatedDataModule.transform`, and in single precision.
 
         Args:
             x: Some inputs of the pool, shape [n, ...].

@@ -31,7 +31,7 @@ class FolderData(OwnedData):
         task: What is predicted; None, where there are images, is their class.
         size: Resize images to so many pixels, (height, width); None keeps them as they are.
         channels: 3 for RGB, 1 for grey images.
-        **kwargs: Settings of :class:`FederatedDataModule`; ``download`` has no effect.
+        **kwargs: Settings of `FederatedDataModule`; ``download`` has no effect.
 
     Raises:
         MisconfigurationException: There are no clients' folders, or one has something else.

@@ -33,7 +33,7 @@ class HFData(OwnedData):
         client: Column of who holds each row; None under another partitioner than `Natural`.
         time: Column of when each row came.
         split_column: Column of ``train``, ``val`` or ``test``.
-        **kwargs: Settings of :class:`FederatedDataModule`; ``root`` and ``download`` have no effect.
+        **kwargs: Settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Raises:
         MisconfigurationException: There is no such file or column.

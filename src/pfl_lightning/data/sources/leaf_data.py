@@ -33,7 +33,7 @@ class LeafData(OwnedData):
         input_shape: Shape to bring inputs into, such as [1, 28, 28]; None leaves them as they are.
         letters: Where inputs are texts of one length, as in Shakespeare: a letter becomes its position here, and any
             other 0; so do targets.
-        **kwargs: Settings of :class:`FederatedDataModule`; ``download`` has no effect.
+        **kwargs: Settings of `FederatedDataModule`; ``download`` has no effect.
 
     Raises:
         MisconfigurationException: There are no such files.

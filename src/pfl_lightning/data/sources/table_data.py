@@ -32,7 +32,7 @@ class TableData(OwnedData):
         client: Column of who holds each row; None under another partitioner than `Natural`.
         time: Column of when each row came: a number, or a text that sorts, such as 2024-05-31.
         split_column: Column of ``train``, ``val`` or ``test``.
-        **kwargs: Settings of :class:`FederatedDataModule`; ``root`` and ``download`` have no effect.
+        **kwargs: Settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Raises:
         MisconfigurationException: There is no such file or column, or a column has gaps.

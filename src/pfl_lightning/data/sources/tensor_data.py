@@ -30,7 +30,7 @@ class TensorData(OwnedData):
         split: ``train``, ``val`` or ``test`` for each sample.
         time: When each sample came.
         input_shape: Shape of an input for the net; None is that of ``x``, of the first array in a dict or tuple.
-        **kwargs: Settings of :class:`FederatedDataModule`; ``root`` and ``download`` have no effect.
+        **kwargs: Settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Raises:
         MisconfigurationException: A file is missing or holds no array.

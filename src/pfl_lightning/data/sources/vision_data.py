@@ -28,7 +28,7 @@ class VisionData(OwnedData):
         client: Who holds each sample: names, or a function of its position that gives one; None under another
             partitioner than `Natural`.
         targets: Targets of all samples; None takes ``dataset.targets`` or ``labels``, or else reads every sample.
-        **kwargs: Settings of :class:`FederatedDataModule`; ``root`` and ``download`` have no effect.
+        **kwargs: Settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Raises:
         MisconfigurationException: It is no such data set.

@@ -72,7 +72,7 @@ class Slots:
     def call(self, function: Callable[..., Result], entries: StateDict, *args: Any) -> Result:
         """Calls a function with other tensors in the slots.
 
-        As `torch.func.functional_call`, which takes as long as a small net's step.
+        As ``torch.func.functional_call``, which takes as long as a small net's step.
 
         Args:
             function: what computes with the module.

@@ -1,0 +1,87 @@
+"""Docstrings for Sphinx: a name in single backticks is what Python finds under it where the docstring stands."""
+
+import importlib
+import re
+from types import ModuleType
+from typing import Any
+
+from sphinx.application import Sphinx
+
+import pfl_lightning
+
+NAME = re.compile(r"(?<![`:\w])`([A-Za-z_][\w.]*)`(?![`_])")
+OF_VALUES = {"attribute", "data", "property"}
+
+
+def located(name: str) -> tuple[ModuleType, list[Any]]:
+    """The module of what has a dotted name, and the objects on the way to it from there."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            module = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        way: list[Any] = []
+        for part in parts[end:]:
+            way.append(getattr(way[-1] if way else module, part, None))
+        return module, way
+    raise ValueError(f"{name} is in no module.")
+
+
+def reference(word: str, name: str) -> str:
+    """What stands for a name in single backticks: a reference to what it is, or the name as code.
+
+    >>> reference("Aggregator", "pfl_lightning.methods.fedawa.FedAWA")
+    ':py:obj:`~pfl_lightning.aggregators.base.Aggregator`'
+    >>> reference("Callback", "pfl_lightning.callbacks.base.FederatedCallback")
+    '``Callback``'
+
+    Args:
+        word: the name, with dots or without.
+        name: the dotted name of what the docstring is of.
+    """
+    module, way = located(name)
+    first, *rest = word.split(".")
+    for scope in (*reversed(way), module, pfl_lightning, pfl_lightning.methods):
+        if isinstance(scope, type) and any(first in vars(base).get("__annotations__", {}) for base in scope.__mro__):
+            return f"``{word}``"
+        found = getattr(scope, first, None)
+        if found is None:
+            continue
+        for part in rest:
+            annotated = isinstance(found, type) and part in getattr(found, "__annotations__", {})
+            found = getattr(found, part, word if annotated else None)
+        if found is None:
+            continue
+        return to(found, scope, word)
+    return f":any:`{word}`"
+
+
+def to(found: Any, scope: Any, word: str) -> str:
+    """A reference to an object of the package; another's, or a value, as code."""
+    if isinstance(found, ModuleType):
+        target = found.__name__
+    elif hasattr(found, "__qualname__") and getattr(found, "__module__", None):
+        target = f"{found.__module__}.{found.__qualname__}"
+    else:
+        return f"``{word}``"
+    own = target.startswith("pfl_lightning.") and "<" not in target
+    return f":py:obj:`{word} <{target}>`" if own else f"``{word}``"
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Connects both steps: before napoleon reads sections, and after it, which takes a value's words for its type."""
+    before: dict[str, list[str]] = {}
+
+    def first(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+        lines[:] = [NAME.sub(lambda found: reference(found[1], name), line) for line in lines]
+        if what in OF_VALUES:
+            before[name] = lines[:]
+
+    def last(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+        if what in OF_VALUES:
+            lines[:] = before.pop(name)
+
+    app.connect("autodoc-process-docstring", first, priority=400)
+    app.connect("autodoc-process-docstring", last, priority=600)
+    return {"parallel_read_safe": True}
