@@ -70,16 +70,19 @@ def measured() -> dict[str, dict[str, str]]:
         return {row["method"]: row for row in csv.DictReader(table)}
 
 
+def to(part: type) -> str:
+    """A reference to a class by its own name."""
+    return f"{{py:obj}}`{part.__qualname__} <{part.__module__}.{part.__qualname__}>`"
+
+
 def section(method: Method, row: dict[str, str]) -> str:
     """How a method is run, what it sends and keeps, and where its results are."""
     paper, url = method.paper
     client, aggregator = method.client, type(method.new_aggregator())
     config = PACKAGE / "configs" / "methods" / f"{method.file}.yaml"
     lines = [
-        f"## {method.name}\n",
         f"Paper: [{paper}]({url})\n" if paper else "",
-        f"Client module {{any}}`{client.__module__}.{client.__qualname__}`, "
-        f"aggregator {{any}}`{aggregator.__module__}.{aggregator.__qualname__}`.\n",
+        f"Client module {to(client)}, aggregator {to(aggregator)}.\n",
         f"    pfl-lightning fit --config methods/{method.file} --config protocols/digits_dir0.1\n",
         f"```yaml\n{config.read_text()}```\n",
         "| up | down | stays with the client | needs | different nets |\n| --- | --- | --- | --- | --- |",
@@ -96,6 +99,8 @@ def method_page(module: str, methods: list[Method]) -> str:
     rows = measured()
     title = ", ".join(method.name for method in methods)
     sections = [section(method, rows[method.name]) for method in methods]
+    if len(methods) > 1:
+        sections = [f"## {method.name}\n\n{text}" for method, text in zip(methods, sections, strict=True)]
     return "\n".join([f"# {title}\n", *sections, "## Source\n", documented(module)])
 
 
