@@ -16,6 +16,7 @@ from pfl_lightning.callbacks import class_pictures as module
 from pfl_lightning.methods import WDR, CwFedAvg, FedPer, Local
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import Net
+from sweeps import swept
 
 PARTITION = {"partition"}
 UPLOADS = {"row_norms", "distributions", "scatter"}
@@ -59,7 +60,7 @@ def test_each_method_gets_the_pictures_of_what_its_server_sees(method, aggregato
     assert pictures(run.folder / "pictures") == expected
 
 
-@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("share", swept([1.0, 0.5], ("0.5",), str))
 def test_a_run_with_pictures_is_the_run_without(share, tmp_path):
     def go(*callbacks):
         settings = {"root": tmp_path, "clients_per_round": share, "callbacks": list(callbacks)}

@@ -57,7 +57,9 @@ def test_the_documents_have_the_table(form, rows):
     )
 
 
-@pytest.mark.parametrize("file", sorted((CONFIGS / "methods").glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", swept(sorted((CONFIGS / "methods").glob("*.yaml")), ("fedavg", "cwfedavg", "fedrema_af"), lambda f: f.stem)
+)
 def test_every_configured_pair_is_in_the_table(file):
     assert pair_of(file) in {method.pair for method in METHODS}
 

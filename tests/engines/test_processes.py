@@ -17,6 +17,7 @@ from federations import MOMENTUM, NETS, Spy, blobs, fit, make_client, noisy, sam
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.engines import Processes, parent, processes
 from pfl_lightning.methods import WDR, FedAvg, FedBABU, FedPer, FedReMa, Local
+from sweeps import swept
 
 
 class Clock:
@@ -45,7 +46,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("workers", swept([1, 2, 4], ("2",), str))
 @pytest.mark.parametrize("method", [FedAvg, FedPer, FedBABU, WDR])
 def test_any_number_of_workers_gives_the_bits_of_the_sequential_engine(method, workers):
     settings = {"clients_per_round": 0.75, "evaluate": "both", "test_every_round": True}

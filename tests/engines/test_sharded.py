@@ -136,6 +136,7 @@ def test_processes_of_its_own_are_refused():
         make_trainer(devices=2, engine="processes")
 
 
+@pytest.mark.exhaustive
 def test_the_command_starts_ranks(tmp_path):
     line = "--model FedAvg --model.net MLP --data Digits --data.num_clients 3 --data.max_samples 150"
     line = f"fit {line} --trainer.max_rounds 1 {QUIET} --trainer.default_root_dir"
@@ -158,6 +159,7 @@ def test_the_command_starts_ranks(tmp_path):
     assert {path.name for path in one.iterdir()} == {path.name for path in two.iterdir()}
 
 
+@pytest.mark.exhaustive
 def test_two_nodes_give_the_bits_of_one(tmp_path):
     line = "--model FedPer --model.net MLP --data Digits --data.num_clients 3 --data.max_samples 150"
     line = f"fit {line} --trainer.max_rounds 1 {QUIET} --trainer.default_root_dir"

@@ -21,6 +21,7 @@ from pfl_lightning.messages import digest
 from pfl_lightning.methods import ControlVariates, Ditto, FedAvg, FedPer
 from pfl_lightning.nets import Net
 from pfl_lightning.tasks import MultiLabel, Regression
+from sweeps import swept
 from tasks_and_data import Kind, OfKind, client_of, drawn, flat, kinds
 
 
@@ -104,7 +105,9 @@ def test_the_pooled_value_is_that_of_all_samples():
 
 
 @pytest.mark.parametrize("name", ["Regression", "MultiLabel", "Segmentation", "NextToken"])
-@pytest.mark.parametrize("method", [FedAvg, FedPer, Ditto, ControlVariates])
+@pytest.mark.parametrize(
+    "method", swept([FedAvg, FedPer, Ditto, ControlVariates], ("FedPer", "ControlVariates"), lambda m: m.__name__)
+)
 def test_a_resumed_run_is_the_whole_run(name, method, tmp_path):
     kind = kinds()[name]
     whole = fit(kind, method, rounds=2, root=tmp_path / "whole")

@@ -49,6 +49,7 @@ def checkpoint(root):
     return path
 
 
+@pytest.mark.exhaustive
 def test_an_app_runs_as_it_is_written(app, tmp_path):
     settings = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
     run = settings["config"] | {"timeout": 20, "patience": 5}

@@ -37,6 +37,7 @@ def test_apps_load_nothing_that_they_may_never_need():
     assert said(code) == ["False", "[]", "True", "True True", "False"]
 
 
+@pytest.mark.exhaustive
 def test_an_app_that_imports_torchmetrics_first_gets_all_of_it():
     code = """
         import torchmetrics.detection

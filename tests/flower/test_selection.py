@@ -9,6 +9,7 @@ from deployments import deploy, grid_of
 from federations import equal, fit, make_client
 from pfl_lightning.methods import FedPer
 from pfl_lightning.selection import Oort, Poisson, PowerOfChoice
+from sweeps import swept
 
 CHOICES = {
     "asked": lambda: PowerOfChoice(3),
@@ -18,7 +19,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("choice", swept(CHOICES, ("poisson",), str))
 def test_sites_take_part_as_clients_do_here(choice, tmp_path):
     def made():
         return make_client(FedPer)

@@ -17,6 +17,7 @@ from federations import equal, load, read_csv, untimed
 from pfl_lightning.methods import FedAvg
 from pfl_lightning.runs.checkpoint_io import save
 from pfl_lightning.runs.stopping import Stopped, postponed, stoppable
+from sweeps import swept
 
 
 def write_config(root: Path, max_rounds: int, local_epochs: int) -> Path:
@@ -97,7 +98,7 @@ def assert_goes_on(config: Path, uninterrupted: Path) -> None:
     assert not run_folder(config.parent, 1).exists()
 
 
-@pytest.mark.parametrize("moment", range(3))
+@pytest.mark.parametrize("moment", swept(range(3), ("1",), str))
 def test_a_run_killed_at_any_moment_goes_on_to_the_same_end(moment, uninterrupted, tmp_path):
     config = write_config(tmp_path, max_rounds=30, local_epochs=4)
     after = random.Random(moment).uniform(0, 0.4)

@@ -14,6 +14,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "participation.md").read_text()
 COMMANDS = re.findall(r"^    pfl-lightning (.*)$", PAGE, re.MULTILINE)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("line", COMMANDS, ids=range(len(COMMANDS)))
 def test_each_command(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

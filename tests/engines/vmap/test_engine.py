@@ -134,7 +134,10 @@ SOME = {
 }
 
 
-@pytest.mark.parametrize(("tolerance", "precision"), [(1e-9, "64-true"), (1e-4, "32-true")])
+@pytest.mark.parametrize(
+    ("tolerance", "precision"),
+    [pytest.param(1e-9, "64-true"), pytest.param(1e-4, "32-true", marks=pytest.mark.exhaustive)],
+)
 @pytest.mark.parametrize("name", swept(sorted(client_modules()), SOME, str))
 def test_methods_give_what_they_give_one_client_at_a_time_or_are_refused(name, tolerance, precision):
     settings = {"net": noisy, **SETTINGS.get(name, {})}
