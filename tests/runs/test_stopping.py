@@ -108,7 +108,8 @@ def test_a_run_killed_at_any_moment_goes_on_to_the_same_end(moment, uninterrupte
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_told_to_end_says_by_its_exit_code_that_it_did_not_finish(number, uninterrupted, tmp_path, capfd):
-    config = write_config(tmp_path, max_rounds=30, local_epochs=4)
+    # that which isn't resumed is long enough not to end before the signal comes
+    config = write_config(tmp_path, max_rounds=30 if number == signal.SIGTERM else 300, local_epochs=4)
     code = start_and_kill(config, lambda: len(rows(run_folder(tmp_path))) >= 2, number=number)
     assert code == 128 + number
     said = capfd.readouterr().err.splitlines()[-1]
