@@ -36,7 +36,8 @@ class FedClassAvg(FedAvg):
     its weights and biases, not squared. Classifiers are averaged by samples, `WeightedAverage`; the nets are best those
     that end in features of one width, such as `ResNet18Features`. Each of the terms can be left out: the paper's
     ablation is ``contrastive=False, rho=0`` ("CA"), ``contrastive=False`` ("+PR") and ``rho=0`` ("+CL"). Without the
-    contrastive term there are no views: clients learn x itself.
+    contrastive term there are no views: clients learn x itself. Views are made for photographs: on small pictures
+    such as digits they take many rounds more, most of all with ``share=all``, where one model has to fit everybody's.
 
     The paper names no temperature. The defaults are those of supervised contrastive learning (Khosla et al., 2020,
     https://arxiv.org/abs/2004.11362), with which the contrastive term is of the size of cross-entropy and learns under

@@ -49,6 +49,8 @@ class FedReMa(WeightedAverage):
 
     Sums are over the clients of the round. Those that stay away receive the new body and keep their classifier, which
     is the common initial one until they first take part; one that first does so after the period keeps its own.
+    Where the period ends in the first rounds, or features are still poor when it ends, clients go on with few or wrong
+    peers, and can end below FedAvg's single model: a smaller ``delta`` prolongs it.
     Rounds of fewer than three clients show no gap and don't end the period. What counts as the classifier is the net's
     choice; the paper's is ``head: all_fc``. The global model is the body with the mean of all classifiers.
 

@@ -25,6 +25,8 @@ from pfl_lightning.seeds import derive_seed
 class FedTGP(FedProto):
     """Trains as `FedProto`, towards prototypes that the server has trained.
 
+    The server's prototypes lie far apart, and the distance to them counts tenfold: a learning rate that suits FedAvg
+    may be too large, so that accuracy falls once there are prototypes; the official one is 0.01.
     Source: Zhang et al., 2024 (https://arxiv.org/abs/2401.03230), whose official code's script has the default; the
     paper's own could not be verified.
 

@@ -50,7 +50,8 @@ class PFedMe(PersonalNet):
     that its global model never moves.
 
     Source: T Dinh et al., 2020, Algorithm 1 (https://arxiv.org/abs/2006.08848). The defaults are those of its official
-    code for neural networks, which go with 20 batches a round and the learning rate 0.005.
+    code for neural networks, which go with 20 batches a round and the learning rate 0.005; with a larger one
+    :math:`w_i` overshoots.
 
     Args:
         moreau_lambda: :math:`\lambda`, at least 0; 0 leaves the client's model where it is.
