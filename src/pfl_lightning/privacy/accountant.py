@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
-from scipy.special import gammaln, log_ndtr, logsumexp
 
 FRACTIONAL = tuple(1 + k / 100 for k in range(1, 100)) + tuple(2 + k / 10 for k in range(100))
 """Orders below 12: those near 1 decide where epsilon is large."""
@@ -127,6 +126,9 @@ def gaussian_delta(epsilon: float, noise_multiplier: float) -> float:
     >>> round(gaussian_delta(0.0, 0.5), 4), gaussian_delta(3.0, math.inf), gaussian_delta(3.0, 0.0)
     (0.6827, 0.0, 1.0)
     """
+    # here, as sites of a deployment load this file and never come here
+    from scipy.special import log_ndtr
+
     z = noise_multiplier
     if z == 0 or math.isinf(z):
         return float(z == 0)
@@ -189,15 +191,22 @@ def by_quadrature(z: float, rate: float, orders: Sequence[float]) -> NDArray[np.
     x = np.arange(-12 * z, max(orders) + 12 * z, step)
     ratio = np.logaddexp(math.log1p(-rate), math.log(rate) + (2 * x - 1) / (2 * z**2))
     log_density = -(x**2) / (2 * z**2) + math.log(step) - math.log(z * math.sqrt(2 * math.pi))
-    return np.array([logsumexp(log_density + order * ratio) for order in orders])
+    return np.array([log_of_sum(log_density + order * ratio) for order in orders])
 
 
 def by_binomials(z: float, rate: float, order: int) -> float:
     r""":math:`\log A_\alpha` of an integer order from 2 up, the exact sum over binomials."""
     j = np.arange(order + 1)
-    choose = gammaln(order + 1) - gammaln(j + 1) - gammaln(order - j + 1)
+    factorials = np.array([math.lgamma(k + 1) for k in j])
+    choose = factorials[-1] - factorials - factorials[::-1]
     terms = choose + j * math.log(rate) + (order - j) * math.log1p(-rate) + (j**2 - j) / (2 * z**2)
-    return float(logsumexp(terms))
+    return log_of_sum(terms)
+
+
+def log_of_sum(terms: NDArray[np.float64]) -> float:
+    """Logarithm of the sum of what has these logarithms."""
+    largest = terms.max()
+    return float(largest + np.log(np.exp(terms - largest).sum()))
 
 
 def converted(rho: NDArray[np.float64], delta: float) -> NDArray[np.float64]:
