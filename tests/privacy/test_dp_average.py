@@ -9,6 +9,7 @@ from scipy.stats import chi2
 
 from federations import Pause, blobs, drawn_update, equal, fit, flat, make_client, noisy, read_csv, same_end
 from pfl_lightning import Server, WeightedAverage
+from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.engines import Sequential, Vectorised
 from pfl_lightning.methods import Ditto, FedAvg, FedPer
 from pfl_lightning.privacy import DPAverage, Release, epsilon
@@ -164,6 +165,24 @@ def test_noise_and_bound_in_a_run():
     start = flat(make_client().state_dict(), names)
     moved, unbounded = ((flat(run.weights, names) - start).norm() for run in (clean, free))
     assert moved <= 0.2 + 1e-6 < unbounded
+
+
+class Without(FederatedCallback):
+    """Lets a client contribute nothing."""
+
+    def on_aggregate_start(self, trainer, federation, updates):
+        del updates[3]
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_by": "entry"}, {"sample_cap": 15}], ids=str)
+def test_a_client_moves_a_run_by_no_more_than_the_bound(settings):
+    ends = []
+    for callbacks in ([], [Without()]):
+        aggregator = DPAverage(noise_multiplier=1.0, clip=0.2, **settings)
+        ends.append(fit(make_client(), aggregator=aggregator, callbacks=callbacks, max_rounds=1).weights)
+    moved = flat(ends[0], sorted(ends[0])) - flat(ends[1], sorted(ends[1]))
+    # it trains long enough to reach the bound
+    assert 0.19 < CLIENTS * float(moved.norm()) <= 0.2 + 1e-5
 
 
 def test_noise_is_of_the_seed_and_the_round():
