@@ -174,15 +174,15 @@ class Without(FederatedCallback):
         del updates[3]
 
 
-@pytest.mark.parametrize("settings", [{}, {"clip_by": "entry"}, {"sample_cap": 15}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"clip_by": "entry"}, {"sample_cap": 5}], ids=str)
 def test_a_client_moves_a_run_by_no_more_than_the_bound(settings):
     ends = []
     for callbacks in ([], [Without()]):
         aggregator = DPAverage(noise_multiplier=1.0, clip=0.2, **settings)
         ends.append(fit(make_client(), aggregator=aggregator, callbacks=callbacks, max_rounds=1).weights)
     moved = flat(ends[0], sorted(ends[0])) - flat(ends[1], sorted(ends[1]))
-    # it trains long enough to reach the bound
-    assert 0.19 < CLIENTS * float(moved.norm()) <= 0.2 + 1e-5
+    # which it reaches, all of it or in most entries
+    assert 0.15 < CLIENTS * float(moved.norm()) <= 0.2 + 1e-5
 
 
 def test_noise_is_of_the_seed_and_the_round():
