@@ -14,7 +14,7 @@ from pfl_lightning.methods.registry import METHODS, Method
 HERE = Path(__file__).parent
 PACKAGE = Path(pfl_lightning.__file__).parent
 ROOMS = (
-    *("client", "aggregators", "methods", "federation", "selection", "engines", "data", "tasks", "nets"),
+    *("client", "aggregators", "methods", "federation", "selection", "privacy", "engines", "data", "tasks", "nets"),
     *("callbacks", "plots", "runs", "contract", "flower", "cli"),
 )
 """Folders of the package, those first that a reader begins with."""

@@ -15,7 +15,7 @@ ORDER = (
     ("data",),
     ("client", "selection"),
     ("aggregators",),
-    ("methods",),
+    ("methods", "privacy"),
     ("contract",),
     ("engines",),
     ("runs",),

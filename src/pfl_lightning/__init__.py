@@ -31,7 +31,19 @@ _MODULES = {
     "FederatedTrainer": "trainer",
     "Federation": "federation.federation",
 }
-_ROOMS = ("aggregators", "callbacks", "client", "data", "engines", "methods", "nets", "plots", "selection", "tasks")
+_ROOMS = (
+    "aggregators",
+    "callbacks",
+    "client",
+    "data",
+    "engines",
+    "methods",
+    "nets",
+    "plots",
+    "privacy",
+    "selection",
+    "tasks",
+)
 
 
 def __getattr__(name: str) -> Any:

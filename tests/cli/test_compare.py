@@ -63,7 +63,7 @@ tested = plan.get("clients", [cell, cell])
 part = {"round": 2, "val/acc": accuracy, "test/acc": accuracy} | plan.get("central", {})
 (folder / "summary.json").write_text(json.dumps({
     "final": part, "selected": part, "best_on_test": part, "best_global": plan.get("central", {}), "seconds": 1.5,
-    **({"new": plan["new"]} if "new" in plan else {}),
+    **{name: plan[name] for name in ("new", "privacy") if name in plan},
     "monitor": {"metric": "acc", "mode": "max"},
     "partition": plan.get("partition", "p"), "initial": plan.get("initial", f"i{seed}"),
 }))
@@ -356,6 +356,13 @@ def test_new_clients_have_columns(stand_in, capsys):
     assert " | new: received | new: joined | MiB up |" in head
     assert " | 25.00 | 37.50 | 2.00 |" in first and " | - | - | 2.00 |" in second
     assert "New clients took no part" in capsys.readouterr().out
+
+
+def test_epsilon_has_a_column(stand_in):
+    stand_in(FedAvg={"privacy": {"unit": "client", "epsilon": 7.99999}})
+    assert compare("--methods FedAvg Local --data Digits") == 0
+    head, _, first, second = (OUT / "comparison.md").read_text().splitlines()[:4]
+    assert " | epsilon | MiB up |" in head and " | 8 | 2.00 |" in first and " | - | 2.00 |" in second
 
 
 def test_what_has_finished_is_not_run_again(stand_in, capsys):

@@ -25,6 +25,7 @@ def test_apps_load_nothing_that_they_may_never_need():
         import pfl_lightning as root
         print("torch" in sys.modules)
         import pfl_lightning.flower.apps
+        import pfl_lightning.flower.client_app
         print(sorted({{name.split(".")[0] for name in sys.modules}} & {set(HEAVY)}))
         print(all(getattr(root, name) for name in root.__all__))
         # and can have it all the same

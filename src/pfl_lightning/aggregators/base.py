@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.messages import Message, StateDict, Updates, detached
+from pfl_lightning.selection import Sampling
 
 AnyAggregator = TypeVar("AnyAggregator", bound="Aggregator")
 
@@ -22,6 +23,8 @@ class Server:
             train in it: what an aggregator leaves in it is overwritten. Its `ClientModule.new_net` gives further nets.
         data: the data module; its ``server_data`` is the server's own public or proxy set, if there is one.
         seed: seed of the federation; draw from ``derive_seed(seed, NAME, round)``.
+        rounds: how many there shall be; None where that isn't known.
+        sampling: how cohorts are drawn; None where that depends on clients, or isn't known.
     """
 
     num_clients: int
@@ -29,6 +32,8 @@ class Server:
     module: ClientModule
     data: FederatedDataModule
     seed: int
+    rounds: int | None = None
+    sampling: Sampling | None = None
 
     def parameter_names(self, remove_duplicate: bool = True) -> list[str]:
         """Names of the parameters that clients share: entries of `weights` without buffers.
@@ -79,6 +84,10 @@ class Aggregator:
     aggregation gives a server, which sees no client's own. Each class says so itself: one that doesn't may look at
     more."""
 
+    guarantee: str = ""
+    """Of whom it guarantees differential privacy: of a ``client``, or of nobody. Each class says so itself; updates
+    then have only what it `needs`, and only client modules that fit are taken."""
+
     meets_newcomers: bool = False
     """Whether what a new client receives depends on what it is like: it then makes one round of local work that
     nothing is kept of but its update, for `welcome`."""
@@ -86,6 +95,7 @@ class Aggregator:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.sums_only = vars(cls).get("sums_only", False)
+        cls.guarantee = vars(cls).get("guarantee", "")
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
@@ -140,6 +150,14 @@ class Aggregator:
 
     def global_model(self) -> StateDict:
         """The server's one model, as far as it has one; empty where every model is somebody's own."""
+        return {}
+
+    def privacy(self, final: bool = False) -> dict[str, Any]:
+        """What it guarantees of the rounds so far, as numbers and texts for the record; empty without a guarantee.
+
+        Args:
+            final: whether the run is over, so that it may take seconds.
+        """
         return {}
 
     def find(self, kind: type[AnyAggregator]) -> AnyAggregator | None:

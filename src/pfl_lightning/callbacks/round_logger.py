@@ -141,6 +141,7 @@ class RoundLogger(FederatedCallback):
             "best_on_test": self._best(monitor, column),
             **({"best_global": self._best(monitor, server) | self._ten_best(monitor, server)} if central else {}),
             **({"new": self._new(monitor, final[column], tested.new.metrics)} if new else {}),
+            **({"privacy": privacy} if (privacy := federation.aggregator.privacy(final=True)) else {}),
             "seed": federation.seed,
             **self.fingerprints,
             "seconds": round(self._elapsed(), 3),

@@ -76,6 +76,8 @@ class ClientModule(Phased):
     """Entries that a payload must have."""
     requires: ClassVar[frozenset[str]] = frozenset()
     """What it can't do without: ``classes``, one a sample, or ``vector features`` ``[n, d]``."""
+    client_level: ClassVar[bool] = False
+    """Whether others learn of a client by its ``weights`` alone, as `DPAverage` needs it; each class says so itself."""
     caches: ClassVar[frozenset[str]] = frozenset()
     """Plain attributes, such as ``gains`` or ``net.mask``, that each round makes anew from the client's state, payload
     and data. Another one that changes ends the run, as it would be taken from client to client."""
@@ -114,6 +116,7 @@ class ClientModule(Phased):
         self.optimizer_lifetime, self.buffers_policy = optimizer_lifetime, buffers
         self.phase = Phase()
         self.requested: frozenset[str] = frozenset()
+        self.withheld: frozenset[str] = frozenset()
         self._logged: dict[str, Tensor] | None = None
         self.client_id = self.round = self.steps_done = 0
         self.num_rounds, self.learning_rate = 1, 0.0
@@ -216,7 +219,9 @@ class ClientModule(Phased):
 
         References will do: the engine copies them.
         """
-        update = {"weights": self.shared_state(), "num_samples": torch.tensor(len(data.train))}
+        update: Message = {"weights": self.shared_state()}
+        if "num_samples" not in self.withheld:
+            update["num_samples"] = torch.tensor(len(data.train))
         return update | ({"class_counts": data.class_counts} if "class_counts" in self.requested else {})
 
     def configure_aggregator(self) -> Any:

@@ -17,6 +17,7 @@ from pfl_lightning.client.hooks import check_hooks
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.optimizers import check_schedule
 from pfl_lightning.contract.aggregator_memory import Remembered
+from pfl_lightning.contract.guarantee import check_guarantee
 from pfl_lightning.contract.messages import check_payload
 from pfl_lightning.contract.pairing import check_common, check_finite, check_pair, check_tied
 from pfl_lightning.contract.task import check_requirements, check_task
@@ -73,12 +74,14 @@ class FederationBase(LightningModule):
         self.settings: Settings = {}
         self.resume_changed = self.changed = False
         check_finite(client, self.aggregator)
+        check_guarantee(client, self.aggregator, options.min_clients)
         check_pair(client, self.aggregator)
         check_requirements(client, self.aggregator)
         check_tells(client, options.cohort)
         for module in self._architectures:
             check_tied(module)
             module.requested = (module.offers & self.aggregator.needs) | options.cohort.asks
+            module.withheld = module.sends - self.aggregator.needs if self.aggregator.guarantee else frozenset()
         self.save_hyperparameters(dict(client.hparams))
 
     @property
@@ -169,7 +172,9 @@ class FederationBase(LightningModule):
         return DiskStates(run and run / "states", states)
 
     def _set_up_server(self, seed: int) -> None:
-        self.aggregator.setup(Server(self.data.num_clients, self._shared, self.client, self.data, seed))
+        clients, rounds = self.data.num_clients, self.trainer.max_epochs or -1
+        known, sampling = None if rounds < 0 else rounds, self.options.sampling(clients)
+        self.aggregator.setup(Server(clients, self._shared, self.client, self.data, seed, known, sampling))
         self._remembered = Remembered(self.aggregator, self.architectures)
         self.options.cohort.setup(self.sizes(range(self.data.num_clients), "train"))
 

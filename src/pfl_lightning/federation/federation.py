@@ -95,11 +95,13 @@ class Federation(FederationBase):
         """The outcomes that the aggregator gets, with their metrics in the row; others are warned of and counted."""
         round = self.round + 1
         accepted = unrefused(outcomes, round)
-        sound = finite(accepted, round, expected)
+        # under a guarantee the run goes on whoever diverged: that it ends would tell of clients
+        private = bool(self.aggregator.guarantee)
+        sound = finite(accepted, round, 0 if private else expected)
         updates = {client: outcome.update for client, outcome in sound.items()}
         usable = sound_updates(updates, self.aggregator, type(self.client).__name__, self._shared)
         taken = {client: sound[client] for client in usable}
-        if expected:
+        if expected and not private:
             taken = enough(taken, round, self.options.min_clients)
         if absent := expected - len(outcomes):
             rank_zero_warn(f"round {round}: {absent} of the round's clients gave nothing.")
@@ -130,6 +132,7 @@ class Federation(FederationBase):
         self.metrics["bytes/up"] += self.participation.told
         self.metrics["time/aggregate"] = time.perf_counter() - start
         self.metrics |= {f"server/{name}": value for name, value in logs.items()}
+        self.metrics |= {f"privacy/{name}": value for name, value in self.aggregator.privacy().items()}
         self.call("on_aggregate_end", logs)
 
     # Evaluation

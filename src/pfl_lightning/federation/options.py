@@ -14,7 +14,7 @@ from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ENGINES, Engine, EngineMaker, LocalWork, Sharded, Vectorised
 from pfl_lightning.engines.evaluation import measured_names, metrics_of
 from pfl_lightning.nets.batch_norm import smallest_batch
-from pfl_lightning.selection import Selection, Uniform
+from pfl_lightning.selection import Sampling, Selection, Uniform
 from pfl_lightning.tasks import Monitor
 
 
@@ -129,6 +129,11 @@ class FederationOptions:
         if isinstance(self.clients_per_round, int):
             return self.clients_per_round
         return max(1, round(self.clients_per_round * num_clients))
+
+    def sampling(self, num_clients: int) -> Sampling | None:
+        """How cohorts are drawn, as far as the selection's class says so itself: a subclass may draw otherwise."""
+        told = "sampling" in vars(type(self.cohort))
+        return self.cohort.sampling(self.cohort_size(num_clients), num_clients) if told else None
 
     def work(self, data: FederatedDataModule) -> LocalWork:
         """What each client does in a round."""

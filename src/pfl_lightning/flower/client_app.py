@@ -34,6 +34,7 @@ JOB = {
     "lr_factor": 1.0,
     "evaluate": "",
     "requested": "",
+    "withheld": "",
     "kept": "",
     "live": "",
 }
@@ -139,6 +140,7 @@ class Worker:
             with failing(records, own):
                 engine = self.engines[architecture]
                 engine.module.requested = frozenset(told[min(own)]["requested"].split())
+                engine.module.withheld = frozenset(told[min(own)]["withheld"].split())
                 self.site.check_method(engine.module)
                 for result in work(engine, list(own.values())):
                     yield own[result.client if isinstance(result, Outcome) else result[0]], result

@@ -129,6 +129,7 @@ class Remote(Engine):
                 "lr_factor": job.lr_factor,
                 "evaluate": " ".join(job.evaluate),
                 "requested": " ".join(sorted(self.module.requested)),
+                "withheld": " ".join(sorted(self.module.withheld)),
                 "kept": job.state.kept or "",
                 "live": " ".join(sorted(live.get(client, set()))),
             }

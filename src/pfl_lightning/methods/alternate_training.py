@@ -23,6 +23,8 @@ class AlternateTraining(FedAvg):
         MisconfigurationException: if ``head_epochs`` is less than 1.
     """
 
+    client_level = True
+
     def __init__(self, head_epochs: int | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if head_epochs is not None and head_epochs < 1:

@@ -52,6 +52,8 @@ class APFL(PersonalNet, FedAvg):
         MisconfigurationException: if an argument is out of its range.
     """
 
+    client_level = True
+
     personal: Net
     alpha: Tensor
 

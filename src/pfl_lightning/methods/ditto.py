@@ -41,6 +41,8 @@ class Ditto(PersonalNet, FedAvg):
         MisconfigurationException: if an argument is out of its range.
     """
 
+    client_level = True
+
     personal: Net
 
     def __init__(self, personal_lambda: float = 1.0, personal_epochs: int | None = None, **kwargs: Any) -> None:

@@ -56,6 +56,8 @@ class FedALA(FedAvg):
         MisconfigurationException: if an argument is out of its range.
     """
 
+    client_level = True
+
     rounds_trained: Tensor
 
     def __init__(

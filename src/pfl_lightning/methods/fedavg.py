@@ -11,6 +11,8 @@ class FedAvg(ClientModule):
     Source: McMahan et al., 2017 (https://arxiv.org/abs/1602.05629).
     """
 
+    client_level = True
+
     def configure_aggregator(self) -> Aggregator:
         """The mean of the clients' models, weighted by their training samples."""
         return WeightedAverage()

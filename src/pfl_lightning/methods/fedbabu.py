@@ -24,6 +24,8 @@ class FedBABU(FedPer):
         MisconfigurationException: if ``finetune_epochs`` is negative.
     """
 
+    client_level = True
+
     def __init__(self, finetune_epochs: int = 5, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if finetune_epochs < 0:

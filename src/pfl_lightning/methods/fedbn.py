@@ -18,6 +18,8 @@ class FedBN(FedAvg):
     Source: Li et al., 2021 (https://arxiv.org/abs/2102.07623). Takes the arguments of `FedAvg`.
     """
 
+    client_level = True
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         layers = [(name, layer) for name, layer in self.net.named_modules() if isinstance(layer, _BatchNorm)]

@@ -65,6 +65,8 @@ class FedClassAvg(FedAvg):
         MisconfigurationException: if a number is out of its range, or there are no images for the contrastive term.
     """
 
+    client_level = True
+
     requires = frozenset({"classes", "vector features"})
 
     def __init__(

@@ -72,6 +72,8 @@ class FedCP(FedAvg):
         MisconfigurationException: if ``mmd`` is negative, or the net's features have no known width.
     """
 
+    client_level = True
+
     requires = frozenset({"vector features"})
     context: Tensor
 

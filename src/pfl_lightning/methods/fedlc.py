@@ -32,6 +32,8 @@ class FedLC(FedAvg):
         MisconfigurationException: if ``tau`` is negative.
     """
 
+    client_level = True
+
     requires = frozenset({"classes"})
 
     margins: Tensor

@@ -51,6 +51,8 @@ class FedNTD(FedAvg):
         MisconfigurationException: if ``beta`` is negative, or ``temperature`` isn't positive.
     """
 
+    client_level = True
+
     requires = frozenset({"classes"})
 
     def __init__(self, beta: float = 1.0, temperature: float = 1.0, **kwargs: Any) -> None:

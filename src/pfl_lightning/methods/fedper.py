@@ -12,6 +12,8 @@ class FedPer(FedAvg):
     Source: Arivazhagan et al., 2019, Algorithms 1 and 2 (https://arxiv.org/abs/1912.00818).
     """
 
+    client_level = True
+
     def is_shared(self, name: str) -> bool:
         """Everything but the classifier."""
         return super().is_shared(name) and in_body(name)

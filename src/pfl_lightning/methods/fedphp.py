@@ -41,6 +41,8 @@ class FedPHP(FedAvg):
         MisconfigurationException: if an argument is out of its range.
     """
 
+    client_level = True
+
     requires = frozenset({"classes"})
     taken_part: Tensor
 

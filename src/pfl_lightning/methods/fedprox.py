@@ -26,6 +26,8 @@ class FedProx(FedAvg):
         MisconfigurationException: if ``mu`` is negative.
     """
 
+    client_level = True
+
     def __init__(self, mu: float = 0.001, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if mu < 0:

@@ -28,6 +28,8 @@ class FedRep(AlternateTraining, FedPer):
         **kwargs: the arguments of `FedAvg`.
     """
 
+    client_level = True
+
     def __init__(self, head_epochs: int | None = 10, **kwargs: Any) -> None:
         super().__init__(head_epochs=head_epochs, **kwargs)
 

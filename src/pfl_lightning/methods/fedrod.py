@@ -46,6 +46,8 @@ class FedRoD(PersonalNet, FedAvg):
         MisconfigurationException: if ``gamma`` is negative.
     """
 
+    client_level = True
+
     requires = frozenset({"classes"})
 
     log_prior: Tensor

@@ -36,6 +36,8 @@ class FedSAM(FedAvg):
         MisconfigurationException: if ``rho`` or ``eta`` is negative.
     """
 
+    client_level = True
+
     def __init__(self, rho: float = 0.1, adaptive: bool = False, eta: float = 0.2, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if not rho >= 0:

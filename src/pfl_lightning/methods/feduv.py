@@ -78,6 +78,8 @@ class FedUV(FedAvg):
         MisconfigurationException: if a weight is negative.
     """
 
+    client_level = True
+
     requires = frozenset({"classes", "vector features"})
 
     def __init__(self, variance_lambda: float = 2.5, uniformity_mu: float = 0.5, **kwargs: Any) -> None:

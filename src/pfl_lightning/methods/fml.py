@@ -35,6 +35,8 @@ class FML(PersonalNet, FedAvg):
         MisconfigurationException: if ``alpha`` or ``beta`` is out of its range.
     """
 
+    client_level = True
+
     requires = frozenset({"classes"})
     personal: Net
 

@@ -65,6 +65,8 @@ class GPFL(FedAvg):
         MisconfigurationException: if an argument is negative, or the net's features have no known width.
     """
 
+    client_level = True
+
     requires = frozenset({"classes", "vector features"})
     received: Tensor
     shares: Tensor

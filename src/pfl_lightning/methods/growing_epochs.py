@@ -22,6 +22,8 @@ class GrowingEpochs(FedAvg):
         MisconfigurationException: if ``max_epochs`` is less than 1.
     """
 
+    client_level = True
+
     def __init__(self, max_epochs: int | None = 20, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if max_epochs is not None and max_epochs < 1:

@@ -38,6 +38,8 @@ class KNNPer(FedAvg):
         MisconfigurationException: if an argument is out of its range.
     """
 
+    client_level = True
+
     requires = frozenset({"classes", "vector features"})
     caches = frozenset({"known"})
 

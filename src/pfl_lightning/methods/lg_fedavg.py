@@ -16,6 +16,8 @@ class LGFedAvg(FedAvg):
     Source: Liang et al., 2020, Algorithm 1 (https://arxiv.org/abs/2001.01523).
     """
 
+    client_level = True
+
     def is_shared(self, name: str) -> bool:
         """The classifier alone."""
         return super().is_shared(name) and in_classifier(name)

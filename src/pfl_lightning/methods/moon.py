@@ -57,6 +57,8 @@ class MOON(FedAvg):
         MisconfigurationException: if ``mu`` is negative, or ``tau`` isn't positive.
     """
 
+    client_level = True
+
     requires = frozenset({"vector features"})
 
     has_previous: Tensor

@@ -48,6 +48,8 @@ class PerFedAvg(FedAvg):
         MisconfigurationException: if ``alpha`` is negative, or ``delta`` isn't positive.
     """
 
+    client_level = True
+
     def __init__(
         self, alpha: float = 0.01, variant: Literal["FO", "HF"] = "FO", delta: float = 1e-3, **kwargs: Any
     ) -> None:

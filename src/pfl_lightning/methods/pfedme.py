@@ -67,6 +67,8 @@ class PFedMe(PersonalNet):
         MisconfigurationException: if an argument is out of its range.
     """
 
+    client_level = True
+
     personal: Net
 
     def __init__(

@@ -36,6 +36,8 @@ class WDR(ClientModule):
         MisconfigurationException: if ``wdr_lambda`` is negative, or there is no one output layer.
     """
 
+    client_level = True
+
     requires = frozenset({"classes"})
 
     distribution: Tensor

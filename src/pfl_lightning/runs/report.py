@@ -107,6 +107,9 @@ def summary_table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequ
     if new := summary.get("new"):
         both = (f"{name} {shown(new[f'{name}/{monitor.metric}'])}" for name in ("received", "joined"))
         lines.append(("test of new clients" + of, ", ".join(both)))
+    if privacy := summary.get("privacy"):
+        spent = f"epsilon {privacy['epsilon']:.4g}, delta {privacy['delta']:.2g}, {privacy['sampling']}"
+        lines.append((f"differential privacy of a {privacy['unit']}", spent))
     lines += [
         ("sent up and down a round", " and ".join(size(rows[-1][f"bytes/{way}"]) for way in ("up", "down"))),
         ("seconds", f"{summary['seconds']:.1f}"),

@@ -1,10 +1,10 @@
 """Which clients take part in a round."""
 
 from pfl_lightning.selection.availability import Availability
-from pfl_lightning.selection.base import RoundStart, Selection
+from pfl_lightning.selection.base import RoundStart, Sampling, Selection
 from pfl_lightning.selection.oort import Oort
 from pfl_lightning.selection.poisson import Poisson
 from pfl_lightning.selection.power_of_choice import PowerOfChoice
 from pfl_lightning.selection.uniform import Uniform
 
-__all__ = ["Availability", "Oort", "Poisson", "PowerOfChoice", "RoundStart", "Selection", "Uniform"]
+__all__ = ["Availability", "Oort", "Poisson", "PowerOfChoice", "RoundStart", "Sampling", "Selection", "Uniform"]

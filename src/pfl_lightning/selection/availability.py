@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.selection.base import RoundStart, Selection
+from pfl_lightning.selection.base import RoundStart, Sampling, Selection
 
 
 class Availability(Selection):
@@ -46,6 +46,10 @@ class Availability(Selection):
                 f"trainer.cohort.table={self.table} has no row of client {missing[0]}; give each of the {len(sizes)} "
                 f"clients one, with ids from 0 to {len(sizes) - 1}."
             )
+
+    def sampling(self, size: int, num_clients: int) -> Sampling:
+        """By the size and the table, whatever clients hold; fewer may come."""
+        return Sampling(size)
 
     def choose(self, start: RoundStart) -> list[int]:
         """The cohort of the round."""

@@ -29,6 +29,18 @@ class RoundStart(NamedTuple):
     losses: Callable[[Sequence[int]], Mapping[int, float]]
 
 
+class Sampling(NamedTuple):
+    """How cohorts are drawn, as a guarantee of privacy counts it: never by what clients hold or tell.
+
+    Args:
+        expected: how many clients a round has, on average or at most: what sums are divided by, whoever came.
+        rate: probability with which each client takes part by itself, in each round anew; 1 where it isn't so.
+    """
+
+    expected: float
+    rate: float = 1.0
+
+
 class Selection(ABC):
     """Chooses the clients of each round; subclasses say how in `choose`.
 
@@ -65,6 +77,15 @@ class Selection(ABC):
         Raises:
             MisconfigurationException: if they don't.
         """
+
+    def sampling(self, size: int, num_clients: int) -> Sampling | None:
+        """How it draws; None where that depends on what clients hold or tell. Each class says so itself.
+
+        Args:
+            size: how many shall take part, by ``trainer.clients_per_round``.
+            num_clients: how many there are.
+        """
+        return None
 
     @abstractmethod
     def choose(self, start: RoundStart) -> Sequence[int]:

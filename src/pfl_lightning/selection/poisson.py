@@ -2,7 +2,7 @@
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.selection.base import RoundStart, Selection
+from pfl_lightning.selection.base import RoundStart, Sampling, Selection
 
 
 class Poisson(Selection):
@@ -33,6 +33,10 @@ class Poisson(Selection):
                 f"trainer.clients_per_round={share} fixes the size of a round, and trainer.cohort=Poisson draws each "
                 "client by its rate; take clients_per_round=1.0, which is the default."
             )
+
+    def sampling(self, size: int, num_clients: int) -> Sampling:
+        """By its rate."""
+        return Sampling(self.rate * num_clients, self.rate)
 
     def choose(self, start: RoundStart) -> list[int]:
         """The cohort of the round."""

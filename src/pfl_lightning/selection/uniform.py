@@ -1,6 +1,6 @@
 """Cohorts in which all clients are as likely."""
 
-from pfl_lightning.selection.base import RoundStart, Selection
+from pfl_lightning.selection.base import RoundStart, Sampling, Selection
 
 
 class Uniform(Selection):
@@ -8,6 +8,10 @@ class Uniform(Selection):
 
     Source: McMahan et al., 2017, Algorithm 1 (https://arxiv.org/abs/1602.05629).
     """
+
+    def sampling(self, size: int, num_clients: int) -> Sampling:
+        """By the size alone."""
+        return Sampling(size)
 
     def choose(self, start: RoundStart) -> list[int]:
         """The cohort of the round."""

@@ -77,6 +77,7 @@ def columns_of(monitor: Monitor, further: Iterable[str] = (), new: bool = False)
             for part, words in (("last_five", "mean of last five"), ("ten_best", "ten best"))
         ),
         *(Column(f"new/{when}/{monitor.metric}", f"new: {when}", factor, form, True) for when in joining),
+        Column("privacy/epsilon", "epsilon", 1, ".3g"),
         Column("bytes/up", "MiB up", 2**-20, ".2f"),
         Column("bytes/down", "MiB down", 2**-20, ".2f"),
         Column("seconds", "seconds", 1, ".1f"),
@@ -126,7 +127,7 @@ class Result:
     def values(self) -> dict[str, float]:
         """The columns that the run has."""
         values = {f"bytes/{way}": fmean(float(row[f"bytes/{way}"]) for row in self.rows) for way in ("up", "down")}
-        for part in ("selected", "final", "best_on_test", "best_global", "new"):
+        for part in ("selected", "final", "best_on_test", "best_global", "new", "privacy"):
             values |= {f"{part}/{name}": value for name, value in self.summary.get(part, {}).items()}
         test = f"test/{self.monitor.metric}"
         tested = [float(row[test]) for row in self.clients if row.get(test)]

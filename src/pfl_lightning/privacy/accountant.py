@@ -1,0 +1,240 @@
+r"""What Gaussian noise guarantees: :math:`(\epsilon, \delta)` of rounds that were noised, and noise for a target.
+
+Symbols: z is the noise multiplier, the noise's standard deviation over the sensitivity of what it is added to; q the
+probability with which each client takes part in a round, by itself (Poisson sampling); :math:`\alpha` a Rényi order.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from numpy.typing import NDArray
+
+FRACTIONAL = tuple(1 + k / 100 for k in range(1, 100)) + tuple(2 + k / 10 for k in range(100))
+"""Orders below 12: those near 1 decide where epsilon is large."""
+INTEGER = (*range(12, 65), 72, 80, 96, 112, 128, 160, 192, 256, 512, 1024)
+ORDERS = np.array(FRACTIONAL + INTEGER)
+
+
+class Release(NamedTuple):
+    """Rounds that were noised alike.
+
+    Args:
+        noise_multiplier: z, at least 0; 0 is no noise.
+        rate: q, above 0 and up to 1; 1 counts no sampling.
+        steps: how many rounds, at least 0.
+    """
+
+    noise_multiplier: float
+    rate: float = 1.0
+    steps: int = 1
+
+
+def epsilon(releases: Iterable[Release], delta: float) -> float:
+    r"""The least :math:`\epsilon` that is known for some rounds together.
+
+    Without sampling they are one Gaussian mechanism, whose :math:`\epsilon` is exact (Balle and Wang, 2018,
+    https://arxiv.org/abs/1805.06530); with it, it is an upper bound by Rényi differential privacy (Mironov, Talwar and
+    Zhang, 2019, https://arxiv.org/abs/1908.10530).
+
+    >>> round(epsilon([Release(1.0)], 1e-5), 4), round(epsilon([Release(1.0, rate=0.01, steps=1000)], 1e-5), 2)
+    (4.3772, 2.1)
+
+    Args:
+        releases: the rounds, noised in one way or several.
+        delta: above 0 and below 1.
+
+    Raises:
+        MisconfigurationException: if an argument is out of its range.
+    """
+    check_range("delta", delta, 0 < delta < 1, "above 0 and below 1, such as 1e-5")
+    made = [checked(release) for release in releases]
+    made = [release for release in made if release.steps]
+    if any(release.noise_multiplier == 0 for release in made):
+        return math.inf
+    if all(release.rate == 1 for release in made):
+        return gaussian_epsilon(together(made), delta)
+    rho = np.sum([release.steps * renyi(release.noise_multiplier, release.rate) for release in made], axis=0)
+    return max(0.0, float(converted(rho, delta).min()))
+
+
+def tight_epsilon(releases: Iterable[Release], delta: float) -> float:
+    """A smaller upper bound, by discretised privacy losses (PLD) of the package dp-accounting; it takes seconds.
+
+    Args:
+        releases: as for `epsilon`.
+        delta: the same.
+
+    Raises:
+        MisconfigurationException: if an argument is out of its range, or dp-accounting isn't installed.
+    """
+    least = epsilon(made := list(releases), delta)
+    if not math.isfinite(least) or all(release.rate == 1 for release in made):
+        return least
+    try:
+        import dp_accounting
+        from dp_accounting.pld import PLDAccountant
+    except ImportError as error:
+        raise MisconfigurationException(
+            "the tight epsilon needs the package dp-accounting, which isn't installed; pip install "
+            "'pfl-lightning[privacy]'."
+        ) from error
+    accountant = PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    for z, rate, steps in made:
+        event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(z))
+        accountant.compose(event, steps)
+    return min(least, float(accountant.get_epsilon(delta)))
+
+
+def noise_for(target: float, delta: float, steps: int, rate: float = 1.0) -> float:
+    r"""The least noise multiplier with which rounds stay within a target, to a relative 1e-6 on the safe side.
+
+    Args:
+        target: the :math:`\epsilon` that they may have together, above 0.
+        delta: above 0 and below 1.
+        steps: how many rounds, at least 1.
+        rate: q, above 0 and up to 1.
+
+    Raises:
+        MisconfigurationException: if an argument is out of its range, or no noise reaches the target.
+    """
+    check_range("epsilon", target, 0 < target < math.inf, "above 0, such as 8")
+    check_range("steps", steps, steps >= 1, "at least 1")
+    low, high = 0.0, 1.0
+    while epsilon([Release(high, rate, steps)], delta) > target:
+        low, high = high, 2 * high
+        if high > 1e9:
+            raise MisconfigurationException(
+                f"epsilon={target} is below what any noise is known to give at delta={delta}; take a larger one."
+            )
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if epsilon([Release(middle, rate, steps)], delta) <= target else (middle, high)
+    return high
+
+
+def gaussian_delta(epsilon: float, noise_multiplier: float) -> float:
+    r"""The exact :math:`\delta` of one Gaussian mechanism at an :math:`\epsilon` of 0 or more.
+
+    .. math::
+
+        \delta = \Phi(1/2z - \epsilon z) - e^{\epsilon} \Phi(-1/2z - \epsilon z)
+
+    >>> round(gaussian_delta(0.0, 0.5), 4), gaussian_delta(3.0, math.inf), gaussian_delta(3.0, 0.0)
+    (0.6827, 0.0, 1.0)
+    """
+    # here, as sites of a deployment load this file and never come here
+    from scipy.special import log_ndtr
+
+    z = noise_multiplier
+    if z == 0 or math.isinf(z):
+        return float(z == 0)
+    above = log_ndtr(1 / (2 * z) - epsilon * z)
+    below = epsilon + log_ndtr(-1 / (2 * z) - epsilon * z)
+    # by logarithms: a large epsilon times a small probability would overflow
+    return float(np.exp(above) * -np.expm1(min(below - above, 0.0)))
+
+
+def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
+    r"""The exact :math:`\epsilon` of one Gaussian mechanism: the least at which `gaussian_delta` is at most delta."""
+    if gaussian_delta(0.0, noise_multiplier) <= delta:
+        return 0.0
+    low, high = 0.0, 1.0
+    while gaussian_delta(high, noise_multiplier) > delta:
+        low, high = high, 2 * high
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if gaussian_delta(middle, noise_multiplier) <= delta else (middle, high)
+    return high
+
+
+def together(releases: Sequence[Release]) -> float:
+    """The noise multiplier of the one Gaussian mechanism that rounds without sampling amount to."""
+    precision = sum(release.steps / release.noise_multiplier**2 for release in releases)
+    return 1 / math.sqrt(precision) if precision else math.inf
+
+
+@cache
+def renyi(noise_multiplier: float, rate: float) -> NDArray[np.float64]:
+    r"""Rényi divergence of a round at each of `ORDERS`: :math:`\rho(\alpha) = \log A_\alpha / (\alpha - 1)`.
+
+    .. math::
+
+        A_\alpha = \mathbb{E}_{x \sim \mathcal{N}(0, z^2)} \left[ \left( 1 - q + q e^{(2x - 1) / 2z^2} \right)^\alpha
+        \right]
+
+    Args:
+        noise_multiplier: z, above 0.
+        rate: q, above 0 and up to 1.
+    """
+    z = noise_multiplier
+    # where noise is next to none, as many points as the rule needs bring nothing: sampling only makes epsilon smaller
+    if rate == 1 or z < 0.02:
+        gaussian: NDArray[np.float64] = ORDERS / (2 * z**2)
+        return gaussian
+    values = np.concatenate([by_quadrature(z, rate, FRACTIONAL), [by_binomials(z, rate, order) for order in INTEGER]])
+    # a divergence can't be negative; rounding of what is nearly 0 can
+    divergences: NDArray[np.float64] = np.maximum(values, 0.0) / (ORDERS - 1)
+    return divergences
+
+
+def by_quadrature(z: float, rate: float, orders: Sequence[float]) -> NDArray[np.float64]:
+    r""":math:`\log A_\alpha` of any orders above 1, by the trapezoidal rule.
+
+    The integrand is analytic within :math:`\pi z^2` of the real line and falls like a Gaussian, so the error falls
+    exponentially in :math:`z^2` over the step; it is below 1e-12 here.
+    """
+    step = min(z / 8, z**2 / 2)
+    x = np.arange(-12 * z, max(orders) + 12 * z, step)
+    ratio = np.logaddexp(math.log1p(-rate), math.log(rate) + (2 * x - 1) / (2 * z**2))
+    log_density = -(x**2) / (2 * z**2) + math.log(step) - math.log(z * math.sqrt(2 * math.pi))
+    return np.array([log_of_sum(log_density + order * ratio) for order in orders])
+
+
+def by_binomials(z: float, rate: float, order: int) -> float:
+    r""":math:`\log A_\alpha` of an integer order from 2 up, the exact sum over binomials."""
+    j = np.arange(order + 1)
+    factorials = np.array([math.lgamma(k + 1) for k in j])
+    choose = factorials[-1] - factorials - factorials[::-1]
+    terms = choose + j * math.log(rate) + (order - j) * math.log1p(-rate) + (j**2 - j) / (2 * z**2)
+    return log_of_sum(terms)
+
+
+def log_of_sum(terms: NDArray[np.float64]) -> float:
+    """Logarithm of the sum of what has these logarithms."""
+    largest = terms.max()
+    return float(largest + np.log(np.exp(terms - largest).sum()))
+
+
+def converted(rho: NDArray[np.float64], delta: float) -> NDArray[np.float64]:
+    r""":math:`\epsilon` by each of `ORDERS` (Canonne, Kamath and Steinke, 2020, https://arxiv.org/abs/2004.00010)."""
+    values: NDArray[np.float64] = rho + np.log1p(-1 / ORDERS) - (math.log(delta) + np.log(ORDERS)) / (ORDERS - 1)
+    return values
+
+
+def checked(release: Release) -> Release:
+    """A release that can be."""
+    z, rate, steps = release
+    check_range("noise_multiplier", z, z >= 0, "0 or more, such as 1")
+    check_range("rate", rate, 0 < rate <= 1, "above 0 and up to 1, such as 0.1")
+    check_range("steps", steps, steps >= 0, "0 or more")
+    return release
+
+
+def check_range(name: str, value: float, right: bool, words: str) -> None:
+    """Refuses a value in a sentence unless it is right.
+
+    Args:
+        name: of the argument.
+        value: what it is.
+        right: whether it may be.
+        words: what it must be.
+
+    Raises:
+        MisconfigurationException: if it may not.
+    """
+    if not right:
+        raise MisconfigurationException(f"{name}={value} must be {words}.")

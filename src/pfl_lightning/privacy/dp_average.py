@@ -1,0 +1,237 @@
+"""Averaging with differential privacy of clients."""
+
+import importlib.util
+import math
+from typing import Any, Literal, cast
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from pfl_lightning.aggregators.base import Aggregator, Server
+from pfl_lightning.choices import check_choices
+from pfl_lightning.messages import Message, StateDict, Updates
+from pfl_lightning.privacy.accountant import Release, epsilon, noise_for, tight_epsilon
+from pfl_lightning.privacy.clipping import clipped, next_clip, noise_beside_counts
+from pfl_lightning.privacy.settings import check_noise, check_numbers
+from pfl_lightning.privacy.vectors import Entries
+from pfl_lightning.seeds import derive_seed
+from pfl_lightning.selection import Sampling
+
+ADJACENCY = (
+    "zero-out: all that a client contributes, in any round, is there or is zero; how many clients there are is public"
+)
+NOT_COVERED = (
+    "a client's own model against who sees it; train and val metrics, and what is chosen by them; clients_diverged, "
+    "cohort and bytes; callbacks that see updates; checkpoints, which hold personal states; who knows the run's seed, "
+    "from which the noise is drawn"
+)
+
+
+class DPAverage(Aggregator):
+    r"""Averages changes of bounded norm with Gaussian noise: differential privacy of whole clients.
+
+    .. math::
+
+        x \leftarrow x + \frac{\eta_s}{m} \left( \sum_{k \in S} v_k \Delta_k \min(1, C / \|\Delta_k\|) + z C \xi
+        \right), \qquad \xi \sim \mathcal{N}(0, I)
+
+    where x is the model, :math:`\Delta_k = w_k - x` client k's change of it, and m how many clients are expected: the
+    rate times all of them, or the size of the cohort. It is never how many came: a client that diverged counts as zero,
+    and a round of nobody is noise. What follows from it on :math:`(\epsilon, \delta)` is in each row of the record and
+    in the summary, with what it doesn't cover.
+
+    With a ``quantile`` the bound C is learnt: :math:`C \leftarrow C e^{-\eta_C (\tilde b - \gamma)}`, where
+    :math:`\tilde b` is the share of clients within it, with noise of its own, which :math:`\epsilon` includes.
+    Sources: McMahan et al., 2018 (https://arxiv.org/abs/1710.06963); Andrew et al., 2021
+    (https://arxiv.org/abs/1905.03871).
+
+    The noise is drawn from the run's seed, so that a run can be repeated: a simulation.
+
+    Args:
+        noise_multiplier: z, at least 0; 0 gives no guarantee. Either it or ``epsilon``.
+        epsilon: the :math:`\epsilon` that all rounds of ``trainer.max_rounds`` may have together, above 0; z is then
+            the least one for it.
+        delta: :math:`\delta`, above 0 and below one over all clients; None is a tenth of that.
+        clip: C, above 0; with a ``quantile`` that of the first round.
+        clip_by: ``model`` bounds each change as a whole, ``entry`` each of its L tensors by :math:`C / \sqrt{L}`.
+        quantile: :math:`\gamma`, the share of changes that C shall not bound, between 0 and 1; None leaves C.
+        clip_lr: :math:`\eta_C`, above 0.
+        count_noise: standard deviation of the noise in the number of clients within the bound, above z / 2; None is
+            m / 20.
+        sample_cap: training samples from which a client counts in full, :math:`v_k = \min(n_k / \text{cap}, 1)`; None
+            counts all alike, and nobody sends how many samples it has.
+        server_lr: :math:`\eta_s`, above 0.
+
+    Raises:
+        MisconfigurationException: if a setting is out of its range, or two don't go together.
+    """
+
+    needs = frozenset({"weights"})
+    sends = frozenset({"weights"})
+    guarantee = "client"
+
+    def __init__(
+        self,
+        noise_multiplier: float | None = None,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        clip: float = 1.0,
+        clip_by: Literal["model", "entry"] = "model",
+        quantile: float | None = None,
+        clip_lr: float = 0.2,
+        count_noise: float | None = None,
+        sample_cap: int | None = None,
+        server_lr: float = 1.0,
+    ) -> None:
+        super().__init__()
+        check_choices("aggregator", clip_by=(clip_by, ("model", "entry")))
+        check_noise(noise_multiplier, epsilon, clip, clip_by, quantile)
+        check_numbers(
+            noise_multiplier=noise_multiplier,
+            epsilon=epsilon,
+            delta=delta,
+            clip=clip,
+            quantile=quantile,
+            clip_lr=clip_lr,
+            count_noise=count_noise,
+            sample_cap=sample_cap,
+            server_lr=server_lr,
+        )
+        self.noise_multiplier, self.epsilon, self.delta = noise_multiplier, epsilon, delta
+        self.clip, self.clip_by = clip, clip_by
+        self.quantile, self.clip_lr, self.count_noise = quantile, clip_lr, count_noise
+        self.sample_cap, self.server_lr = sample_cap, server_lr
+        if sample_cap is not None:
+            self.needs = self.needs | {"num_samples"}
+
+    def setup(self, server: Server) -> None:
+        """Starts from the common initial model, with the noise that the target and the number of rounds ask for.
+
+        Raises:
+            MisconfigurationException: if it can't guarantee anything of this federation.
+        """
+        self.sampling = self._checked_sampling(server)
+        self.entries = Entries(server)
+        self.seed = server.seed
+        self.bound_delta = 0.1 / server.num_clients if self.delta is None else self.delta
+        if not self.bound_delta < 1 / server.num_clients:
+            raise MisconfigurationException(
+                f"aggregator.delta={self.delta} must be below 1 / {server.num_clients}, one over data.num_clients: "
+                "what gives one client away whole would pass; leave it out to take a tenth of that."
+            )
+        self.z = self._noise(server)
+        self.count_std = self.sampling.expected / 20 if self.count_noise is None else self.count_noise
+        if self.quantile is not None and not self.z < 2 * self.count_std:
+            raise MisconfigurationException(
+                f"aggregator.count_noise={self.count_std:g} must be above {self.z / 2:g}, half the noise multiplier: "
+                "the count would spend more than there is; give more, or leave aggregator.quantile out."
+            )
+        self.state = {"weights": server.weights, "clip": float(self.clip), "releases": []}
+
+    def _checked_sampling(self, server: Server) -> Sampling:
+        if server.sampling is None:
+            raise MisconfigurationException(
+                "trainer.cohort chooses clients by what they hold or tell, or doesn't say how it draws, and "
+                "aggregator=DPAverage has to know; take Uniform, Poisson or Availability."
+            )
+        return server.sampling
+
+    def _noise(self, server: Server) -> float:
+        """The noise multiplier z."""
+        if self.epsilon is None:
+            return cast(float, self.noise_multiplier)
+        if server.rounds is None:
+            raise MisconfigurationException(
+                f"aggregator.epsilon={self.epsilon} is shared out to all rounds, and how many there are isn't known; "
+                "give trainer.max_rounds, or aggregator.noise_multiplier."
+            )
+        return noise_for(self.epsilon, self.bound_delta, server.rounds, self.sampling.rate)
+
+    def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
+        """Moves the global model by the noisy mean of bounded changes.
+
+        Raises:
+            MisconfigurationException: if the round would go beyond ``epsilon``.
+        """
+        releases = self._with_another()
+        if self.epsilon is not None and self._epsilon(releases) > self.epsilon * (1 + 1e-6):
+            raise MisconfigurationException(
+                f"aggregator.epsilon={self.epsilon} is spent after {round} rounds; end there by trainer.max_rounds, or "
+                "begin anew with more rounds."
+            )
+        clip, expected = self.state["clip"], self.sampling.expected
+        x = self.entries.vector(self.state["weights"])
+        sizes = self.entries.sizes if self.clip_by == "entry" else None
+        total, within = torch.zeros_like(x), 0.0
+        for update in updates.values():
+            change = self.entries.vector(update["weights"]) - x
+            total += self._weight(update) * clipped(change, clip, sizes)
+            within += float(torch.linalg.vector_norm(change) <= clip) - 0.5
+        adaptive = self.quantile is not None
+        z = noise_beside_counts(self.z, self.count_std) if adaptive else self.z
+        if z:
+            total += z * clip * self._drawn("dp", round, len(x))
+        weights = self.entries.model(x + self.server_lr / expected * total, self.state["weights"], updates)
+        self.state |= {"weights": weights, "releases": [list(release) for release in releases]}
+        logs = {"noise_std": self.server_lr * z * clip / expected if z else 0.0, "clip": clip}
+        if self.quantile is not None:
+            noise = self.count_std * float(self._drawn("dp count", round, 1)) if z else 0.0
+            share = 0.5 + (within + noise) / expected
+            self.state["clip"] = next_clip(clip, share, self.quantile, self.clip_lr)
+            logs["clipped"] = 1 - share
+        return logs
+
+    def _weight(self, update: Message) -> float:
+        """How much a client counts, 1 at most."""
+        return 1.0 if self.sample_cap is None else min(float(update["num_samples"]) / self.sample_cap, 1.0)
+
+    def _drawn(self, name: str, round: int, size: int) -> Tensor:
+        """Standard normal numbers of a round."""
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, name, round))
+        return torch.randn(size, generator=generator, dtype=torch.float64)
+
+    def _releases(self) -> list[Release]:
+        return [Release(*release) for release in self.state["releases"]]
+
+    def _with_another(self) -> list[Release]:
+        """The releases so far and this round's."""
+        made, z, rate = self._releases(), float(self.z), float(self.sampling.rate)
+        if made and made[-1][:2] == (z, rate):
+            return [*made[:-1], made[-1]._replace(steps=made[-1].steps + 1)]
+        return [*made, Release(z, rate)]
+
+    def _epsilon(self, releases: list[Release]) -> float:
+        return epsilon(releases, self.bound_delta)
+
+    def privacy(self, final: bool = False) -> dict[str, Any]:
+        """What is guaranteed of the rounds so far, and what isn't.
+
+        Args:
+            final: whether to add the tighter bound too, where dp-accounting is installed.
+        """
+        releases = self._releases()
+        rate, value = self.sampling.rate, self._epsilon(releases)
+        statement = {
+            "unit": "client",
+            "epsilon": value,
+            "delta": self.bound_delta,
+            "adjacency": ADJACENCY,
+            "sampling": "no amplification" if rate == 1 else f"Poisson, rate {rate:g}",
+            "noise_multiplier": self.z,
+            "releases": sum(release.steps for release in releases),
+            "accountant": "Gaussian, exact" if rate == 1 else "Rényi",
+            "not_covered": NOT_COVERED,
+        }
+        if final and math.isfinite(value) and rate < 1 and importlib.util.find_spec("dp_accounting"):
+            statement["epsilon_tight"] = tight_epsilon(releases, self.bound_delta)
+        return statement
+
+    def download(self, client: int) -> Message:
+        """The global model."""
+        return {"weights": self.state["weights"]}
+
+    def global_model(self) -> StateDict:
+        """The global model."""
+        weights: StateDict = self.state["weights"]
+        return weights

@@ -1,0 +1,129 @@
+"""Which client modules get a guarantee of privacy, and which are refused, for every packaged method."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from command import CONFIGS
+from federations import blobs, fit, make_client
+from pfl_lightning import AggregatorList, ClassMeans, methods
+from pfl_lightning.contract.guarantee import unfit
+from pfl_lightning.methods import FedAvg, FedPer, FedUV
+from pfl_lightning.privacy import DPAverage
+from pfl_lightning.selection import Availability, Oort, Poisson, PowerOfChoice, Uniform
+
+FILES = sorted((CONFIGS / "methods").glob("*.yaml"))
+FIT = {
+    *("AlternateTraining", "APFL", "Ditto", "FedALA", "FedAvg", "FedBABU", "FedBN", "FedClassAvg", "FedCP", "FedLC"),
+    *("FedNTD", "FedPer", "FedPHP", "FedProx", "FedRep", "FedRoD", "FedSAM", "FedUV", "FML", "GPFL", "GrowingEpochs"),
+    *("KNNPer", "LGFedAvg", "MOON", "PerFedAvg", "PFedMe", "WDR"),
+}
+"""Client modules of which others learn by weights alone."""
+REASONS = {
+    "AlternateAlignment": "sends prototypes beside weights",
+    "APPLE": "needs models and shares beside weights",
+    "CloudProx": "doesn't say of itself",
+    "ControlVariates": "sends control beside weights",
+    "FeatureAlignment": "sends prototypes beside weights",
+    "FedAS": "sends fisher beside weights",
+    "FedCAC": "sends critical beside weights",
+    "FedDBE": "sends feature_mean beside weights",
+    "FedDistill": "sends outputs beside weights",
+    "FedDyn": "needs mean_samples beside weights",
+    "FedFomo": "sends affinity beside weights",
+    "FedGen": "needs generator and labels beside weights",
+    "FedGH": "sends prototypes beside weights",
+    "FedMD": "sends predictions beside weights",
+    "FedNova": "sends normalizer and steps beside weights",
+    "FedProto": "sends prototypes beside weights",
+    "FedTGP": "sends prototypes beside weights",
+    "IFCA": "sends cluster beside weights",
+    "KnowledgeTransfer": "sends predictions beside weights",
+    "Local": "sends nothing",
+    "NormalizedHead": "doesn't say of itself",
+    "PACClient": "sends prototypes beside weights",
+    "PFedHN": "doesn't say of itself",
+    "QFedAvg": "sends learning_rate and received_loss beside weights",
+}
+
+
+def client_of(path: Path):
+    model = yaml.safe_load(path.read_text())["model"]
+    settings = model.get("init_args", {})
+    # points have no views
+    return getattr(methods, model["class_path"]), settings | (
+        {"contrastive": False} if "contrastive" in settings else {}
+    )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_method_runs_with_its_guarantee_or_is_refused_with_the_reason(path):
+    kind, settings = client_of(path)
+    if kind.__name__ in FIT:
+        client = make_client(kind, **settings)
+        run = fit(client, blobs(12, 12, 12), aggregator=DPAverage(noise_multiplier=1.0), max_rounds=1, local_steps=1)
+        assert run.rows[0]["privacy/epsilon"] > 0 and run.federation.client.withheld == {"num_samples"}
+    else:
+        with pytest.raises(MisconfigurationException, match=f"^model={kind.__name__} {REASONS[kind.__name__]}"):
+            fit(make_client(kind, **settings), aggregator=DPAverage(noise_multiplier=1.0))
+
+
+def test_all_are_known():
+    kinds = {client_of(path)[0].__name__ for path in FILES}
+    assert kinds == FIT | REASONS.keys() and not FIT & REASONS.keys()
+
+
+def test_a_subclass_does_not_inherit_the_yes():
+    class Telling(FedUV):
+        """One that could hide anything in its weights."""
+
+    class Sure(FedPer):
+        client_level = True
+
+    assert unfit(make_client(Telling)).startswith("doesn't say of itself")
+    assert unfit(make_client(Sure)) == unfit(make_client(FedUV)) == ""
+
+
+def test_a_changed_aggregator_does_not_inherit_its_guarantee():
+    class Quiet(DPAverage):
+        """Half the noise, perhaps."""
+
+    class Same(DPAverage):
+        guarantee = "client"
+
+    with pytest.raises(MisconfigurationException, match="aggregator=Quiet changes DPAverage"):
+        fit(make_client(), aggregator=Quiet(noise_multiplier=1.0))
+    assert fit(make_client(), aggregator=Same(noise_multiplier=1.0), max_rounds=1).rows
+
+
+def test_nothing_unprotected_stands_beside_it():
+    both = AggregatorList([DPAverage(noise_multiplier=1.0), ClassMeans()])
+    with pytest.raises(MisconfigurationException, match="what ClassMeans takes beside DPAverage isn't protected"):
+        fit(make_client(methods.FeatureAlignment), aggregator=both)
+
+
+def test_a_least_number_of_clients_is_refused():
+    with pytest.raises(MisconfigurationException, match="min_clients=2 lets one client decide"):
+        fit(make_client(), aggregator=DPAverage(noise_multiplier=1.0), min_clients=2)
+
+
+class Own(Uniform):
+    """Draws in a way of its own."""
+
+
+@pytest.mark.parametrize("cohort", [PowerOfChoice(3), Oort(), Own()], ids=lambda cohort: type(cohort).__name__)
+def test_a_choice_by_what_clients_are_like_is_refused(cohort):
+    with pytest.raises(MisconfigurationException, match=r"trainer\.cohort chooses clients"):
+        fit(make_client(), aggregator=DPAverage(noise_multiplier=1.0), clients_per_round=2, cohort=cohort)
+
+
+def test_what_sums_are_divided_by_is_known_before(tmp_path):
+    table = tmp_path / "table.csv"
+    table.write_text("client,day\n" + "".join(f"{client},0.5\n" for client in range(4)))
+    cohorts = {Uniform(): (2, 1.0), Availability(str(table)): (2, 1.0), Poisson(0.25): (1.0, 0.25)}
+    for cohort, expected in cohorts.items():
+        share = {} if isinstance(cohort, Poisson) else {"clients_per_round": 2}
+        run = fit(make_client(FedAvg), aggregator=DPAverage(noise_multiplier=1.0), max_rounds=1, cohort=cohort, **share)
+        assert run.federation.aggregator.sampling == expected
