@@ -72,13 +72,13 @@ def silence() -> None:
     """Keeps back what users of the command line can't act upon."""
     # Lightning's own use of a name that torch deprecates
     warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
-    # Lightning's recommendation of another product, at every start
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_advertisement)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_news)
 
 
-def is_no_advertisement(record: logging.LogRecord) -> bool:
-    """Whether a log message isn't Lightning's tip to install a package for its platform."""
-    return "/litlogger/" not in record.getMessage() and "/litmodels/" not in record.getMessage()
+def is_news(record: logging.LogRecord) -> bool:
+    """Whether a log message is neither Lightning's tip to install a package of its own nor that all rounds are done."""
+    said = record.getMessage()
+    return not any(part in said for part in ("/litlogger/", "/litmodels/", "stopped: `max_epochs="))
 
 
 if __name__ == "__main__":

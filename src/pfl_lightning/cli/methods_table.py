@@ -10,7 +10,7 @@ from pfl_lightning.cli.arguments import Arguments
 from pfl_lightning.runs.tables import markdown_table, text_table
 
 STORED = Path(__file__).parents[1] / "methods" / "table.csv"
-"""What `measured` gave, which the tests keep true."""
+"""What was measured, which the tests keep true."""
 
 CLIENTS = 4
 """Clients of the federations that are measured."""
@@ -30,7 +30,7 @@ def markdown(rows: Sequence[Mapping[str, str]]) -> str:
     """The table in Markdown, with links to the papers, and what its columns say.
 
     Args:
-        rows: as from `describe`.
+        rows: as they are stored.
     """
     return f"{markdown_table(cells(list(map(linked, rows))))}\n\n{NOTE}"
 
@@ -39,7 +39,7 @@ def short(rows: Sequence[Mapping[str, str]]) -> str:
     """Five columns of the table in Markdown.
 
     Args:
-        rows: as from `describe`.
+        rows: as they are stored.
     """
     return markdown_table(cells([{name: row[name] for name in SHORT} for row in map(linked, rows)]))
 
@@ -54,7 +54,7 @@ def text(rows: Sequence[Mapping[str, str]]) -> str:
     """The table for terminals, and what its columns say.
 
     Args:
-        rows: as from `describe`.
+        rows: as they are stored.
     """
     return f"{text_table(cells(rows))}\n\n{NOTE}"
 
@@ -69,7 +69,7 @@ def comma_separated(rows: Sequence[Mapping[str, str]]) -> str:
     """The table as CSV, without the line about its columns.
 
     Args:
-        rows: as from `describe`.
+        rows: as they are stored.
     """
     file = io.StringIO()
     writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
