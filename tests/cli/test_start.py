@@ -31,6 +31,8 @@ LIGHT = {
     "configs method5": "2",
     "methods": "0",
     "methods --format tex": "2",
+    "status": "2",
+    "status --help": "0",
     "": "2",
     "fitt": "2",
     "fit --config quickstart --trainer.max_round 3": "2",

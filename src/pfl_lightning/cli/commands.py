@@ -13,6 +13,7 @@ OTHERS = {
     "configs": "pfl_lightning.cli.configs",
     "flower": "pfl_lightning.flower.command",
     "methods": "pfl_lightning.cli.methods_table",
+    "status": "pfl_lightning.cli.status",
 }
 """All others, each by the module whose ``main`` runs it; modules are read when they are asked for."""
 
@@ -21,6 +22,7 @@ ABOUT = TRAINER | {
     "configs": "lists the configurations that come with the package, and copies one to be changed",
     "flower": "writes the app of a deployment at sites that keep their data",
     "methods": "lists all methods, and what they send and keep",
+    "status": "tells where runs stand, by their files",
 }
 """All commands, and a line about each."""
 

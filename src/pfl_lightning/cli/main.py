@@ -1,4 +1,4 @@
-"""The command line: ``pfl-lightning fit | validate | test | join | compare | configs | flower | methods``.
+"""The command line: ``pfl-lightning COMMAND``, with the commands of ``cli.commands``.
 
 This module imports nothing heavy: lists, and mistakes that a look at the words tells, are answered at once. Torch and
 Lightning are read when a command needs them.
