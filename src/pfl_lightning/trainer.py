@@ -171,6 +171,8 @@ class FederatedTrainer(RunFolders):
         if path is None and ckpt_path is not None:
             rank_zero_info(f"ckpt_path={str(ckpt_path)!r}: there is no checkpoint yet; a new run starts.")
         self.go_on_in(path)
+        if path is None:
+            self.take_over()
         # its logger says of a folder where a run goes on that its files are deleted
         warnings.filterwarnings("ignore", message=".* exists and is not empty")
         try:

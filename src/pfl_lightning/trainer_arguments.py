@@ -14,6 +14,8 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
+    ModelSummary,
+    ProgressBar,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
@@ -21,7 +23,15 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import Strategy
 
 from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.callbacks import BestCheckpoint, LastCheckpoint, RoundLogger, RoundProgress, WandbReport
+from pfl_lightning.callbacks import (
+    BestCheckpoint,
+    LastCheckpoint,
+    RoundLogger,
+    RoundProgress,
+    RunBar,
+    RunHead,
+    WandbReport,
+)
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine, EngineMaker, Processes
@@ -126,6 +136,13 @@ def fill_defaults(arguments: dict[str, Any], root: str, client_states: str) -> N
     """
     callbacks = list(as_list(arguments.get("callbacks")))
     kinds: list[type[Callback]] = [RoundLogger, RoundProgress, WandbReport]
+    # before what prints the final table, for which the bar makes room
+    if wants(arguments, "enable_progress_bar", ProgressBar):
+        kinds.insert(0, RunBar)
+    if wants(arguments, "enable_model_summary", ModelSummary):
+        kinds.insert(0, RunHead)
+        # Lightning's own
+        arguments["enable_model_summary"] = False
     if arguments.get("enable_checkpointing") is not False and not arguments.get("fast_dev_run"):
         kinds += [LastCheckpoint] if arguments.get("limit_val_batches") == 0 else [BestCheckpoint, LastCheckpoint]
     callbacks += [kind() for kind in kinds if not any(isinstance(callback, kind) for callback in callbacks)]
@@ -147,6 +164,12 @@ def fill_defaults(arguments: dict[str, Any], root: str, client_states: str) -> N
     several = str(arguments["devices"]) != "1" or arguments.get("num_nodes", 1) != 1
     if several and arguments.get("strategy") in (None, "auto"):
         arguments["strategy"] = ClientParallel()
+
+
+def wants(arguments: dict[str, Any], name: str, kind: type[Callback]) -> bool:
+    """Whether something shall be shown, and no callback of the user's own does it."""
+    own = any(isinstance(callback, kind) for callback in as_list(arguments.get("callbacks")))
+    return arguments.get(name) is not False and not own
 
 
 def check_machine(arguments: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ LAST = Path("runs/cwFedAvg-Digits/version_0/checkpoints/last.ckpt")
 
 NAMES = {
     "fti": "'fti' is not a command; did you mean fit?",
-    "": "a command is missing; choose from fit, validate, test, join, compare, configs, flower, methods.",
+    "": "a command is missing; choose from fit, validate, test, join, compare, configs, flower, methods, status.",
     "compar": "'compar' is not a command; did you mean compare?",
     "fit": "nothing is given for data; name it by --data",
     "fit --modle FedPer": "modle is not an option; did you mean model?",

@@ -10,7 +10,7 @@ import yaml
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from command import QUICKSTART, QUIET, pfl, refusal, summary
-from pfl_lightning.cli import main as cli
+from pfl_lightning.cli import trainer_commands as cli
 
 SMALL = f"{QUICKSTART} {QUIET} --data.max_samples 300"
 CHECKPOINTS = Path("runs/cwFedAvg-Digits/version_0/checkpoints")

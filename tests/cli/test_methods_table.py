@@ -11,7 +11,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from command import CONFIGS, pfl, refusal
 from pfl_lightning import Aggregator, WeightedAverage, methods
-from pfl_lightning.cli.methods_table import CLIENTS, FORMATS, STORED, describe, quiet, stored, works
+from pfl_lightning.cli.measuring import describe, quiet, works
+from pfl_lightning.cli.methods_table import CLIENTS, FORMATS, STORED, stored
 from pfl_lightning.messages import digest
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.registry import METHODS, Method
@@ -173,7 +174,7 @@ def test_formats(rows):
 
 
 def test_the_command_prints_it(monkeypatch, capsys):
-    monkeypatch.setattr("pfl_lightning.cli.methods_table.METHODS", METHODS[:2])
+    monkeypatch.setattr("pfl_lightning.cli.measuring.METHODS", METHODS[:2])
     with pytest.raises(SystemExit) as ended:
         pfl("methods --measure --format csv")
     assert ended.value.code == 0
@@ -181,7 +182,7 @@ def test_the_command_prints_it(monkeypatch, capsys):
 
 
 def test_what_is_stored_is_printed_without_measuring(monkeypatch, capsys):
-    monkeypatch.setattr("pfl_lightning.cli.methods_table.describe", None)
+    monkeypatch.setattr("pfl_lightning.cli.measuring.describe", None)
     with pytest.raises(SystemExit) as ended:
         pfl("methods --format csv")
     assert ended.value.code == 0

@@ -9,6 +9,8 @@ from pfl_lightning.callbacks.distribution_estimate import DistributionEstimate
 from pfl_lightning.callbacks.feature_pictures import FeaturePictures
 from pfl_lightning.callbacks.progress import RoundProgress
 from pfl_lightning.callbacks.round_logger import RoundLogger
+from pfl_lightning.callbacks.run_bar import RunBar
+from pfl_lightning.callbacks.run_head import RunHead
 from pfl_lightning.callbacks.similarity_pictures import SimilarityPictures
 from pfl_lightning.callbacks.wandb_report import WandbReport
 
@@ -23,6 +25,8 @@ __all__ = [
     "LastCheckpoint",
     "RoundLogger",
     "RoundProgress",
+    "RunBar",
+    "RunHead",
     "SimilarityPictures",
     "WandbReport",
     "best_checkpoint",

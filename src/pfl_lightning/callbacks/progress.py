@@ -1,4 +1,4 @@
-"""Progress within a round, on Lightning's own bars."""
+"""Progress within a round, on Lightning's own bars where a user asks for them."""
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar

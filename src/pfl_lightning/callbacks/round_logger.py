@@ -92,9 +92,8 @@ class RoundLogger(FederatedCallback):
         federation = cast(Federation, pl_module)
         settings = {f"data.{name}": value for name, value in federation.data.hparams.items() if name[0] != "_"}
         for logger in trainer.loggers:
-            logger.log_hyperparams(
-                {"method": federation.method, "data.name": type(federation.data).__name__, **settings}
-            )
+            named = {"method": federation.method, "data.name": type(federation.data).__name__}
+            logger.log_hyperparams(named | {"max_rounds": trainer.max_epochs} | settings)
             if isinstance(logger, CSVLogger):
                 for row in self.rows:
                     logger.log_metrics(numbers(row), step=row["round"])

@@ -3,7 +3,7 @@
 from argparse import ArgumentParser
 from typing import Any, NoReturn
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+from pfl_lightning.cli.usage import UsageError
 
 
 class Arguments(ArgumentParser):
@@ -20,4 +20,4 @@ class Arguments(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends in a sentence, without pages of usage."""
-        raise MisconfigurationException(f"{self.command}: {message.removeprefix('argument ')}.")
+        raise UsageError(f"{self.command}: {message.removeprefix('argument ')}.")

@@ -5,10 +5,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-
 from pfl_lightning.cli.arguments import Arguments
 from pfl_lightning.cli.suggestions import suggestion
+from pfl_lightning.cli.usage import UsageError
 from pfl_lightning.runs.tables import text_table
 
 PACKAGE = Path(__file__).parents[1] / "configs"
@@ -102,7 +101,7 @@ def main(args: list[str]) -> int:
         The exit code.
 
     Raises:
-        MisconfigurationException: if a name means nothing, or a file of that name is there already.
+        UsageError: if a name means nothing, or a file of that name is there already.
     """
     parser = Arguments("configs", usage="%(prog)s [FOLDER] [--copy NAME]", description=DESCRIPTION)
     parser.add_argument("folder", nargs="?", default="", metavar="FOLDER", help="methods, protocols, … (all of them)")
@@ -112,14 +111,14 @@ def main(args: list[str]) -> int:
         known = {name: path for name, path in names().items() if name.startswith(given.folder)}
         if not known:
             folders = sorted({name.partition("/")[0] for name in names() if "/" in name})
-            raise MisconfigurationException(f"configs: {given.folder} is no folder{suggestion(given.folder, folders)}")
+            raise UsageError(f"configs: {given.folder} is no folder{suggestion(given.folder, folders)}")
         print(text_table([["configuration", "what it is"], *([name, what(path)] for name, path in known.items())]))
         return 0
     if (path := find(given.copy)) is None:
-        raise MisconfigurationException(f"configs: --copy {given.copy} is no configuration{nearest(given.copy)}")
+        raise UsageError(f"configs: --copy {given.copy} is no configuration{nearest(given.copy)}")
     copy = Path(path.name)
     if copy.exists():
-        raise MisconfigurationException(f"configs: {copy} is there already; move it away, or copy in another folder.")
+        raise UsageError(f"configs: {copy} is there already; move it away, or copy in another folder.")
     shutil.copyfile(path, copy)
     print(f"{copy} written; run it by: pfl-lightning fit --config {copy}")
     return 0

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from pfl_lightning.cli.commands import OTHERS
-from pfl_lightning.cli.configs import nearest, squeezed
+from pfl_lightning.cli.class_names import class_names, settings
+from pfl_lightning.cli.configs import squeezed
 from pfl_lightning.cli.errors import one_line
-from pfl_lightning.cli.suggestions import class_names, nearest_option, settings, suggestion
+from pfl_lightning.cli.refusals import command_is_missing, no_command, no_config, no_option
+from pfl_lightning.cli.suggestions import suggestion
 from pfl_lightning.client.optimizers import PLATEAU
 from pfl_lightning.methods.registry import METHODS
 from pfl_lightning.trainer_arguments import MEANINGLESS
@@ -99,18 +100,17 @@ def unknown_option(message: str, match: re.Match[str], options: list[str]) -> st
         return f"{key} means nothing in a federation: {advice}."
     if not name.startswith("-") and "unrecognized" in match[0]:
         return f"{name} is given without an option; options begin with --."
-    return f"{key} is not an option{nearest_option(key, options)}"
+    return no_option(key, options)
 
 
 def unknown_command(message: str, match: re.Match[str], options: list[str]) -> str:
     """There is no such subcommand."""
-    commands = [*re.findall(r"\w+", match[2]), *OTHERS]
-    return f"{match[1]!r} is not a command{suggestion(match[1], commands)}"
+    return no_command(match[1])
 
 
 def missing_command(message: str, match: re.Match[str], options: list[str]) -> str:
     """No subcommand is given."""
-    return f"a command is missing; choose from {', '.join([*match[1].split(','), *OTHERS])}."
+    return command_is_missing()
 
 
 def missing_setting(message: str, match: re.Match[str], options: list[str]) -> str:
@@ -124,11 +124,7 @@ def missing_setting(message: str, match: re.Match[str], options: list[str]) -> s
 
 def no_file(message: str, match: re.Match[str], options: list[str]) -> str:
     """A configuration file isn't there."""
-    path = Path(match[1])
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    if shown == Path("."):
-        return f"--config {path} is no file."
-    return f"--config {shown} is no file{nearest(str(shown))}"
+    return no_config(Path(match[1]))
 
 
 def no_yaml(message: str, match: re.Match[str], options: list[str]) -> str:
@@ -272,8 +268,8 @@ EXPLANATIONS: dict[str, Callable[[str, re.Match[str], list[str]], str]] = {
     r"Option '([^']+)' is not accepted": unknown_setting,
     r"does not accept option '([^']+)'": unknown_option,
     r"unrecognized arguments: (\S+)": unknown_option,
-    r"subcommand: invalid choice: '([^']*)' \(choose from (.*)\)": unknown_command,
-    r'expected "subcommand" to be one of \{(.+)\}': missing_command,
+    r"subcommand: invalid choice: '([^']*)'": unknown_command,
+    r'expected "subcommand" to be one of': missing_command,
     r"(?m)arguments are required: (.+?)(?=\. Got value: |$)": missing_setting,
     r"argument (\S+): expected one argument": no_value,
     r"(?:File does not exist|Path is not a file): '(.+)'": no_file,

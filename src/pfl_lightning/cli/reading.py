@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from pfl_lightning.cli.main import PflCLI
+from pfl_lightning.cli.trainer_commands import PflCLI
 from pfl_lightning.trainer import FederatedTrainer
 
 Check = Callable[[Mapping[str, Any]], None]

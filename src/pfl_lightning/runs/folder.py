@@ -6,10 +6,11 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import IO
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
+
+from pfl_lightning.runs.locks import LOCK, is_locked
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -49,7 +50,7 @@ def held(folder: Path) -> Iterator[None]:
         MisconfigurationException: if another process holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a+") as file:
+    with (folder / LOCK).open("a+") as file:
         if is_locked(file):
             file.seek(0)
             raise MisconfigurationException(
@@ -63,38 +64,6 @@ def held(folder: Path) -> Iterator[None]:
             yield
         finally:
             file.truncate(0)
-
-
-def is_locked(file: IO[str]) -> bool:
-    """Locks a file for this process; True where another one has it.
-
-    Processes that are forked meanwhile don't inherit the lock: it ends with this one even if they live on. Where there
-    are no such locks, as on some clusters' file systems, the process counts that the file names, if it is of this host.
-    """
-    try:
-        import fcntl
-    except ImportError:
-        return False
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return True
-    except OSError:
-        file.seek(0)
-        process, _, host = file.read().partition(" on ")
-        return host == socket.gethostname() and is_alive(int(process))
-    return False
-
-
-def is_alive(process: int) -> bool:
-    """Whether there is a process with this id."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 @contextmanager

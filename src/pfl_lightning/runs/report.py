@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from pfl_lightning.runs.tables import labelled
 from pfl_lightning.runs.whole_files import replacing
 from pfl_lightning.tasks import Monitor
 
@@ -115,8 +116,7 @@ def summary_table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequ
         ("seconds", f"{summary['seconds']:.1f}"),
         ("files", str(folder)),
     ]
-    width = max(len(name) for name, _ in lines)
-    return "\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+    return "\n" + labelled(lines)
 
 
 def further(final: Mapping[str, Any], monitor: Monitor) -> list[tuple[str, float]]:

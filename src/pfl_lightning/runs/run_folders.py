@@ -5,6 +5,8 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from pfl_lightning.runs.standing import is_bare
+
 
 class RunFolders(Trainer):
     """Lightning's Trainer, with a folder for each run under one for its method and data.
@@ -50,3 +52,11 @@ class RunFolders(Trainer):
         run = None if ckpt_path is None else Path(ckpt_path).resolve().parent.parent
         if run is not None and run.parent == self.run_root.resolve():
             self.name_run(run.parent.name, run.name)
+
+    def take_over(self) -> None:
+        """Lets a new run have the folder of the last one, if that was killed when it had only begun."""
+        if not self.own_logger or not self.is_global_zero or Path(str(self.log_dir)).exists():
+            return
+        last = self.run_root / f"version_{int(self.logger.version) - 1}"  # type: ignore[union-attr, arg-type]
+        if is_bare(last):
+            self.name_run(last.parent.name, last.name)

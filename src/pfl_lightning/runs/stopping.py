@@ -2,13 +2,12 @@
 
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 
 class Stopped(SystemExit):
@@ -79,8 +78,12 @@ def stoppable() -> Iterator[None]:
                 signal.signal(number, _stop)
     try:
         yield
-    except SIGTERMException:
-        raise Stopped(signal.SIGTERM) from None
+    except SystemExit as error:
+        # whoever raises it has imported it; importing it here would take seconds
+        exceptions = sys.modules.get("lightning.pytorch.utilities.exceptions")
+        if exceptions is not None and isinstance(error, exceptions.SIGTERMException):
+            raise Stopped(signal.SIGTERM) from None
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""Tables of text, for terminals, Markdown and LaTeX."""
+"""Tables of text, for terminals, Markdown and LaTeX, and times in words."""
 
 from collections.abc import Container, Sequence
 
@@ -29,6 +29,30 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in [header, ["-" * width for width in widths], *others]
     )
+
+
+def labelled(lines: Sequence[tuple[str, str]]) -> str:
+    """Values behind their names, a line each.
+
+    >>> print(labelled([("method", "FedPer"), ("rounds", "20")]))
+    method  FedPer
+    rounds  20
+    """
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def duration(seconds: float) -> str:
+    """A time for people.
+
+    >>> duration(7.4), duration(200), duration(7500), duration(180_000)
+    ('7 s', '3 min 20 s', '2 h 5 min', '2 d 2 h')
+    """
+    whole = round(seconds)
+    for large, small, size, part in (("d", "h", 86_400, 3_600), ("h", "min", 3_600, 60), ("min", "s", 60, 1)):
+        if whole >= size:
+            return f"{whole // size} {large} {whole % size // part} {small}"
+    return f"{whole} s"
 
 
 def markdown_table(rows: Sequence[Sequence[str]], bold: Container[tuple[int, int]] = ()) -> str:

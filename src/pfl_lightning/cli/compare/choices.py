@@ -6,8 +6,9 @@ from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from pfl_lightning.cli.class_names import class_names
 from pfl_lightning.cli.configs import find, nearest, squeezed
-from pfl_lightning.cli.suggestions import class_names, suggestion
+from pfl_lightning.cli.suggestions import suggestion
 from pfl_lightning.methods.registry import METHODS
 
 FILE = ("--config", "-c")

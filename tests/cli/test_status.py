@@ -1,0 +1,77 @@
+"""``pfl-lightning status``."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from command import pfl, refusal
+
+RUN = Path("runs/FedPer-Digits/version_0")
+
+
+def make_run(folder: Path, done: int, rounds: int, **columns: str) -> None:
+    """The files of a run."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"trainer: {{max_rounds: {rounds}}}")
+    given = {"val/acc": "0.5", "val/acc_worst": "0.1", "time/train": "9", "time/evaluate": "1", **columns}
+    rows = [f"{round},{','.join(given.values())}" for round in range(1, done + 1)]
+    (folder / "rounds.csv").write_text("\n".join([f"round,{','.join(given)}", *rows]) + "\n")
+    (folder / "checkpoints" / "last.ckpt").touch()
+    if done == rounds:
+        (folder / "summary.json").write_text(json.dumps({"final": {"round": done}}))
+
+
+def status(line, capsys):
+    with pytest.raises(SystemExit) as ended:
+        pfl(f"status {line}")
+    assert not ended.value.code
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_run(capsys):
+    make_run(RUN, done=11, rounds=200)
+    lines = dict(re.split(" {2,}", line, maxsplit=1) for line in status(RUN, capsys))
+    assert re.fullmatch(r"\d+ s ago", lines.pop("last written"))
+    assert lines == {
+        "run": str(RUN),
+        "state": "stopped",
+        "round": "11 of 200",
+        "validation": "50.00 %",
+        "time left": "31 min 30 s",
+        "checkpoints": "last.ckpt",
+        "go on by": "the same command with --ckpt_path last",
+    }
+
+
+def test_a_run_at_work(capsys):
+    make_run(RUN, done=1, rounds=2)
+    (RUN / "rounds.csv").write_text("round,val/mae,val/mae_worst\n1,0.25,0.5\n")
+    (RUN / ".lock").write_text("1 on another-host")
+    lines = status(RUN, capsys)
+    assert "state         running, process 1 on another-host" in lines and "validation    mae 0.25" in lines
+    assert not any(line.startswith("go on") for line in lines)
+
+
+@pytest.mark.parametrize("line", ["compared", "compared/FedPer"])
+def test_the_runs_of_a_comparison_have_a_line_each(line, capsys):
+    make_run(Path("compared/FedPer/seed_0/FedPer-Digits/version_0"), done=20, rounds=20)
+    make_run(Path("compared/FedPer/seed_1/FedPer-Digits/version_0"), done=3, rounds=20)
+    head, _, *rows = status(line, capsys)
+    assert head.split() == ["run", "round", "validation", "written", "left", "state"]
+    cells = [re.split(" {2,}", row) for row in rows]
+    assert [(row[0].split("/")[-3], row[1], row[2], row[-1]) for row in cells] == [
+        ("seed_0", "20 of 20", "50.00 %", "finished"),
+        ("seed_1", "3 of 20", "50.00 %", "stopped"),
+    ]
+    assert cells[1][-2] == "2 min 50 s"
+
+
+def test_where_there_is_no_run(capsys, tmp_path):
+    assert (
+        refusal("status", capsys)
+        == "status: runs is no folder; give that of a run, such as runs/METHOD-DATA/version_0."
+    )
+    (tmp_path / "runs").mkdir()
+    assert refusal("status", capsys) == "status: runs holds no run; give the folder of one, or of several."
