@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pfl_lightning.engines.vmap.slots import Slots
+from pfl_lightning.engines.slots import Slots
 from pfl_lightning.messages import digest, tensors
 from pfl_lightning.methods import FedAvg, FedPer
 

@@ -19,6 +19,7 @@ from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import final_test
 from pfl_lightning.federation.joining import joined_row
 from pfl_lightning.federation.options import FederationOptions
+from pfl_lightning.privacy import DPSGD
 from pfl_lightning.runs.folder import at_work
 from pfl_lightning.runs.run_folders import RunFolders
 from pfl_lightning.runs.stopping import Stopped, stoppable
@@ -50,13 +51,11 @@ class FederatedTrainer(RunFolders):
             thread, unless ``OMP_NUM_THREADS`` is set; ``vectorised``, many in one computation, with the same result but
             for rounding; ``processes``, several at once on the cores of a CPU, with the same result; ``auto``, the one
             that should be fastest for the device, the net and the cores, and a line says which; or an `Engine` class.
-            With several ``devices`` clients are shared out to them, and each runs its share so; ``processes`` is for
-            one device.
-        workers: processes of the engine ``processes`` at most; None takes one a core. There are fewer where a round
-            takes less time than it takes to start them.
-        compile: whether the engine ``vectorised`` compiles clients' steps by ``torch.compile``. That takes some ten
-            seconds for each net, phase and number of clients, and saves a small net half of each later step: it pays in
-            runs of thousands of steps. What can't be compiled, such as dropout, stays as it is, and a line says why.
+            Several ``devices`` share the clients out, and each runs its own so; ``processes`` is for one.
+        workers: processes of the engine ``processes`` at most; None takes one a core, and fewer for short rounds.
+        compile: whether the engine ``vectorised`` compiles clients' steps by ``torch.compile``, some ten seconds for
+            each net, phase and number of clients: it pays for small nets in runs of thousands of steps. What can't be
+            compiled stays as it is, and a line says why.
         evaluate: which model of each client is evaluated, by all clients whoever takes part in the round: ``before``
             local training, as received from the server; ``after`` local training, the model that the client had when it
             last trained, or the initial one where it never has; or ``both``, then the latter is recorded as
@@ -68,11 +67,11 @@ class FederatedTrainer(RunFolders):
         min_clients: usable updates that a round needs; one with fewer leaves the federation as it is.
         gradient_clip_val: largest norm or value of a client's gradients, above 0; None or 0 doesn't clip.
         gradient_clip_algorithm: whether ``gradient_clip_val`` bounds their ``norm`` or each ``value``.
-        client_states: where clients' personal entries and optimizers are between rounds: in ``memory``; or on the
-            ``disk``, in files of the run's folder ``states`` (without one, of the system's for temporary files) that go
-            when the run does, with the same result. The clients of a round are in memory until its end in either case.
+        client_states: where clients' personal entries and optimizers are between rounds, with the same result: in
+            ``memory``; or on the ``disk``, in files of the run's folder ``states`` that go when the run does.
         cohort: what chooses the clients that take part in a round, such as ``PowerOfChoice``; None is `Uniform`, which
             draws ``clients_per_round`` of them, all as likely.
+        example_privacy: what makes clients' training differentially private in each sample; None trains as ever.
         default_root_dir: where runs are kept, each in a folder ``METHOD-DATA/version_N``.
         **kwargs: Lightning's Trainer's arguments. Without a logger a CSVLogger writes beside the record. The round
             with the best ``monitor`` is kept as ``best.ckpt`` and the last one as ``last.ckpt``, whatever other
@@ -100,6 +99,7 @@ class FederatedTrainer(RunFolders):
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
         client_states: Literal["memory", "disk"] = "memory",
         cohort: Selection | None = None,
+        example_privacy: DPSGD | None = None,
         default_root_dir: str = "runs",
         **kwargs: Any,
     ) -> None:
@@ -119,6 +119,7 @@ class FederatedTrainer(RunFolders):
             clip_algorithm=gradient_clip_algorithm,
             client_states=client_states,
             cohort=cohort or Uniform(),
+            example_privacy=example_privacy,
         )
         self._joining: Callable[[Federation], dict[str, float]] | None = None
         self.own_logger = kwargs.get("logger") in (None, True) and not kwargs.get("fast_dev_run")

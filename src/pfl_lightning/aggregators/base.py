@@ -84,6 +84,9 @@ class Aggregator:
     aggregation gives a server, which sees no client's own. Each class says so itself: one that doesn't may look at
     more."""
 
+    example_level: bool = False
+    """Whether it learns of clients by their weights alone, as ``trainer.example_privacy`` needs it; each class says so
+    itself."""
     guarantee: str = ""
     """Of whom it guarantees differential privacy: of a ``client``, or of nobody. Each class says so itself; updates
     then have only what it `needs`, and only client modules that fit are taken."""
@@ -95,6 +98,7 @@ class Aggregator:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.sums_only = vars(cls).get("sums_only", False)
+        cls.example_level = vars(cls).get("example_level", False)
         cls.guarantee = vars(cls).get("guarantee", "")
 
     def __init__(self) -> None:

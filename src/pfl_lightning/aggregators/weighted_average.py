@@ -31,6 +31,7 @@ class WeightedAverage(Aggregator):
         MisconfigurationException: if ``server_lr`` isn't positive, or ``weighting`` is none of its choices.
     """
 
+    example_level = True
     needs = frozenset({"weights", "num_samples"})
     sends = frozenset({"weights"})
     sums_only = True

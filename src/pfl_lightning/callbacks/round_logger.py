@@ -128,7 +128,10 @@ class RoundLogger(FederatedCallback):
         column, server = f"test/{monitor.metric}", f"test/global_{monitor.metric}"
         central = {name: value for name, value in tested.metrics.items() if name.startswith("test/global_")}
         final = {column: tested.metrics.get(column), **shown(tested.metrics, monitor), **central}
-        clients = [described(federation.data, client) | metrics for client, metrics in tested.clients.items()]
+        clients = [
+            described(federation.data, client) | federation.privacy_of(client) | metrics
+            for client, metrics in tested.clients.items()
+        ]
         new = [described(federation.data, client) | metrics for client, metrics in tested.new.clients.items()]
         self.clients = [row | {"new": 0} for row in clients] + [row | {"new": 1} for row in new] if new else clients
         self.summary = {
@@ -140,7 +143,7 @@ class RoundLogger(FederatedCallback):
             "best_on_test": self._best(monitor, column),
             **({"best_global": self._best(monitor, server) | self._ten_best(monitor, server)} if central else {}),
             **({"new": self._new(monitor, final[column], tested.new.metrics)} if new else {}),
-            **({"privacy": privacy} if (privacy := federation.aggregator.privacy(final=True)) else {}),
+            **({"privacy": privacy} if (privacy := federation.privacy(final=True)) else {}),
             "seed": federation.seed,
             **self.fingerprints,
             "seconds": round(self._elapsed(), 3),

@@ -78,6 +78,8 @@ class ClientModule(Phased):
     """What it can't do without: ``classes``, one a sample, or ``vector features`` ``[n, d]``."""
     client_level: ClassVar[bool] = False
     """Whether others learn of a client by its ``weights`` alone, as `DPAverage` needs it; each class says so itself."""
+    example_level: ClassVar[bool] = False
+    """Whether others learn of its samples by gradients of one sample each alone; each class says so itself."""
     caches: ClassVar[frozenset[str]] = frozenset()
     """Plain attributes, such as ``gains`` or ``net.mask``, that each round makes anew from the client's state, payload
     and data. Another one that changes ends the run, as it would be taken from client to client."""
@@ -115,8 +117,7 @@ class ClientModule(Phased):
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.optimizer_lifetime, self.buffers_policy = optimizer_lifetime, buffers
         self.phase = Phase()
-        self.requested: frozenset[str] = frozenset()
-        self.withheld: frozenset[str] = frozenset()
+        self.requested = self.withheld = frozenset[str]()
         self._logged: dict[str, Tensor] | None = None
         self.client_id = self.round = self.steps_done = 0
         self.num_rounds, self.learning_rate = 1, 0.0

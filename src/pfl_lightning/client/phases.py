@@ -39,6 +39,8 @@ class Phase:
             them; on the client module's device. ``data.last_batch`` is of the client's own: of these none is left out.
         batch_size: samples a batch; None takes the data module's.
         scheduled: whether the schedule of the learning rate holds; if not, it is the configured one in each round.
+        stays: whether nothing that it trains reaches others, be it through what other phases make of it:
+            ``trainer.example_privacy`` then leaves it as it is.
     """
 
     name: str = "train"
@@ -48,3 +50,4 @@ class Phase:
     data: Samples | None = None
     batch_size: int | None = None
     scheduled: bool = True
+    stays: bool = False

@@ -6,6 +6,7 @@ from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.client import ClientModule
 from pfl_lightning.contract.aggregator_memory import parts_of
 from pfl_lightning.privacy import DPAverage
+from pfl_lightning.selection import Selection
 
 BOUNDED = frozenset({"weights", "num_samples"})
 """Entries of updates that `DPAverage` bounds, or doesn't let clients send."""
@@ -47,6 +48,51 @@ def check_guarantee(client: ClientModule, aggregator: Aggregator, min_clients: i
         raise MisconfigurationException(
             f"model={type(client).__name__} {reason}; leave aggregator={name} out, or take a model that it fits, such "
             "as FedAvg, FedPer or Ditto."
+        )
+
+
+def check_example_level(client: ClientModule, aggregator: Aggregator, cohort: Selection) -> None:
+    """Refuses what would break ``trainer.example_privacy``: whatever tells of samples but by private steps.
+
+    Args:
+        client: the client module.
+        aggregator: the server side.
+        cohort: ``trainer.cohort``.
+
+    Raises:
+        MisconfigurationException: if something would.
+    """
+    setting = "trainer.example_privacy"
+    parts = list(parts_of(aggregator))
+    if any(part.guarantee or isinstance(part, DPAverage) for part in parts):
+        raise MisconfigurationException(
+            f"{setting} and aggregator={aggregator.name} guarantee privacy of different units, samples and clients, "
+            "and there is no one epsilon for both; take one of them."
+        )
+    name = type(client).__name__
+    if not client.sends:
+        raise MisconfigurationException(
+            f"model={name} sends nothing, so there is nothing to protect; leave {setting} out."
+        )
+    needed = aggregator.needs - BOUNDED
+    if further := sorted((client.sends - BOUNDED) | needed):
+        raise MisconfigurationException(
+            f"{setting} adds noise to training alone, and {' and '.join(further)}, which model={name} sends to "
+            f"aggregator={aggregator.name}, tells of samples as they are; take a method that sends weights, such as "
+            "FedAvg, FedPer or Ditto."
+        )
+    if cohort.asks:
+        raise MisconfigurationException(
+            f"trainer.cohort={type(cohort).__name__} chooses clients by what their training tells without noise, and "
+            f"{setting} would not cover it; take Uniform, Poisson or Availability."
+        )
+    # never inherited: a subclass may see samples otherwise, or several in one loss
+    own = "example_level" in vars(type(client)) and client.example_level
+    others = [type(part).__name__ for part in parts if not part.example_level]
+    for kind in ([] if own else [name]) + others:
+        raise MisconfigurationException(
+            f"{setting}: {kind} doesn't say of itself, by example_level = True in its class, that it learns of samples "
+            "by private steps alone; take a method that does, such as FedAvg, FedPer or Ditto."
         )
 
 

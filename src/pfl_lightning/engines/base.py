@@ -14,6 +14,8 @@ from pfl_lightning.client import ClientModule, Phase
 from pfl_lightning.data import ClientData, LastBatch, Samples, Split
 from pfl_lightning.engines.evaluation import evaluate, metrics_of
 from pfl_lightning.messages import Message, StateDict
+from pfl_lightning.privacy.accountant import Release
+from pfl_lightning.privacy.dp_sgd import DPSGD
 
 
 class Extent(NamedTuple):
@@ -43,6 +45,7 @@ class LocalWork:
         last_batch: what becomes of an epoch's last, smaller batch.
         clip: largest norm or value of gradients; None doesn't clip.
         clip_algorithm: whether ``clip`` bounds the ``norm`` of all gradients together or each ``value``.
+        example_privacy: makes training differentially private in each sample; None trains as ever.
     """
 
     epochs: int = 1
@@ -51,6 +54,7 @@ class LocalWork:
     last_batch: LastBatch = "keep"
     clip: float | None = None
     clip_algorithm: Literal["norm", "value"] = "norm"
+    example_privacy: DPSGD | None = None
 
     def extent(self, phase: Phase) -> Extent:
         """How far a phase goes: what it says itself, and these settings where it says nothing."""
@@ -119,6 +123,7 @@ class Outcome:
         after: metrics after training, as `Engine.evaluate` names them.
         seconds: time that it took.
         refused: why nothing of it can be used, where that is so.
+        releases: the steps that its training has spent, where it is differentially private in each sample.
     """
 
     client: int
@@ -129,6 +134,7 @@ class Outcome:
     after: dict[str, dict[str, float]]
     seconds: float
     refused: str = ""
+    releases: tuple[Release, ...] = ()
 
 
 class Engine(ABC):

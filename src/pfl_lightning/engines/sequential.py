@@ -5,6 +5,7 @@ import operator
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import chain, islice, repeat
 from typing import Any, TypeAlias, cast
 
@@ -17,12 +18,15 @@ from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import ClientData, Samples, epoch_order
 from pfl_lightning.data.trees import rows_in
 from pfl_lightning.engines.base import ClientState, Engine, Job, Outcome
+from pfl_lightning.engines.examples import Draws, ExampleGradients, computable, releases_of, set_gradients
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.leaks import Leaks
 from pfl_lightning.engines.local_optimizer import local_optimizer
+from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import adjusted_gradients, step_values
 from pfl_lightning.engines.threads import is_for_one_thread, one_thread
 from pfl_lightning.messages import detached, is_finite
+from pfl_lightning.privacy.dp_sgd import DPSGD
 
 Step: TypeAlias = tuple[int, dict[str, Tensor]]
 
@@ -66,7 +70,7 @@ class Sequential(Engine):
         self.set_mode(training=True)
         generator = torch.Generator().manual_seed(job.seed)
         for phase in phases:
-            self._train_phase(phase, job, layout, data.train, generator, ClientState())
+            self._train_phase(phase, job, layout, data.train, generator, ClientState(), None)
         self.set_mode(training=False)
 
     def train(self, job: Job, layout: Layout) -> Outcome:
@@ -85,9 +89,12 @@ class Sequential(Engine):
         state = ClientState()
         steps: list[Step] = []
         with self.leaks.of("training_step"):
-            for phase in module.local_phases():
-                steps += self._train_phase(phase, job, layout, data.train, generator, state)
-        return self.outcome(job, layout, data, state, means(steps), start)
+            phases = module.local_phases()
+            for phase in phases:
+                privacy = None if phase.stays else self.work.example_privacy
+                steps += self._train_phase(phase, job, layout, data.train, generator, state, privacy)
+        spent = releases_of(self.work, phases, len(data.train))
+        return replace(self.outcome(job, layout, data, state, means(steps), start), releases=tuple(spent))
 
     def outcome(
         self, job: Job, layout: Layout, data: ClientData, state: ClientState, metrics: dict[str, float], start: float
@@ -126,6 +133,7 @@ class Sequential(Engine):
         part: Samples,
         generator: torch.Generator,
         state: ClientState,
+        privacy: DPSGD | None,
     ) -> list[Step]:
         """Runs a phase; returns what its steps returned, each with its number of samples."""
         module = self.module
@@ -140,12 +148,15 @@ class Sequential(Engine):
         steps = []
         if phase.data is not None:
             part = phase.data
-        for index, (x, y) in enumerate(self._batches(part, phase, layout.smallest_batch, generator)):
-            with self.forward_context():
-                values = step_values(module, (x, y), index)
-            optimizer.zero_grad()
-            self._step(values["loss"], optimizer, scaler, parameters)
-            steps.append((rows_in(y), {name: value.detach() for name, value in values.items()}))
+        if privacy is not None:
+            steps = self._private_steps(privacy, part, phase, parameters, optimizer, generator)
+        else:
+            for index, (x, y) in enumerate(self._batches(part, phase, layout.smallest_batch, generator)):
+                with self.forward_context():
+                    values = step_values(module, (x, y), index)
+                optimizer.zero_grad()
+                self._step(values["loss"], optimizer, scaler, parameters)
+                steps.append((rows_in(y), {name: value.detach() for name, value in values.items()}))
         # grad=None and not zeros: momentum would go on moving a parameter whose next phase freezes it
         optimizer.zero_grad()
         for parameter in frozen:
@@ -155,6 +166,38 @@ class Sequential(Engine):
         if scaler is not None:
             state.scaler = scaler.state_dict()
         module.steps_done += len(steps)
+        return steps
+
+    def _private_steps(
+        self,
+        privacy: DPSGD,
+        part: Samples,
+        phase: Phase,
+        parameters: dict[str, nn.Parameter],
+        optimizer: Optimizer,
+        generator: torch.Generator,
+    ) -> list[Step]:
+        """Steps by bounded gradients of single samples and noise; a batch of nobody returns nothing."""
+        slots = Slots(self.module)
+        draws = Draws.of(self.work, phase, len(part))
+        gradients = ExampleGradients(self.module, slots, list(parameters), privacy.clip, privacy.samples_at_once)
+        sizes = [parameter.numel() for parameter in parameters.values()]
+        steps: list[Step] = []
+        for index in range(draws.steps):
+            rows = privacy.drawn(len(part), draws.rate, generator)
+            noise = privacy.noise(sizes, generator)
+            sums: dict[str, Tensor] = {}
+            totals: dict[str, Tensor] = {}
+            if count := len(rows):
+                chosen = part.take(rows)
+                with self.forward_context(), computable(self.module):
+                    taken = torch.ones(count, device=self.device)
+                    sums, totals = gradients.sums(slots.current(), (chosen.x, chosen.y), taken, index)
+            steps.append((count, {name: total / count for name, total in totals.items()}))
+            set_gradients(parameters, sums, noise, draws.expected)
+            if self._adjusts:
+                self._adjust(parameters)
+            optimizer.step()
         return steps
 
     def _batches(self, part: Samples, phase: Phase, smallest: int, generator: torch.Generator) -> Iterator[Batch]:

@@ -17,7 +17,7 @@ from pfl_lightning.client.hooks import check_hooks
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.optimizers import check_schedule
 from pfl_lightning.contract.aggregator_memory import Remembered
-from pfl_lightning.contract.guarantee import check_guarantee
+from pfl_lightning.contract.guarantee import check_example_level, check_guarantee
 from pfl_lightning.contract.messages import check_payload
 from pfl_lightning.contract.pairing import check_common, check_finite, check_pair, check_tied
 from pfl_lightning.contract.task import check_requirements, check_task
@@ -31,6 +31,7 @@ from pfl_lightning.federation.participation import Participation, check_tells
 from pfl_lightning.federation.resuming import Settings, check_rounds, check_settings, rounds_of, settings_of
 from pfl_lightning.messages import Message, StateDict, detached
 from pfl_lightning.methods.registry import method_of
+from pfl_lightning.privacy import Release
 from pfl_lightning.runs.client_states import DiskStates
 from pfl_lightning.runs.folder import run_folder
 from pfl_lightning.seeds import derive_seed
@@ -73,8 +74,11 @@ class FederationBase(LightningModule):
         self.participation = Participation(options.cohort, self.evaluations.measure, self.job)
         self.settings: Settings = {}
         self.resume_changed = self.changed = False
+        self.spent: dict[int, list[Release]] = {}
         check_finite(client, self.aggregator)
         check_guarantee(client, self.aggregator, options.min_clients)
+        if options.example_privacy is not None:
+            check_example_level(client, self.aggregator, options.cohort)
         check_pair(client, self.aggregator)
         check_requirements(client, self.aggregator)
         check_tells(client, options.cohort)
@@ -242,6 +246,7 @@ class FederationBase(LightningModule):
             # the first module's are in the global model
             "common": {k: detached(common_parameters(m)) for k, m in enumerate(self._architectures) if k},
             "aggregator": self.aggregator.state,
+            "spent": {client: list(map(list, releases)) for client, releases in sorted(self.spent.items())},
             "cohort": self.options.cohort.state,
             "clients": {client: vars(state) for client, state in sorted(self.clients.items())},
             "after": dict(sorted(self.evaluations.after.items())),
@@ -261,6 +266,7 @@ class FederationBase(LightningModule):
         self.round, self.lr_factor = state["round"], state["lr_factor"]
         self.seed, self.initial, self.start = state["seed"], state["initial"], state["start"]
         self.aggregator.state = state["aggregator"]
+        self.spent = {k: [Release(*each) for each in releases] for k, releases in state.get("spent", {}).items()}
         self.options.cohort.setup(sizes)
         # another choice than the run had, or an earlier version's, begins without what it would remember
         self.options.cohort.state |= state.get("cohort", {})

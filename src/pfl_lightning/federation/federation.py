@@ -18,6 +18,7 @@ from pfl_lightning.federation.evaluation import undisturbed
 from pfl_lightning.federation.metrics import new_row, training_metrics
 from pfl_lightning.federation.outcomes import enough, finite, unrefused
 from pfl_lightning.messages import StateDict, keep_own, num_bytes
+from pfl_lightning.privacy.dp_sgd import composed
 
 
 class Federation(FederationBase):
@@ -57,6 +58,9 @@ class Federation(FederationBase):
                     for ended in listeners:
                         ended(self.trainer, self, outcome.client, outcome)
         self.metrics["time/train"] = time.perf_counter() - start + choosing
+        for client, outcome in sorted(outcomes.items()):
+            if outcome.releases:
+                self.spent[client] = composed(self.spent.get(client, []), outcome.releases)
         taken = self._taken(outcomes, len(cohort))
         self.evaluations.keep_initial(clients, taken)
         self._aggregate(taken)
@@ -132,8 +136,24 @@ class Federation(FederationBase):
         self.metrics["bytes/up"] += self.participation.told
         self.metrics["time/aggregate"] = time.perf_counter() - start
         self.metrics |= {f"server/{name}": value for name, value in logs.items()}
-        self.metrics |= {f"privacy/{name}": value for name, value in self.aggregator.privacy().items()}
+        self.metrics |= {f"privacy/{name}": value for name, value in self.privacy().items()}
         self.call("on_aggregate_end", logs)
+
+    def privacy(self, final: bool = False) -> dict[str, Any]:
+        """What is guaranteed of the rounds so far, by the aggregator or by clients' training; empty if nothing is.
+
+        Args:
+            final: whether to add the tighter bound too, where that takes longer.
+        """
+        if (private := self.options.example_privacy) is not None:
+            return private.statement(self.spent, self.sizes(self.spent, "train"))
+        return self.aggregator.privacy(final)
+
+    def privacy_of(self, client: int) -> dict[str, float]:
+        """The ``epsilon`` of a client's samples, where its training is private."""
+        if (private := self.options.example_privacy) is None:
+            return {}
+        return {"epsilon": private.epsilon(self.spent.get(client, []), self.data.size(client, "train"))}
 
     # Evaluation
 

@@ -14,6 +14,7 @@ from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ENGINES, Engine, EngineMaker, LocalWork, Sharded, Vectorised
 from pfl_lightning.engines.evaluation import measured_names, metrics_of
 from pfl_lightning.nets.batch_norm import smallest_batch
+from pfl_lightning.privacy import DPSGD
 from pfl_lightning.selection import Sampling, Selection, Uniform
 from pfl_lightning.tasks import Monitor
 
@@ -47,6 +48,7 @@ class FederationOptions:
     monitor: str | None = None
     min_clients: int = 1
     cohort: Selection = field(default_factory=Uniform)
+    example_privacy: DPSGD | None = None
 
     def __post_init__(self) -> None:
         per_round = self.clients_per_round
@@ -82,12 +84,31 @@ class FederationOptions:
                 f"trainer.compile=true compiles steps of many clients, and trainer.engine={self.engine!r} makes those "
                 "of one; take engine='vectorised' or 'auto'."
             )
+        if self.example_privacy is not None:
+            self._check_private()
         check_choices(
             "trainer",
             evaluate=(self.evaluate, ("before", "after", "both")),
             gradient_clip_algorithm=(self.clip_algorithm, ("norm", "value")),
             client_states=(self.client_states, ("memory", "disk")),
         )
+
+    def _check_private(self) -> None:
+        if self.clip:
+            raise MisconfigurationException(
+                f"trainer.gradient_clip_val={self.clip} clips what trainer.example_privacy has bounded already; leave "
+                "it out, and set example_privacy.clip."
+            )
+        if self.compile:
+            raise MisconfigurationException(
+                "trainer.compile=true compiles steps of whole batches, and trainer.example_privacy takes them by "
+                "samples; leave it out."
+            )
+        if not isinstance(self.engine, (str, type)):
+            raise MisconfigurationException(
+                "trainer.example_privacy draws its noise from the run's seed, which everybody in a deployment knows; "
+                "leave it out."
+            )
 
     def monitored(self, client: ClientModule) -> Monitor:
         """The metric that selects rounds: the task's, or the one that is named here.
@@ -140,7 +161,8 @@ class FederationOptions:
         epochs = 1 if self.local_epochs is None else self.local_epochs
         # in Lightning a bound of 0 is none
         clip = self.clip or None
-        return LocalWork(epochs, self.local_steps, data.batch_size, data.last_batch, clip, self.clip_algorithm)
+        size, last = data.batch_size, data.last_batch
+        return LocalWork(epochs, self.local_steps, size, last, clip, self.clip_algorithm, self.example_privacy)
 
     def engines(self, modules: Sequence[ClientModule], data: FederatedDataModule, trainer: Trainer) -> list[Engine]:
         """The engine of each client module; with several ranks each runs its share of the clients.
@@ -151,6 +173,11 @@ class FederationOptions:
             trainer: has the precision and the ranks.
         """
         work, precision, engine = self.work(data), trainer.precision_plugin, self.engine_class
+        if self.example_privacy is not None and getattr(precision, "scaler", None) is not None:
+            raise MisconfigurationException(
+                "trainer.precision=16-mixed scales losses of whole batches, and trainer.example_privacy takes them by "
+                "samples; take bf16-mixed or 32-true."
+            )
         engines = (
             [engine(module, work, precision, self.workers, self.compile) for module in modules]
             if isinstance(engine, type)
@@ -204,6 +231,13 @@ class FederationOptions:
             raise MisconfigurationException(
                 f"trainer.min_clients={self.min_clients} is more than the {self.cohort_size(data.num_clients)} clients "
                 "that take part in a round; take at most that many."
+            )
+        if self.example_privacy is not None:
+            self.example_privacy.check(data.size(k, "train") for k in range(data.num_clients))
+        if self.example_privacy is not None and smallest_batch(client) > 1:
+            raise MisconfigurationException(
+                f"trainer.example_privacy bounds what each sample does, and model.net={type(client.net).__name__} has "
+                "BatchNorm, where samples meet; take a net with GroupNorm, or with none."
             )
         if data.batch_size < smallest_batch(client):
             raise MisconfigurationException(

@@ -76,6 +76,7 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int) ->
         "local_epochs": None if options.local_steps is not None else options.local_epochs or 1,
         "local_steps": options.local_steps,
         "min_clients": options.min_clients,
+        "example_privacy": options.example_privacy,
         "evaluate": options.evaluate,
         "test_every_round": options.test_every_round,
         **clip,

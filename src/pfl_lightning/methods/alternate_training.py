@@ -24,6 +24,7 @@ class AlternateTraining(FedAvg):
     """
 
     client_level = True
+    example_level = True
 
     def __init__(self, head_epochs: int | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)

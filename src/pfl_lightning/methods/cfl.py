@@ -43,6 +43,7 @@ class CFL(Aggregator):
         MisconfigurationException: if a value is negative, or clients share no parameters.
     """
 
+    example_level = True
     needs = frozenset({"weights", "num_samples"})
     sends = frozenset({"weights"})
     meets_newcomers = True

@@ -42,6 +42,7 @@ class Ditto(PersonalNet, FedAvg):
     """
 
     client_level = True
+    example_level = True
 
     personal: Net
 
@@ -62,7 +63,7 @@ class Ditto(PersonalNet, FedAvg):
     def local_phases(self) -> list[Phase]:
         """The personal model's phase, in which the net still is the received one, then the global model's."""
         return [
-            Phase("personal", lambda name: name.startswith("personal."), self.personal_epochs),
+            Phase("personal", lambda name: name.startswith("personal."), self.personal_epochs, stays=True),
             Phase("global", lambda name: name.startswith("net.")),
         ]
 

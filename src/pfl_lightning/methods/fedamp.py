@@ -40,6 +40,8 @@ class CloudProx(FedProx):
         MisconfigurationException: if ``mu`` is negative.
     """
 
+    example_level = True
+
     def __init__(self, mode: Literal["paper", "pfllib"] = "paper", mu: float = 0.1, **kwargs: Any) -> None:
         super().__init__(mu=mu, **kwargs)
         if mode == "pfllib":
@@ -90,6 +92,7 @@ class FedAMP(ModelPool):
         MisconfigurationException: if a value is out of its range.
     """
 
+    example_level = True
     sends = frozenset({"weights"})
     meets_newcomers = True
 

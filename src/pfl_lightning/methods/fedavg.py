@@ -12,6 +12,7 @@ class FedAvg(ClientModule):
     """
 
     client_level = True
+    example_level = True
 
     def configure_aggregator(self) -> Aggregator:
         """The mean of the clients' models, weighted by their training samples."""

@@ -72,6 +72,8 @@ class FedAWA(WeightedAverage):
             settings, or clients share no parameters.
     """
 
+    example_level = True
+
     def __init__(
         self,
         preset: Literal["paper", "official"] = "paper",

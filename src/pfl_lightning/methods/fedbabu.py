@@ -25,6 +25,7 @@ class FedBABU(FedPer):
     """
 
     client_level = True
+    example_level = True
 
     def __init__(self, finetune_epochs: int = 5, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -19,6 +19,7 @@ class FedBN(FedAvg):
     """
 
     client_level = True
+    example_level = True
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

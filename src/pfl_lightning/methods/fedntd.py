@@ -52,6 +52,7 @@ class FedNTD(FedAvg):
     """
 
     client_level = True
+    example_level = True
 
     requires = frozenset({"classes"})
 

@@ -78,6 +78,7 @@ class FedAvgM(ServerSteps):
         MisconfigurationException: if an argument is out of its range.
     """
 
+    example_level = True
     sums_only = True
 
     def __init__(
@@ -121,6 +122,7 @@ class FedAdagrad(ServerSteps):
         MisconfigurationException: if an argument is out of its range.
     """
 
+    example_level = True
     sums_only = True
 
     def __init__(
@@ -172,6 +174,7 @@ class FedAdam(FedAdagrad):
         MisconfigurationException: if an argument is out of its range.
     """
 
+    example_level = True
     sums_only = True
 
     def __init__(self, beta1: float = 0.9, beta2: float = 0.99, **kwargs: Any) -> None:
@@ -193,6 +196,7 @@ class FedYogi(FedAdam):
     Source: Reddi et al., 2021, Algorithm 2 (https://arxiv.org/abs/2003.00295). Takes the arguments of `FedAdam`.
     """
 
+    example_level = True
     sums_only = True
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:

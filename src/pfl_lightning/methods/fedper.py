@@ -13,6 +13,7 @@ class FedPer(FedAvg):
     """
 
     client_level = True
+    example_level = True
 
     def is_shared(self, name: str) -> bool:
         """Everything but the classifier."""

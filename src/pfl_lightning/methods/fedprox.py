@@ -27,6 +27,7 @@ class FedProx(FedAvg):
     """
 
     client_level = True
+    example_level = True
 
     def __init__(self, mu: float = 0.001, **kwargs: Any) -> None:
         super().__init__(**kwargs)

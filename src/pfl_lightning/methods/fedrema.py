@@ -72,6 +72,8 @@ class FedReMa(WeightedAverage):
         MisconfigurationException: if a number is out of its range, or clients keep their classifier to themselves.
     """
 
+    example_level = True
+
     requires = frozenset({"classes"})
 
     def __init__(

@@ -29,6 +29,7 @@ class FedRep(AlternateTraining, FedPer):
     """
 
     client_level = True
+    example_level = True
 
     def __init__(self, head_epochs: int | None = 10, **kwargs: Any) -> None:
         super().__init__(head_epochs=head_epochs, **kwargs)

@@ -23,6 +23,7 @@ class GrowingEpochs(FedAvg):
     """
 
     client_level = True
+    example_level = True
 
     def __init__(self, max_epochs: int | None = 20, **kwargs: Any) -> None:
         super().__init__(**kwargs)

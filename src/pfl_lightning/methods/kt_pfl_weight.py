@@ -24,6 +24,7 @@ class KTpFLWeight(KnowledgeCoefficients, WeightedAverage):
         MisconfigurationException: if a number is negative; at setup, if clients share no parameters.
     """
 
+    example_level = True
     needs = sends = frozenset({"weights"})
 
     def setup(self, server: Server) -> None:

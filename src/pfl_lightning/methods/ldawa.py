@@ -37,6 +37,8 @@ class LDAWA(WeightedAverage):
         MisconfigurationException: if ``warmup`` is negative.
     """
 
+    example_level = True
+
     def __init__(self, warmup: int = 3, tensors: Literal["parameters", "all"] = "parameters") -> None:
         super().__init__()
         if warmup < 0:

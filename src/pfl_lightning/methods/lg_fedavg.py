@@ -17,6 +17,7 @@ class LGFedAvg(FedAvg):
     """
 
     client_level = True
+    example_level = True
 
     def is_shared(self, name: str) -> bool:
         """The classifier alone."""

@@ -58,6 +58,7 @@ class MOON(FedAvg):
     """
 
     client_level = True
+    example_level = True
 
     requires = frozenset({"vector features"})
 

@@ -1,6 +1,7 @@
-"""Differential privacy of clients: an aggregator that clips and adds noise, and an accountant."""
+"""Differential privacy: of clients by an aggregator, of samples by their training; and an accountant."""
 
 from pfl_lightning.privacy.accountant import Release, epsilon, noise_for, tight_epsilon
 from pfl_lightning.privacy.dp_average import DPAverage
+from pfl_lightning.privacy.dp_sgd import DPSGD
 
-__all__ = ["DPAverage", "Release", "epsilon", "noise_for", "tight_epsilon"]
+__all__ = ["DPSGD", "DPAverage", "Release", "epsilon", "noise_for", "tight_epsilon"]

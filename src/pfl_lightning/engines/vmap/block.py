@@ -56,7 +56,8 @@ class Block:
         samples: training samples of all of them, one client after another.
         phases: their local phases.
         seconds: time that each client's training took, on average.
-        steps: of each step so far, its rows, its samples per row, and what ``training_step`` returned.
+        steps: of each step so far, its rows, its samples per row (of each, or the same of all), and what
+            ``training_step`` returned.
     """
 
     members: list[Member]
@@ -65,7 +66,7 @@ class Block:
     samples: Batch
     phases: list[Phase]
     seconds: float = 0.0
-    steps: list[tuple[Rows, int, dict[str, Tensor]]] = field(default_factory=list)
+    steps: list[tuple[Rows, int | NDArray[np.int64], dict[str, Tensor]]] = field(default_factory=list)
 
     @classmethod
     def of_members(cls, members: list[Member], entries: StateDict, phases: list[Phase]) -> "Block":
@@ -107,7 +108,7 @@ class Block:
         for name in dict.fromkeys(name for *_, values in self.steps for name in values):
             found = [(at, size, values[name]) for at, size, values in self.steps if name in values]
             where = np.concatenate([rows[at if isinstance(at, slice) else at.cpu().numpy()] for at, *_ in found])
-            sizes = np.concatenate([np.full(len(values), size) for _, size, values in found])
+            sizes = np.concatenate([np.broadcast_to(size, len(values)) for _, size, values in found])
             scalars = torch.cat([values for *_, values in found]).double().cpu().numpy()
             sums = np.bincount(where, sizes * scalars, len(rows)), np.bincount(where, sizes, len(rows))
             for row in np.flatnonzero(sums[1]).tolist():

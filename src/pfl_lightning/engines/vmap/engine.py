@@ -16,11 +16,11 @@ from pfl_lightning.data.trees import Tree
 from pfl_lightning.engines.base import Engine, Evaluated, Job, Outcome
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.sequential import Sequential
+from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.vmap.block import Block
 from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, refuse_gradients_of_one
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
 from pfl_lightning.engines.vmap.hand_over import HandOver
-from pfl_lightning.engines.vmap.slots import Slots
 from pfl_lightning.engines.vmap.training import BlockTrainer
 from pfl_lightning.messages import num_bytes
 

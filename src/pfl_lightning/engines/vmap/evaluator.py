@@ -13,9 +13,9 @@ from pfl_lightning.data import Samples, gather
 from pfl_lightning.data.trees import Tree, padded, split
 from pfl_lightning.engines.evaluation import evaluate_padded, rows_at_once
 from pfl_lightning.engines.sequential import Sequential
+from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.vmap.block import Member
 from pfl_lightning.engines.vmap.checks import SharedAttributes
-from pfl_lightning.engines.vmap.slots import Slots
 from pfl_lightning.messages import StateDict
 
 CLIENTS = 8

@@ -13,13 +13,14 @@ from pfl_lightning.client.hooks import overrides
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.engines.base import ClientState, Job, Outcome
+from pfl_lightning.engines.examples import releases_of
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.sequential import Sequential
+from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.vmap.block import Block, Member
 from pfl_lightning.engines.vmap.checks import BlockSignature, SharedAttributes, Unvectorisable
 from pfl_lightning.engines.vmap.dropout import Stream
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
-from pfl_lightning.engines.vmap.slots import Slots
 from pfl_lightning.messages import Message, Row, Stack, StateDict, detached, is_finite
 
 
@@ -179,6 +180,7 @@ class HandOver:
                 finite=finite[row] and is_finite(others) and all(map(math.isfinite, metrics.values())),
                 after=self._evaluate_alone(row, block, slots) if after is None else after[row],
                 seconds=seconds,
+                releases=tuple(releases_of(self.sequential.work, block.phases, block.sizes[row])),
             )
 
     def _upload_at_once(self, names: list[str], block: Block) -> list[Message]:

@@ -1,10 +1,13 @@
 """Training of a block: all of its clients make each step together."""
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import cast
 
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.optim import Optimizer
@@ -15,13 +18,14 @@ from pfl_lightning.data import epoch_order
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.local_optimizer import local_optimizer
 from pfl_lightning.engines.sequential import Sequential
+from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import adjusted_gradients
 from pfl_lightning.engines.vmap.block import Block, Plan, batches_of
 from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, reason_of
 from pfl_lightning.engines.vmap.compiled import Compiled
 from pfl_lightning.engines.vmap.gradients import Differentiator
 from pfl_lightning.engines.vmap.optimizers import ELEMENTWISE, StackOptimizers
-from pfl_lightning.engines.vmap.slots import Slots
+from pfl_lightning.engines.vmap.private import PoissonPlan, PrivateDifferentiator
 from pfl_lightning.messages import StateDict
 
 
@@ -66,18 +70,34 @@ class BlockTrainer:
         self.module.phase = phase
         trained = layout.trained(phase)
         optimizers = self._optimizers(phase, block, list(trained.values()), slots)
+        counts, steps = self._steps(phase, block, layout, trained, slots)
+        for index, gradients_of in enumerate(steps):
+            self._narrow(optimizers, int((counts > index).sum()), phase, block)
+            gradients = self._adjusted(gradients_of(), block, slots)
+            self._clip(gradients)
+            optimizers.step(gradients)
+        self._narrow(optimizers, 0, phase, block)
+        for member, count in zip(block.members, counts.tolist(), strict=True):
+            member.steps += count
+
+    def _steps(
+        self, phase: Phase, block: Block, layout: Layout, trained: dict[str, nn.Parameter], slots: Slots
+    ) -> tuple[NDArray[np.int64], Iterator[Callable[[], StateDict]]]:
+        """How many steps each client makes, and what gives the gradients of each, a row for each client."""
+        device, privacy = self.module.device, None if phase.stays else self.work.example_privacy
+        if privacy is not None:
+            poisson = PoissonPlan(privacy, self.work, phase, block, trained)
+            private = PrivateDifferentiator(self.sequential, privacy, slots, block, trained)
+            return poisson.counts, (
+                partial(private.gradients, step, index) for index, step in enumerate(poisson.steps(device))
+            )
         plan = self._plan(phase, block, layout.smallest_batch)
         differentiator = Differentiator(
             self.module, self.sequential.precision, self.compiled, slots, block, list(trained), plan.size
         )
-        for index, step in enumerate(plan.steps(self.module.device)):
-            self._narrow(optimizers, int((plan.counts > index).sum()), phase, block)
-            gradients = self._adjusted(differentiator.gradients(step, index), block, slots)
-            self._clip(gradients)
-            optimizers.step(gradients)
-        self._narrow(optimizers, 0, phase, block)
-        for member, count in zip(block.members, plan.counts.tolist(), strict=True):
-            member.steps += count
+        return plan.counts, (
+            partial(differentiator.gradients, step, index) for index, step in enumerate(plan.steps(device))
+        )
 
     def _optimizers(self, phase: Phase, block: Block, parameters: list[nn.Parameter], slots: Slots) -> StackOptimizers:
         """The optimizers of the stack, made from each client's own."""

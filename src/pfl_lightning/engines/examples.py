@@ -1,0 +1,170 @@
+"""Gradients of single samples, bounded and added up: what one step of differentially private training is made of."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.func import grad, vmap
+
+from pfl_lightning.client.module import Batch, ClientModule
+from pfl_lightning.client.phases import Phase
+from pfl_lightning.data.trees import split
+from pfl_lightning.engines.base import LocalWork
+from pfl_lightning.engines.slots import Slots
+from pfl_lightning.engines.steps import step_values
+from pfl_lightning.messages import StateDict, tree_map
+from pfl_lightning.privacy.accountant import Release
+
+Values = dict[str, Tensor]
+
+
+class Draws(NamedTuple):
+    """How a client's batches of a phase are drawn.
+
+    Args:
+        steps: how many there are.
+        rate: the probability of each sample to be in one.
+        expected: samples that one has on average, by which sums are divided.
+    """
+
+    steps: int
+    rate: float
+    expected: float
+
+    @classmethod
+    def of(cls, work: LocalWork, phase: Phase, samples: int) -> "Draws":
+        """The draws of a client in a phase: as many as it would have batches.
+
+        Args:
+            work: how much each client trains.
+            phase: the phase.
+            samples: how many the client has.
+        """
+        size, _, epochs, steps = work.extent(phase)
+        if not samples:
+            return cls(0, 1.0, 1.0)
+        count = steps if steps is not None else (epochs or 0) * math.ceil(samples / size)
+        rate = min(1.0, size / samples)
+        return cls(count, rate, rate * samples)
+
+
+def releases_of(work: LocalWork, phases: Sequence[Phase], samples: int) -> list[Release]:
+    """What a client's training of a round spends: the steps of each phase that doesn't stay with it.
+
+    Args:
+        work: how much each client trains.
+        phases: of its training.
+        samples: how many it has.
+    """
+    if work.example_privacy is None:
+        return []
+    z = work.example_privacy.noise_multiplier
+    draws = [Draws.of(work, phase, samples) for phase in phases if not phase.stays]
+    return [Release(z, drawn.rate, drawn.steps) for drawn in draws if drawn.steps]
+
+
+class ExampleGradients:
+    """Sums of the bounded gradients of single samples of one client.
+
+    Args:
+        module: the client module.
+        slots: the module's.
+        trained: names of the entries that gradients are taken to.
+        clip: the largest norm of a sample's gradient, over all trained entries together.
+        at_once: samples whose gradients are held at a time; None holds all.
+    """
+
+    def __init__(
+        self, module: ClientModule, slots: Slots, trained: list[str], clip: float, at_once: int | None
+    ) -> None:
+        self.module = module
+        self.slots = slots
+        self.trained = trained
+        self.clip = clip
+        self.at_once = at_once
+
+    def sums(self, entries: StateDict, batch: Batch, taken: Tensor, index: int) -> tuple[StateDict, Values]:
+        """Sums over a batch, of the bounded gradients and of what ``training_step`` returns.
+
+        Args:
+            entries: the client's parameters and buffers by name.
+            batch: inputs and targets of m samples, at least one.
+            taken: 1 for the samples that count, 0 for the others ``[m]``.
+            index: the batch's number.
+        """
+        leaves = {name: entries[name] for name in self.trained}
+        others = {name: entry for name, entry in entries.items() if name not in leaves}
+
+        def loss(leaves: StateDict, sample: Batch) -> tuple[Tensor, Values]:
+            one = tree_map(lambda t: t.unsqueeze(0), sample)
+            values = self.slots.call(step_values, {**others, **leaves}, self.module, one, index)
+            return values["loss"], {name: value.detach() for name, value in values.items()}
+
+        gradients_of = vmap(grad(loss, has_aux=True), in_dims=(None, 0), randomness="different")
+        sums: StateDict = {}
+        totals: Values = {}
+        for *part, own in split((*batch, taken), self.at_once or len(taken)):
+            gradients, values = gradients_of(leaves, tuple(part))
+            sums = added(sums, self._bounded(gradients, own))
+            totals = added(totals, {name: (value * own).sum() for name, value in values.items()})
+        return sums, totals
+
+    def _bounded(self, gradients: StateDict, taken: Tensor) -> StateDict:
+        """The sum over samples of gradients whose norm is at most the bound; of one that isn't finite nothing."""
+        squares = [gradient.flatten(1).square().sum(1) for gradient in gradients.values()]
+        norms = torch.stack(squares).sum(0).sqrt()
+        finite = norms.isfinite()
+        factors = torch.where(finite, taken * (self.clip / norms).clamp(max=1), 0)
+        return {name: torch.tensordot(factors, whole(gradient, finite), 1) for name, gradient in gradients.items()}
+
+
+def added(one: StateDict, other: StateDict) -> StateDict:
+    """Sums by name, where one may have none yet."""
+    return {name: one[name] + tensor if name in one else tensor for name, tensor in other.items()}
+
+
+def whole(gradients: Tensor, finite: Tensor) -> Tensor:
+    """Gradients of samples ``[m, ...]``, with zeros for those that aren't finite, as zero times infinity is none."""
+    return torch.where(finite.view(-1, *[1] * (gradients.dim() - 1)), gradients, 0)
+
+
+@contextmanager
+def computable(module: ClientModule) -> Iterator[None]:
+    """Says why a step can't be made of single samples, where it can't.
+
+    Args:
+        module: the client module.
+
+    Raises:
+        MisconfigurationException: in the place of torch's error.
+    """
+    try:
+        yield
+    except (MisconfigurationException, torch.cuda.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()).split(". ")[0].rstrip(".")[:200]
+        raise MisconfigurationException(
+            f"trainer.example_privacy takes the gradient of each sample, and {type(module).__name__}'s training_step "
+            f"can't be computed so: {reason}; leave it out, or let the step be free of what samples share."
+        ) from error
+
+
+def set_gradients(parameters: dict[str, nn.Parameter], sums: StateDict, noise: list[Tensor], expected: float) -> None:
+    """Gives parameters their gradients of a step.
+
+    Args:
+        parameters: by name.
+        sums: of bounded gradients, by name; empty where no sample was drawn.
+        noise: of each parameter, in their order, flat.
+        expected: samples that a batch has on average.
+    """
+    for (name, parameter), drawn in zip(parameters.items(), noise, strict=True):
+        total = drawn.view(parameter.shape).to(parameter)
+        if name in sums:
+            total = total + sums[name].to(parameter)
+        parameter.grad = total / expected

@@ -1,0 +1,149 @@
+"""Differentially private steps of many clients: each has its own batches, bound, and noise."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import vmap
+
+from pfl_lightning.client.module import Batch
+from pfl_lightning.client.phases import Phase
+from pfl_lightning.engines.base import LocalWork
+from pfl_lightning.engines.examples import Draws, ExampleGradients, Values
+from pfl_lightning.engines.sequential import Sequential
+from pfl_lightning.engines.slots import Slots
+from pfl_lightning.engines.vmap.block import Block
+from pfl_lightning.engines.vmap.checks import Unvectorisable, reason_of
+from pfl_lightning.messages import StateDict
+from pfl_lightning.privacy.dp_sgd import DPSGD
+
+
+class PrivateStep(NamedTuple):
+    """What the first rows of a block learn from in a step.
+
+    Args:
+        samples: of each row, numbers of samples of the block ``[rows, widest]``; what is beyond a row's own repeats.
+        taken: 1 for a row's own samples, 0 for what repeats ``[rows, widest]``.
+        noise: that is added to its sums ``[rows, numbers of all trained entries]``.
+        expected: samples that it has on average ``[rows]``.
+    """
+
+    samples: Tensor
+    taken: Tensor
+    noise: Tensor
+    expected: Tensor
+
+
+class PoissonPlan:
+    """The batches and the noise of a phase, of all clients of a block, as `Sequential` draws them.
+
+    Args:
+        privacy: how training is private.
+        work: how much each client trains.
+        phase: the phase.
+        block: the clients, the largest first.
+        trained: the parameters by name.
+    """
+
+    def __init__(
+        self, privacy: DPSGD, work: LocalWork, phase: Phase, block: Block, trained: dict[str, nn.Parameter]
+    ) -> None:
+        self.privacy = privacy
+        self.block = block
+        self.sizes = [parameter.numel() for parameter in trained.values()]
+        self.draws = [Draws.of(work, phase, samples) for samples in block.sizes]
+        self.counts: NDArray[np.int64] = np.array([draws.steps for draws in self.draws], dtype=np.int64)
+
+    def steps(self, device: torch.device) -> Iterator[PrivateStep]:
+        """Step by step, what the clients learn from that make it: the first rows, as larger ones have more steps.
+
+        Args:
+            device: where the tensors shall be.
+        """
+        begins = np.cumsum(self.block.sizes) - self.block.sizes
+        for index in range(self.counts.max(initial=0)):
+            rows = int((self.counts > index).sum())
+            drawn, noise = [], []
+            for row in range(rows):
+                generator = self.block.members[row].generator
+                drawn.append(self.privacy.drawn(self.block.sizes[row], self.draws[row].rate, generator))
+                noise.append(torch.cat(self.privacy.noise(self.sizes, generator)))
+            widest = max(map(len, drawn))
+            samples = torch.zeros(rows, widest, dtype=torch.int64)
+            taken = torch.zeros(rows, widest)
+            for row, own in enumerate(drawn):
+                samples[row] = int(begins[row])
+                samples[row, : len(own)] += own
+                taken[row, : len(own)] = 1
+            expected = torch.tensor([self.draws[row].expected for row in range(rows)])
+            yield PrivateStep(*(part.to(device) for part in (samples, taken, torch.stack(noise), expected)))
+
+
+class PrivateDifferentiator:
+    """Computes a private step of many clients, in a phase of a block.
+
+    Args:
+        sequential: the engine of one client.
+        privacy: how training is private.
+        slots: the module's.
+        block: the clients; its entries are read.
+        trained: the parameters by name.
+    """
+
+    def __init__(
+        self,
+        sequential: Sequential,
+        privacy: DPSGD,
+        slots: Slots,
+        block: Block,
+        trained: dict[str, nn.Parameter],
+    ) -> None:
+        self.sequential = sequential
+        self.block = block
+        self.shapes = {name: parameter.shape for name, parameter in trained.items()}
+        module = sequential.module
+        self.examples = ExampleGradients(module, slots, list(trained), privacy.clip, privacy.samples_at_once)
+
+    def gradients(self, step: PrivateStep, index: int) -> StateDict:
+        """Gradients of the trained entries, a row for each client; what ``training_step`` returns is kept in the block.
+
+        Args:
+            step: what is learnt from.
+            index: the batch's number.
+        """
+        rows, widest = step.samples.shape
+        sums: StateDict = {}
+        if widest:
+            sums, totals = self._sums(step, index)
+            counts = step.taken.sum(1)
+            means = {name: total / counts.clamp(min=1) for name, total in totals.items()}
+            self.block.steps.append((slice(0, rows), counts.cpu().numpy().astype(np.int64), means))
+        noise = torch.split(step.noise, [shape.numel() for shape in self.shapes.values()], dim=1)
+        gradients = {}
+        for (name, shape), drawn in zip(self.shapes.items(), noise, strict=True):
+            entry = self.block.entries[name]
+            total = drawn.view(rows, *shape).to(entry)
+            if sums:
+                total = total + sums[name].to(entry)
+            gradients[name] = total / step.expected.to(entry).view(rows, *[1] * len(shape))
+        return gradients
+
+    def _sums(self, step: PrivateStep, index: int) -> tuple[StateDict, Values]:
+        """Sums of bounded gradients, and of what ``training_step`` returns, a row for each client."""
+        entries = {name: stack[: len(step.samples)].detach() for name, stack in self.block.entries.items()}
+
+        def one(entries: StateDict, batch: Batch, taken: Tensor) -> tuple[StateDict, Values]:
+            return self.examples.sums(entries, batch, taken, index)
+
+        try:
+            with self.sequential.forward_context():
+                sums: tuple[StateDict, Values] = vmap(one)(entries, self.block.batch(step.samples), step.taken)
+        except (MisconfigurationException, torch.cuda.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise Unvectorisable(self.sequential.module, reason_of(error)) from error
+        return sums

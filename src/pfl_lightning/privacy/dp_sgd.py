@@ -1,0 +1,140 @@
+"""Differential privacy of samples: which of them a step sees, and how much noise hides them."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from pfl_lightning.privacy.accountant import Release, check_range, epsilon
+
+ADJACENCY = "add or remove: a sample of one client is there or isn't; how many samples clients have is public"
+NOT_COVERED = (
+    "how many samples clients have; phases that stay with their client, and evaluation; train and val metrics, and "
+    "what is chosen by them; clients_diverged; checkpoints, which hold personal states; who knows the run's seed, from "
+    "which batches and noise are drawn"
+)
+
+
+@dataclass(frozen=True)
+class DPSGD:
+    r"""Bounds each sample's gradient and adds Gaussian noise to their sum, in each step of a client's training.
+
+    .. math::
+
+        g = \frac{1}{q n} \left( \sum_{i \in B} \nabla \ell_i \min(1, C / \|\nabla \ell_i\|) + z C \xi \right), \qquad
+        \xi \sim \mathcal{N}(0, I)
+
+    is the gradient that the client's optimizer gets. Each of the client's n samples is in the batch B by itself with
+    probability :math:`q = \min(1, \text{batch\_size} / n)`, so that batches differ in size; one of nobody is noise.
+    There are as many steps as there would be batches. What a client sends then is differentially private in each of its
+    samples, against the server as well. Source: Abadi et al., 2016 (https://arxiv.org/abs/1607.00133).
+
+    Args:
+        noise_multiplier: z, at least 0, such as 1; 0 is no noise and no guarantee.
+        clip: C, the largest norm of one sample's gradient, above 0.
+        delta: above 0 and below one over the samples of any client; None is a tenth of one over each client's own.
+        samples_at_once: gradients of single samples that are held at a time, at least 1; None holds those of a batch.
+
+    Raises:
+        MisconfigurationException: if a value is out of its range.
+    """
+
+    noise_multiplier: float
+    clip: float = 1.0
+    delta: float | None = None
+    samples_at_once: int | None = None
+
+    def __post_init__(self) -> None:
+        z, clip, delta, at_once = self.noise_multiplier, self.clip, self.delta, self.samples_at_once
+        name = "trainer.example_privacy"
+        check_range(f"{name}.noise_multiplier", z, 0 <= z < math.inf, "0 or more, such as 1")
+        check_range(f"{name}.clip", clip, 0 < clip < math.inf, "above 0, such as 1")
+        if delta is not None:
+            check_range(f"{name}.delta", delta, 0 < delta < 1, "above 0 and below 1, such as 1e-5")
+        if at_once is not None:
+            check_range(f"{name}.samples_at_once", at_once, at_once >= 1, "at least 1")
+
+    def check(self, sizes: Iterable[int]) -> None:
+        """Refuses a delta with which a sample could be given away whole.
+
+        Args:
+            sizes: samples of each client.
+
+        Raises:
+            MisconfigurationException: if it could.
+        """
+        if self.delta is not None and self.delta * (largest := max(sizes, default=0)) >= 1:
+            raise MisconfigurationException(
+                f"trainer.example_privacy.delta={self.delta} must be below 1 / {largest}, one over the samples of the "
+                "largest client; leave it out to take a tenth of one over each client's own."
+            )
+
+    def drawn(self, samples: int, rate: float, generator: torch.Generator) -> Tensor:
+        """The rows of a client's samples that are in a batch, rising.
+
+        Args:
+            samples: n.
+            rate: q.
+            generator: the client's, on the CPU.
+        """
+        return (torch.rand(samples, generator=generator) < rate).nonzero().flatten()
+
+    def noise(self, sizes: Sequence[int], generator: torch.Generator) -> list[Tensor]:
+        """What is added to the sum of a batch, a vector an entry.
+
+        Args:
+            sizes: of each entry, its numbers.
+            generator: the client's, on the CPU.
+        """
+        drawn = torch.randn(sum(sizes), generator=generator)
+        return list(torch.split(drawn * (self.noise_multiplier * self.clip), list(sizes)))
+
+    def epsilon(self, releases: Sequence[Release], samples: int) -> float:
+        r"""The :math:`\epsilon` of a client's samples.
+
+        Args:
+            releases: the client's steps so far.
+            samples: how many it has.
+        """
+        return epsilon(releases, self.delta_of(samples))
+
+    def delta_of(self, samples: int) -> float:
+        r"""The :math:`\delta` of a client's samples, by how many it has."""
+        return 0.1 / samples if self.delta is None else self.delta
+
+    def statement(self, spent: Mapping[int, Sequence[Release]], sizes: Mapping[int, int]) -> dict[str, Any]:
+        r"""What is guaranteed of the steps so far, and what isn't; :math:`\epsilon` is the largest of all clients.
+
+        Args:
+            spent: the steps of each client.
+            sizes: samples of each of them.
+        """
+        amplified = any(release.rate < 1 for releases in spent.values() for release in releases)
+        worst = max((self.epsilon(releases, sizes[client]) for client, releases in spent.items()), default=0.0)
+        return {
+            "unit": "sample",
+            "epsilon": worst,
+            "delta": max((self.delta_of(sizes[client]) for client in spent), default=self.delta),
+            "adjacency": ADJACENCY,
+            "sampling": "Poisson, rate batch_size over a client's samples",
+            "noise_multiplier": self.noise_multiplier,
+            "releases": max((sum(release.steps for release in releases) for releases in spent.values()), default=0),
+            "accountant": "Rényi" if amplified else "Gaussian, exact",
+            "not_covered": NOT_COVERED,
+        }
+
+
+def composed(releases: Sequence[Release], further: Sequence[Release]) -> list[Release]:
+    """Releases in a row, with those that are alike counted together.
+
+    >>> composed([Release(1.0, 0.5, 4)], [Release(1.0, 0.5, 2), Release(1.0, 1.0, 1)])
+    [Release(noise_multiplier=1.0, rate=0.5, steps=6), Release(noise_multiplier=1.0, rate=1.0, steps=1)]
+    """
+    steps: dict[tuple[float, float], int] = {}
+    for z, rate, count in (*releases, *further):
+        steps[z, rate] = steps.get((z, rate), 0) + count
+    return [Release(z, rate, count) for (z, rate), count in steps.items()]
