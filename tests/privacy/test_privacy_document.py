@@ -1,13 +1,16 @@
 """What docs/privacy.md says of methods."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from pfl_lightning.aggregators import WeightedAverage
-from pfl_lightning.contract.guarantee import unfit
+from pfl_lightning.contract.guarantee import check_example_level, unfit
 from pfl_lightning.methods.registry import METHODS
+from pfl_lightning.selection import Uniform
 from test_documents import shown
 
 PAGE = (Path(__file__).parents[2] / "docs" / "privacy.md").read_text()
@@ -36,6 +39,18 @@ def test_it_says_of_each_what_becomes_of_it():
         assert sends.startswith("nothing") == (not further), method.name
         if not unfit(client):
             assert (result == "guaranteed") == (type(aggregator) is WeightedAverage), method.name
+
+
+def test_it_names_the_methods_that_are_fit_for_single_samples():
+    fit = []
+    for method in METHODS:
+        with isolate_rng():
+            client = method.client()
+        with suppress(MisconfigurationException):
+            check_example_level(client, method.new_aggregator(), Uniform())
+            fit.append(method.name)
+    listed = PAGE[PAGE.index("Fit for it:") + 11 : PAGE.index("<!-- end -->")]
+    assert listed.strip().rstrip(".").replace("\n", " ").split(", ") == fit
 
 
 def test_its_python_gives_what_it_says():

@@ -56,6 +56,8 @@ class CwFedAvg(WeightedAverage):
         output_layer: name of the linear layer with a row a class, where the net's classifier has more than one.
     """
 
+    example_level = True
+
     requires = frozenset({"classes"})
 
     caches = frozenset({"_starts"})

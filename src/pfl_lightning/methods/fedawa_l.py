@@ -29,6 +29,8 @@ class FedAWAL(FedAWA):
         **kwargs: the arguments of `FedAWA`.
     """
 
+    example_level = True
+
     def __init__(self, group: Literal["module", "tensor", "block"] = "module", **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.group = group

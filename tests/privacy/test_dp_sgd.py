@@ -1,0 +1,373 @@
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from scipy.stats import chi2
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from federations import (
+    Pause,
+    blobs,
+    check_order_and_resume,
+    equal,
+    fit,
+    flat,
+    make_client,
+    noisy,
+    points,
+    read_csv,
+    same_end,
+)
+from pfl_lightning import WeightedAverage
+from pfl_lightning.client import Phase
+from pfl_lightning.data import Samples
+from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised
+from pfl_lightning.engines.base import LocalWork
+from pfl_lightning.engines.examples import Draws, ExampleGradients
+from pfl_lightning.engines.slots import Slots
+from pfl_lightning.methods import (
+    MOON,
+    SCAFFOLD,
+    ControlVariates,
+    Ditto,
+    FedAvg,
+    FedAWA,
+    FedBABU,
+    FedClassAvg,
+    FedDisco,
+    FedLAW,
+    FedPer,
+    FedProx,
+    FedRep,
+    FedSAM,
+    FedUV,
+    Local,
+)
+from pfl_lightning.nets import Net
+from pfl_lightning.privacy import DPSGD, DPAverage, Release, epsilon
+from pfl_lightning.seeds import derive_seed
+from pfl_lightning.selection import PowerOfChoice
+
+PLAIN = partial(SGD, lr=0.5)
+
+
+def sums_of(client, samples, taken=None, clip=1.0, at_once=None):
+    slots = Slots(client)
+    gradients = ExampleGradients(client, slots, [name for name, _ in client.named_parameters()], clip, at_once)
+    taken = torch.ones(len(samples), dtype=torch.float64) if taken is None else taken
+    return gradients.sums(slots.current(), (samples.x, samples.y), taken, 0)
+
+
+def one_by_one(client, samples):
+    """The gradient of each sample by itself, as one vector."""
+    rows = []
+    for x, y in zip(samples.x, samples.y, strict=True):
+        loss = client.training_step((x[None], y[None]), 0)["loss"]
+        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(client.parameters()))]))
+    return torch.stack(rows)
+
+
+def drawn(count=12, seed=4):
+    x, y = points(count, seed)
+    return Samples(x.double(), y)
+
+
+# Sums
+
+
+@pytest.mark.parametrize("at_once", [None, 1, 5])
+@pytest.mark.parametrize("clip", [1.3, 1e9])
+def test_sums_are_of_gradients_that_are_bounded_one_by_one(clip, at_once):
+    client, samples = make_client().double(), drawn()
+    gradients = one_by_one(client, samples)
+    norms = gradients.norm(dim=1, keepdim=True)
+    assert norms.min() < 1.3 < norms.max()
+    expected = (gradients * (clip / norms).clamp(max=1)).sum(0)
+    sums, totals = sums_of(client, samples, clip=clip, at_once=at_once)
+    assert torch.allclose(flat(sums, sums), expected, atol=1e-12)
+    losses = F.cross_entropy(client(samples.x), samples.y, reduction="sum")
+    assert torch.allclose(totals["loss"], losses)
+
+
+def test_what_only_fills_up_counts_for_nothing():
+    client, samples = make_client().double(), drawn()
+    taken = torch.zeros(12, dtype=torch.float64)
+    taken[:7] = 1
+    some, totals = sums_of(client, samples, taken)
+    alone, expected = sums_of(client, samples.take(slice(7)))
+    assert all(torch.allclose(some[name], alone[name], atol=1e-12) for name in alone)
+    assert torch.allclose(totals["loss"], expected["loss"])
+
+
+@pytest.mark.parametrize("value", [0.0, 1e6, math.inf, math.nan])
+def test_one_sample_moves_the_sum_by_the_bound_at_most(value):
+    client, samples = make_client().double(), drawn()
+    samples.x[0] = value
+    with_it, _ = sums_of(client, samples, clip=0.7)
+    without, _ = sums_of(client, samples.take(slice(1, None)), clip=0.7)
+    moved = flat(with_it, with_it) - flat(without, without)
+    assert float(moved.norm()) <= 0.7 + 1e-12
+
+
+def test_without_noise_and_bound_a_step_is_the_plain_one_on_the_drawn_batch():
+    run = fit(make_client(optimizer=PLAIN), blobs(24), local_steps=1, max_rounds=1, example_privacy=DPSGD(0.0, 1e9))
+    client, data = make_client(optimizer=PLAIN), blobs(24)
+    data.setup("fit")
+    part = data.part(0, "train")
+    # the client's own stream, which orders its batches elsewhere
+    generator = torch.Generator().manual_seed(run_seed(run))
+    rows = (torch.rand(len(part), generator=generator) < 5 / len(part)).nonzero().flatten()
+    assert 0 < len(rows) != 5
+    loss = F.cross_entropy(client(part.x[rows]), part.y[rows], reduction="sum") / 5
+    loss.backward()
+    for name, parameter in client.named_parameters():
+        assert torch.allclose(run.weights[name], parameter.detach() - 0.5 * parameter.grad, atol=1e-6)
+    assert run.rows[0]["privacy/epsilon"] == math.inf
+
+
+def run_seed(run):
+    return derive_seed(run.federation.seed, "train", 0, 0)
+
+
+class Silent(FedAvg):
+    """Learns nothing, so that its steps are noise."""
+
+    example_level = True
+
+    def loss(self, features, logits, target):
+        return 0 * super().loss(features, logits, target)
+
+
+@pytest.mark.parametrize("engine", [Sequential, Vectorised])
+def test_noise_has_the_variance_that_is_counted(engine):
+    z, clip, steps = 1.5, 0.4, 200
+    client = make_client(Silent, optimizer=partial(SGD, lr=1.0))
+    start = {name: tensor.clone() for name, tensor in client.state_dict().items()}
+    run = fit(client, blobs(30, 30), engine=engine, local_steps=steps, max_rounds=1, example_privacy=DPSGD(z, clip))
+    moved = torch.cat([(run.weights[name] - start[name]).flatten() for name in start if name.startswith("net.")])
+    # of a step zC / B, of a client's steps together that of the root of their number, and the mean of two clients
+    std = z * clip / 5 * math.sqrt(steps / 2)
+    low, high = chi2.ppf([1e-4, 1 - 1e-4], len(moved))
+    assert low < float((moved / std).square().sum()) < high
+
+
+@pytest.mark.parametrize("engine", [Sequential, Vectorised])
+def test_the_clip_is_of_a_whole_sample(engine):
+    client = make_client(optimizer=partial(SGD, lr=1.0))
+    start = flat(client.state_dict(), sorted(client.state_dict()))
+    run = fit(client, blobs(40, 40), engine=engine, local_steps=1, max_rounds=1, example_privacy=DPSGD(0.0, 1e-3))
+    moved = flat(run.weights, sorted(run.weights)) - start
+    # some five samples of each, divided by five
+    assert 0 < float(moved.norm()) < 3e-3
+
+
+# Engines
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedProx, FedPer, FedRep, Ditto, MOON])
+def test_private_steps_are_the_same_under_all_engines(method):
+    settings = {"example_privacy": DPSGD(1.0, 0.5), "max_rounds": 2, "clients_per_round": 3, "local_epochs": 2}
+    one, many = (fit(make_client(method), engine=engine, **settings) for engine in (Sequential, Vectorised))
+    assert all(torch.allclose(one.weights[name], many.weights[name], atol=1e-5) for name in one.weights)
+    assert one.federation.spent == many.federation.spent
+    for name in ("train/loss", "val/loss"):
+        assert [row[name] for row in one.rows] == pytest.approx([row[name] for row in many.rows], abs=1e-4)
+    for client, state in one.federation.clients.items():
+        other = many.federation.clients[client].personal
+        assert all(torch.allclose(state.personal[name], other[name], atol=1e-5) for name in state.personal)
+    assert same_end(one, fit(make_client(method), engine=Processes, **settings))
+
+
+@pytest.mark.parametrize("method", [FedAvg, Ditto])
+def test_private_runs_resume_bit_for_bit_in_any_order_of_clients(method, tmp_path):
+    dropping = partial(method, net=dropped)
+
+    def made(**settings):
+        return dropping(**{**settings, "net": dropped})
+
+    check_order_and_resume(made, tmp_path, example_privacy=DPSGD(0.8, 0.5))
+
+
+def dropped(input_shape, num_classes):
+    return Net(nn.Sequential(nn.Linear(input_shape[0], 5), nn.Tanh(), nn.Dropout(0.3)), nn.Linear(5, num_classes))
+
+
+def test_dropout_of_single_samples_is_not_vectorised():
+    private = DPSGD(1.0)
+    with pytest.raises(MisconfigurationException, match="engine='vectorised' can't run FedAvg"):
+        fit(make_client(net=dropped), engine=Vectorised, example_privacy=private)
+    auto = fit(make_client(net=dropped), engine=Auto, example_privacy=private, max_rounds=1)
+    assert same_end(auto, fit(make_client(net=dropped), example_privacy=private, max_rounds=1))
+
+
+def test_batches_of_nobody_are_noise():
+    """A client with a small share of each batch; most of its batches have nobody."""
+    settings = {"batch_size": 1, "test_fraction": 0, "val_fraction": 0}
+    for engine in (Sequential, Vectorised):
+        run = fit(
+            make_client(), blobs(40, 30, **settings), engine=engine, example_privacy=DPSGD(1.0, 0.1), local_steps=6,
+            max_rounds=1, limit_val_batches=0,
+        )  # fmt: skip
+        assert run.federation.spent == {0: [Release(1.0, 1 / 40, 6)], 1: [Release(1.0, 1 / 30, 6)]}
+
+
+# Which phases are private
+
+
+class Halves(FedAvg):
+    """Trains its classifier in a phase that says that it stays, and then the rest."""
+
+    example_level = True
+
+    def local_phases(self):
+        return [
+            Phase("head", lambda name: "classifier" in name, stays=True),
+            Phase("body", lambda name: "classifier" not in name),
+        ]
+
+    def is_shared(self, name):
+        return "classifier" not in name
+
+
+@pytest.mark.parametrize("engine", [Sequential, Vectorised])
+def test_a_phase_that_stays_with_its_client_is_as_ever_and_spends_nothing(engine):
+    loud = fit(make_client(Halves), example_privacy=DPSGD(9.0, 9.0), max_rounds=1, engine=engine)
+    usual = fit(make_client(Halves), max_rounds=1, engine=engine)
+    for client, state in usual.federation.clients.items():
+        assert equal(loud.federation.clients[client].personal, state.personal)
+    assert not equal(loud.weights, usual.weights)
+    assert {len(releases) for releases in loud.federation.spent.values()} == {1}
+
+
+def test_evaluation_after_training_on_a_copy_is_without_noise():
+    """FedBABU's fine-tuning, which nobody learns of."""
+    quiet = fit(make_client(FedBABU), example_privacy=DPSGD(0.0, 1e-9), max_rounds=1)
+    assert quiet.rows[0]["val/acc"] > quiet.rows[0]["val_received/acc"]
+
+
+# Accounts
+
+
+@pytest.mark.parametrize(
+    ("work", "samples", "expected"),
+    [
+        (LocalWork(epochs=2, batch_size=5), 12, Draws(6, 5 / 12, 5.0)),
+        (LocalWork(epochs=1, batch_size=20), 12, Draws(1, 1.0, 12.0)),
+        (LocalWork(steps=7, batch_size=3), 12, Draws(7, 0.25, 3.0)),
+        (LocalWork(epochs=3, batch_size=5), 0, Draws(0, 1.0, 1.0)),
+    ],
+    ids=["epochs", "larger than all", "steps", "nobody"],
+)
+def test_there_are_as_many_steps_as_batches(work, samples, expected):
+    assert Draws.of(work, Phase(), samples) == pytest.approx(expected)
+
+
+def test_epsilon_is_of_each_client_by_its_samples_and_steps(tmp_path):
+    run = fit(make_client(), blobs(), tmp_path, example_privacy=DPSGD(1.0), clients_per_round=2, max_rounds=3)
+    sizes = run.federation.sizes(range(4), "train")
+    took = [[int(client) for client in row["cohort"].split()] for row in run.rows]
+    for row in read_csv(run.folder / "clients.csv"):
+        client = int(row["client"])
+        n, rounds = sizes[client], sum(client in cohort for cohort in took)
+        released = [Release(1.0, min(1, 5 / n), rounds * math.ceil(n / 5))] if rounds else []
+        assert float(row["epsilon"]) == pytest.approx(epsilon(released, 0.1 / n))
+    told = json.loads((run.folder / "summary.json").read_text())["privacy"]
+    assert told["epsilon"] == max(float(row["epsilon"]) for row in read_csv(run.folder / "clients.csv"))
+    assert told["unit"] == "sample" and told["accountant"] == "Rényi"
+    values = [row["privacy/epsilon"] for row in run.rows]
+    assert values == sorted(values) and values[-1] == told["epsilon"]
+
+
+def test_resuming_goes_on_with_what_was_spent(tmp_path):
+    settings = {"example_privacy": DPSGD(1.0), "max_rounds": 4}
+    whole = fit(make_client(), root=tmp_path / "whole", **settings)
+    fit(make_client(), root=tmp_path / "halves", callbacks=[Pause(2)], **settings)
+    resumed = fit(make_client(), root=tmp_path / "halves", ckpt_path="last", **settings)
+    assert same_end(whole, resumed) and resumed.federation.spent == whole.federation.spent
+    with pytest.raises(MisconfigurationException, match=r"other settings of trainer\.example_privacy\.noise"):
+        fit(make_client(), root=tmp_path / "halves", ckpt_path="last", example_privacy=DPSGD(2.0), max_rounds=5)
+
+
+def test_other_noise_after_resuming_is_added(tmp_path):
+    fit(make_client(), root=tmp_path, example_privacy=DPSGD(1.0), max_rounds=1)
+    settings = {"example_privacy": DPSGD(2.0), "max_rounds": 2, "resume_changed": True}
+    run = fit(make_client(), root=tmp_path, ckpt_path="last", **settings)
+    assert [release.noise_multiplier for release in run.federation.spent[0]] == [1.0, 2.0]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0 must be 0 or more"),
+        ({"noise_multiplier": math.nan}, "noise_multiplier=nan must be 0 or more"),
+        ({"noise_multiplier": 1.0, "clip": 0.0}, "clip=0.0 must be above 0"),
+        ({"noise_multiplier": 1.0, "clip": math.inf}, "clip=inf must be above 0"),
+        ({"noise_multiplier": 1.0, "delta": 1.0}, "delta=1.0 must be above 0 and below 1"),
+        ({"noise_multiplier": 1.0, "samples_at_once": 0}, "samples_at_once=0 must be at least 1"),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(settings, words):
+    with pytest.raises(MisconfigurationException, match=f"^trainer.example_privacy.{words}"):
+        DPSGD(**settings)
+
+
+def refused(words, client=None, data=None, **settings):
+    with pytest.raises(MisconfigurationException, match=words):
+        fit(client or make_client(), data, **{"example_privacy": DPSGD(1.0), **settings})
+
+
+@pytest.mark.parametrize("method", [FedSAM, FedUV, partial(FedClassAvg, contrastive=False)], ids=str)
+def test_methods_that_do_not_say_that_they_are_fit_are_refused(method):
+    refused("doesn't say of itself, by example_level = True", make_client(method))
+
+
+def test_a_subclass_does_not_inherit_that_it_is_fit():
+    class Coupled(FedAvg):
+        """Its loss could be of a batch."""
+
+    class Telling(WeightedAverage):
+        """It could look at data."""
+
+    refused("Coupled doesn't say of itself", make_client(Coupled))
+    refused("Telling doesn't say of itself", aggregator=Telling())
+
+
+def test_what_tells_of_samples_beside_weights_is_refused():
+    refused("control, which model=ControlVariates sends to", make_client(ControlVariates), aggregator=SCAFFOLD())
+    refused("class_counts, which model=FedAvg sends", aggregator=FedDisco())
+    refused("class_counts, which model=FedAvg sends", aggregator=FedAWA(init="disco"))
+    refused("FedLAW doesn't say of itself", aggregator=FedLAW())
+    refused("sends nothing, so there is nothing to protect", make_client(Local))
+    refused("chooses clients by what their training tells", cohort=PowerOfChoice(3), clients_per_round=2)
+
+
+def test_what_does_not_go_with_it_is_refused():
+    refused("privacy of different units", aggregator=DPAverage(noise_multiplier=1.0))
+    refused("has BatchNorm, where samples meet", make_client(net=noisy))
+    refused("gradient_clip_val=1.0 clips what", gradient_clip_val=1.0)
+    refused("compile=true compiles steps of whole batches", compile=True, engine="vectorised")
+    refused("delta=0.1 must be below 1 / ", example_privacy=DPSGD(1.0, delta=0.1))
+
+
+class Branching(FedAvg):
+    """Looks at values, which many samples at once don't have."""
+
+    example_level = True
+
+    def loss(self, features, logits, target):
+        loss = super().loss(features, logits, target)
+        return loss if loss > 0 else -loss
+
+
+@pytest.mark.parametrize("engine", [Sequential, Vectorised])
+def test_a_step_that_cannot_be_taken_by_samples_is_refused(engine):
+    refused("can't", make_client(Branching), engine=engine)
