@@ -209,6 +209,7 @@ def test_the_best_and_what_does_not_differ_are_marked(stand_in, capsys):
     latex = (OUT / "comparison.tex").read_text()
     assert latex.count(r"\textbf{") == 2
     body = [line for line in latex.splitlines() if line.endswith(r"\\")]
+    assert r"\label{tab:compare-Digits}" in latex and "Bold: the best" in latex
     assert {line.count("&") for line in body} == {len(cells["Local"]) - 1}
     assert latex.count("{") == latex.count("}")
 

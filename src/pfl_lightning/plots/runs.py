@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from pfl_lightning.plots.words import in_words
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -55,7 +57,7 @@ def plot_mean_curves(groups: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     many = len(groups) > FEW
     columns = math.ceil(len(groups) / NAMES_A_COLUMN) if many else 0
@@ -74,7 +76,9 @@ def plot_mean_curves(groups: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]
         if len(known) > 1:
             low, high = (values.mean(0) + sign * values.std(0, ddof=1) for sign in (-1, 1))
             axes.fill_between(rounds, low, high, color=colour, alpha=0.2, linewidth=0)
-    axes.set(xlabel="round", ylabel=metric)
+    axes.set(xlabel="round", ylabel=in_words(metric))
+    if metric.endswith("acc"):
+        axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     if many:

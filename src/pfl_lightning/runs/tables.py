@@ -76,20 +76,27 @@ def markdown_table(rows: Sequence[Sequence[str]], bold: Container[tuple[int, int
     return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
-def latex_table(rows: Sequence[Sequence[str]], bold: Container[tuple[int, int]] = ()) -> str:
-    r"""The same as a LaTeX ``tabular``, with the rules of the package booktabs.
+def latex_table(rows: Sequence[Sequence[str]], caption: str, label: str, bold: Container[tuple[int, int]] = ()) -> str:
+    r"""The same as a LaTeX ``table``, with the rules of the package booktabs.
 
-    >>> print(latex_table([["method", "last"], ["fed_avg", "78.20 ± 0.11"]]))
-    \begin{tabular}{ll}
+    >>> print(latex_table([["method", "last"], ["fed_avg", "78.20 ± 0.11"]], "Accuracy in %.", "tab:digits"))
+    \begin{table}
+    \centering
+    \caption{Accuracy in \%.}
+    \label{tab:digits}
+    \begin{tabular}{lr}
     \toprule
     method & last \\
     \midrule
     fed\_avg & 78.20 $\pm$ 0.11 \\
     \bottomrule
     \end{tabular}
+    \end{table}
 
     Args:
         rows: cells, the header first.
+        caption: what stands above it.
+        label: by which a text refers to it.
         bold: rows and columns of the cells that are marked.
     """
     written = [
@@ -97,9 +104,12 @@ def latex_table(rows: Sequence[Sequence[str]], bold: Container[tuple[int, int]] 
         for at, row in enumerate(rows)
     ]
     header, *others = (" & ".join(row) + r" \\" for row in written)
-    columns = "l" * len(rows[0])
-    lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", header, r"\midrule", *others, r"\bottomrule"]
-    return "\n".join([*lines, r"\end{tabular}"])
+    columns = "l" + "r" * (len(rows[0]) - 1)
+    lines = [
+        *(r"\begin{table}", r"\centering", rf"\caption{{{latex(caption)}}}", rf"\label{{{label}}}"),
+        *(rf"\begin{{tabular}}{{{columns}}}", r"\toprule", header, r"\midrule", *others, r"\bottomrule"),
+    ]
+    return "\n".join([*lines, r"\end{tabular}", r"\end{table}"])
 
 
 def latex(text: str) -> str:

@@ -1,10 +1,11 @@
-"""The files that a comparison leaves: the table in four forms, a row a run, and a picture of the curves."""
+"""The files that a comparison leaves: the table in four forms, a row a run, a picture, and a page for a browser."""
 
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pfl_lightning.cli.compare.page import page
 from pfl_lightning.cli.compare.paired import best_and_level, by_method, gains_over_local, ranks
 from pfl_lightning.cli.compare.results import (
     CAPTION,
@@ -87,10 +88,19 @@ def write(
     write_rows(out / "runs.csv", [row_of(result, names, out) for results in methods.values() for result in results])
     write_rows(out / "comparison.csv", [row_of_method(name, methods[name], failures, names, out) for name in methods])
     (out / "comparison.md").write_text("\n\n".join([markdown_table(cells, marked), caption, *notes]) + "\n")
-    comments = "\n".join(f"% {latex(line)}" for line in [*caption.splitlines(), *notes])
-    (out / "comparison.tex").write_text(f"{comments}\n{latex_table(cells, marked)}\n")
-    curves(out / "curves.png", methods)
-    closing = f"table, curves and a folder a run: {out}"
+    whole = " ".join(caption.split())
+    best = " Bold: the best, and what doesn't differ from it (p < 0.05)." if marked else ""
+    comments = "\n".join(f"% {latex(line)}" for note in notes for line in note.splitlines())
+    table = latex_table(cells, whole + best, f"tab:{out.name}", marked)
+    (out / "comparison.tex").write_text(f"{comments}\n{table}\n")
+    column = curve_of(methods)
+    if column is not None:
+        runs = {name: [result.rows for result in results] for name, results in methods.items() if results}
+        plot_mean_curves(runs, column).savefig(out / "curves.png", dpi=150)
+    shown = [" ".join(note.split()) for note in notes]
+    report = page(out.name, cells, marked, whole + best, shown, methods, column, monitor)
+    (out / "report.html").write_text(report)
+    closing = f"report.html, table, curves and a folder a run: {out}"
     return "\n".join(["", text_table(cells), "", caption, "", *notes, closing])
 
 
@@ -144,12 +154,10 @@ def row_of_method(
     return row | {"configs": configs, "failed": " ".join(reasons(method, failures))}
 
 
-def curves(path: Path, methods: Mapping[str, Sequence[Result]]) -> None:
-    """Draws the curves of what has finished."""
-    runs = {name: [result.rows for result in results] for name, results in methods.items() if results}
-    known = {name for records in runs.values() for rows in records for row in rows for name in row if row[name]}
+def curve_of(methods: Mapping[str, Sequence[Result]]) -> str | None:
+    """The column of the records that curves are of, if a run has one."""
+    finished = [result.rows for results in methods.values() for result in results]
+    known = {name for rows in finished for row in rows for name in row if row[name]}
     monitored = monitor_of(methods).metric
     names = (f"test/{monitored}", f"test/global_{monitored}", f"val/{monitored}")
-    metric = next((name for name in names if name in known), None)
-    if metric is not None:
-        plot_mean_curves(runs, metric).savefig(path, dpi=150)
+    return next((name for name in names if name in known), None)
