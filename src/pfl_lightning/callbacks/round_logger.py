@@ -127,7 +127,9 @@ class RoundLogger(FederatedCallback):
         monitor = federation.monitor
         column, server = f"test/{monitor.metric}", f"test/global_{monitor.metric}"
         central = {name: value for name, value in tested.metrics.items() if name.startswith("test/global_")}
-        final = {column: tested.metrics.get(column), **shown(tested.metrics, monitor), **central}
+        groups = federation.evaluations.groups
+        apart = {name: value for name, value in tested.metrics.items() if name.partition("/")[0] in groups}
+        final = {column: tested.metrics.get(column), **shown(tested.metrics, monitor), **central, **apart}
         clients = [described(federation.data, client) | metrics for client, metrics in tested.clients.items()]
         new = [described(federation.data, client) | metrics for client, metrics in tested.new.clients.items()]
         self.clients = [row | {"new": 0} for row in clients] + [row | {"new": 1} for row in new] if new else clients
