@@ -273,8 +273,9 @@ def test_the_weights_of_one_server_side_of_several_are_found(shown, tmp_path):
         (Local, None, "Aggregator"),
         (Local, AggregatorList([Nothing(), Nothing()]), "AggregatorList"),
         (APPLE, None, "CorePool"),
+        (FedAvg, WeightedAverage(mean=CoordinateMedian()), "WeightedAverage"),
     ],
-    ids=["Local", "AggregatorList", "APPLE"],
+    ids=["Local", "AggregatorList", "APPLE", "median"],
 )
 def test_a_server_without_weights_gets_a_warning_and_no_pictures(method, aggregator, name, tmp_path):
     callbacks = [AggregationPictures(every=1)]

@@ -1,7 +1,9 @@
 """The server side that settings of one are about where none is named."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from pfl_lightning.cli.class_names import KINDS, subclasses
@@ -41,8 +43,7 @@ def named(argument: list[str], setting: str) -> str | None:
 def own_server(model: str) -> str:
     """Name of the server side that a client module brings along; of an unknown one, `WeightedAverage`."""
     found = [cls for cls in subclasses(KINDS["model"]) if cls.__name__ == model.rpartition(".")[2]]
-    if not found:
-        # the parser says what is wrong with the name
-        return "WeightedAverage"
-    with isolate_rng():
+    # of what can't be found, or made without settings, the parser says what is wrong
+    with suppress(IndexError, TypeError, MisconfigurationException), isolate_rng():
         return type(found[0]().configure_aggregator()).__name__
+    return "WeightedAverage"

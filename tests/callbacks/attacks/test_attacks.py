@@ -8,7 +8,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from command import QUICKSTART, QUIET, pfl, refusal, summary
-from federations import Pause, Spy, blobs, equal, fit, make_client, noisy, same_end
+from federations import Pause, Spy, blobs, equal, fit, make_client, make_trainer, noisy, same_end
 from pfl_lightning.aggregators import WeightedAverage
 from pfl_lightning.aggregators.means import CoordinateMedian
 from pfl_lightning.callbacks.attacks import (
@@ -234,6 +234,16 @@ def test_benign_clients_are_reported_apart():
     assert final["benign/test/acc_mean"] == pytest.approx(np.mean(accuracies))
     assert final["benign/test/acc_worst"] == min(accuracies) and "benign/val/acc" in run.rows[-1]
     assert run.logger.clients[0].keys() == attacked(spy=False)[0].logger.clients[0].keys()
+
+
+def test_a_test_reports_them_too(tmp_path):
+    attack = SignFlip(0.25)
+    run, _ = attacked(attack, spy=False, root=tmp_path)
+    trainer = make_trainer(tmp_path, callbacks=[attack])
+    (metrics,) = trainer.test(make_client(), datamodule=blobs(*SIZES), ckpt_path=str(run.last))
+    final = run.logger.summary["final"]
+    assert metrics["benign/test/acc"] == pytest.approx(final["benign/test/acc"])
+    assert metrics["test/acc"] == pytest.approx(final["test/acc"]) != metrics["benign/test/acc"]
 
 
 def test_a_plain_run_has_no_columns_of_it():

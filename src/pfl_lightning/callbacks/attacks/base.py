@@ -56,6 +56,14 @@ class Attack(FederatedCallback):
         """Draws who is bad, when a resumed run has its seed."""
         federation = cast(Federation, pl_module)
         self.check(federation)
+        self.set_apart(federation)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draws who was bad."""
+        self.set_apart(cast(Federation, pl_module))
+
+    def set_apart(self, federation: Federation) -> None:
+        """Has the benign clients summarised by themselves: those that no attack of the run has made bad."""
         groups = federation.evaluations.groups
         benign = groups.get("benign", set(range(federation.data.num_clients)))
         groups["benign"] = benign - self.bad(federation)

@@ -1,5 +1,6 @@
 """Attacks by what is sent: bad clients train as all do, and then send something else."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -148,8 +149,8 @@ class FreeRider(UploadAttack):
 
     def __init__(self, fraction: float, std: float = 0.0) -> None:
         super().__init__(fraction)
-        if not std >= 0:
-            raise MisconfigurationException(f"FreeRider: std={std} must be 0 or more.")
+        if not 0 <= std < math.inf:
+            raise MisconfigurationException(f"FreeRider: std={std} must be 0 or more, and finite.")
         self.std = std
 
     def forged(self, view: View) -> StateDict:
@@ -193,11 +194,13 @@ def drawn(tensor: Tensor, generator: Generator) -> Tensor:
 
 
 def check_positive(attack: Attack, **values: float) -> None:
-    """Refuses settings that aren't above 0.
+    """Refuses settings that aren't above 0 and finite.
 
     Raises:
         MisconfigurationException: if one isn't.
     """
     for name, value in values.items():
-        if not value > 0:
-            raise MisconfigurationException(f"{type(attack).__name__}: {name}={value} must be above 0, such as 1.")
+        if not 0 < value < math.inf:
+            raise MisconfigurationException(
+                f"{type(attack).__name__}: {name}={value} must be above 0 and finite, such as 1."
+            )
