@@ -29,8 +29,8 @@ class TrimmedMean(Mean):
 
     .. math:: \frac{1}{n - 2k} \sum_{i=k+1}^{n-k} x_{(i)}
 
-    where :math:`x_{(1)} \le \dots \le x_{(n)}` are the values of a coordinate. It bears k bad uploads; with k = 0 it is
-    the mean, in which all clients count alike. Source: Yin et al., 2018 (https://arxiv.org/abs/1803.01498).
+    where :math:`x_{(1)} \le \ldots \le x_{(n)}` are the values of a coordinate. It bears k bad uploads; with k = 0 it
+    is the mean, in which all clients count alike. Source: Yin et al., 2018 (https://arxiv.org/abs/1803.01498).
 
     Args:
         trim: k, from 0 to below half of the uploads; or the share of them that it is, rounded down, below 0.5.

@@ -25,7 +25,7 @@ class Sum(NamedTuple):
 
 
 class Vectors:
-    r"""Uploads :math:`x_1, \dots, x_n` of a round, of one shape, or n mixtures of them.
+    r"""Uploads :math:`x_1, \ldots, x_n` of a round, of one shape, or n mixtures of them.
 
     Floating entries are the coordinates. Of integer ones, such as BatchNorm's counters, the lower median is taken,
     whatever the rule.
