@@ -15,7 +15,7 @@ from pfl_lightning.federation.federation import Federation
 from pfl_lightning.tasks import Classification
 
 Parts: TypeAlias = Callable[[Sequence[int], Split, torch.device | str], list[Samples]]
-"""Gives one split of each of some clients, as `FederatedDataModule.parts`."""
+"""Gives one split of each of some clients, as data modules do."""
 
 
 class SampleAttack(Attack):
