@@ -22,12 +22,18 @@ def with_server(words: Sequence[str]) -> list[str]:
         words: the command's arguments, with paths of configurations.
     """
     arguments = grouped(words)
-    first = next((k for k, argument in enumerate(arguments) if argument[0].partition("=")[0] == MEAN), None)
+    first = next((k for k, argument in enumerate(arguments) if is_mean(argument[0])), None)
     if first is None or any(named(argument, "aggregator") for argument in arguments):
         return list(words)
     model = next((name for argument in reversed(arguments) if (name := named(argument, "model"))), "FedAvg")
     server = ["--aggregator", own_server(model)]
     return [word for argument in [*arguments[:first], server, *arguments[first:]] for word in argument]
+
+
+def is_mean(word: str) -> bool:
+    """Whether a word is the option that gives a rule, or one of the rule's settings."""
+    option = word.partition("=")[0]
+    return option == MEAN or option.startswith(f"{MEAN}.")
 
 
 def named(argument: list[str], setting: str) -> str | None:

@@ -43,6 +43,7 @@ from pfl_lightning.methods.fedas import FisherAverage
 from pfl_lightning.methods.fedcac import CriticalAverage
 from pfl_lightning.methods.fednova import NormalizedAverage
 from pfl_lightning.privacy import DPAverage
+from sweeps import swept
 
 BAD = 1
 SERVERS = {
@@ -57,7 +58,7 @@ SERVERS = {
     "cfl": (FedAvg, CFL),
     "prototypes": (FedProto, ClassMeans),
 }
-EVERY = pytest.mark.parametrize("name", list(SERVERS))
+SWEPT = pytest.mark.parametrize("name", swept(SERVERS, {"weighted", "scaffold", "prototypes"}, name=str))
 
 
 def updates_of(model, bad=None, n=7, **entries):
@@ -251,7 +252,7 @@ def test_the_first_consensus_is_a_rules_too():
 # Whole runs
 
 
-@EVERY
+@SWEPT
 def test_a_run_resumes_whatever_the_order(name, tmp_path):
     method, server = SERVERS[name]
     mean = Bucketing(CoordinateMedian()) if name != "prototypes" else CoordinateMedian()
@@ -272,7 +273,7 @@ def test_engines_agree(mean):
     assert distance(*ends) < 1e-5
 
 
-@EVERY
+@SWEPT
 def test_a_whole_run_goes_by_a_rule_of_a_rule(name):
     method, server = SERVERS[name]
     run = fit(make_client(method), aggregator=server(mean=NearestNeighbourMixing(TrimmedMean())), max_rounds=2)
@@ -362,6 +363,8 @@ def test_a_rule_alone_goes_to_the_models_own_server():
     [
         ("--aggregator.mean TrimedMean", "aggregator.mean=TrimedMean is no known class; did you mean TrimmedMean"),
         ("--aggregator.mean TrimmedMean --aggregator.mean.trm 1", "did you mean aggregator.mean.trim?"),
+        ("--aggregator.mean.trim 0.2", "aggregator.mean has settings and no class; choose from Bucketing, Bulyan, "),
+        ("--aggregator WeightedAverage --aggregator.mean.trim 0.2", "aggregator.mean has settings and no class"),
         ("--aggregator.mean TrimmedMean --aggregator.mean.trim x", "aggregator.mean.trim=x must be"),
         ("--aggregator.mean TrimmedMean --aggregator.mean.trim 0.5", "trim=0.5 must be a number of clients such as 2"),
         ("--aggregator.mean TrimmedMean --aggregator.mean.trim 3", "needs 7 to bear that; take 2 or less"),

@@ -25,6 +25,7 @@ from pfl_lightning.callbacks.attacks import (
 from pfl_lightning.data import Digits
 from pfl_lightning.engines import Processes, Sequential, Vectorised
 from pfl_lightning.methods import IFCA, FedAvg, FedPer, FedProto, Local
+from sweeps import swept
 
 SIZES = (12, 18, 15, 15, 12, 18, 15, 15)
 UPLOADS = {
@@ -37,7 +38,9 @@ UPLOADS = {
     "min_max": MinMax,
 }
 EVERY_UPLOAD = pytest.mark.parametrize("attack", list(UPLOADS.values()), ids=list(UPLOADS))
-EVERY = pytest.mark.parametrize("attack", [*UPLOADS.values(), LabelFlip], ids=[*UPLOADS, "label_flip"])
+EVERY = pytest.mark.parametrize(
+    "attack", swept([*UPLOADS.values(), LabelFlip], {"SignFlip", "ALIE", "LabelFlip"}, name=lambda kind: kind.__name__)
+)
 
 
 def attacked(*attacks, method=FedAvg, spy=True, **settings):
