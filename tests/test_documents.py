@@ -70,7 +70,7 @@ def commands(document: str) -> list[str]:
 
 LEDGER = [
     pytest.param(line, id=f"{name}-{k}", marks=pytest.mark.exhaustive if k > 2 else ())
-    for name in ("claims", "privacy", "results")
+    for name in ("claims", "privacy", "results", "robustness")
     for k, line in enumerate(commands(f"docs/{name}.md"))
 ]
 

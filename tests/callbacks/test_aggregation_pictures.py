@@ -12,10 +12,11 @@ from federations import blobs, equal, fit, load, make_client, noisy, read_csv, s
 from pfl_lightning import Aggregator, WeightedAverage
 from pfl_lightning.aggregators import AggregatorList
 from pfl_lightning.aggregators import model_pool as pool
+from pfl_lightning.aggregators.means import CoordinateMedian
 from pfl_lightning.callbacks import AggregationPictures
 from pfl_lightning.callbacks import aggregation_pictures as module
 from pfl_lightning.messages import detached, tree_map
-from pfl_lightning.methods import APPLE, FedPer, Local
+from pfl_lightning.methods import APPLE, FedAvg, FedPer, Local
 
 ALL = {"weights", "weights_heatmap", "weights_vs_norms", "objective", "distances"}
 
@@ -273,8 +274,9 @@ def test_the_weights_of_one_server_side_of_several_are_found(shown, tmp_path):
         (Local, None, "Aggregator"),
         (Local, AggregatorList([Nothing(), Nothing()]), "AggregatorList"),
         (APPLE, None, "CorePool"),
+        (FedAvg, WeightedAverage(mean=CoordinateMedian()), "WeightedAverage"),
     ],
-    ids=["Local", "AggregatorList", "APPLE"],
+    ids=["Local", "AggregatorList", "APPLE", "median"],
 )
 def test_a_server_without_weights_gets_a_warning_and_no_pictures(method, aggregator, name, tmp_path):
     callbacks = [AggregationPictures(every=1)]

@@ -3,6 +3,7 @@
 from pfl_lightning.aggregators.aggregator_list import AggregatorList
 from pfl_lightning.aggregators.base import Aggregator, Server
 from pfl_lightning.aggregators.class_means import ClassMeans
+from pfl_lightning.aggregators.means import Mean
 from pfl_lightning.aggregators.model_pool import ModelPool, inner_products, mean_loss
 from pfl_lightning.aggregators.weighted_average import (
     WeightedAverage,
@@ -16,6 +17,7 @@ __all__ = [
     "Aggregator",
     "AggregatorList",
     "ClassMeans",
+    "Mean",
     "ModelPool",
     "Server",
     "WeightedAverage",

@@ -1,12 +1,13 @@
 """Averaging: the server side of federated averaging, and of many a method that counts clients otherwise."""
 
 from collections.abc import Iterable, Mapping
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.aggregators.base import Aggregator, Server
+from pfl_lightning.aggregators.means import Averaging, Mean
 from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
 
 Weighting: TypeAlias = Literal["samples", "uniform"]
@@ -26,9 +27,12 @@ class WeightedAverage(Aggregator):
     Args:
         server_lr: :math:`\eta_g`, above 0; 1 is the mean itself.
         weighting: how clients count in the mean: by their training ``samples``, or all alike (``uniform``).
+        mean: a rule in the place of the mean, such as `TrimmedMean`, which few bad uploads can't move at will; None
+            takes the mean. A rule counts all clients alike, unless it says otherwise itself.
 
     Raises:
-        MisconfigurationException: if ``server_lr`` isn't positive, or ``weighting`` is none of its choices.
+        MisconfigurationException: if ``server_lr`` isn't positive, ``weighting`` is none of its choices, or a ``mean``
+            is given to a class whose averages it wouldn't be.
     """
 
     example_level = True
@@ -36,7 +40,14 @@ class WeightedAverage(Aggregator):
     sends = frozenset({"weights"})
     sums_only = True
 
-    def __init__(self, server_lr: float = 1.0, weighting: Weighting = "samples") -> None:
+    takes_mean: bool = True
+    """Whether all that it averages goes by its ``mean``. Each class says so itself: one that doesn't refuses a mean."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.takes_mean = vars(cls).get("takes_mean", False)
+
+    def __init__(self, server_lr: float = 1.0, weighting: Weighting = "samples", mean: Mean | None = None) -> None:
         super().__init__()
         if not server_lr > 0:
             raise MisconfigurationException(f"aggregator.server_lr={server_lr} must be above 0, such as 1.")
@@ -44,22 +55,44 @@ class WeightedAverage(Aggregator):
             raise MisconfigurationException(
                 f"aggregator.weighting={weighting!r} must be one of {', '.join(get_args(Weighting))}."
             )
+        if mean is not None and not self.takes_mean:
+            raise MisconfigurationException(
+                f"aggregator.mean={mean.name}: {type(self).__name__} combines what clients send by a rule of its own, "
+                "which this would leave as it is or undo; leave it out, or take aggregator=WeightedAverage."
+            )
         self.server_lr = server_lr
+        self.mean = mean
         self.weighting: Weighting = weighting
-        if weighting == "uniform":
+        if mean is not None:
+            self.sums_only = False
+            self.weighting = "samples" if mean.weighted else "uniform"
+        if self.weighting == "uniform":
             self.needs = self.needs - {"num_samples"}
+
+    @property
+    def name(self) -> str:
+        """With the rule's, where there is one."""
+        return super().name if self.mean is None else f"{super().name}+{self.mean.name}"
 
     def setup(self, server: Server) -> None:
         """Starts from the common initial model."""
         self.state["weights"] = server.weights
+        if self.mean is not None:
+            self.averaging = Averaging(self.mean, server)
+            self.state["means"] = 0
         if self.server_lr != 1:
             self.learnable = server.parameter_names(remove_duplicate=False)
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Moves the global model to the mean of the uploads, or towards it."""
+        """Moves the global model to the mean of the uploads, or towards it; tells how many a rule left out."""
         if updates:
             self.average(updates, client_weights(updates, self.weighting))
-        return {}
+        return {} if self.mean is None else self.left_out()
+
+    def left_out(self) -> dict[str, float]:
+        """How many clients of the round a rule gave no share, where its shares are those of whole clients."""
+        shares = self.state.get("shares", {})
+        return {"left_out": float(sum(share == 0 for share in shares.values()))} if shares else {}
 
     def average(self, updates: Updates, weights: Mapping[int, float]) -> None:
         """Moves the global model to a weighted mean of uploads, and keeps the weights as ``state["shares"]``.
@@ -68,13 +101,27 @@ class WeightedAverage(Aggregator):
             updates: by client id, at least one.
             weights: the weight of each of them, by client id; used as they are.
         """
-        mean = mean_model(updates, weights)
+        mean = self.mean_of(updates, weights)
         if self.server_lr != 1:
             w = self.state["weights"]
             for name in self.learnable:
                 # the initial model is of another type than the uploads under precision=64-true
                 mean[name] = torch.lerp(w[name].to(mean[name]), mean[name], self.server_lr)
-        self.state |= {"weights": mean, "shares": dict(weights)}
+        self.state["weights"] = mean
+
+    def mean_of(self, updates: Updates, weights: Mapping[int, float]) -> StateDict:
+        """The mean of uploads, or what the rule takes in its place; keeps each client's part as ``state["shares"]``.
+
+        Args:
+            updates: by client id, at least one.
+            weights: as for `average`.
+        """
+        if self.mean is None:
+            self.state["shares"] = dict(weights)
+            return mean_model(updates, weights)
+        found = self.averaging.models(updates, weights, self.state["weights"], self.state["means"])
+        self.state |= {"shares": found.shares, "means": self.state["means"] + 1}
+        return found.entries
 
     def download(self, client: int) -> Message:
         """The global model."""

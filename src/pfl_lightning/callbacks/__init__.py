@@ -1,6 +1,18 @@
 """Callbacks: the record of a run, its progress, its report in Weights & Biases, and a base class for more."""
 
 from pfl_lightning.callbacks.aggregation_pictures import AggregationPictures
+from pfl_lightning.callbacks.attacks import (
+    ALIE,
+    IPM,
+    Attack,
+    Backdoor,
+    FreeRider,
+    GaussianUpload,
+    LabelFlip,
+    MinMax,
+    ModelReplacement,
+    SignFlip,
+)
 from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.callbacks.channels_last import ChannelsLast
 from pfl_lightning.callbacks.checkpoints import BestCheckpoint, LastCheckpoint, best_checkpoint
@@ -15,18 +27,28 @@ from pfl_lightning.callbacks.similarity_pictures import SimilarityPictures
 from pfl_lightning.callbacks.wandb_report import WandbReport
 
 __all__ = [
+    "ALIE",
+    "IPM",
     "AggregationPictures",
+    "Attack",
+    "Backdoor",
     "BestCheckpoint",
     "ChannelsLast",
     "ClassPictures",
     "DistributionEstimate",
     "FeaturePictures",
     "FederatedCallback",
+    "FreeRider",
+    "GaussianUpload",
+    "LabelFlip",
     "LastCheckpoint",
+    "MinMax",
+    "ModelReplacement",
     "RoundLogger",
     "RoundProgress",
     "RunBar",
     "RunHead",
+    "SignFlip",
     "SimilarityPictures",
     "WandbReport",
     "best_checkpoint",

@@ -82,7 +82,7 @@ class AggregationPictures(Pictures):
         if not self._keeps:
             return
         average = federation.aggregator.find(WeightedAverage)
-        if average is None or "shares" not in average.state:
+        if average is None or not average.state.get("shares"):
             rank_zero_warn(
                 f"AggregationPictures: {type(federation.aggregator).__name__} keeps no weights of a model average; "
                 "nothing is drawn."

@@ -127,7 +127,9 @@ class RoundLogger(FederatedCallback):
         monitor = federation.monitor
         column, server = f"test/{monitor.metric}", f"test/global_{monitor.metric}"
         central = {name: value for name, value in tested.metrics.items() if name.startswith("test/global_")}
-        final = {column: tested.metrics.get(column), **shown(tested.metrics, monitor), **central}
+        groups = federation.evaluations.groups
+        apart = {name: value for name, value in tested.metrics.items() if name.partition("/")[0] in groups}
+        final = {column: tested.metrics.get(column), **shown(tested.metrics, monitor), **central, **apart}
         clients = [
             described(federation.data, client) | federation.privacy_of(client) | metrics
             for client, metrics in tested.clients.items()

@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import Logger
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.aggregators import Aggregator, Mean
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule, Partitioner
 from pfl_lightning.nets import Net
@@ -20,6 +20,7 @@ KINDS: dict[str, type] = {
     "model": ClientModule,
     "data": FederatedDataModule,
     "aggregator": Aggregator,
+    "mean": Mean,
     "partitioner": Partitioner,
     "cohort": Selection,
     "net": Net,

@@ -56,9 +56,14 @@ def by_option(argument: list[str]) -> list[str]:
 def by_file(argument: list[str]) -> list[str]:
     """Which of the pair a file gives; a file that can't be read is for the parser to refuse."""
     path = value_of(argument, "-c", "--config")
-    try:
-        settings: Any = None if path is None else yaml.safe_load(Path(path).read_text())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return []
+    settings = None if path is None else settings_in(path)
     trainer = settings.get("trainer") if isinstance(settings, dict) else None
     return [name for name in PAIR if isinstance(trainer, dict) and trainer.get(name) is not None]
+
+
+def settings_in(path: str) -> Any:
+    """What a configuration holds; None where it can't be read, which is for the parser to refuse."""
+    try:
+        return yaml.safe_load(Path(path).read_text())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None

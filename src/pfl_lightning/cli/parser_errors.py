@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from pfl_lightning.cli.class_names import class_names, settings
+from pfl_lightning.cli.class_names import KINDS, class_names, settings
 from pfl_lightning.cli.configs import squeezed
 from pfl_lightning.cli.errors import one_line
 from pfl_lightning.cli.refusals import command_is_missing, no_command, no_config, no_option
@@ -152,6 +152,10 @@ def no_class(message: str, match: re.Match[str], options: list[str]) -> str:
 def abstract_class(message: str, match: re.Match[str], options: list[str]) -> str:
     """A class lacks methods of its base."""
     setting = locate(message, match)
+    kind = setting.key.rpartition(".")[2]
+    if kind in KINDS and match[1].rpartition(".")[2] == KINDS[kind].__name__:
+        # what is left of settings without a class
+        return f"{setting.key} has settings and no class; choose from {', '.join(sorted(class_names(kind)))}."
     return f"{setting.key}={match[1]} is abstract; define all methods that its base leaves open."
 
 

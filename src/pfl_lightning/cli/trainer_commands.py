@@ -16,6 +16,7 @@ import pfl_lightning.data
 import pfl_lightning.methods  # noqa: F401  # imported classes can be named without their module
 from pfl_lightning.cli.commands import TRAINER
 from pfl_lightning.cli.configs import resolved
+from pfl_lightning.cli.default_server import with_server
 from pfl_lightning.cli.exclusive import later_wins
 from pfl_lightning.cli.nulls import refuse_nulls
 from pfl_lightning.cli.parser_errors import sentence
@@ -43,8 +44,9 @@ class Parser(LightningArgumentParser):
         return parsed
 
     def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:
-        """Finds packaged configurations, and lets the later one hold of settings that exclude each other."""
-        return super().parse_args(later_wins(resolved(sys.argv[1:] if args is None else args)), *rest, **kwargs)
+        """Finds packaged configurations and the server that a mean is of, and settles what excludes each other."""
+        words = resolved(sys.argv[1:] if args is None else args)
+        return super().parse_args(later_wins(with_server(words)), *rest, **kwargs)
 
     def error(self, message: str, *args: Any, **kwargs: Any) -> NoReturn:
         """Ends the program with exit code 2, unless the parser is only trying."""

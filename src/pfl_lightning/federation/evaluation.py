@@ -58,6 +58,8 @@ class Evaluations:
         self.results: dict[str, dict[int, dict[str, float]]] = {}
         """Metrics of the last evaluation by split and client; splits are named as in the row of metrics: ``val``,
         ``test_after``, …"""
+        self.groups: dict[str, set[int]] = {}
+        """Clients that each summary is made of once more, as ``GROUP/NAME/METRIC``, by the group's name."""
 
     def evaluate(self, clients: Sequence[int], splits: tuple[Split, ...]) -> None:
         """Evaluates clients into `results`, which forget all others; nobody trains for it.
@@ -131,15 +133,21 @@ class Evaluations:
         return summary
 
     def summary_of(self, name: str, results: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-        """Summary over clients of one split.
+        """Summary over clients of one split, and over those of each group apart.
 
         Args:
             name: ``val`` or ``test``, with ``_received`` or ``_after`` behind it where the evaluation has several.
             results: metrics by client.
         """
         sizes = self.sizes_of(results, split_of(name))
-        values = over_clients(results, sizes, self.monitor, self.pooled)
-        return {f"{name}/{metric}": value for metric, value in values.items()}
+        chosen = {f"{group}/{name}": members.intersection(results) for group, members in self.groups.items()}
+        summary: dict[str, float] = {}
+        for title, clients in {name: results.keys(), **chosen}.items():
+            if clients or title == name:
+                own = {client: results[client] for client in sorted(clients)}
+                values = over_clients(own, sizes, self.monitor, self.pooled)
+                summary |= {f"{title}/{metric}": value for metric, value in values.items()}
+        return summary
 
 
 def split_of(name: str) -> Split:

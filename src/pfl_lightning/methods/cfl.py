@@ -10,7 +10,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator, Server, Weighting, client_weights, inner_products, mean_model
+from pfl_lightning.aggregators import Aggregator, Mean, Server, Weighting, client_weights, inner_products, mean_model
+from pfl_lightning.aggregators.means import Averaging
 from pfl_lightning.choices import check_least
 from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
 
@@ -38,6 +39,8 @@ class CFL(Aggregator):
         weights: how clients count in a mean, ``uniform`` as in the official code, or by ``samples``.
         absent: how members that stay away are judged: by the ``last`` update that they sent, of which the server then
             keeps one for each client, or not at all (``skip``). Who isn't judged follows the larger half.
+        mean: a rule in the place of the mean within each cluster, as for `WeightedAverage`; ``weights`` then count in
+            judging alone.
 
     Raises:
         MisconfigurationException: if a value is negative, or clients share no parameters.
@@ -55,12 +58,19 @@ class CFL(Aggregator):
         warmup: int = 20,
         weights: Weighting = "uniform",
         absent: Literal["last", "skip"] = "last",
+        mean: Mean | None = None,
     ) -> None:
         super().__init__()
         check_least("aggregator", eps1=(eps1, 0), eps2=(eps2, 0), warmup=(warmup, 0))
         self.eps1, self.eps2, self.warmup = eps1, eps2, warmup
         self.weights = weights
         self.absent = absent
+        self.mean = mean
+
+    @property
+    def name(self) -> str:
+        """With the rule's, where there is one."""
+        return super().name if self.mean is None else f"{super().name}+{self.mean.name}"
 
     def setup(self, server: Server) -> None:
         """Starts with all clients in one cluster, which has the common initial model."""
@@ -71,6 +81,9 @@ class CFL(Aggregator):
                 f"{type(server.module).__name__} shares none; take aggregator WeightedAverage."
             )
         self.state |= {"clusters": [list(range(server.num_clients))], "models": [server.weights], "updates": {}}
+        if self.mean is not None:
+            self.averaging = Averaging(self.mean, server)
+            self.state["means"] = 0
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
         """Splits clusters and averages within each; tells how many there are, and their norms."""
@@ -94,10 +107,18 @@ class CFL(Aggregator):
             for half in halves:
                 present = {client: update for client, update in updates.items() if client in half}
                 clusters.append(half)
-                models.append(mean_model(present, client_weights(present, self.weights)) if present else model)
+                models.append(self._mean(present, model) if present else model)
         self.state |= {"clusters": clusters, "models": models}
         means, largest = zip(*norms, strict=True)
         return {"clusters": float(len(clusters)), "mean_norm": min(means), "max_norm": max(largest)}
+
+    def _mean(self, updates: Updates, model: StateDict) -> StateDict:
+        """Of the uploads of a cluster, which began with its model."""
+        if self.mean is None:
+            return mean_model(updates, client_weights(updates, self.weights))
+        weights = client_weights(updates, "samples" if self.mean.weighted else "uniform")
+        self.state["means"] += 1
+        return self.averaging.models(updates, weights, model, self.state["means"]).entries
 
     def _delta(self, client: int, update: Message) -> Message:
         """Delta_i, and the number of samples that it is from."""

@@ -103,9 +103,11 @@ class DomainConsensus(WeightedAverage):
 
     .. math:: \bar g = \sum_k p_k r_k
 
+    Both means go by the ``mean`` where one is given.
     Source: Zhang et al., 2023 (https://arxiv.org/abs/2311.14975). Takes the arguments of `WeightedAverage`.
     """
 
+    takes_mean = True
     needs = WeightedAverage.needs | {"feature_mean"}
     sends = WeightedAverage.sends | {"consensus"}
     sums_only = True
@@ -120,7 +122,12 @@ class DomainConsensus(WeightedAverage):
         if not updates or self.state["consensus"]:
             return super().aggregate(updates, round)
         p = client_weights(updates, self.weighting)
-        mean = torch.stack([p[client] * update["feature_mean"] for client, update in updates.items()]).sum(0)
+        if self.mean is None:
+            mean = torch.stack([p[client] * update["feature_mean"] for client, update in updates.items()]).sum(0)
+        else:
+            sent = {client: {"mean": update["feature_mean"]} for client, update in updates.items()}
+            none = {"mean": torch.zeros_like(next(iter(sent.values()))["mean"])}
+            mean = self.averaging.entries(sent, p, none, self.state["means"], ["mean"]).entries["mean"]
         self.state["consensus"] = {"mean": mean}
         return {"consensus_norm": float(torch.linalg.vector_norm(mean))}
 

@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Server, WeightedAverage, Weighting, mean_model
+from pfl_lightning.aggregators import Mean, Server, WeightedAverage, Weighting
 from pfl_lightning.choices import check_choices
 from pfl_lightning.messages import StateDict, Updates
 
@@ -35,8 +35,7 @@ class ServerSteps(WeightedAverage):
             updates: by client id, at least one.
             weights: the weight of each of them, by client id; used as they are.
         """
-        self.move(mean_model(updates, weights))
-        self.state["shares"] = dict(weights)
+        self.move(self.mean_of(updates, weights))
 
     def move(self, target: StateDict) -> None:
         """Makes a step.
@@ -73,6 +72,7 @@ class FedAvgM(ServerSteps):
         beta: the momentum, in [0, 1).
         nesterov: whether to look ahead.
         weighting: how clients count in :math:`\Delta`: by their training ``samples``, or all alike (``uniform``).
+        mean: a rule in the place of the mean of uploads, as for `WeightedAverage`.
 
     Raises:
         MisconfigurationException: if an argument is out of its range.
@@ -80,11 +80,17 @@ class FedAvgM(ServerSteps):
 
     example_level = True
     sums_only = True
+    takes_mean = True
 
     def __init__(
-        self, server_lr: float = 1.0, beta: float = 0.9, nesterov: bool = False, weighting: Weighting = "samples"
+        self,
+        server_lr: float = 1.0,
+        beta: float = 0.9,
+        nesterov: bool = False,
+        weighting: Weighting = "samples",
+        mean: Mean | None = None,
     ) -> None:
-        super().__init__(server_lr, weighting)
+        super().__init__(server_lr, weighting, mean)
         check_decays(beta=beta)
         self.beta, self.nesterov = beta, nesterov
 
@@ -117,6 +123,7 @@ class FedAdagrad(ServerSteps):
         initial: the second moment before the first round: ``tau2`` is :math:`\tau^2`, the least that the paper allows;
             ``zero``, which ports have, makes the first steps larger.
         weighting: how clients count in :math:`\Delta`: by their training ``samples``, or all alike (``uniform``).
+        mean: a rule in the place of the mean of uploads, as for `WeightedAverage`.
 
     Raises:
         MisconfigurationException: if an argument is out of its range.
@@ -124,6 +131,7 @@ class FedAdagrad(ServerSteps):
 
     example_level = True
     sums_only = True
+    takes_mean = True
 
     def __init__(
         self,
@@ -132,8 +140,9 @@ class FedAdagrad(ServerSteps):
         tau: float = 1e-3,
         initial: Literal["tau2", "zero"] = "tau2",
         weighting: Weighting = "samples",
+        mean: Mean | None = None,
     ) -> None:
-        super().__init__(server_lr, weighting)
+        super().__init__(server_lr, weighting, mean)
         check_decays(beta1=beta1)
         check_choices("aggregator", initial=(initial, ("tau2", "zero")))
         if not tau > 0:
@@ -176,6 +185,7 @@ class FedAdam(FedAdagrad):
 
     example_level = True
     sums_only = True
+    takes_mean = True
 
     def __init__(self, beta1: float = 0.9, beta2: float = 0.99, **kwargs: Any) -> None:
         super().__init__(beta1=beta1, **kwargs)
@@ -198,6 +208,7 @@ class FedYogi(FedAdam):
 
     example_level = True
     sums_only = True
+    takes_mean = True
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:
         """Towards the square, never below 0."""

@@ -10,7 +10,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator, Server, Weighting, client_weights, mean_loss, mean_model
+from pfl_lightning.aggregators import Aggregator, Mean, Server, Weighting, client_weights, mean_loss, mean_model
+from pfl_lightning.aggregators.means import Averaging
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates
@@ -69,6 +70,8 @@ class ClusterModels(Aggregator):
     Args:
         num_clusters: k, at least 1; 1 is `WeightedAverage`.
         weights: how clients count in a mean: by ``samples``, or ``uniform``.
+        mean: a rule in the place of the mean within each cluster, as for `WeightedAverage`, which says how clients
+            count. It doesn't keep bad clients from choosing all the same cluster, where they may be most.
 
     Raises:
         MisconfigurationException: if ``num_clusters`` is less than 1.
@@ -77,14 +80,23 @@ class ClusterModels(Aggregator):
     needs = frozenset({"weights", "num_samples", "cluster"})
     sends = frozenset({"cluster_models"})
 
-    def __init__(self, num_clusters: int = 2, weights: Weighting = "samples") -> None:
+    def __init__(self, num_clusters: int = 2, weights: Weighting = "samples", mean: Mean | None = None) -> None:
         super().__init__()
         if num_clusters < 1:
             raise MisconfigurationException(
                 f"aggregator.num_clusters={num_clusters} must be 1 (which is FedAvg) or more, such as 2."
             )
         self.num_clusters = num_clusters
-        self.weights = weights
+        self.weights: Weighting = weights
+        self.mean = mean
+        if mean is not None and not mean.weighted:
+            self.weights = "uniform"
+            self.needs = self.needs - {"num_samples"}
+
+    @property
+    def name(self) -> str:
+        """With the rule's, where there is one."""
+        return super().name if self.mean is None else f"{super().name}+{self.mean.name}"
 
     def setup(self, server: Server) -> None:
         """Draws the initial models."""
@@ -96,15 +108,27 @@ class ClusterModels(Aggregator):
             # in the precision of the others, and only what clients share
             model = {name: drawn.get(name, tensor).to(tensor) for name, tensor in server.weights.items()}
             self.state["models"].append(model)
+        if self.mean is not None:
+            self.averaging = Averaging(self.mean, server)
+            self.state["means"] = 0
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
         """Averages, and tells how many of the models were trained."""
         groups: dict[int, Updates] = {}
         for client, update in updates.items():
             groups.setdefault(int(update["cluster"]), {})[client] = update
-        means = {j: mean_model(group, client_weights(group, self.weights)) for j, group in groups.items()}
-        self.state["models"] = [means.get(j, model) for j, model in enumerate(self.state["models"])]
+        models = self.state["models"]
+        means = {j: self._mean(groups[j], models[j]) for j in sorted(groups)}
+        self.state["models"] = [means.get(j, model) for j, model in enumerate(models)]
         return {"clusters": float(len(groups))} if updates else {}
+
+    def _mean(self, updates: Updates, model: StateDict) -> StateDict:
+        """Of the uploads of those who trained a model."""
+        weights = client_weights(updates, self.weights)
+        if self.mean is None:
+            return mean_model(updates, weights)
+        self.state["means"] += 1
+        return self.averaging.models(updates, weights, model, self.state["means"]).entries
 
     def download(self, client: int) -> Message:
         """All of the models."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import functional_call, grad
 from torch.nn.utils import parameters_to_vector
 
-from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage
+from pfl_lightning.aggregators import Aggregator, Mean, Server, WeightedAverage
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData, Samples
@@ -115,6 +115,8 @@ class SCAFFOLD(WeightedAverage):
 
     Args:
         server_lr: :math:`\eta_g`, above 0; 1, the paper's choice, is the mean itself.
+        mean: a rule in the place of both means over S, of the models and of what control variates changed, each for
+            itself.
 
     Raises:
         MisconfigurationException: if ``server_lr`` isn't positive.
@@ -123,9 +125,10 @@ class SCAFFOLD(WeightedAverage):
     needs = frozenset({"weights", "control"})
     sends = WeightedAverage.sends | {"control"}
     sums_only = True
+    takes_mean = True
 
-    def __init__(self, server_lr: float = 1.0) -> None:
-        super().__init__(server_lr, weighting="uniform")
+    def __init__(self, server_lr: float = 1.0, mean: Mean | None = None) -> None:
+        super().__init__(server_lr, "uniform", mean)
 
     def setup(self, server: Server) -> None:
         """Starts from the common initial model and c = 0."""
@@ -138,11 +141,17 @@ class SCAFFOLD(WeightedAverage):
         """Moves x and c, and logs the length of c."""
         if not updates:
             return {}
-        super().aggregate(updates, round)
+        logs = super().aggregate(updates, round)
         c = self.state["control"]
-        changes = [{"control": update["control"]} for update in updates.values()]
-        self.state |= weighted_mean([*changes, {"control": c}], [*[1 / self.num_clients] * len(changes), 1.0])
-        return {"control_norm": float(torch.linalg.vector_norm(self.state["control"]))}
+        changes = {client: {"control": update["control"]} for client, update in updates.items()}
+        share = 1 / self.num_clients
+        if self.mean is not None:
+            one = dict.fromkeys(changes, 1.0)
+            none = {"control": torch.zeros_like(c)}
+            found = self.averaging.entries(changes, one, none, self.state["means"], ["control"])
+            changes, share = {0: found.entries}, len(updates) / self.num_clients
+        self.state |= weighted_mean([*changes.values(), {"control": c}], [*[share] * len(changes), 1.0])
+        return logs | {"control_norm": float(torch.linalg.vector_norm(self.state["control"]))}
 
     def download(self, client: int) -> Message:
         """The model and the control variate."""

@@ -1,0 +1,25 @@
+"""Rules in the place of the mean, whose result few bad uploads can't move at will."""
+
+from pfl_lightning.aggregators.means.base import Averaging, Combined, Mean
+from pfl_lightning.aggregators.means.bulyan import Bulyan
+from pfl_lightning.aggregators.means.clipping import CentredClipping, NormBound
+from pfl_lightning.aggregators.means.coordinates import CoordinateMedian, TrimmedMean
+from pfl_lightning.aggregators.means.geometric_median import GeometricMedian
+from pfl_lightning.aggregators.means.krum import Krum, MultiKrum
+from pfl_lightning.aggregators.means.premixing import Bucketing, NearestNeighbourMixing
+
+__all__ = [
+    "Averaging",
+    "Bucketing",
+    "Bulyan",
+    "CentredClipping",
+    "Combined",
+    "CoordinateMedian",
+    "GeometricMedian",
+    "Krum",
+    "Mean",
+    "MultiKrum",
+    "NearestNeighbourMixing",
+    "NormBound",
+    "TrimmedMean",
+]

@@ -1,0 +1,79 @@
+"""The median and the trimmed mean, coordinate by coordinate.
+
+Source: Yin et al., 2018 (https://arxiv.org/abs/1803.01498).
+"""
+
+from functools import partial
+
+from torch import Tensor
+
+from pfl_lightning.aggregators.means.base import Assumed, Mean
+from pfl_lightning.aggregators.means.vectors import Sum, Vectors
+
+
+class CoordinateMedian(Mean):
+    """The median of each coordinate; of an even number of uploads, the mean of the middle two.
+
+    Fewer than half of the uploads, whatever they are, leave each coordinate within the range of the others. Where
+    clients' data differ, it also leaves out what few honest clients know.
+    Source: Yin et al., 2018 (https://arxiv.org/abs/1803.01498).
+    """
+
+    def of(self, vectors: Vectors) -> Sum:
+        """Takes the median of each coordinate."""
+        return vectors.by_coordinate(median)
+
+
+class TrimmedMean(Mean):
+    r"""The mean of each coordinate without its k lowest and its k highest values.
+
+    .. math:: \frac{1}{n - 2k} \sum_{i=k+1}^{n-k} x_{(i)}
+
+    where :math:`x_{(1)} \le \ldots \le x_{(n)}` are the values of a coordinate. It bears k bad uploads; with k = 0 it
+    is the mean, in which all clients count alike. Source: Yin et al., 2018 (https://arxiv.org/abs/1803.01498).
+
+    Args:
+        trim: k, from 0 to below half of the uploads; or the share of them that it is, rounded down, below 0.5.
+
+    Raises:
+        MisconfigurationException: if ``trim`` is out of its range.
+    """
+
+    def __init__(self, trim: int | float = 0.2) -> None:
+        self.trim = trim
+        self._bad = Assumed("TrimmedMean", "trim", trim, 2, 1)
+
+    def check(self, clients: int) -> None:
+        """Refuses to trim all that there is."""
+        self._bad.check(clients)
+
+    def of(self, vectors: Vectors) -> Sum:
+        """Takes the trimmed mean of each coordinate."""
+        return vectors.by_coordinate(partial(trimmed_mean, k=self._bad.among(len(vectors))))
+
+
+def median(rows: Tensor) -> Tensor:
+    """The median of each column.
+
+    >>> import torch
+    >>> median(torch.tensor([[1.0, 5.0], [9.0, 5.0], [3.0, 7.0], [2.0, 8.0]]))
+    tensor([2.5000, 6.0000])
+
+    Args:
+        rows: ``[n, w]``.
+    """
+    ordered, n = rows.sort(0).values, len(rows)
+    low, high = ordered[(n - 1) // 2], ordered[n // 2]
+    return low + (high - low) / 2
+
+
+def trimmed_mean(rows: Tensor, k: int) -> Tensor:
+    """The mean of each column without its k lowest and k highest values.
+
+    Args:
+        rows: ``[n, w]``.
+        k: below n / 2.
+    """
+    kept = rows.sort(0).values[k : len(rows) - k]
+    # by differences: of equal values that is exact
+    return kept[0] + (kept - kept[0]).mean(0)

@@ -1,0 +1,79 @@
+"""Krum and multi-Krum: the uploads that have others close by.
+
+Source: Blanchard et al., 2017 (https://arxiv.org/abs/1703.02757).
+"""
+
+import math
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from pfl_lightning.aggregators.means.base import Assumed, Mean
+from pfl_lightning.aggregators.means.vectors import Sum, Vectors
+
+
+class MultiKrum(Mean):
+    r"""The mean of the c uploads with the least scores, which are sums of squared distances to near ones.
+
+    .. math:: s_i = \sum_{j \in N_i} \lVert x_i - x_j \rVert^2
+
+    where :math:`N_i` are the n - f - 2 nearest of the others. Of equal scores, as two have that are each other's only
+    neighbour, the one with the nearer next neighbour comes first, and then the one with the lower id. The paper bears f
+    bad ones of :math:`n \ge 2f + 3`, and leaves c open; with c = n it is the mean, in which all clients count alike.
+    Source: Blanchard et al., 2017 (https://arxiv.org/abs/1703.02757).
+
+    Args:
+        f: how many uploads are taken for bad, or the share of the round's that they are, rounded down, below 0.5.
+        keep: c, at least 1, of which there are n at most; None is n - f.
+
+    Raises:
+        MisconfigurationException: if a value is out of its range.
+    """
+
+    def __init__(self, f: int | float = 0.2, keep: int | None = None) -> None:
+        self.f, self.keep = f, keep
+        self._bad = Assumed(self.name, "f", f, 2, 3)
+        if keep is not None and keep < 1:
+            raise MisconfigurationException(f"aggregator.mean=MultiKrum: keep={keep} must be 1 or more.")
+
+    def check(self, clients: int) -> None:
+        """Refuses an f that no round can bear."""
+        self._bad.check(clients)
+
+    def of(self, vectors: Vectors) -> Sum:
+        """Averages those with the least scores."""
+        n = len(vectors)
+        f = self._bad.among(n)
+        kept = torch.tensor(by_score(vectors.squared_distances, f)[: self.keep or n - f])
+        return vectors.combined(torch.zeros(n, dtype=torch.float64).index_fill(0, kept, 1 / len(kept)))
+
+
+class Krum(MultiKrum):
+    """The upload with the least score; `MultiKrum` of one.
+
+    Source: Blanchard et al., 2017 (https://arxiv.org/abs/1703.02757).
+
+    Args:
+        f: how many uploads are taken for bad, or the share of the round's that they are, rounded down, below 0.5.
+
+    Raises:
+        MisconfigurationException: if ``f`` is out of its range.
+    """
+
+    def __init__(self, f: int | float = 0.2) -> None:
+        super().__init__(f, keep=1)
+
+
+def by_score(squared: Tensor, f: int) -> list[int]:
+    """Positions of the uploads, the one with the least score first.
+
+    Args:
+        squared: squared distances ``[n, n]``.
+        f: how many are taken for bad; at least one neighbour counts, as far as there is one.
+    """
+    n = len(squared)
+    near = squared + torch.diag(torch.full((n,), math.inf, dtype=squared.dtype))
+    near, count = near.sort(1).values, max(n - f - 2, 1)
+    scores, further = near[:, :count].sum(1).tolist(), near[:, count:].tolist()
+    return sorted(range(n), key=lambda i: (scores[i], further[i]))

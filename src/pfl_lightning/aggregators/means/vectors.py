@@ -1,0 +1,140 @@
+"""What the clients of a round sent, as vectors side by side, for rules that combine them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pfl_lightning.aggregators.model_pool import blocks, inner_products
+from pfl_lightning.messages import StateDict
+
+
+class Sum(NamedTuple):
+    """What a rule makes of vectors.
+
+    Args:
+        entries: the result, with the names, shapes and types of what was sent.
+        shares: how much of each upload is in it ``[n]``, at least 0 and 1 at most together; None where that differs
+            from coordinate to coordinate.
+    """
+
+    entries: StateDict
+    shares: Tensor | None
+
+
+class Vectors:
+    r"""Uploads :math:`x_1, \ldots, x_n` of a round, of one shape, or n mixtures of them.
+
+    Floating entries are the coordinates. Of integer ones, such as BatchNorm's counters, the lower median is taken,
+    whatever the rule.
+
+    Args:
+        sent: named tensors of each client, at least one client.
+        origin: the same entries as the clients received them.
+        names: the floating entries that distances are taken over.
+        weights: by how much each client would count in a mean ``[n]``, summing to 1.
+        seed: of what a rule draws.
+        mixing: a matrix ``[m, n]`` whose rows sum to 1: the vectors are then these means of uploads.
+    """
+
+    def __init__(
+        self,
+        sent: Sequence[Mapping[str, Tensor]],
+        origin: Mapping[str, Tensor],
+        names: Sequence[str],
+        weights: Tensor,
+        seed: int = 0,
+        mixing: Tensor | None = None,
+    ) -> None:
+        self.sent, self.origin, self.names = sent, origin, names
+        self.weights, self.seed = weights, seed
+        self.mixing = mixing
+
+    def __len__(self) -> int:
+        return len(self.sent) if self.mixing is None else len(self.mixing)
+
+    @cached_property
+    def products(self) -> Tensor:
+        """Inner products of the differences to the origin ``[m, m]``, in float64."""
+        among = inner_products([dict(each) for each in self.sent], self.names, dict(self.origin))[:-1, :-1]
+        if self.mixing is not None:
+            among = self.mixing @ among @ self.mixing.T
+        return (among + among.T) / 2
+
+    @property
+    def squared_distances(self) -> Tensor:
+        """Squared distances of vectors to each other ``[m, m]``, in float64."""
+        own = self.products.diagonal()
+        return (own[:, None] + own - 2 * self.products).clamp_min(0).fill_diagonal_(0)
+
+    def mixed(self, mixing: Tensor) -> "Vectors":
+        """Means of these vectors in their place.
+
+        Args:
+            mixing: ``[m', m]``, rows sum to 1.
+        """
+        whole = mixing if self.mixing is None else mixing @ self.mixing
+        weights = torch.full((len(whole),), 1 / len(whole), dtype=torch.float64)
+        return Vectors(self.sent, self.origin, self.names, weights, self.seed, whole)
+
+    def combined(self, shares: Tensor) -> Sum:
+        r"""The sum :math:`\sum_k a_k x_k`, and as much of the origin as the shares leave to 1.
+
+        Args:
+            shares: :math:`a_k` of each vector ``[m]``, at least 0, summing to 1 or less.
+        """
+        own = shares if self.mixing is None else shares @ self.mixing
+        rest = 1 - float(own.sum())
+        first = int(own.argmax())
+        entries = {}
+        for name, tensor in self.sent[first].items():
+            if not tensor.is_floating_point():
+                kept = [each[name] for each, share in zip(self.sent, own.tolist(), strict=True) if share > 0]
+                entries[name] = lower_median(kept or [tensor])
+                continue
+            # by differences to one that counts: equal uploads then are their own mean bit for bit, and one that is
+            # far away takes no digits from the others
+            base = tensor.double()
+            change = torch.zeros_like(base)
+            for index, share in enumerate(own.tolist()):
+                if share > 0 and index != first:
+                    change.add_(self.sent[index][name].double() - base, alpha=share)
+            if rest > 1e-12:
+                change.add_(self.origin[name].double() - base, alpha=rest)
+            entries[name] = (base + change).to(tensor.dtype)
+        return Sum(entries, own)
+
+    def by_coordinate(self, rule: Callable[[Tensor], Tensor]) -> Sum:
+        """What a rule makes of each coordinate, of a block of them at a time, which bounds memory.
+
+        Args:
+            rule: gives ``[w]`` of ``[m, w]`` in float64.
+        """
+        entries = {}
+        for name, tensor in self.sent[0].items():
+            column = [each[name] for each in self.sent]
+            if not tensor.is_floating_point():
+                entries[name] = lower_median(column)
+                continue
+            parts = [rule(self._mixed_rows(rows.double())) for rows in blocks(column)]
+            entries[name] = torch.cat(parts).view(tensor.shape).to(tensor.dtype)
+        return Sum(entries, None)
+
+    def _mixed_rows(self, rows: Tensor) -> Tensor:
+        if self.mixing is None:
+            return rows
+        # by differences, for the same reasons as above
+        middle = rows.median(0).values
+        return middle + self.mixing @ (rows - middle)
+
+
+def lower_median(tensors: Sequence[Tensor]) -> Tensor:
+    """The middle value of each entry, the lower one of two.
+
+    >>> lower_median([torch.tensor(3), torch.tensor(900), torch.tensor(4), torch.tensor(5)])
+    tensor(4)
+    """
+    kind = reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    return torch.stack([tensor.to(kind) for tensor in tensors]).sort(0).values[(len(tensors) - 1) // 2]

@@ -1,0 +1,148 @@
+"""Attacks of bad clients who know each other's models, or everybody's, and all send one that passes for honest."""
+
+from statistics import NormalDist
+from typing import Literal, TypeAlias
+
+import torch
+
+from pfl_lightning.aggregators import inner_products
+from pfl_lightning.callbacks.attacks.uploads import UploadAttack, View, check_positive
+from pfl_lightning.choices import check_choices
+from pfl_lightning.messages import StateDict, Updates
+
+Knowledge: TypeAlias = Literal["omniscient", "own"]
+"""Whose trained models bad clients know: those of all benign clients of the round, or their own alone."""
+
+
+class Colluding(UploadAttack):
+    r"""Sends a model that is made of the mean :math:`\mu` and the deviation :math:`\sigma` of models that are known.
+
+    They are of each coordinate, and the deviation is that of a population.
+
+    Args:
+        fraction: as for `Attack`.
+        knowledge: ``omniscient`` knows the models of the round's benign clients, ``own`` those that the bad clients
+            themselves trained.
+
+    Raises:
+        MisconfigurationException: if a value is out of its range.
+    """
+
+    colludes = True
+
+    def __init__(self, fraction: float, knowledge: Knowledge = "omniscient") -> None:
+        super().__init__(fraction)
+        check_choices("trainer.callbacks", knowledge=(knowledge, ("omniscient", "own")))
+        self.knowledge = knowledge
+
+    def seen(self, bad: list[int], updates: Updates) -> list[int]:
+        """The benign clients, if they are known and there are some, else the bad ones."""
+        benign = sorted(updates.keys() - set(bad))
+        return benign if benign and self.knowledge == "omniscient" else bad
+
+
+class ALIE(Colluding):
+    r"""Sends :math:`\mu - z \sigma`, with the largest z at which it still is one of many: a little is enough.
+
+    .. math:: z = \Phi^{-1}\Bigl(\frac{n - f - s}{n - f}\Bigr), \qquad s = \lfloor n/2 \rfloor + 1 - f
+
+    of n clients of the round of which f are bad, and at least 0.
+    Source: Baruch et al., 2019 (https://arxiv.org/abs/1902.06156).
+
+    Args:
+        fraction: as for `Attack`.
+        z: above 0; None takes the formula's.
+        knowledge: as for `Colluding`.
+
+    Raises:
+        MisconfigurationException: if a value is out of its range.
+    """
+
+    def __init__(self, fraction: float, z: float | None = None, knowledge: Knowledge = "omniscient") -> None:
+        super().__init__(fraction, knowledge)
+        check_positive(self, z=1.0 if z is None else z)
+        self.z = z
+
+    def forged(self, view: View) -> StateDict:
+        """The mean, less some deviations."""
+        mean, deviation = moments(view.known)
+        z = largest_z(view.clients, view.bad) if self.z is None else self.z
+        return {name: mean[name] - z * deviation[name] for name in mean}
+
+
+class IPM(Colluding):
+    r"""Sends :math:`x - \epsilon (\mu - x)`: with small :math:`\epsilon` within the cloud of others, and against them.
+
+    A mean over all goes backwards where :math:`\epsilon f > n - f`.
+    Source: Xie et al., 2019 (https://arxiv.org/abs/1903.03936).
+
+    Args:
+        fraction: as for `Attack`.
+        scale: :math:`\epsilon`, above 0.
+        knowledge: as for `Colluding`.
+
+    Raises:
+        MisconfigurationException: if a value is out of its range.
+    """
+
+    def __init__(self, fraction: float, scale: float = 0.5, knowledge: Knowledge = "omniscient") -> None:
+        super().__init__(fraction, knowledge)
+        check_positive(self, scale=scale)
+        self.scale = scale
+
+    def forged(self, view: View) -> StateDict:
+        """Against the mean."""
+        mean, _ = moments(view.known)
+        return {name: x - self.scale * (mean[name] - x) for name, x in view.received.items()}
+
+
+class MinMax(Colluding):
+    r"""Sends :math:`\mu - \gamma \sigma`, as far as it is no further from any known model than two of them are.
+
+    .. math:: \max_i \lVert \mu - \gamma \sigma - h_i \rVert \le \max_{i, j} \lVert h_i - h_j \rVert
+
+    with the largest such :math:`\gamma`. Source: Shejwalkar and Houmansadr, 2021, NDSS
+    (https://doi.org/10.14722/ndss.2021.24498). Takes the arguments of `Colluding`.
+    """
+
+    def forged(self, view: View) -> StateDict:
+        """As far as it may."""
+        mean, deviation = moments(view.known)
+        gamma = largest_gamma(view.known, mean, deviation)
+        return {name: mean[name] - gamma * deviation[name] for name in mean}
+
+
+def moments(known: list[StateDict]) -> tuple[StateDict, StateDict]:
+    """Mean and deviation of models, coordinate by coordinate."""
+    stacks = {name: torch.stack([model[name] for model in known]) for name in known[0]}
+    return {n: s.mean(0) for n, s in stacks.items()}, {n: s.std(0, correction=0) for n, s in stacks.items()}
+
+
+def largest_z(clients: int, bad: int) -> float:
+    """How many deviations away a value still has enough honest ones beyond it, for a majority with the bad ones.
+
+    >>> round(largest_z(20, 4), 3), largest_z(2, 1)
+    (0.157, 0.0)
+
+    Args:
+        clients: of the round, n.
+        bad: how many of these are bad, f.
+    """
+    honest = max(clients - bad, 1)
+    supporters = max(clients // 2 + 1 - bad, 1)
+    share = (honest - supporters) / honest
+    return max(NormalDist().inv_cdf(share), 0.0) if share > 0 else 0.0
+
+
+def largest_gamma(known: list[StateDict], mean: StateDict, deviation: StateDict) -> float:
+    r"""The largest :math:`\gamma` of `MinMax`; 0 where models don't differ."""
+    names = list(mean)
+    among = inner_products([*known, {n: mean[n] - deviation[n] for n in names}], names, mean)[:-1, :-1]
+    squares, along = among.diagonal()[:-1], -among[:-1, -1]
+    own = float(among[-1, -1])
+    if own == 0:
+        return 0.0
+    pairs = squares[:, None] + squares - 2 * among[:-1, :-1]
+    # || mean - gamma deviation - h_i ||^2 = squares + 2 gamma along + gamma^2 own
+    roots = ((along**2 + own * (pairs.max() - squares)).clamp_min(0).sqrt() - along) / own
+    return float(roots.min())

@@ -1,0 +1,123 @@
+"""Attacks by what is trained on: bad clients are honest about samples that aren't."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+
+from pfl_lightning.callbacks.attacks.base import Attack
+from pfl_lightning.data import Samples, Split
+from pfl_lightning.federation.federation import Federation
+from pfl_lightning.tasks import Classification
+
+Parts: TypeAlias = Callable[[Sequence[int], Split, torch.device | str], list[Samples]]
+"""Gives one split of each of some clients, as data modules do."""
+
+
+class SampleAttack(Attack):
+    """Changes the training samples of bad clients while a run trains.
+
+    Samples to validate and test on stay what they are, and so do the numbers of samples of each class that clients
+    tell. Takes the arguments of `Attack`.
+    """
+
+    @abstractmethod
+    def poisoned(self, samples: Samples, client: int, federation: Federation) -> Samples:
+        """What a bad client trains on.
+
+        Args:
+            samples: its training samples.
+            client: its id.
+            federation: the federation.
+        """
+
+    def check(self, federation: Federation) -> None:
+        """Refuses tasks without one class a sample, and samples that aren't in memory."""
+        super().check(federation)
+        if not isinstance(federation.data.task, Classification):
+            raise MisconfigurationException(
+                f"trainer.callbacks: {type(self).__name__} changes classes, and the task is {federation.data.task}; "
+                "take an attack on uploads, such as SignFlip."
+            )
+        if not federation.data.resident:
+            raise MisconfigurationException(
+                f"data.resident=false reads clients a batch at a time, and {type(self).__name__} changes all that a "
+                "client has at once; leave it out."
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stands between the data and who asks for training samples."""
+        super().on_fit_start(trainer, pl_module)
+        federation = cast(Federation, pl_module)
+        if bad := self.bad(federation):
+            vars(federation.data)["parts"] = partial(self._parts, federation.data.parts, bad, federation)
+
+    def _parts(
+        self,
+        parts: Parts,
+        bad: set[int],
+        federation: Federation,
+        clients: Sequence[int],
+        split: Split,
+        device: torch.device | str = "cpu",
+    ) -> list[Samples]:
+        found = parts(clients, split, device)
+        if split != "train":
+            return found
+        pairs = zip(clients, found, strict=True)
+        return [self.poisoned(own, client, federation) if client in bad else own for client, own in pairs]
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leaves the data as they were."""
+        vars(cast(Any, trainer).datamodule).pop("parts", None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leaves the data as they were."""
+        self.teardown(trainer, pl_module, "fit")
+
+
+class LabelFlip(SampleAttack):
+    r"""Trains on wrong classes: :math:`y \to K - 1 - y`, or all of one class as another.
+
+    Args:
+        fraction: as for `Attack`.
+        source: the class whose samples are changed, from 0; None changes all.
+        target: the class that they are given; None is :math:`K - 1 - y`.
+
+    Raises:
+        MisconfigurationException: if a value is out of its range.
+    """
+
+    def __init__(self, fraction: float, source: int | None = None, target: int | None = None) -> None:
+        super().__init__(fraction)
+        self.source, self.target = source, target
+
+    def check(self, federation: Federation) -> None:
+        """Refuses classes that there aren't."""
+        super().check(federation)
+        check_class(self, "source", self.source, federation)
+        check_class(self, "target", self.target, federation)
+
+    def poisoned(self, samples: Samples, client: int, federation: Federation) -> Samples:
+        """Other classes."""
+        y = cast(torch.Tensor, samples.y)
+        flipped = cast(Classification, federation.data.task).num_classes - 1 - y
+        wrong = flipped if self.target is None else torch.full_like(y, self.target)
+        return Samples(samples.x, wrong if self.source is None else torch.where(y == self.source, wrong, y))
+
+
+def check_class(attack: Attack, name: str, value: int | None, federation: Federation) -> None:
+    """Refuses a class that there isn't.
+
+    Raises:
+        MisconfigurationException: if there isn't.
+    """
+    classes = cast(Classification, federation.data.task).num_classes
+    if value is not None and not 0 <= value < classes:
+        raise MisconfigurationException(
+            f"{type(attack).__name__}: {name}={value} must be a class number from 0 to {classes - 1}."
+        )

@@ -1,0 +1,206 @@
+"""Attacks by what is sent: bad clients train as all do, and then send something else."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from torch import Generator, Tensor
+
+from pfl_lightning.callbacks.attacks.base import Attack
+from pfl_lightning.federation.federation import Federation
+from pfl_lightning.messages import StateDict, Updates
+from pfl_lightning.seeds import derive_seed
+
+
+class View(NamedTuple):
+    """What a bad client of a round sees, as parameters in float64.
+
+    Args:
+        received: the model x that it received.
+        own: the model w that it trained.
+        known: models that statistics are taken of, at least one.
+        clients: how many send something in the round.
+        bad: how many of these are bad.
+        generator: for what it draws.
+    """
+
+    received: StateDict
+    own: StateDict
+    known: list[StateDict]
+    clients: int
+    bad: int
+    generator: Generator
+
+
+class UploadAttack(Attack):
+    """Lets bad clients send other parameters than those that they trained.
+
+    Running statistics and all other entries of their updates stay what they are, such as control variates and numbers
+    of samples. It comes after the count of bytes, and before the server. Name it before callbacks that look at updates.
+
+    Args:
+        fraction: as for `Attack`.
+
+    Raises:
+        MisconfigurationException: if ``fraction`` is out of its range.
+    """
+
+    colludes = False
+    """Whether the bad clients of a round all send one model."""
+
+    @abstractmethod
+    def forged(self, view: View) -> StateDict:
+        """The parameters that a bad client sends.
+
+        Args:
+            view: what it sees.
+        """
+
+    def check(self, federation: Federation) -> None:
+        """Refuses methods whose clients and server don't exchange models."""
+        super().check(federation)
+        client, server = federation.client, federation.aggregator
+        if "weights" not in client.sends or "weights" not in server.sends:
+            who = type(client).__name__ if "weights" not in client.sends else server.name
+            raise MisconfigurationException(
+                f"trainer.callbacks: {type(self).__name__} changes models that clients receive and send, and {who} "
+                "sends none as weights; take LabelFlip, or a method that does, such as FedAvg."
+            )
+
+    def on_aggregate_start(self, trainer: Trainer, federation: Federation, updates: Updates) -> None:
+        """Puts other models in the place of those of bad clients."""
+        bad = sorted(self.bad(federation).intersection(updates))
+        if not bad:
+            return
+        names = [name for name, _ in federation.client.named_parameters(remove_duplicate=False)]
+        known = [double(updates[client]["weights"], names) for client in self.seen(bad, updates)]
+        model: StateDict | None = None
+        for client in bad:
+            own = updates[client]["weights"]
+            if model is None or not self.colludes:
+                seed = derive_seed(federation.seed or 0, "attack", federation.round, client)
+                received = double(federation.aggregator.download(client)["weights"], names)
+                generator = torch.Generator().manual_seed(seed)
+                model = self.forged(View(received, double(own, names), known, len(updates), len(bad), generator))
+            sent = {name: tensor.to(own[name].dtype) for name, tensor in model.items()}
+            updates[client] = updates[client] | {"weights": {**own, **sent}}
+
+    def seen(self, bad: list[int], updates: Updates) -> list[int]:
+        """Ids of the clients whose models statistics are taken of; of one, where an attack takes none."""
+        return bad[:1]
+
+
+class SignFlip(UploadAttack):
+    r"""Sends :math:`x - s (w - x)`: the trained change, backwards.
+
+    Args:
+        fraction: as for `Attack`.
+        scale: s, above 0.
+
+    Raises:
+        MisconfigurationException: if a value is out of its range.
+    """
+
+    def __init__(self, fraction: float, scale: float = 1.0) -> None:
+        super().__init__(fraction)
+        check_positive(self, scale=scale)
+        self.scale = scale
+
+    def forged(self, view: View) -> StateDict:
+        """Backwards."""
+        return {name: x - self.scale * (view.own[name] - x) for name, x in view.received.items()}
+
+
+class GaussianUpload(UploadAttack):
+    r"""Sends :math:`x + \sigma \xi`: noise in the place of a change.
+
+    Args:
+        fraction: as for `Attack`.
+        std: :math:`\sigma`, above 0.
+
+    Raises:
+        MisconfigurationException: if a value is out of its range.
+    """
+
+    def __init__(self, fraction: float, std: float = 1.0) -> None:
+        super().__init__(fraction)
+        check_positive(self, std=std)
+        self.std = std
+
+    def forged(self, view: View) -> StateDict:
+        """Noise."""
+        return {name: x + self.std * drawn(x, view.generator) for name, x in view.received.items()}
+
+
+class FreeRider(UploadAttack):
+    r"""Sends the model x as it was received, or nearly: who contributes nothing, and wants the result.
+
+    Args:
+        fraction: as for `Attack`.
+        std: deviation of noise that hides it, at least 0.
+
+    Raises:
+        MisconfigurationException: if a value is out of its range.
+    """
+
+    def __init__(self, fraction: float, std: float = 0.0) -> None:
+        super().__init__(fraction)
+        if not 0 <= std < math.inf:
+            raise MisconfigurationException(f"FreeRider: std={std} must be 0 or more, and finite.")
+        self.std = std
+
+    def forged(self, view: View) -> StateDict:
+        """What was received."""
+        return {name: x + self.std * drawn(x, view.generator) for name, x in view.received.items()}
+
+
+class ModelReplacement(UploadAttack):
+    r"""Sends :math:`x + s (w - x)`, so that a mean over all becomes its own model: for who trained on a `Backdoor`.
+
+    The bad clients of a run are the same for both, so that together they are one attack.
+    Source: Bagdasaryan et al., 2020 (https://arxiv.org/abs/1807.00459).
+
+    Args:
+        fraction: as for `Attack`.
+        scale: s, above 0; None is the number of clients in the round over that of the bad ones.
+
+    Raises:
+        MisconfigurationException: if a value is out of its range.
+    """
+
+    def __init__(self, fraction: float, scale: float | None = None) -> None:
+        super().__init__(fraction)
+        check_positive(self, scale=1.0 if scale is None else scale)
+        self.scale = scale
+
+    def forged(self, view: View) -> StateDict:
+        """Enlarged."""
+        scale = view.clients / view.bad if self.scale is None else self.scale
+        return {name: x + scale * (view.own[name] - x) for name, x in view.received.items()}
+
+
+def double(weights: Mapping[str, Tensor], names: list[str]) -> StateDict:
+    """Those of some entries that weights have, in float64."""
+    return {name: weights[name].double() for name in names if name in weights}
+
+
+def drawn(tensor: Tensor, generator: Generator) -> Tensor:
+    """Standard normal numbers of a tensor's shape, in float64."""
+    return torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+
+
+def check_positive(attack: Attack, **values: float) -> None:
+    """Refuses settings that aren't above 0 and finite.
+
+    Raises:
+        MisconfigurationException: if one isn't.
+    """
+    for name, value in values.items():
+        if not 0 < value < math.inf:
+            raise MisconfigurationException(
+                f"{type(attack).__name__}: {name}={value} must be above 0 and finite, such as 1."
+            )
