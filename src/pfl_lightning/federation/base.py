@@ -58,7 +58,6 @@ class FederationBase(LightningModule):
         self.client = client
         # one resident module an architecture, not one a client
         self.architectures = nn.ModuleList(client.architectures())
-        self._only_one = len(self.architectures) == 1
         self.aggregator = aggregator if aggregator is not None else client.configure_aggregator()
         self.options = options
         self.round = 0
@@ -99,8 +98,6 @@ class FederationBase(LightningModule):
 
     def architecture_of(self, client: int) -> int:
         """Which of the ``architectures`` a client has; new clients take those of the first ones."""
-        if self._only_one:
-            return 0
         num_clients = self.data.num_clients
         return self.client.architecture_of(client % num_clients, num_clients)
 
