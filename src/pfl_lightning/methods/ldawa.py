@@ -24,9 +24,10 @@ class LDAWA(WeightedAverage):
         c_{kl} = \min\bigl(1,\, \cos(\theta_{kl}, \theta_{gl})\bigr)
 
     The weights aren't renormalised, so that the model shrinks where clients diverge, and learns more slowly than
-    `FedAvg`'s there; a tensor that has turned round counts negatively. A zero tensor has no direction: its cosine is 1.
-    What isn't weighted is averaged plainly. The first rounds are `WeightedAverage`'s. ``state["shares"]`` has each client's mean of :math:`c_{kl} / K` over its
-    tensors. Source: Rehman et al., 2023 (https://arxiv.org/abs/2307.07393).
+    `FedAvg`'s there; a tensor that has turned round counts negatively. A zero tensor has no direction: its cosine
+    is 1. What isn't weighted is averaged plainly. The first rounds are `WeightedAverage`'s. ``state["shares"]`` has
+    each client's mean of :math:`c_{kl} / K` over its tensors. Source: Rehman et al., 2023
+    (https://arxiv.org/abs/2307.07393).
 
     Args:
         warmup: number of first rounds that average by samples, at least 0.
