@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
 Values = dict[tuple[str, float | None], list[float]]
 
@@ -63,9 +64,14 @@ def main() -> None:
             label = "Local: epsilon 0" if name == "Local" else f"{name} without privacy"
             axes.axhline(free, color=colour, linestyle="--", linewidth=1, label=label)
         axes.set(xlabel="epsilon", xscale="log", title=title)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("test accuracy, %")
-    panels[-1].legend(loc="lower right", fontsize=8, frameon=False)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8, frameon=False
+    )
     figure.savefig(args.picture, dpi=150)
 
 

@@ -291,6 +291,7 @@ def test_the_table_is_there_in_all_forms(compared):
     assert text.endswith("Same partition, cohorts and initial weights for all methods at each seed.\n")
     assert r"\begin{tabular}" in (out / "comparison.tex").read_text()
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "report.html").read_text().count("<svg") == 3
 
 
 def test_runs_are_logged_to_one_group_of_weights_and_biases(compared):

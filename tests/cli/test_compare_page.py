@@ -1,0 +1,152 @@
+"""``report.html``: what is on it, that it needs nothing else, and that its table sorts in a browser."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from pfl_lightning.cli.compare.page import html_table, leading_number, page
+from pfl_lightning.cli.compare.results import Result
+from pfl_lightning.cli.compare.runs import Run
+from pfl_lightning.tasks import Monitor
+
+CELLS = [
+    ["method", "last", "over Local"],
+    ["FedAvg", "78.20 ± 0.11", "+2.20 (75 %)"],
+    ["Local", "9.50 ± 1.00", "-"],
+    ["<b>Mine & yours</b>", "81.00 ± 0.30", "-10.00 (0 %)"],
+]
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+class Reader(HTMLParser):
+    """Texts by their tag, and all addresses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: dict[str, list[str]] = {}
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "path", "use", "rect"):
+            self.open.append(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "xlink:href") and value]
+
+    def handle_endtag(self, tag):
+        if tag in self.open:
+            while self.open.pop() != tag:
+                pass
+
+    def handle_data(self, data):
+        if self.open and data.strip():
+            self.texts.setdefault(self.open[-1], []).append(data.strip())
+
+
+def result(folder: Path, method: str, mu: float, accuracies: list[float]) -> Result:
+    """A run that has finished, by the files that the page reads."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(
+        json.dumps(
+            {
+                "model": {"class_path": method, "init_args": {"mu": mu}},
+                "data": {"class_path": "Digits", "init_args": {"num_clients": 3}},
+                "trainer": {"max_rounds": 2, "logger": True},
+            }
+        )
+    )
+    (folder / "rounds.csv").write_text("round,test/acc\n1,0.5\n2,0.75\n")
+    rows = [f"{client},{10 * client + 10},2,{value}" for client, value in enumerate(accuracies)]
+    (folder / "clients.csv").write_text("\n".join(["client,samples,classes,test/acc", *rows, ""]))
+    (folder / "summary.json").write_text("{}")
+    return Result(Run(method, 0, folder, ()), folder)
+
+
+@pytest.fixture
+def methods(tmp_path):
+    made = {"FedAvg": (0.1, [0.5, 0.6, 0.7]), "Local": (0.2, [0.9, 0.8, 0.7])}
+    return {name: [result(tmp_path / name, name, *settings)] for name, settings in made.items()}
+
+
+@pytest.fixture
+def html(methods):
+    return page("runs & all", CELLS, {(3, 1)}, "Test accuracy.", ["A note."], methods, "test/acc", Monitor())
+
+
+def read(html):
+    reader = Reader()
+    reader.feed(html)
+    return reader
+
+
+def test_it_needs_nothing_else(html):
+    assert all(address.startswith("#") for address in read(html).addresses)
+    assert not re.search(r"@import|url\((?!#)", html)
+
+
+def test_it_shows_the_table_the_curves_the_clients_the_partition_and_the_settings(html):
+    texts = read(html).texts
+    assert texts["title"] == ["runs & all"] and texts["h2"] == ["Rounds", "Clients", "Partition", "Settings"]
+    assert texts["button"] == CELLS[0]
+    assert {cell for row in CELLS[1:] for cell in row} <= set(texts["td"])
+    assert "A note." in texts["li"] and html.count("<svg") == 3
+    drawn = set(texts["text"])
+    assert {"test accuracy, %", "training samples", "client", "round"} <= drawn
+    assert html.count('class="best"') == 1
+
+
+def test_settings_that_differ_are_told_by_method_and_others_once(html):
+    cells = read(html).texts["td"]
+    assert "model=FedAvg, model.mu=0.1" in cells and "model=Local, model.mu=0.2" in cells
+    assert cells.count("data.num_clients") == 1 and not any("logger" in cell for cell in cells)
+
+
+def test_the_same_runs_give_the_same_page(html, methods):
+    assert html == page("runs & all", CELLS, {(3, 1)}, "Test accuracy.", ["A note."], methods, "test/acc", Monitor())
+
+
+def test_without_a_finished_run_there_is_a_table_still():
+    html = page("runs", CELLS, set(), "", [], {"FedAvg": []}, None, Monitor())
+    assert "<svg" not in html and "78.20" in html
+
+
+def test_cells_are_text_and_not_markup():
+    table = html_table(CELLS, set())
+    assert "<b>" not in table and "&lt;b&gt;Mine &amp; yours&lt;/b&gt;" in table
+
+
+@pytest.mark.parametrize(
+    ("cell", "number"), [("78.20 ± 0.11", "78.20"), ("-", ""), ("-10.00 (0 %)", "-10.00"), ("", "")]
+)
+def test_cells_are_sorted_by_the_number_that_they_begin_with(cell, number):
+    assert leading_number(cell) == number
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+@pytest.mark.parametrize(
+    ("clicks", "order"),
+    [
+        ([1], ["Local", "FedAvg", "<b>Mine & yours</b>"]),
+        ([1, 1], ["<b>Mine & yours</b>", "FedAvg", "Local"]),
+        # who has no value comes last either way
+        ([2], ["<b>Mine & yours</b>", "FedAvg", "Local"]),
+        ([2, 2], ["FedAvg", "<b>Mine & yours</b>", "Local"]),
+        ([1, 0], ["<b>Mine & yours</b>", "FedAvg", "Local"]),
+    ],
+    ids=str,
+)
+def test_the_table_sorts_in_a_browser(html, clicks, order, tmp_path):
+    press = "".join(f"document.querySelectorAll('#comparison th button')[{column}].click();" for column in clicks)
+    path = tmp_path / "report.html"
+    path.write_text(html.replace("</html>", f"<script>{press}</script></html>"))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    shown = subprocess.run(
+        [BROWSER, *options, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    body = shown[shown.index("<tbody>") : shown.index("</tbody>")]
+    first = [text for row in body.split("<tr>")[1:] for text in read(row).texts["td"][:1]]
+    assert first == order
