@@ -235,6 +235,31 @@ def test_columns_that_are_asked_for(stand_in, capsys):
     assert "over Local" not in lines[0] and "Over Local" not in " ".join(lines)
 
 
+def test_what_a_target_costs(stand_in):
+    header = "round,cohort,bytes/up,bytes/down,time/train,time/evaluate,val/acc,test/acc\n"
+    rounds = {
+        "Local": [(0, 1.5, 0.4), (0, 1.5, 0.7)],
+        "FedPer": [(3, 2.0, ""), (1, 0.5, 0.6), (9, 9.0, 0.9)],
+        "Ditto": [(1, 1.0, 0.1)],
+    }
+    stand_in(**{name: {} for name in rounds})
+    assert compare("--methods Local FedPer Ditto --data Digits") == 0
+    for name, rows in rounds.items():
+        (path,) = (OUT / name).glob("*/*/*/rounds.csv")
+        lines = [f"{k},0 1,{mib * 2**20},{mib * 2**20},{s},1,{v},0.5" for k, (mib, s, v) in enumerate(rows, 1)]
+        path.write_text(header + "\n".join(lines) + "\n")
+    columns = ["--columns", "last, rounds to 60, MiB to 60, seconds to 60"]
+    with pytest.raises(SystemExit):
+        pfl(["compare", "--methods", *rounds, "--data", "Digits", *columns])
+    lines = (OUT / "comparison.md").read_text().splitlines()
+    assert [line.strip("| ").split(" | ")[2:] for line in lines[2:5]] == [
+        ["2", "0.00", "5.0"],
+        ["2", "8.00", "4.5"],
+        ["never", "never", "never"],
+    ]
+    assert any(line.startswith("To a target") for line in lines)
+
+
 def test_columns_of_several_rounds_want_as_many(stand_in):
     Path("mine.yaml").write_text(
         json.dumps({"methods": ["Local"], "columns": ["last", "mean of last five", "ten best"]})

@@ -7,6 +7,7 @@ from typing import Any
 
 from pfl_lightning.cli.compare.page import page
 from pfl_lightning.cli.compare.paired import best_and_level, by_method, gains_over_local, ranks
+from pfl_lightning.cli.compare.reached import is_target, reached
 from pfl_lightning.cli.compare.results import (
     CAPTION,
     NEW,
@@ -33,6 +34,9 @@ Over Local: how much more than alone a client has in the last round, the mean ov
 them have more."""
 
 RANKS = "Rank: the mean over seeds and clients of a method's place in the last round, 1 the best."
+
+TARGETS = """\
+To a target: what all rounds cost up to the first whose validation reaches it; MiB are up and down, of all clients."""
 
 LEVEL_NOTE = """\
 Best in the last round, or level with the best: {names}. The others differ from it by Wilcoxon's signed-rank test over
@@ -63,6 +67,7 @@ def write(
     clients = by_method(methods)
     gains, level = gains_over_local(clients, monitor), best_and_level(clients)
     more = {OVER: gains, RANK: ranks(clients), PAPER: paper}
+    more |= {title: reached(title, methods) for title in columns if is_target(title)}
     cells = comparison_table(methods, failures, {title: column for title, column in more.items() if column}, columns)
     last = cells[0].index("last") if "last" in cells[0] else 0
     marked = {(row, last) for row, of_one in enumerate(cells) if of_one[0] in level}
@@ -77,6 +82,8 @@ def write(
         notes.append("Chosen on validation: " + "; ".join(f"{name} {setting}" for name, setting in tuned.items()) + ".")
     if OVER in cells[0]:
         notes.append(OVER_LOCAL)
+    if any(is_target(title) for title in cells[0]):
+        notes.append(TARGETS)
     if RANK in cells[0]:
         notes.append(RANKS)
     if marked:
@@ -120,8 +127,9 @@ def titles(text: str) -> list[str]:
     asked = [title.strip() for title in text.split(",")]
     for title in asked:
         # which further metrics there are, the runs will say
-        if title not in known and not title.startswith("last "):
-            raise ArgumentTypeError(f"{title!r} is no column; choose from {', '.join(known)}, last METRIC")
+        if title not in known and not title.startswith("last ") and not is_target(title):
+            costs = "rounds to TARGET, MiB to TARGET, seconds to TARGET"
+            raise ArgumentTypeError(f"{title!r} is no column; choose from {', '.join(known)}, last METRIC, {costs}")
     return asked
 
 
