@@ -19,6 +19,7 @@ from pfl_lightning.callbacks.checkpoints import BestCheckpoint, LastCheckpoint, 
 from pfl_lightning.callbacks.class_pictures import ClassPictures
 from pfl_lightning.callbacks.distribution_estimate import DistributionEstimate
 from pfl_lightning.callbacks.feature_pictures import FeaturePictures
+from pfl_lightning.callbacks.flop_counter import FlopCounter
 from pfl_lightning.callbacks.progress import RoundProgress
 from pfl_lightning.callbacks.round_logger import RoundLogger
 from pfl_lightning.callbacks.run_bar import RunBar
@@ -38,6 +39,7 @@ __all__ = [
     "DistributionEstimate",
     "FeaturePictures",
     "FederatedCallback",
+    "FlopCounter",
     "FreeRider",
     "GaussianUpload",
     "LabelFlip",

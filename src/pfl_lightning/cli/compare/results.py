@@ -42,7 +42,7 @@ OVER, RANK, PAPER = "over Local", "rank", "paper"
 CAPTION = """\
 Test {metric}, {over}: of the round that validation selects, of the last round,
 and of the round that is best on the test samples, which is no fair choice; worst decile: the {end} decile of clients
-in the last round; server: its one model on the central test set; MiB: of all clients in a round."""
+in the last round; server: its one model on the central test set; MiB, GFLOP: of all clients in a round."""
 
 NEW = "New clients took no part; they are tested by what they received after the last round, and after joining."
 
@@ -80,6 +80,7 @@ def columns_of(monitor: Monitor, further: Iterable[str] = (), new: bool = False)
         Column("privacy/epsilon", "epsilon", 1, ".3g"),
         Column("bytes/up", "MiB up", 2**-20, ".2f"),
         Column("bytes/down", "MiB down", 2**-20, ".2f"),
+        Column("flops", "GFLOP", 1e-9, ".3g"),
         Column("seconds", "seconds", 1, ".1f"),
     )
 
@@ -141,6 +142,8 @@ class Result:
                 values[f"last_five/{name}"] = fmean(rounds[-FEW:])
             if len(rounds) >= MANY:
                 values[f"ten_best/{name}"] = fmean(sorted(rounds, key=lambda value: -self.monitor.sign * value)[:MANY])
+        if counted := [float(row["flops"]) for row in self.rows if row.get("flops")]:
+            values["flops"] = fmean(counted)
         values["seconds"] = self.summary["seconds"]
         return {column.name: values[column.name] for column in self.columns if values.get(column.name) is not None}
 
