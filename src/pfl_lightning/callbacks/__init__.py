@@ -1,4 +1,4 @@
-"""Callbacks: the record of a run, its progress, its report in Weights & Biases, and a base class for more."""
+"""Callbacks: the record of a run, its progress, its reports in trackers, and a base class for more."""
 
 from pfl_lightning.callbacks.aggregation_pictures import AggregationPictures
 from pfl_lightning.callbacks.base import FederatedCallback
@@ -12,6 +12,7 @@ from pfl_lightning.callbacks.round_logger import RoundLogger
 from pfl_lightning.callbacks.run_bar import RunBar
 from pfl_lightning.callbacks.run_head import RunHead
 from pfl_lightning.callbacks.similarity_pictures import SimilarityPictures
+from pfl_lightning.callbacks.tensorboard_report import TensorBoardReport
 from pfl_lightning.callbacks.wandb_report import WandbReport
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "RunBar",
     "RunHead",
     "SimilarityPictures",
+    "TensorBoardReport",
     "WandbReport",
     "best_checkpoint",
 ]
