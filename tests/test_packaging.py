@@ -66,3 +66,16 @@ def test_versions_of_python_are_those_that_are_tested(settings):
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     assert named == jobs["wheel"]["strategy"]["matrix"]["python"]
     assert settings["options"]["python_requires"] == f">={named[0]}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.stem)
+def test_forms_and_workflows_can_be_read(path, settings):
+    content = yaml.safe_load(path.read_text())
+    if path.parent.name == "workflows":
+        commands = [step["run"] for job in content["jobs"].values() for step in job["steps"] if "run" in step]
+        assert commands and all((ROOT / command).stat().st_mode & 0o100 for command in commands)
+    elif path.stem == "config":
+        assert all(link["url"].startswith(settings["metadata"]["url"]) for link in content["contact_links"])
+    else:
+        assert content["name"] and content["description"]
+        assert len({part["id"] for part in content["body"]}) == len(content["body"])
