@@ -1,11 +1,14 @@
 """The examples do what they say."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+from command import pfl
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.messages import digest, tensors
 from pfl_lightning.methods import FedAvg, FedPer
@@ -79,3 +82,74 @@ def test_adapters_of_a_client_can_be_saved_for_peft(lora, tmp_path):
 @pytest.mark.parametrize("path", sorted(Path(__file__).parents[1].glob("examples/*.py")), ids=lambda path: path.name)
 def test_examples_are_documented(path):
     assert path.read_text().startswith('"""')
+
+
+def test_a_search_by_optuna_chooses_on_validation(tmp_path, monkeypatch):
+    pytest.importorskip("optuna", reason="pip install 'pfl-lightning[optuna]' for optuna, which this test is about")
+    import sweep_optuna
+
+    monkeypatch.chdir(tmp_path)
+    study = sweep_optuna.search(trials=2, rounds=2)
+    folders = [Path(trial.user_attrs["folder"]) for trial in study.trials]
+    assert len(set(folders)) == 2
+    for trial, folder in zip(study.trials, folders, strict=True):
+        selected = json.loads((folder / "summary.json").read_text())["selected"]
+        assert (trial.value, trial.user_attrs["test/acc"]) == (selected["val/acc"], selected["test/acc"])
+        assert trial.intermediate_values.keys() == {1, 2}
+        assert trial.value == pytest.approx(max(trial.intermediate_values.values()))
+    assert study.best_value == max(trial.value for trial in study.trials)
+
+
+def test_trials_of_a_search_that_fall_behind_are_ended(tmp_path, monkeypatch):
+    optuna = pytest.importorskip("optuna", reason="pip install 'pfl-lightning[optuna]' for optuna")
+    import sweep_optuna
+
+    monkeypatch.chdir(tmp_path)
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.ThresholdPruner(lower=1.1))
+    study.optimize(lambda trial: sweep_optuna.objective(trial, rounds=3), n_trials=1)
+    (trial,) = study.trials
+    assert trial.state == optuna.trial.TrialState.PRUNED and trial.intermediate_values.keys() == {1}
+
+
+def test_the_sweep_of_weights_and_biases_runs_trials_and_has_what_it_chooses_by(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="pip install 'pfl-lightning[wandb]' for wandb")
+    from wandb_files import records
+
+    path = Path(__file__).parents[1] / "examples" / "sweep_wandb.yaml"
+    sweep = yaml.safe_load(path.read_text())
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"MODE": "offline", "SILENT": "true", "CACHE_DIR": "cache", "CONFIG_DIR": "config"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    for trial in range(2):
+        # what an agent does: it names the run, and puts the trial's settings in the place of ${args}
+        monkeypatch.setenv("WANDB_RUN_ID", f"trial{trial}")
+        spaces = {
+            name: space.get("values") or [space["min"], space["max"]] for name, space in sweep["parameters"].items()
+        }
+        settings = {name: values[trial] for name, values in spaces.items()}
+        given = [f"--{name}={value}" for name, value in settings.items()]
+        words = [w for word in sweep["command"] for w in (given if word == "${args}" else [word])]
+        assert words[0] == "${program}" and sweep["program"] == "pfl-lightning"
+        pfl([*words[1:], "--trainer.max_rounds=2", "--trainer.accelerator=cpu"])
+        wandb.finish()
+        # a process keeps what it has read of its environment; an agent starts one a trial
+        wandb.teardown()
+        folder = Path("lightning_logs", f"trial{trial}")
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        for name, value in settings.items():
+            first, *rest = name.split(".")
+            where = config[first]
+            for part in rest:
+                where = where.get("init_args", where)[part]
+            assert where == value
+    assert sweep["metric"] == {"name": "selected/val/acc", "goal": "maximize"}
+    for trial in range(2):
+        (file,) = tmp_path.glob(f"wandb/offline-run-*/run-trial{trial}.wandb")
+        logged = [
+            {entry.key or "/".join(entry.nested_key): entry.value_json for entry in record.history.item}
+            for record in records(file)
+            if record.WhichOneof("record_type") == "history"
+        ]
+        values = [float(row["val/acc"]) for row in logged if "val/acc" in row]
+        (choice,) = (float(row["selected/val/acc"]) for row in logged if "selected/val/acc" in row)
+        assert len(values) == 2 and choice == max(values)

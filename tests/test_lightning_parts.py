@@ -125,6 +125,25 @@ def test_tensorboard_logger(tmp_path):
     assert (run.folder / "rounds.csv").exists()
 
 
+def test_mlflow_logger(tmp_path):
+    pytest.importorskip("mlflow", reason="pip install 'pfl-lightning[mlflow]' for mlflow")
+    from lightning.pytorch.loggers import MLFlowLogger
+
+    address = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    runs = []
+    for rounds in (2, 3):
+        logger = MLFlowLogger("federation", tracking_uri=address, artifact_location=str(tmp_path / "artifacts"))
+        model = make_client(partial(FedProx, mu=0.5))
+        runs.append(fit(model, root=tmp_path, logger=logger, max_rounds=rounds, ckpt_path="last"))
+        points = logger.experiment.get_metric_history(logger.run_id, "val/acc")
+        # a resumed run is a new one there, and whole
+        assert [point.step for point in points] == list(range(1, rounds + 1))
+        assert [point.value for point in points] == pytest.approx([row["val/acc"] for row in runs[-1].rows])
+        settings = logger.experiment.get_run(logger.run_id).data.params
+        assert settings["mu"] == "0.5" and settings["method"] == "FedProx" and settings["max_rounds"] == str(rounds)
+    assert runs[0].folder != runs[1].folder and (runs[1].folder / "summary.json").exists()
+
+
 # Checkpoints of the command line, as models
 
 

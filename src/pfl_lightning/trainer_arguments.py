@@ -30,6 +30,7 @@ from pfl_lightning.callbacks import (
     RoundProgress,
     RunBar,
     RunHead,
+    TensorBoardReport,
     WandbReport,
 )
 from pfl_lightning.client.module import ClientModule
@@ -49,6 +50,8 @@ REFUSED_CALLBACKS = (
     ModelPruning,
     StochasticWeightAveraging,
 )
+REPORTS = (WandbReport, TensorBoardReport)
+"""What trackers show of a run, where they log."""
 ACCELERATORS: dict[str, tuple[type[Accelerator], ...]] = {
     "gpu": (CUDAAccelerator, MPSAccelerator),
     "cuda": (CUDAAccelerator,),
@@ -135,7 +138,7 @@ def fill_defaults(arguments: dict[str, Any], root: str, client_states: str) -> N
         client_states: as for `FederatedTrainer`.
     """
     callbacks = list(as_list(arguments.get("callbacks")))
-    kinds: list[type[Callback]] = [RoundLogger, RoundProgress, WandbReport]
+    kinds: list[type[Callback]] = [RoundLogger, RoundProgress, *REPORTS]
     # before what prints the final table, for which the bar makes room
     if wants(arguments, "enable_progress_bar", ProgressBar):
         kinds.insert(0, RunBar)
@@ -146,8 +149,8 @@ def fill_defaults(arguments: dict[str, Any], root: str, client_states: str) -> N
     if arguments.get("enable_checkpointing") is not False and not arguments.get("fast_dev_run"):
         kinds += [LastCheckpoint] if arguments.get("limit_val_batches") == 0 else [BestCheckpoint, LastCheckpoint]
     callbacks += [kind() for kind in kinds if not any(isinstance(callback, kind) for callback in callbacks)]
-    # it shows what others have made of the run
-    callbacks.sort(key=lambda callback: isinstance(callback, WandbReport))
+    # they show what others have made of the run
+    callbacks.sort(key=lambda callback: isinstance(callback, REPORTS))
     plugins = list(as_list(arguments.get("plugins")))
     if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
         plugins.append(MappedCheckpointIO() if client_states == "disk" else AtomicCheckpointIO())

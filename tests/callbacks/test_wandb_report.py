@@ -8,7 +8,8 @@ import pytest
 import wandb
 from lightning.pytorch.loggers import WandbLogger
 
-from federations import fit, make_client
+from command import QUIET, pfl
+from federations import fit, make_client, read_csv
 from pfl_lightning.callbacks import RoundLogger, WandbReport
 from pfl_lightning.methods import FedPer
 from wandb_files import records
@@ -82,6 +83,63 @@ def test_settings_and_the_summary_are_kept(logged):
     for part in ("final", "selected", "best_on_test"):
         assert summary[f"{part}/test/acc"] == pytest.approx(run.logger.summary[part]["test/acc"])
     assert summary["method"] == "FedPer"
+    (last,) = [row for row in history(logged) if "selected/val/acc" in row]
+    assert last["round"] == 3 and last["selected/val/acc"] == max(row["val/acc"] for row in run.rows)
+
+
+def kinds(everything: list[Any], kind: str) -> list[Any]:
+    return [getattr(record, kind) for record in everything if record.WhichOneof("record_type") == kind]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """A run that was stopped after two rounds and goes on for two more, by the command line; its two files in order."""
+    root = tmp_path_factory.mktemp("resumed")
+    logger = "--trainer.logger WandbLogger --trainer.logger.offline true --trainer.logger.project mine"
+    kept = "--trainer.logger.save_dir kept --trainer.logger.group together"
+    line = f"fit {QUIET} {logger} {kept} --model FedPer --model.net MLP --data Digits --data.partitioner IID"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        for name in ("CACHE", "CONFIG", "DATA", "ARTIFACT"):
+            patch.setenv(f"WANDB_{name}_DIR", str(root / name.lower()))
+        patch.setenv("WANDB_SILENT", "true")
+        pfl(f"{line} --trainer.max_rounds 2")
+        wandb.finish()
+        pfl(f"{line} --trainer.max_rounds 4 --ckpt_path last")
+        wandb.finish()
+        wandb.teardown()
+    paths = sorted(root.glob("kept/wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
+    return root, [list(records(path)) for path in paths]
+
+
+def test_a_resumed_run_is_the_same_run(resumed):
+    root, files = resumed
+    ids = [run.run_id for file in files for run in kinds(file, "run")[:1]]
+    assert len(ids) == 2 and len(set(ids)) == 1
+    # one folder, where the user said, with both halves of the record
+    assert [path.relative_to(root).as_posix() for path in root.rglob("rounds.csv")] == [
+        f"kept/mine/{ids[0]}/rounds.csv"
+    ]
+    assert [row["round"] for row in read_csv(root / "kept" / "mine" / ids[0] / "rounds.csv")] == ["1", "2", "3", "4"]
+
+
+def test_a_resumed_run_has_all_rows_in_order(resumed):
+    root, files = resumed
+    (path,) = root.rglob("rounds.csv")
+    for file, rounds in zip(files, (2, 4), strict=True):
+        rows = [items(history.item) for history in kinds(file, "history")]
+        steps = [row["_step"] for row in rows]
+        assert steps == list(range(len(rows)))
+        logged = [row for row in rows if "val/acc" in row]
+        assert [row["round"] for row in logged] == list(range(1, rounds + 1))
+        expected = [float(row["val/acc"]) for row in read_csv(path)][:rounds]
+        assert [row["val/acc"] for row in logged] == pytest.approx(expected)
+
+
+def test_the_project_and_the_group_are_those_that_were_asked_for(resumed):
+    for file in resumed[1]:
+        run = kinds(file, "run")[0]
+        assert (run.project, run.run_group) == ("mine", "together")
 
 
 def test_files_of_the_run_stay_together(logged):

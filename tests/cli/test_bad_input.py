@@ -5,6 +5,7 @@ from urllib.error import URLError
 import pytest
 import torch
 import yaml
+from lightning_utilities.core.imports import RequirementCache
 
 from command import CONFIGS, QUICKSTART, QUIET, pfl, refusal
 from pfl_lightning.methods.fedavg import FedAvg
@@ -275,3 +276,9 @@ def test_a_bug_keeps_its_traceback(method, error, capsys):
     with pytest.raises(error):
         pfl(f"fit {SMALL} --model test_bad_input.{method}")
     assert "pfl-lightning: error" not in capsys.readouterr().err
+
+
+def test_a_tracker_that_is_not_installed_is_named(capsys, monkeypatch):
+    monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", RequirementCache("gone-tracker>=1"))
+    message = refusal(f"fit {SMALL} --trainer.logger WandbLogger", capsys)
+    assert message.startswith("trainer.logger: Requirement 'gone-tracker>=1' not met.") and "pip install" in message

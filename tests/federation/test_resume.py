@@ -1,6 +1,7 @@
 import random
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from federations import (
     make_client,
     make_trainer,
     noisy,
+    plain,
     read_csv,
     same_end,
     untimed,
@@ -251,6 +253,27 @@ def test_a_flipped_bit_is_refused_unless_it_stands_between_the_parts(files, tmp_
             assert str(error).startswith(f"ckpt_path='{path}' can't be read as a checkpoint (")
             assert "; take another one, such as" in str(error)
     assert refused > 30
+
+
+class Stranger:
+    """An object of a class, whose code would run when it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("ran"),)
+
+
+@pytest.mark.parametrize("client_states", ["memory", "disk"])
+def test_a_checkpoint_runs_no_code(client_states, tmp_path, monkeypatch):
+    # where torch's own default is given up, too
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    path = fit(make_client(), root=tmp_path, max_rounds=1).last
+    torch.save(load(path) | {"hyper_parameters": {"net": Stranger()}}, path)
+    with pytest.raises(MisconfigurationException, match=r"last\.ckpt"):
+        fit(make_client(), root=tmp_path, ckpt_path=path, client_states=client_states)
+    for client in (None, 1):
+        with pytest.raises(UnpicklingError):
+            FedAvg.load_from_checkpoint(path, client=client, net=plain)
+    assert not Path("ran").exists()
 
 
 def test_a_checkpoint_without_checksums_is_loaded(tmp_path):

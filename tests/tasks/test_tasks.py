@@ -1,4 +1,5 @@
 import math
+import sys
 
 import pytest
 import torch
@@ -53,6 +54,22 @@ def test_states_of_clients_add_up_to_the_metric_of_all(name):
 @pytest.mark.parametrize("task", TASKS, ids=str)
 def test_a_task_survives_as_plain_values(task):
     assert made(plain(task)) == task
+
+
+class Counts(Regression):
+    """A task of a user."""
+
+
+def test_a_task_of_ones_own_survives_too():
+    task = made(plain(Counts(2)))
+    assert type(task) is Counts and task.quantities == 2
+
+
+@pytest.mark.parametrize("path", ["os.system", "pathlib.Path", "this.d", "pfl_lightning.nets.MLP", "Counts"])
+def test_plain_values_import_and_call_nothing(path):
+    with pytest.raises(MisconfigurationException, match=f"task={path} is no Task that has been imported; import its"):
+        made({"class_path": path, "init_args": {}})
+    assert "this" not in sys.modules
 
 
 def test_regression_is_scored_as_scikit_learn_does():

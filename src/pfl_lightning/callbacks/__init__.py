@@ -1,4 +1,4 @@
-"""Callbacks: the record of a run, its progress, its report in Weights & Biases, and a base class for more."""
+"""Callbacks: the record of a run, its progress, its reports in trackers, and a base class for more."""
 
 from pfl_lightning.callbacks.aggregation_pictures import AggregationPictures
 from pfl_lightning.callbacks.attacks import (
@@ -25,6 +25,7 @@ from pfl_lightning.callbacks.round_logger import RoundLogger
 from pfl_lightning.callbacks.run_bar import RunBar
 from pfl_lightning.callbacks.run_head import RunHead
 from pfl_lightning.callbacks.similarity_pictures import SimilarityPictures
+from pfl_lightning.callbacks.tensorboard_report import TensorBoardReport
 from pfl_lightning.callbacks.wandb_report import WandbReport
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "RunHead",
     "SignFlip",
     "SimilarityPictures",
+    "TensorBoardReport",
     "WandbReport",
     "best_checkpoint",
 ]

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.callbacks.base import FederatedCallback
-from pfl_lightning.callbacks.wandb_report import wandb_loggers
+from pfl_lightning.callbacks.trackers import show_figure
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.runs.folder import run_folder
 from pfl_lightning.tasks.base import number_of_classes
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Pictures(FederatedCallback):
-    """Draws into ``RUN_FOLDER/pictures/``, and for Weights & Biases where it logs.
+    """Draws into ``RUN_FOLDER/pictures/``, and for Weights & Biases and TensorBoard where they log.
 
     Subclasses override `draw`, which hands each picture to `show`. Nothing is drawn without a logger. A picture that
     fails is a warning; the run goes on.
@@ -77,8 +77,7 @@ class Pictures(FederatedCallback):
             path = self.folder / "pictures" / where / f"{name}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, dpi=150)
-            for logger in wandb_loggers(trainer):
-                logger.log_image(f"pictures/{name}", [figure])
+            show_figure(trainer, f"pictures/{name}", figure)
         # whatever it is: hours of training are worth more than a picture
         except Exception as error:
             rank_zero_warn(f"{type(self).__name__}: {name} was not drawn: {error}")

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 
 from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.client.module import ClientModule
@@ -85,16 +85,18 @@ class RoundLogger(FederatedCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the rows so far: a run has its file from the start, and a resumed one those that it goes on from.
 
-        A CSVLogger, which starts its own file anew, gets them again.
+        A CSVLogger, which starts its own file anew, and an MLFlowLogger, which starts a run, get them again.
         """
         self._start = time.perf_counter()
         self._write(trainer)
         federation = cast(Federation, pl_module)
         settings = {f"data.{name}": value for name, value in federation.data.hparams.items() if name[0] != "_"}
+        # Lightning logs the method's own later; TensorBoard shows what comes first
+        settings |= {name: value for name, value in federation.hparams.items() if name[0] != "_"}
         for logger in trainer.loggers:
             named = {"method": federation.method, "data.name": type(federation.data).__name__}
             logger.log_hyperparams(named | {"max_rounds": trainer.max_epochs} | settings)
-            if isinstance(logger, CSVLogger):
+            if isinstance(logger, (CSVLogger, MLFlowLogger)):
                 for row in self.rows:
                     logger.log_metrics(numbers(row), step=row["round"])
 

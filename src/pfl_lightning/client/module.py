@@ -289,9 +289,10 @@ class ClientModule(Phased):
             client: id of the client whose model it shall be, as the next round would hand it over; None gives the
                 global model.
             *args: as for ``LightningModule.load_from_checkpoint``.
-            **kwargs: the same; a run from Python needs ``net=`` and ``optimizer=`` if they are not the defaults.
+            **kwargs: the same, but ``weights_only=True`` where it isn't given; a run from Python needs ``net=`` and
+                ``optimizer=`` if they are not the defaults.
         """
-        model = super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+        model = super().load_from_checkpoint(checkpoint_path, *args, **{"weights_only": True, **kwargs})
         if client is not None:
             saved = saved_client(checkpoint_path, client, model.architecture_of, model.device)
             model = model.architectures()[saved.architecture].to(model.device)

@@ -1,5 +1,6 @@
 """Checkpoints that are whole or not there."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile, is_zipfile
@@ -38,8 +39,19 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         with replacing(Path(path)) as partial:
             save(checkpoint, partial)
 
-    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(
+        self,
+        path: Any,
+        map_location: Callable[..., Any] | None = lambda storage, location: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
         """Loads a checkpoint, after its bytes have been compared with the checksums that are in it.
+
+        Args:
+            path: the file, or an address that Lightning reads.
+            map_location: as for `torch.load`.
+            weights_only: whether tensors and plain values alone may be in it; None is yes, where Lightning's None is no
+                for what comes over the network.
 
         Raises:
             MisconfigurationException: if the file isn't a whole checkpoint of a federation, or not what was saved.
@@ -47,7 +59,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         try:
             if is_zipfile(path):
                 compare_checksums(path)
-            checkpoint = super().load_checkpoint(path, *args, **kwargs)
+            checkpoint = super().load_checkpoint(path, map_location, weights_only is not False)
         except FileNotFoundError as error:
             raise MisconfigurationException(f"ckpt_path={str(path)!r}: there is no such file.") from error
         except Exception as error:  # torch raises one of many kinds for a damaged file

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 from pfl_lightning.runs.standing import is_bare
 
@@ -48,10 +48,14 @@ class RunFolders(Trainer):
             self.logger = CSVLogger(self.default_root_dir, name, version=version, flush_logs_every_n_steps=1)
 
     def go_on_in(self, ckpt_path: str | None) -> None:
-        """Lets a resumed run go on in the folder of its checkpoint, so that nothing of it lies in two places."""
+        """Lets a resumed run go on in the folder of its checkpoint, so that nothing of it lies in two places.
+
+        The user's logger goes on with the run that it has there.
+        """
         run = None if ckpt_path is None else Path(ckpt_path).resolve().parent.parent
         if run is not None and run.parent == self.run_root.resolve():
             self.name_run(run.parent.name, run.name)
+            go_on_logging(self.logger, run.name)
 
     def take_over(self) -> None:
         """Lets a new run have the folder of the last one, if that was killed when it had only begun."""
@@ -60,3 +64,20 @@ class RunFolders(Trainer):
         last = self.run_root / f"version_{int(self.logger.version) - 1}"  # type: ignore[union-attr, arg-type]
         if is_bare(last):
             self.name_run(last.parent.name, last.name)
+
+
+def go_on_logging(logger: Logger | None, version: str) -> None:
+    """Lets a logger go on with an earlier run, unless the user has said with which one.
+
+    Lightning's loggers can be told so only when they are made, which is before anyone knows the checkpoint. Others than
+    these are left as they are.
+
+    Args:
+        logger: as the user made it, without a run yet.
+        version: of the earlier run; that of Weights & Biases is the run's id.
+    """
+    if isinstance(logger, WandbLogger) and logger.version is None:
+        logger._id = logger._wandb_init["id"] = version
+    # asked for its version it would take a new one
+    elif isinstance(logger, (CSVLogger, TensorBoardLogger)) and logger._version is None:
+        logger._version = version

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from importlib import import_module
 from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.tasks.base import Task
 from pfl_lightning.tasks.classification import Classification
@@ -38,9 +39,25 @@ def made(config: Task | Mapping[str, Any]) -> Task:
     >>> from pfl_lightning.tasks import Regression
     >>> made(plain(Regression(2)))
     Regression(quantities=2)
+
+    Raises:
+        MisconfigurationException: if its class hasn't been imported: who writes a checkpoint is not to choose what is
+            imported and called where it is read.
     """
     if isinstance(config, Task):
         return config
-    module, _, name = config["class_path"].rpartition(".")
-    task: Task = getattr(import_module(module), name)(**config.get("init_args", {}))
-    return task
+    path = config["class_path"]
+    if (kind := imported().get(path)) is None:
+        raise MisconfigurationException(
+            f"task={path} is no Task that has been imported; import its module before the checkpoint is loaded."
+        )
+    return kind(**config.get("init_args", {}))
+
+
+def imported() -> dict[str, type[Task]]:
+    """The kinds of tasks that there are in this process, by their class paths."""
+    kinds = Task.__subclasses__()
+    for kind in kinds:
+        # the list grows until it has those of all
+        kinds += kind.__subclasses__()
+    return {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}

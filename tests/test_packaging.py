@@ -1,0 +1,81 @@
+"""What a release is made of."""
+
+import re
+from configparser import ConfigParser
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import pfl_lightning
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "pfl_lightning"
+
+
+@pytest.fixture(scope="module")
+def settings() -> ConfigParser:
+    parser = ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def setup_file() -> Any:
+    pytest.importorskip("setuptools", reason="setup.py needs setuptools, which a plain environment may lack")
+    spec = spec_from_file_location("setup_file", ROOT / "setup.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_all_that_the_package_reads_goes_into_the_wheel(settings):
+    patterns = settings["options.package_data"]["pfl_lightning"].split()
+    packed = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
+    # a checkout has a link there, through which ** doesn't look
+    configs = {PACKAGE / "configs" / path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.yaml")}
+    others = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc", ".md")}
+    assert len(configs) > 100 and packed == configs | others
+
+
+def test_folders_with_code_are_packages():
+    assert all((path.parent / "__init__.py").exists() for path in PACKAGE.rglob("*.py"))
+
+
+def test_the_readme_has_whole_addresses_in_the_package_index(settings):
+    shown = setup_file().with_addresses((ROOT / "README.md").read_text(), settings["metadata"]["url"])
+    addresses = re.findall(r"\]\(([^)]+)\)", shown)
+    repository = f"{settings['metadata']['url']}/"
+    own = [address.removeprefix(repository) for address in addresses if address.startswith(repository)]
+    assert "raw/HEAD/docs/pay_mnist.png" in own and "blob/HEAD/docs/claims.md" in own
+    assert all((ROOT / address.split("/", 2)[2]).exists() for address in own)
+    assert all(address.startswith("https://") for address in addresses)
+
+
+def test_the_version_and_the_address_are_the_same_everywhere(settings):
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == pfl_lightning.__version__
+    assert citation["repository-code"] == settings["metadata"]["url"]
+    assert citation["license"] == settings["metadata"]["license"]
+    assert f"## {pfl_lightning.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_versions_of_python_are_those_that_are_tested(settings):
+    named = re.findall(r"Python :: (3\.\d+)", settings["metadata"]["classifiers"])
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    assert named == jobs["wheel"]["strategy"]["matrix"]["python"]
+    assert settings["options"]["python_requires"] == f">={named[0]}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.stem)
+def test_forms_and_workflows_can_be_read(path, settings):
+    content = yaml.safe_load(path.read_text())
+    if path.parent.name == "workflows":
+        commands = [step["run"] for job in content["jobs"].values() for step in job["steps"] if "run" in step]
+        assert commands and all((ROOT / command).stat().st_mode & 0o100 for command in commands)
+    elif path.stem == "config":
+        assert all(link["url"].startswith(settings["metadata"]["url"]) for link in content["contact_links"])
+    else:
+        assert content["name"] and content["description"]
+        assert len({part["id"] for part in content["body"]}) == len(content["body"])
