@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -262,8 +262,7 @@ class ClientModule(Phased):
     def predict_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
         """Logits of a batch of inputs, or of inputs and targets."""
         x = batch[0] if isinstance(batch, (list, tuple)) else batch
-        logits: Tensor = self(x)
-        return logits
+        return cast(Tensor, self(x))
 
     @torch.no_grad()
     def assign(self, entries: Mapping[str, Tensor]) -> None:
