@@ -150,7 +150,7 @@ def test_a_round_stands_at_the_epochs_done_until_its_end(epochs, expected):
     (axes,) = figure.axes
     (line,) = axes.lines
     assert list(map(tuple, line.get_xydata())) == list(zip(expected, [0.1, 0.2, 0.4], strict=True))
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("local epochs", "val/acc") and drawn(figure)
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("local epochs", "validation accuracy, %") and drawn(figure)
 
 
 def test_rounds_that_were_not_evaluated_still_count():

@@ -106,6 +106,15 @@ def test_a_run_killed_at_any_moment_goes_on_to_the_same_end(moment, uninterrupte
     assert_goes_on(config, uninterrupted)
 
 
+@pytest.fixture
+def heeding_interrupts():
+    """As in the foreground: a shell has what it runs in the background ignore SIGINT, these tests too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeding_interrupts")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_told_to_end_says_by_its_exit_code_that_it_did_not_finish(number, uninterrupted, tmp_path, capfd):
     # that which isn't resumed is long enough not to end before the signal comes

@@ -17,7 +17,7 @@ def plot_against_local_epochs(
 ) -> "Figure":
     """A metric against the local epochs of a client that took part in all rounds so far, a line a run.
 
-    FederationOptions favour methods that train long in each, such as KT-pFL with up to 20 epochs.
+    Rounds favour methods that train long in each, such as KT-pFL with up to 20 epochs.
 
     Args:
         runs: by the run's name, its rows of ``rounds.csv`` (or of `RoundLogger`), and the local epochs of a round,
