@@ -1,13 +1,13 @@
 """Gradients of single samples, bounded and added up: what one step of differentially private training is made of."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import grad, vmap
 
 from pfl_lightning.client.module import Batch, ClientModule
@@ -15,7 +15,7 @@ from pfl_lightning.client.phases import Phase
 from pfl_lightning.data.trees import split
 from pfl_lightning.engines.base import LocalWork
 from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.steps import step_values
+from pfl_lightning.engines.steps import reason_of, step_values
 from pfl_lightning.messages import StateDict, tree_map
 from pfl_lightning.privacy.accountant import Release
 
@@ -147,24 +147,28 @@ def computable(module: ClientModule) -> Iterator[None]:
     except (MisconfigurationException, torch.cuda.OutOfMemoryError):
         raise
     except Exception as error:
-        reason = " ".join(str(error).split()).split(". ")[0].rstrip(".")[:200]
         raise MisconfigurationException(
             f"trainer.example_privacy takes the gradient of each sample, and {type(module).__name__}'s training_step "
-            f"can't be computed so: {reason}; leave it out, or let the step be free of what samples share."
+            f"can't be computed so: {reason_of(error)}; leave it out, or let the step be free of what samples share."
         ) from error
 
 
-def set_gradients(parameters: dict[str, nn.Parameter], sums: StateDict, noise: list[Tensor], expected: float) -> None:
-    """Gives parameters their gradients of a step.
+def noised(sums: StateDict, noise: Tensor, entries: Mapping[str, Tensor], expected: float | Tensor) -> StateDict:
+    """The gradients of a step, of one client or a row for each of many.
 
     Args:
-        parameters: by name.
         sums: of bounded gradients, by name; empty where no sample was drawn.
-        noise: of each parameter, in their order, flat.
-        expected: samples that a batch has on average.
+        noise: of all entries in their order, flat ``[..., numbers]``.
+        entries: what the gradients are of, by name.
+        expected: samples that a batch has on average, of all or ``[clients]``.
     """
-    for (name, parameter), drawn in zip(parameters.items(), noise, strict=True):
-        total = drawn.view(parameter.shape).to(parameter)
+    rows = noise.shape[:-1]
+    drawn = torch.split(noise, [entry[0].numel() if rows else entry.numel() for entry in entries.values()], dim=-1)
+    gradients = {}
+    for (name, entry), own in zip(entries.items(), drawn, strict=True):
+        total = own.reshape(entry.shape).to(entry)
         if name in sums:
-            total = total + sums[name].to(parameter)
-        parameter.grad = total / expected
+            total = total + sums[name].to(entry)
+        each = expected.to(entry).view(*rows, *[1] * (entry.dim() - 1)) if isinstance(expected, Tensor) else expected
+        gradients[name] = total / each
+    return gradients

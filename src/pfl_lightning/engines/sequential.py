@@ -18,7 +18,7 @@ from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import ClientData, Samples, epoch_order
 from pfl_lightning.data.trees import rows_in
 from pfl_lightning.engines.base import ClientState, Engine, Job, Outcome
-from pfl_lightning.engines.examples import Draws, ExampleGradients, computable, releases_of, set_gradients
+from pfl_lightning.engines.examples import Draws, ExampleGradients, computable, noised, releases_of
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.leaks import Leaks
 from pfl_lightning.engines.local_optimizer import local_optimizer
@@ -181,20 +181,23 @@ class Sequential(Engine):
         slots = Slots(self.module)
         draws = Draws.of(self.work, phase, len(part))
         gradients = ExampleGradients(self.module, slots, list(parameters), privacy.clip, privacy.samples_at_once)
-        sizes = [parameter.numel() for parameter in parameters.values()]
+        size = sum(parameter.numel() for parameter in parameters.values())
+        # of the same memory as what the optimizer steps in
+        entries = slots.current()
         steps: list[Step] = []
         for index in range(draws.steps):
             rows = privacy.drawn(len(part), draws.rate, generator)
-            noise = privacy.noise(sizes, generator)
+            noise = privacy.noise(size, generator)
             sums: dict[str, Tensor] = {}
             totals: dict[str, Tensor] = {}
             if count := len(rows):
                 chosen = part.take(rows)
                 with self.forward_context(), computable(self.module):
                     taken = torch.ones(count, device=self.device)
-                    sums, totals = gradients.sums(slots.current(), (chosen.x, chosen.y), taken, index)
+                    sums, totals = gradients.sums(entries, (chosen.x, chosen.y), taken, index)
             steps.append((count, {name: total / count for name, total in totals.items()}))
-            set_gradients(parameters, sums, noise, draws.expected)
+            for name, gradient in noised(sums, noise, parameters, draws.expected).items():
+                parameters[name].grad = gradient
             if self._adjusts:
                 self._adjust(parameters)
             optimizer.step()

@@ -64,3 +64,8 @@ def step_values(module: ClientModule, batch: Batch, index: int) -> dict[str, Ten
                 f"{method}.training_step: {name} is {what}; return a dict of scalar tensors."
             )
     return values
+
+
+def reason_of(error: Exception) -> str:
+    """The first sentence of an error's message, without its end."""
+    return " ".join(str(error).split()).split(". ")[0].rstrip(".")[:200]

@@ -234,11 +234,11 @@ class FederationOptions:
             )
         if self.example_privacy is not None:
             self.example_privacy.check(data.size(k, "train") for k in range(data.num_clients))
-        if self.example_privacy is not None and smallest_batch(client) > 1:
-            raise MisconfigurationException(
-                f"trainer.example_privacy bounds what each sample does, and model.net={type(client.net).__name__} has "
-                "BatchNorm, where samples meet; take a net with GroupNorm, or with none."
-            )
+            if smallest_batch(client) > 1:
+                raise MisconfigurationException(
+                    f"trainer.example_privacy bounds what each sample does, and model.net={type(client.net).__name__} "
+                    "has BatchNorm, where samples meet; take a net with GroupNorm, or with none."
+                )
         if data.batch_size < smallest_batch(client):
             raise MisconfigurationException(
                 f"data.batch_size={data.batch_size} gives BatchNorm nothing to normalise over; take at least 2."

@@ -83,15 +83,14 @@ class DPSGD:
         """
         return (torch.rand(samples, generator=generator) < rate).nonzero().flatten()
 
-    def noise(self, sizes: Sequence[int], generator: torch.Generator) -> list[Tensor]:
-        """What is added to the sum of a batch, a vector an entry.
+    def noise(self, size: int, generator: torch.Generator) -> Tensor:
+        """What is added to the sum of a batch ``[size]``.
 
         Args:
-            sizes: of each entry, its numbers.
+            size: numbers of all trained entries.
             generator: the client's, on the CPU.
         """
-        drawn = torch.randn(sum(sizes), generator=generator)
-        return list(torch.split(drawn * (self.noise_multiplier * self.clip), list(sizes)))
+        return torch.randn(size, generator=generator) * (self.noise_multiplier * self.clip)
 
     def epsilon(self, releases: Sequence[Release], samples: int) -> float:
         r"""The :math:`\epsilon` of a client's samples.

@@ -138,8 +138,3 @@ def refuse_gradients_of_one(module: ClientModule, precision: Precision) -> None:
             "its on_after_backward or on_before_optimizer_step sees the gradients of one client, where "
             "adjust_gradients sees those of any",
         )
-
-
-def reason_of(error: Exception) -> str:
-    """The first sentence of an error's message, without its end."""
-    return " ".join(str(error).split()).split(". ")[0].rstrip(".")[:200]

@@ -13,7 +13,7 @@ from torch.func import grad, vmap
 
 from pfl_lightning.client import Batch, ClientModule
 from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.vmap.checks import reason_of
+from pfl_lightning.engines.steps import reason_of
 from pfl_lightning.messages import StateDict
 
 Values: TypeAlias = tuple[dict[str, Tensor], StateDict]

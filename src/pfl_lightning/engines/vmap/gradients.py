@@ -8,9 +8,9 @@ from torch.func import vmap
 
 from pfl_lightning.client.module import Batch, ClientModule
 from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.steps import step_values
+from pfl_lightning.engines.steps import reason_of, step_values
 from pfl_lightning.engines.vmap.block import Block, Member, Rows
-from pfl_lightning.engines.vmap.checks import Unvectorisable, reason_of
+from pfl_lightning.engines.vmap.checks import Unvectorisable
 from pfl_lightning.engines.vmap.compiled import Compiled, Values
 from pfl_lightning.engines.vmap.dropout import DeviceStates, Streams, default_generators
 from pfl_lightning.messages import StateDict

@@ -13,11 +13,12 @@ from torch.func import vmap
 from pfl_lightning.client.module import Batch
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.engines.base import LocalWork
-from pfl_lightning.engines.examples import Draws, ExampleGradients, Values
+from pfl_lightning.engines.examples import Draws, ExampleGradients, Values, noised
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
+from pfl_lightning.engines.steps import reason_of
 from pfl_lightning.engines.vmap.block import Block
-from pfl_lightning.engines.vmap.checks import Unvectorisable, reason_of
+from pfl_lightning.engines.vmap.checks import Unvectorisable
 from pfl_lightning.messages import StateDict
 from pfl_lightning.privacy.dp_sgd import DPSGD
 
@@ -54,7 +55,7 @@ class PoissonPlan:
     ) -> None:
         self.privacy = privacy
         self.block = block
-        self.sizes = [parameter.numel() for parameter in trained.values()]
+        self.size = sum(parameter.numel() for parameter in trained.values())
         self.draws = [Draws.of(work, phase, samples) for samples in block.sizes]
         self.counts: NDArray[np.int64] = np.array([draws.steps for draws in self.draws], dtype=np.int64)
 
@@ -71,7 +72,7 @@ class PoissonPlan:
             for row in range(rows):
                 generator = self.block.members[row].generator
                 drawn.append(self.privacy.drawn(self.block.sizes[row], self.draws[row].rate, generator))
-                noise.append(torch.cat(self.privacy.noise(self.sizes, generator)))
+                noise.append(self.privacy.noise(self.size, generator))
             widest = max(map(len, drawn))
             samples = torch.zeros(rows, widest, dtype=torch.int64)
             taken = torch.zeros(rows, widest)
@@ -104,7 +105,7 @@ class PrivateDifferentiator:
     ) -> None:
         self.sequential = sequential
         self.block = block
-        self.shapes = {name: parameter.shape for name, parameter in trained.items()}
+        self.trained = list(trained)
         module = sequential.module
         self.examples = ExampleGradients(module, slots, list(trained), privacy.clip, privacy.samples_at_once)
 
@@ -122,15 +123,8 @@ class PrivateDifferentiator:
             counts = step.taken.sum(1)
             means = {name: total / counts.clamp(min=1) for name, total in totals.items()}
             self.block.steps.append((slice(0, rows), counts.cpu().numpy().astype(np.int64), means))
-        noise = torch.split(step.noise, [shape.numel() for shape in self.shapes.values()], dim=1)
-        gradients = {}
-        for (name, shape), drawn in zip(self.shapes.items(), noise, strict=True):
-            entry = self.block.entries[name]
-            total = drawn.view(rows, *shape).to(entry)
-            if sums:
-                total = total + sums[name].to(entry)
-            gradients[name] = total / step.expected.to(entry).view(rows, *[1] * len(shape))
-        return gradients
+        entries = {name: self.block.entries[name][:rows] for name in self.trained}
+        return noised(sums, step.noise, entries, step.expected)
 
     def _sums(self, step: PrivateStep, index: int) -> tuple[StateDict, Values]:
         """Sums of bounded gradients, and of what ``training_step`` returns, a row for each client."""

@@ -19,9 +19,9 @@ from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.local_optimizer import local_optimizer
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.steps import adjusted_gradients
+from pfl_lightning.engines.steps import adjusted_gradients, reason_of
 from pfl_lightning.engines.vmap.block import Block, Plan, batches_of
-from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, reason_of
+from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable
 from pfl_lightning.engines.vmap.compiled import Compiled
 from pfl_lightning.engines.vmap.gradients import Differentiator
 from pfl_lightning.engines.vmap.optimizers import ELEMENTWISE, StackOptimizers
