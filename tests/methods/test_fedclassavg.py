@@ -17,6 +17,7 @@ from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.methods import fedclassavg
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.fedclassavg import FedClassAvg
+from pfl_lightning.methods.local import Local
 from pfl_lightning.methods.losses import supervised_contrastive
 from pfl_lightning.nets import AlexNetFeatures, GoogLeNetFeatures, Net, ResNet18Features, ShuffleNetV2Features
 
@@ -212,6 +213,21 @@ def test_without_the_contrastive_term_samples_are_learnt_as_they_are(monkeypatch
     torch.testing.assert_close(model.training_step((x, y), 0)["loss"], F.cross_entropy(model.net(x), y))
 
 
+def test_views_without_the_contrastive_term_are_learnt_alone(monkeypatch):
+    monkeypatch.setattr(fedclassavg, "random_views", lambda x: -x)
+    model = client(views=True, **PLAIN)
+    x, y = batch()
+    torch.testing.assert_close(model.training_step((x, y), 0)["loss"], F.cross_entropy(model.net(-x), y))
+
+
+def test_sharing_nothing_is_local_bit_for_bit():
+    ended = run({"share": "nothing", **PLAIN}).federation.clients
+    torch.manual_seed(3)
+    local = Local(net=small, input_shape=(3, 8, 8), num_classes=CLASSES, optimizer=GENTLE)
+    expected = fit(local, pictures()).federation.clients
+    assert all(equal(ended[i].personal, expected[i].personal) for i in range(4))
+
+
 def test_both_views_share_one_batch_of_statistics():
     model = client(net=wide)
     model.training_step(batch(), 0)
@@ -329,6 +345,7 @@ def test_the_four_networks_of_the_paper_share_5130_numbers():
         ({"tau": 0}, r"model\.tau=0 and"),
         ({"base_tau": -1}, r"model\.base_tau=-1"),
         ({"shape": (6,)}, re.escape("not of input_shape=(6,); give contrastive=false")),
+        ({"shape": (6,), "views": True, **PLAIN}, r"model\.views=true .* give views=false"),
         ({"shape": (2, 8, 8)}, r"images with 1 or 3 channels, not of input_shape=\(2, 8, 8\)"),
     ],
 )

@@ -36,7 +36,8 @@ class FedClassAvg(FedAvg):
     its weights and biases, not squared. Classifiers are averaged by samples, `WeightedAverage`; the nets are best those
     that end in features of one width, such as `ResNet18Features`. Each of the terms can be left out: the paper's
     ablation is ``contrastive=False, rho=0`` ("CA"), ``contrastive=False`` ("+PR") and ``rho=0`` ("+CL"). Without the
-    contrastive term there are no views: clients learn x itself. Views are made for photographs: on small pictures
+    contrastive term clients learn x itself, or with ``views`` one random view of it: the control that the paper lacks,
+    which tells what the term gains from what the views do; ``share=nothing`` is `Local` on them. Views are made for photographs: on small pictures
     such as digits they take many rounds more, most of all with ``share=all``, where one model has to fit everybody's.
 
     The paper names no temperature. The defaults are those of supervised contrastive learning (Khosla et al., 2020,
@@ -56,13 +57,14 @@ class FedClassAvg(FedAvg):
         tau: its temperature, above 0.
         base_tau: what it is scaled to, above 0.
         normalize: whether it is of features of length 1.
-        share: what is averaged: the ``classifier``, or ``all`` of one network that all clients have ("+weight"); the
-            proximal term is on the classifier in any case.
+        share: what is averaged: the ``classifier``, ``all`` of one network that all clients have ("+weight"), or
+            ``nothing``; the proximal term is on the classifier in any case.
+        views: whether clients learn a random view of each image where there is no contrastive term.
         input_shape: as for `FedAvg`.
         **kwargs: the arguments of `FedAvg`.
 
     Raises:
-        MisconfigurationException: if a number is out of its range, or there are no images for the contrastive term.
+        MisconfigurationException: if a number is out of its range, or there are no images to take views of.
     """
 
     client_level = True
@@ -77,7 +79,8 @@ class FedClassAvg(FedAvg):
         tau: float = 0.07,
         base_tau: float = 0.07,
         normalize: bool = True,
-        share: Literal["classifier", "all"] = "classifier",
+        share: Literal["classifier", "all", "nothing"] = "classifier",
+        views: bool = False,
         input_shape: tuple[int, ...] = (1, 28, 28),
         **kwargs: Any,
     ) -> None:
@@ -88,21 +91,24 @@ class FedClassAvg(FedAvg):
             raise MisconfigurationException(
                 f"model.tau={tau} and model.base_tau={base_tau} must be above 0, such as 0.07 both."
             )
-        if contrastive and (len(input_shape) != 3 or input_shape[0] not in (1, 3)):
+        reader = "contrastive" if contrastive else "views"
+        if (contrastive or views) and (len(input_shape) != 3 or input_shape[0] not in (1, 3)):
             raise MisconfigurationException(
-                f"model.contrastive=true takes random views of images with 1 or 3 channels, not of "
-                f"input_shape={tuple(input_shape)}; give contrastive=false."
+                f"model.{reader}=true takes random views of images with 1 or 3 channels, not of "
+                f"input_shape={tuple(input_shape)}; give {reader}=false."
             )
         self.rho = rho
         self.prox = prox
         self.contrastive = contrastive
         self.contrast = partial(supervised_contrastive, tau=tau, base_tau=base_tau, normalize=normalize)
         self.share = share
+        self.views = views
         self.received = Frozen(trained_parameters(self, "net.classifier").items())  # phi_g
 
     def is_shared(self, name: str) -> bool:
-        """The classifier, or everything."""
-        return super().is_shared(name) and (self.share == "all" or in_classifier(name))
+        """The classifier, everything, or nothing."""
+        shared = {"classifier": in_classifier(name), "all": True, "nothing": False}[self.share]
+        return super().is_shared(name) and shared
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Remembers the received classifier."""
@@ -111,9 +117,9 @@ class FedClassAvg(FedAvg):
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Cross-entropy on the first views, the contrastive term on both, and the proximal term."""
-        if not self.contrastive:
-            return super().training_step(batch, batch_idx)
         x, target = batch
+        if not self.contrastive:
+            return super().training_step((random_views(x) if self.views else x, target), batch_idx)
         features = self.net.features(random_views(torch.cat([x, x])))
         contrast = self.contrast(features, target.repeat(2))
         first = features[: len(target)]
