@@ -40,7 +40,9 @@ def check_task(module: ClientModule, data: FederatedDataModule) -> None:
     if data.at_sites:
         # where they look at it themselves
         return
-    samples = data.part(0, "train").take(slice(2)).to(module.device, module.dtype)  # type: ignore[arg-type]
+    # not `module.device`: while it is set up, Lightning has it say where the module will be
+    where = next(module.parameters()).device
+    samples = data.part(0, "train").take(slice(2)).to(where, module.dtype)  # type: ignore[arg-type]
     name = type(module.net).__name__
     try:
         with kept_modes(module), isolate_rng(), torch.no_grad():
