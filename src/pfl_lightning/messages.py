@@ -9,6 +9,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from pfl_lightning.transfers import moved
+
 StateDict: TypeAlias = dict[str, Tensor]
 """Named tensors of a module, or a part of them."""
 
@@ -17,6 +19,8 @@ Message: TypeAlias = dict[str, Any]
 
 Updates: TypeAlias = dict[int, Message]
 """The updates of a round, by client id, in the order of the ids."""
+
+CPU = torch.device("cpu")
 
 
 class Stack:
@@ -34,7 +38,7 @@ class Stack:
     @cached_property
     def rows(self) -> list[StateDict]:
         """Each client's tensors on the CPU."""
-        self.entries = {name: stack.cpu() for name, stack in self.entries.items()}
+        self.entries = dict(zip(self.entries, moved([*self.entries.values()], CPU), strict=True))
         columns = zip(*(stack.unbind() for stack in self.entries.values()), strict=True)
         return [dict(zip(self.entries, row, strict=True)) for row in columns]
 
@@ -55,7 +59,9 @@ class Stack:
             weights = [weight for _, weight in sorted(zip(rows, weights, strict=True))]
         else:
             entries = {name: stack[torch.tensor(rows, device=stack.device)] for name, stack in entries.items()}
-        return {name: product(weights, stack) for name, stack in entries.items()}
+        floating = {promoted(stack): stack.device for stack in entries.values() if stack.is_floating_point()}
+        factors = {wide: torch.tensor(weights, dtype=wide, device=device) for wide, device in floating.items()}
+        return {name: product(factors, stack) for name, stack in entries.items()}
 
 
 class Row(Mapping[str, Tensor]):
@@ -182,8 +188,7 @@ def weighted_mean(states: Sequence[Mapping[str, Tensor]], weights: Sequence[floa
         if not tensor.is_floating_point():
             mean[name] = torch.stack([state[name] for state in states]).amax(0)
             continue
-        wide = torch.promote_types(tensor.dtype, torch.float32)
-        total = tensor.to(wide) * weights[0]
+        total = tensor.to(promoted(tensor)) * weights[0]
         for state, weight in zip(others, weights[1:], strict=True):
             total.add_(state[name], alpha=weight)
         mean[name] = total.to(tensor.dtype)
@@ -199,7 +204,8 @@ def mean_of_rows(rows: Sequence[Row], weights: Sequence[float]) -> StateDict:
         own.append(weight)
     parts = [stack.sum(*of_one) for stack, of_one in stacks.items()]
     dtypes = {name: stack.dtype for name, stack in rows[0].stack.entries.items()}
-    return {name: together([part[name] for part in parts]).to("cpu", dtype) for name, dtype in dtypes.items()}
+    means = [together([part[name] for part in parts]).to(dtype) for name, dtype in dtypes.items()]
+    return dict(zip(dtypes, moved(means, CPU), strict=True))
 
 
 def together(parts: list[Tensor]) -> Tensor:
@@ -210,13 +216,22 @@ def together(parts: list[Tensor]) -> Tensor:
     return stack.sum(0) if stack.is_floating_point() else stack.amax(0)
 
 
-def product(weights: Sequence[float], stack: Tensor) -> Tensor:
-    """A weighted sum of the rows of a floating stack, in float32 or better; the maximum of another one."""
+def product(factors: Mapping[torch.dtype, Tensor], stack: Tensor) -> Tensor:
+    """A weighted sum of the rows of a floating stack, in float32 or better; the maximum of another one.
+
+    Args:
+        factors: the weights ``[clients]``, by the type in which sums are taken.
+        stack: ``[clients, ...]``.
+    """
     if not stack.is_floating_point():
         return stack.amax(0)
-    wide = torch.promote_types(stack.dtype, torch.float32)
-    factors = torch.tensor(weights, dtype=wide, device=stack.device)
-    return (factors @ stack.reshape(len(stack), -1).to(wide)).view(stack.shape[1:])
+    wide = promoted(stack)
+    return (factors[wide] @ stack.reshape(len(stack), -1).to(wide)).view(stack.shape[1:])
+
+
+def promoted(tensor: Tensor) -> torch.dtype:
+    """The type in which sums of a floating tensor are taken."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def keep_own(record: Any, updates: Updates) -> Any:

@@ -37,8 +37,9 @@ class FedClassAvg(FedAvg):
     that end in features of one width, such as `ResNet18Features`. Each of the terms can be left out: the paper's
     ablation is ``contrastive=False, rho=0`` ("CA"), ``contrastive=False`` ("+PR") and ``rho=0`` ("+CL"). Without the
     contrastive term clients learn x itself, or with ``views`` one random view of it: the control that the paper lacks,
-    which tells what the term gains from what the views do; ``share=nothing`` is `Local` on them. Views are made for photographs: on small pictures
-    such as digits they take many rounds more, most of all with ``share=all``, where one model has to fit everybody's.
+    which tells what the term gains from what the views do; ``share=nothing`` is `Local` on them. Views are made for
+    photographs: on small pictures such as digits they take many rounds more, most of all with ``share=all``, where one
+    model has to fit everybody's.
 
     The paper names no temperature. The defaults are those of supervised contrastive learning (Khosla et al., 2020,
     https://arxiv.org/abs/2004.11362), with which the contrastive term is of the size of cross-entropy and learns under

@@ -1,6 +1,6 @@
 """Blocks: clients that are computed together, and which of them learns when from which samples."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -100,17 +100,27 @@ class Block:
         batch: Batch = tree_map(lambda t: t.index_select(0, rows).view(*samples.shape, *t.shape[1:]), self.samples)
         return batch
 
-    @cached_property
-    def means(self) -> list[dict[str, float]]:
-        """Each row's means over its steps, weighted by their samples; one transfer from the device for each name."""
+    @property
+    def recorded(self) -> dict[str, Tensor]:
+        """What the steps returned, by name: a number for each row of each step that has it, one step after another."""
+        names = dict.fromkeys(name for *_, values in self.steps for name in values)
+        return {
+            name: torch.cat([values[name] for *_, values in self.steps if name in values]).double() for name in names
+        }
+
+    def means(self, recorded: Mapping[str, Tensor]) -> list[dict[str, float]]:
+        """Each row's means over its steps, weighted by their samples.
+
+        Args:
+            recorded: `recorded`, on the CPU.
+        """
         rows = np.arange(len(self.members))
         result: list[dict[str, float]] = [{} for _ in rows]
-        for name in dict.fromkeys(name for *_, values in self.steps for name in values):
-            found = [(at, size, values[name]) for at, size, values in self.steps if name in values]
+        for name, scalars in recorded.items():
+            found = [(at, size, len(values[name])) for at, size, values in self.steps if name in values]
             where = np.concatenate([rows[at if isinstance(at, slice) else at.cpu().numpy()] for at, *_ in found])
-            sizes = np.concatenate([np.broadcast_to(size, len(values)) for _, size, values in found])
-            scalars = torch.cat([values for *_, values in found]).double().cpu().numpy()
-            sums = np.bincount(where, sizes * scalars, len(rows)), np.bincount(where, sizes, len(rows))
+            sizes = np.concatenate([np.broadcast_to(size, count) for _, size, count in found])
+            sums = np.bincount(where, sizes * scalars.numpy(), len(rows)), np.bincount(where, sizes, len(rows))
             for row in np.flatnonzero(sums[1]).tolist():
                 result[row][name] = float(sums[0][row] / sums[1][row])
         return result

@@ -21,7 +21,8 @@ from pfl_lightning.engines.vmap.block import Block, Member
 from pfl_lightning.engines.vmap.checks import BlockSignature, SharedAttributes, Unvectorisable
 from pfl_lightning.engines.vmap.dropout import Stream
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
-from pfl_lightning.messages import Message, Row, Stack, StateDict, detached, is_finite
+from pfl_lightning.messages import CPU, Message, Row, Stack, StateDict, detached, is_finite
+from pfl_lightning.transfers import moved
 
 
 class HandOver:
@@ -85,15 +86,15 @@ class HandOver:
                 module.receive(member.job.state.personal, member.job.payload, member.data)
         if any(entries.keys() != own.keys() for entries in assigned):
             return None
-        stacks = {}
-        for name, tensor in own.items():
-            rows = [entries[name] for entries in assigned]
-            if {row.shape for row in rows} != {tensor.shape}:
-                return None
-            if len(set(map(id, rows))) == 1:
-                stacks[name] = rows[0].to(tensor.device, tensor.dtype).repeat(len(rows), *[1] * tensor.dim())
-            else:
-                stacks[name] = torch.stack(rows).to(tensor.device, tensor.dtype)
+        columns = {name: [entries[name] for entries in assigned] for name in own}
+        if any({row.shape for row in rows} != {own[name].shape} for name, rows in columns.items()):
+            return None
+        alike = {name for name, rows in columns.items() if len(set(map(id, rows))) == 1}
+        arrived = moved([rows[0] if name in alike else torch.stack(rows) for name, rows in columns.items()], device)
+        stacks = {
+            name: repeated(tensor.to(own[name].dtype), len(jobs)) if name in alike else tensor.to(own[name].dtype)
+            for name, tensor in zip(own, arrived, strict=True)
+        }
         for job in jobs if overrides(module, "local_phases") else jobs[:1]:
             self.sequential.set_turn(job)
             phases = module.local_phases()
@@ -134,10 +135,10 @@ class HandOver:
             return
 
         def assign(entries: Mapping[str, Tensor]) -> None:
-            for tensor in entries.values():
-                if id(tensor) not in self._sent:
-                    # with the tensor itself, which else might go and leave its number to another one
-                    self._sent[id(tensor)] = tensor, tensor.to(device)
+            new = [tensor for tensor in entries.values() if id(tensor) not in self._sent]
+            for tensor, there in zip(new, moved(new, device), strict=True):
+                # with the tensor itself, which else might go and leave its number to another one
+                self._sent[id(tensor)] = tensor, there
             ClientModule.assign(module, {name: self._sent[id(tensor)][1] for name, tensor in entries.items()})
 
         with replaced(module, assign=assign):
@@ -164,13 +165,15 @@ class HandOver:
         stacks = {update["weights"].stack for update in updates if isinstance(update.get("weights"), Row)}
         kept = {name: block.entries[slots.first_names[name]] for name in layout.personal}
         sent = [entry for stack in stacks for entry in stack.entries.values()]
-        finite = all_finite([*sent, *kept.values()], len(jobs))
+        recorded = block.recorded
+        *scalars, flags = moved([*recorded.values(), all_finite([*sent, *kept.values()], len(jobs)).double()], CPU)
+        means, finite = block.means(dict(zip(recorded, scalars, strict=True))), flags.bool().tolist()
         personal = rows_of(kept, len(jobs))
         after = self.evaluator.evaluate(block.members, block.entries, slots)
         seconds = block.seconds + (time.perf_counter() - start) / len(jobs)
         for job in jobs:
             row = block.rows[job.client]
-            update, metrics = updates[row], block.means[row]
+            update, metrics = updates[row], means[row]
             others = [value for value in update.values() if not isinstance(value, Row)]
             yield Outcome(
                 client=job.client,
@@ -263,12 +266,15 @@ def take_over(current: StateDict, entries: StateDict) -> None:
 
 def rows_of(stacks: StateDict, count: int) -> list[StateDict]:
     """Each row of stacks as tensors of its own on the CPU: who keeps or saves one shall not keep the stack."""
-    columns = [[row.clone() for row in stack.cpu().unbind()] for stack in stacks.values()]
+    columns = [[row.clone() for row in stack.unbind()] for stack in moved([*stacks.values()], CPU)]
     return [dict(zip(stacks, row, strict=True)) for row in zip(*columns, strict=True)] or [{} for _ in range(count)]
 
 
-def all_finite(stacks: list[Tensor], count: int) -> list[bool]:
-    """Of each row whether it is free of NaN and infinity, as `is_finite` tells."""
-    finite = [stack.reshape(count, -1).sum(1).isfinite() for stack in stacks if stack.is_floating_point()]
-    result: list[bool] = torch.stack(finite).all(0).tolist() if finite else [True] * count
-    return result
+def all_finite(stacks: list[Tensor], count: int) -> Tensor:
+    """Of each row ``[count]`` whether it is free of NaN and infinity, as `is_finite` tells."""
+    sums: dict[torch.dtype, list[Tensor]] = {}
+    for stack in stacks:
+        if stack.is_floating_point():
+            sums.setdefault(stack.dtype, []).append(stack.reshape(count, -1).sum(1))
+    finite = [torch.stack(of_type).isfinite().all(0) for of_type in sums.values()]
+    return torch.stack(finite).all(0) if len(finite) > 1 else finite[0] if finite else torch.ones(count).bool()

@@ -1,0 +1,32 @@
+"""Transfers between devices: many small tensors take as long as one large one when they travel together."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors on a device, in their order: one copy for each type and place, and none where they already are.
+
+    What arrives on the CPU are tensors of their own, so that who keeps one doesn't keep all.
+
+    Args:
+        tensors: any, of any shapes.
+        device: where they are wanted.
+    """
+    result = list(tensors)
+    together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(result):
+        if tensor.device != device:
+            together.setdefault((tensor.dtype, tensor.device), []).append(index)
+    for indices in together.values():
+        if len(indices) == 1:
+            result[indices[0]] = result[indices[0]].to(device)
+            continue
+        parts = [result[index] for index in indices]
+        flat = torch.cat([part.reshape(-1) for part in parts]).to(device)
+        for index, part, piece in zip(indices, parts, torch.split(flat, [part.numel() for part in parts]), strict=True):
+            whole = piece.view(part.shape)
+            result[index] = whole.clone() if device.type == "cpu" else whole
+    return result
