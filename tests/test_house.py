@@ -11,7 +11,8 @@ import pfl_lightning
 
 PACKAGE = Path(pfl_lightning.__file__).parent
 ORDER = (
-    ("seeds", "messages", "choices", "nets", "tasks"),
+    ("seeds", "choices", "transfers"),
+    ("messages", "nets", "tasks"),
     ("data",),
     ("client", "selection"),
     ("aggregators",),

@@ -226,7 +226,7 @@ def product(factors: Mapping[torch.dtype, Tensor], stack: Tensor) -> Tensor:
     if not stack.is_floating_point():
         return stack.amax(0)
     wide = promoted(stack)
-    return (factors[wide] @ stack.reshape(len(stack), -1).to(wide)).view(stack.shape[1:])
+    return (factors[wide][None] @ stack.reshape(len(stack), -1).to(wide)).view(stack.shape[1:])
 
 
 def promoted(tensor: Tensor) -> torch.dtype:

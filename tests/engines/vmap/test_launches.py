@@ -91,8 +91,8 @@ def counted(method, net, data):
 @pytest.mark.parametrize(
     ("net", "data", "launches", "copies"),
     [
-        (CNN, partial(Images, 20, 15, (1, 16, 16), 1), 700, 20),
-        (partial(MLP, hidden=(64,)), partial(Images, 100, 3, (1, 8, 8), 10), 120, 10),
+        (CNN, partial(Images, 20, 15, (1, 16, 16), 1), 600, 6),
+        (partial(MLP, hidden=(64,)), partial(Images, 100, 3, (1, 8, 8), 10), 100, 6),
     ],
     ids=["20 clients, 15 steps of a CNN", "100 clients, 3 steps of an MLP"],
 )

@@ -9,6 +9,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+MEAN = {
+    **dict.fromkeys(("weight", "size_average", "reduce")),
+    "ignore_index": -100,
+    "reduction": "mean",
+    "label_smoothing": 0.0,
+}
+"""How ``torch.nn.functional.cross_entropy`` says that it was given no settings."""
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
 REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
@@ -79,8 +86,9 @@ class Streams(TorchFunctionMode):
     Dropout multiplies by masks that are drawn client by client. The default generator goes through the first client's
     states meanwhile: where the step winds it back, as with ``torch.random.fork_rng``, all clients are wound back.
 
-    Linear layers are computed in the fewest operations; vmap's own way multiplies by 1 in between, twice. It also lets
-    the trained entries tell that they require gradients, which tensors under vmap deny.
+    Linear layers and cross-entropy are computed in the fewest operations; vmap's own ways multiply by 1 in between,
+    twice, and look for samples that are to be ignored, of which a batch's own classes, once checked, have none. It also
+    lets the trained entries tell that they require gradients, which tensors under vmap deny.
 
     Args:
         generator: the default generator of the device.
@@ -92,6 +100,7 @@ class Streams(TorchFunctionMode):
         self.generator = generator
         self.states = states
         self.trained: list[Tensor] = []
+        self.classes: Tensor | None = None
 
     def __enter__(self) -> "Streams":
         self.generator.set_state(self.states[0])
@@ -105,9 +114,11 @@ class Streams(TorchFunctionMode):
             self.states = self.known[key(self.generator.get_state())]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Takes the place of dropout, of ``requires_grad``, and of linear layers."""
+        """Takes the place of dropout, of ``requires_grad``, of linear layers, and of cross-entropy."""
         if func is F.linear:
             return linear(*args, **(kwargs or {}))
+        if func is F.cross_entropy and args[1] is self.classes and kwargs == MEAN:
+            return cross_entropy(*args)
         if func in DROPOUTS:
             return self.dropout(func, *args, **(kwargs or {}))
         if func == REQUIRES_GRAD and any(args[0] is entry for entry in self.trained):
@@ -143,6 +154,13 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As ``torch.nn.functional.linear``."""
     product = torch.matmul(input, weight.t())
     return product if bias is None else product + bias.to(product.dtype)
+
+
+def cross_entropy(input: Tensor, target: Tensor) -> Tensor:
+    """As ``torch.nn.functional.cross_entropy`` of class numbers that are all in range."""
+    if torch.is_autocast_enabled(input.device.type):
+        input = input.float()
+    return -input.log_softmax(1).gather(1, target[:, None]).mean()
 
 
 class Masks(torch.autograd.Function):

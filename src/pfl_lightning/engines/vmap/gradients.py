@@ -46,6 +46,7 @@ class Differentiator:
         self.block = block
         self.trained = trained
         self.size = size
+        self._ones: Tensor | None = None
 
     def gradients(self, step: list[tuple[Rows, Tensor]], index: int) -> StateDict:
         """Gradients of the trained entries, a row for each client, as far as the loss depends on them.
@@ -108,7 +109,10 @@ class Differentiator:
         """What ``training_step`` returns, and the gradients of its loss as far as it depends on the trained entries."""
         leaves = [entries[name].requires_grad_() for name in self.trained]
         values = self._values(entries, batch, index, members)
-        gradients = torch.autograd.grad(values["loss"].sum(), leaves, allow_unused=True)
+        loss = values["loss"]
+        if self._ones is None or self._ones.shape != loss.shape or self._ones.dtype != loss.dtype:
+            self._ones = torch.ones_like(loss)
+        gradients = torch.autograd.grad(loss, leaves, self._ones, allow_unused=True)
         return values, {name: g for name, g in zip(self.trained, gradients, strict=True) if g is not None}
 
     def _values(self, entries: StateDict, batch: Batch, index: int, members: list[Member]) -> dict[str, Tensor]:
@@ -121,6 +125,7 @@ class Differentiator:
 
         def one(entries: StateDict, batch: Batch) -> dict[str, Tensor]:
             streams.trained = [entries[name] for name in self.trained]
+            streams.classes = batch[1] if self.module.task.has_classes else None
             return self.slots.call(training_step, entries, batch, index)
 
         try:
