@@ -1,6 +1,6 @@
 """Optimizers of stacks of clients."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, TypeAlias
 
@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from pfl_lightning.messages import StateDict, detached
+from pfl_lightning.messages import CPU, StateDict, detached
+from pfl_lightning.transfers import moved
 
 State: TypeAlias = dict[str, Any]
+SavedStates: TypeAlias = dict[int, State]
+"""What an optimizer has kept of its parameters, by their numbers."""
 
 ELEMENTWISE = {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
 """Optimizers that treat each element by itself, so that one for a stack does what one for each of its rows would."""
@@ -22,17 +25,23 @@ class StackOptimizers:
     """The optimizers of a stack in one phase: a single one, unless clients come back after different numbers of steps.
 
     Args:
-        optimizers: each client's own, in the order of the rows; one may stand for several rows. They are taken over.
+        new: makes an optimizer with the settings of a row's.
+        saved: what each row's holds of parameters, by their numbers, on the CPU.
         entries: the stack, from which parameters are taken, and in which they are changed.
         names: the parameters' names in it.
     """
 
-    def __init__(self, optimizers: list[Optimizer], entries: StateDict, names: Mapping[nn.Parameter, str]) -> None:
+    def __init__(
+        self,
+        new: Callable[[int], Optimizer],
+        saved: Sequence[SavedStates],
+        entries: StateDict,
+        names: Mapping[nn.Parameter, str],
+    ) -> None:
         self._parts: list[RowsOptimizer] = []
         first = 0
-        counted = {optimizer: counters(optimizer) for optimizer in dict.fromkeys(optimizers)}
-        for _, alike in groupby(optimizers, counted.__getitem__):
-            self._parts.append(RowsOptimizer(list(alike), first, entries, names))
+        for _, alike in groupby(saved, counters):
+            self._parts.append(RowsOptimizer(new(first), list(alike), first, entries, names))
             first += self._parts[-1].rows
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
@@ -66,27 +75,33 @@ class RowsOptimizer:
     Rows leave it from its end, and what is left of its own state stands still.
 
     Args:
-        optimizers: those of the rows, whose `counters` must be the same. The first is taken over.
+        optimizer: a new one, which is taken over.
+        saved: what those of the rows hold of parameters; their `counters` must be the same.
         first: the first row.
         entries: the stack.
         names: the parameters' names in it.
     """
 
     def __init__(
-        self, optimizers: list[Optimizer], first: int, entries: StateDict, names: Mapping[nn.Parameter, str]
+        self,
+        optimizer: Optimizer,
+        saved: list[SavedStates],
+        first: int,
+        entries: StateDict,
+        names: Mapping[nn.Parameter, str],
     ) -> None:
-        self.optimizer, self.first, self.rows = optimizers[0], first, len(optimizers)
+        self.optimizer, self.first, self.rows = optimizer, first, len(saved)
         end = first + self.rows
         self.leaves: dict[str, Tensor] = {}
-        states = {}
-        for group in self.optimizer.param_groups:
+        leaves = []
+        for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
                 name = names[parameter]
                 self.leaves[name] = group["params"][index] = entries[name][first:end].detach().requires_grad_()
-                if parameter in self.optimizer.state:
-                    states[self.leaves[name]] = stacked([o.state[parameter] for o in optimizers])
-        self.optimizer.state.clear()
-        self.optimizer.state.update(states)
+                leaves.append(self.leaves[name])
+        optimizer.state.clear()
+        states = stacked(saved, leaves, optimizer.param_groups)
+        optimizer.state.update({leaves[number]: state for number, state in states.items()})
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
         """Makes a step of the rows that are left, as `StackOptimizers.step`."""
@@ -112,10 +127,18 @@ class RowsOptimizer:
     def state_dicts(self, end: int) -> Iterator[tuple[int, State]]:
         """The rows that `narrow` would let go, each with the ``state_dict`` of what its own optimizer would be now."""
         leaving = range(max(end - self.first, 0), self.rows)
-        packed = self.optimizer.state_dict() if leaving else {}
+        if not leaving:
+            return
+        packed = self.optimizer.state_dict()
+        places = [(n, name) for n, state in packed["state"].items() for name in state if of_elements(name, state[name])]
+        columns = moved([packed["state"][n][name][leaving.start : leaving.stop] for n, name in places], CPU)
+        elements = dict(zip(places, columns, strict=True))
         for row in leaving:
             state = {
-                number: {name: value[row] if of_elements(name, value) else value for name, value in state.items()}
+                number: {
+                    name: elements[number, name][row - leaving.start] if (number, name) in elements else value
+                    for name, value in state.items()
+                }
                 for number, state in packed["state"].items()
             }
             yield self.first + row, detached(packed | {"state": state})
@@ -126,20 +149,38 @@ def of_elements(name: str, value: Any) -> bool:
     return isinstance(value, Tensor) and name not in COUNTERS
 
 
-def counters(optimizer: Optimizer) -> list[Any]:
+def counters(saved: SavedStates) -> list[Any]:
     """What the states of optimizers must have in common to be stacked: the same entries, and the same counts."""
     return [
-        [
-            (name, None if of_elements(name, value) else value if value is None else float(value))
-            for name, value in s.items()
-        ]
-        for s in (optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"])
+        (number, name, None if of_elements(name, value) else value if value is None else float(value))
+        for number, state in saved.items()
+        for name, value in state.items()
     ]
 
 
-def stacked(states: list[State]) -> State:
-    """States of one parameter of several clients as a state of their stack."""
-    return {
-        name: torch.stack([state[name] for state in states]) if of_elements(name, value) else value
-        for name, value in states[0].items()
-    }
+def stacked(saved: list[SavedStates], leaves: list[Tensor], groups: list[dict[str, Any]]) -> SavedStates:
+    """States of several clients as states of their stack, where its parameters are, as ``load_state_dict`` has them.
+
+    Args:
+        saved: of each client what its optimizer has kept, on the CPU; their `counters` are the same.
+        leaves: the stacked parameters, by their numbers.
+        groups: the optimizer's groups of parameters.
+    """
+    # steps are counted on the CPU, unless a kernel counts them
+    on_device = any(group.get("capturable") or group.get("fused") for group in groups)
+    result: SavedStates = {number: dict(state) for number, state in saved[0].items()}
+    tensors: dict[tuple[int, str], Tensor] = {}
+    for number, state in saved[0].items():
+        for name, value in state.items():
+            if of_elements(name, value):
+                stack = torch.stack([states[number][name] for states in saved])
+                tensors[number, name] = stack.to(leaves[number].dtype)
+            elif isinstance(value, Tensor):
+                # a copy: it is counted in place
+                result[number][name] = value.clone()
+                if name != "step" or on_device:
+                    tensors[number, name] = result[number][name]
+    if leaves:
+        for (number, name), value in zip(tensors, moved([*tensors.values()], leaves[0].device), strict=True):
+            result[number][name] = value
+    return result

@@ -1,6 +1,7 @@
 """Training of a block: all of its clients make each step together."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -26,7 +27,7 @@ from pfl_lightning.engines.vmap.compiled import Compiled
 from pfl_lightning.engines.vmap.gradients import Differentiator
 from pfl_lightning.engines.vmap.optimizers import ELEMENTWISE, StackOptimizers
 from pfl_lightning.engines.vmap.private import PoissonPlan, PrivateDifferentiator
-from pfl_lightning.messages import StateDict
+from pfl_lightning.messages import StateDict, detached
 
 
 class BlockTrainer:
@@ -100,18 +101,23 @@ class BlockTrainer:
         )
 
     def _optimizers(self, phase: Phase, block: Block, parameters: list[nn.Parameter], slots: Slots) -> StackOptimizers:
-        """The optimizers of the stack, made from each client's own."""
-        jobs = [member.job for member in block.members]
-        optimizers: list[Optimizer]
-        if any(phase.name in job.state.optimizers for job in jobs):
-            optimizers = [local_optimizer(self.module, phase, job, parameters) for job in jobs]
-        else:
-            # new ones are all the same
-            optimizers = [local_optimizer(self.module, phase, jobs[0], parameters)] * len(jobs)
-        if type(optimizers[0]) not in ELEMENTWISE:
-            raise Unvectorisable(self.module, f"a {type(optimizers[0]).__name__} of many clients would mix them")
+        """The optimizers of the stack, with the states that clients have of theirs."""
+
+        def new(row: int) -> Optimizer:
+            job = block.members[row].job
+            # the settings that it had; what it holds of parameters is stacked with others' of its kind
+            kept = {name: {**state, "state": {}} for name, state in job.state.optimizers.items()}
+            return local_optimizer(
+                self.module, phase, replace(job, state=replace(job.state, optimizers=kept)), parameters
+            )
+
+        first = new(0)
+        if type(first) not in ELEMENTWISE:
+            raise Unvectorisable(self.module, f"a {type(first).__name__} of many clients would mix them")
         names = {slot.tensor: slot.name for slot in slots if isinstance(slot.tensor, nn.Parameter)}
-        return StackOptimizers(optimizers, block.entries, names)
+        saved = [member.job.state.optimizers.get(phase.name) for member in block.members]
+        begun = detached(new(saved.index(None)).state_dict()) if None in saved else {}
+        return StackOptimizers(new, [(state or begun)["state"] for state in saved], block.entries, names)
 
     def _plan(self, phase: Phase, block: Block, smallest: int) -> Plan:
         """The batches of each client, in the orders that `Sequential` draws."""
