@@ -21,7 +21,7 @@ from pfl_lightning.engines.vmap.block import Block, Member
 from pfl_lightning.engines.vmap.checks import BlockSignature, SharedAttributes, Unvectorisable
 from pfl_lightning.engines.vmap.dropout import Stream
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
-from pfl_lightning.messages import CPU, Message, Row, Stack, StateDict, detached, is_finite
+from pfl_lightning.messages import CPU, Message, Row, Stack, StateDict, is_finite, tensors, tree_map
 from pfl_lightning.transfers import moved
 
 
@@ -42,7 +42,6 @@ class HandOver:
         self.module = sequential.module
         self.attributes = attributes
         self.evaluator = evaluator
-        self._sent: dict[int, tuple[Tensor, Tensor]] = {}
 
     # In
 
@@ -62,7 +61,6 @@ class HandOver:
         if foreign := [name for name in layout.personal if name not in slots.first_names]:
             raise Unvectorisable(self.module, f"{foreign[0]} of its state_dict is no parameter or buffer")
         signature = BlockSignature(self.attributes, layout)
-        self._sent.clear()
         return self._receive_at_once(jobs, signature, slots) or self._receive_one_by_one(jobs, signature, slots)
 
     def _receive_at_once(
@@ -107,7 +105,7 @@ class HandOver:
         """Becomes one client after another, each in a row of the stack: what hooks change is changed there."""
         members: list[Member] = []
         stacks = {name: repeated(tensor, len(jobs)) for name, tensor in slots.current().items()}
-        with self._sending_once():
+        with self._sending_together(jobs):
             for row, job in enumerate(jobs):
                 entries = {name: stack[row] for name, stack in stacks.items()}
                 with slots.holding(entries):
@@ -127,19 +125,17 @@ class HandOver:
         return members, stacks, phases
 
     @contextmanager
-    def _sending_once(self) -> Iterator[None]:
-        """Lets `ClientModule.assign` copy a tensor that many clients are sent to their device once."""
+    def _sending_together(self, jobs: list[Job]) -> Iterator[None]:
+        """Lets `ClientModule.assign` find on the device what it copies, where all of it has come at once."""
         module, device = self.module, self.sequential.device
         if device.type == "cpu" or overrides(module, "assign"):
             yield
             return
+        sent = {id(t): t for job in jobs for t in tensors([job.state.personal, job.payload.get("weights", {})])}
+        there = dict(zip(sent, moved([*sent.values()], device), strict=True))
 
         def assign(entries: Mapping[str, Tensor]) -> None:
-            new = [tensor for tensor in entries.values() if id(tensor) not in self._sent]
-            for tensor, there in zip(new, moved(new, device), strict=True):
-                # with the tensor itself, which else might go and leave its number to another one
-                self._sent[id(tensor)] = tensor, there
-            ClientModule.assign(module, {name: self._sent[id(tensor)][1] for name, tensor in entries.items()})
+            ClientModule.assign(module, {name: there.get(id(tensor), tensor) for name, tensor in entries.items()})
 
         with replaced(module, assign=assign):
             yield
@@ -196,9 +192,8 @@ class HandOver:
             for row, member in enumerate(block.members):
                 own = Row(stack, row) if shared else {}
                 self.sequential.set_turn(member.job, member.steps)
-                update = self.module.upload(member.data)
-                updates.append({k: v if isinstance(v, Row) else detached(v) for k, v in update.items()})
-        return updates
+                updates.append(copied(self.module.upload(member.data)))
+        return arrived_together(updates)
 
     def _upload_one_by_one(self, block: Block, slots: Slots) -> list[Message]:
         """Of each row the update that the module makes as that client; weights that are the row stay in the stack."""
@@ -218,11 +213,11 @@ class HandOver:
                 if chosen not in stacks:
                     stacks[chosen] = Stack({name: block.entries[name].detach() for name in chosen})
                 update["weights"] = Row(stacks[chosen], row)
-            updates.append({k: v if isinstance(v, Row) else detached(v) for k, v in update.items()})
+            updates.append(copied(update))
             if not self.evaluator.usable:
                 # the phases before its evaluation go on with what it draws
                 member.stream.keep()
-        return updates
+        return arrived_together(updates)
 
     def _evaluate_alone(self, row: int, block: Block, slots: Slots) -> dict[str, dict[str, float]]:
         """Makes the module a trained client, and evaluates it as `Sequential` does."""
@@ -250,6 +245,18 @@ def replaced(module: ClientModule, **methods: Callable[..., Any]) -> Iterator[No
 def repeated(tensor: Tensor, rows: int) -> Tensor:
     """A stack whose rows are the same."""
     return tensor.detach().repeat(rows, *[1] * tensor.dim())
+
+
+def copied(update: Mapping[str, Any]) -> Message:
+    """An update with copies of its own where it was made: the next client's hooks may write into what it refers to."""
+    return {k: v if isinstance(v, Row) else tree_map(lambda t: t.detach().clone(), v) for k, v in update.items()}
+
+
+def arrived_together(updates: list[Message]) -> list[Message]:
+    """Updates whose tensors are on the CPU, but for rows of stacks, which wait for somebody who looks at them."""
+    others = [{k: v for k, v in update.items() if not isinstance(v, Row)} for update in updates]
+    arrived = iter(moved(list(tensors(others)), CPU))
+    return [update | tree_map(lambda _: next(arrived), other) for update, other in zip(updates, others, strict=True)]
 
 
 def is_same(tensor: Tensor, other: Tensor | None) -> bool:
