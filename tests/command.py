@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,9 @@ from pfl_lightning.cli.main import main
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 QUICKSTART = f"--config {CONFIGS / 'quickstart.yaml'}"
-QUIET = "--trainer.enable_progress_bar false --trainer.enable_model_summary false --trainer.accelerator cpu"
+ACCELERATOR = os.environ.get("ACCELERATOR", "cpu")
+"""Where the tests train."""
+QUIET = f"--trainer.enable_progress_bar false --trainer.enable_model_summary false --trainer.accelerator {ACCELERATOR}"
 
 
 def pfl(line: str | list[str]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from command import ACCELERATOR
 from pfl_lightning import Aggregator, FederatedTrainer, Federation, Server
 from pfl_lightning.callbacks import FederatedCallback, RoundLogger
 from pfl_lightning.data import FederatedDataModule, Partitioner, Samples, Split
@@ -153,7 +154,7 @@ class Run:
 
 def make_trainer(root: Path | str = "unused", **settings: Any) -> FederatedTrainer:
     """A quiet trainer; one that writes nothing where no folder is given."""
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "max_rounds": 3}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": ACCELERATOR, "max_rounds": 3}
     if root == "unused":
         quiet |= {"logger": False, "enable_checkpointing": False}
     return FederatedTrainer(default_root_dir=str(root), **{**quiet, **settings})

@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from pfl_lightning.messages import tree_map
 from pfl_lightning.runs.stopping import postponed
 from pfl_lightning.runs.whole_files import replacing
 
@@ -32,6 +33,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Raises:
             OSError: if the file can't be written; an earlier one stays.
         """
+        if "callbacks" in checkpoint:
+            # scores are where the models are, and a machine without such a device couldn't read them
+            checkpoint = checkpoint | {"callbacks": tree_map(lambda t: t.cpu(), checkpoint["callbacks"])}
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return

@@ -1,0 +1,120 @@
+"""What a GPU gives, against the CPU and among its engines; without one there is nothing to compare, and all is skipped.
+
+    pytest tests/test_gpu.py -m "" -n 4
+
+The other tests run on a GPU with ``ACCELERATOR=gpu`` in the environment.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from command import CONFIGS, QUIET, pfl
+from federations import blobs, equal, fit, make_client, noisy
+from pfl_lightning.engines.vmap.engine import Vectorised
+from pfl_lightning.messages import tensors
+from pfl_lightning.methods import Ditto, FedPer, FedProx
+from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.methods.scaffold import ControlVariates
+from pfl_lightning.nets import Net
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch sees")
+
+METHODS = sorted(path.stem for path in (CONFIGS / "methods").glob("*.yaml"))
+DIGITS = (
+    "--data.num_clients 4 --data.max_samples 240 --data.batch_size 25 --data.central_test 0.2 "
+    "--data.server_fraction 0.4 "
+    "--data.partitioner.alpha 1.0 --data.partitioner.min_size 20 --trainer.max_rounds 2"
+)
+DRAWS = {"fedclassavg", "fedclassavg_cl", "fedclassavg_weight", "fedgen"}
+"""Methods whose clients draw numbers, which are others on another device."""
+ROUNDING = 1e-7
+"""Of float64, through two rounds."""
+
+
+@pytest.fixture(autouse=True)
+def one_result_a_sum(monkeypatch):
+    """What ``deterministic`` asks for: products that add in the same order each time."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def end(method, accelerator, engine, precision="64-true", more=""):
+    """The last checkpoint of a run of a method's file, which anybody without a GPU can read."""
+    root = f"{accelerator}-{engine}-{precision}"
+    files = f"--config {CONFIGS / 'protocols' / 'digits_dir0.1.yaml'} --config {CONFIGS / 'methods' / method}.yaml"
+    pfl(
+        f"fit {files} {DIGITS} {QUIET} --trainer.accelerator {accelerator} --trainer.engine {engine} "
+        f"--trainer.precision {precision} --trainer.default_root_dir {root} {more}"
+    )
+    (path,) = Path(root).rglob("last.ckpt")
+    checkpoint = torch.load(path, weights_only=True)
+    assert {tensor.device.type for tensor in tensors(checkpoint)} == {"cpu"}
+    return checkpoint
+
+
+def near(one, other, tolerance):
+    found, expected = (list(tensors([each["state_dict"], each["federation"]])) for each in (one, other))
+    assert len(found) == len(expected) > 0
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_is_the_same_on_a_gpu_as_on_the_cpu_and_under_both_engines(method):
+    alone = end(method, "gpu", "sequential")
+    if method not in DRAWS:
+        near(alone, end(method, "cpu", "sequential"), ROUNDING)
+    try:
+        together = end(method, "gpu", "vectorised")
+    except SystemExit:
+        # refused in a sentence, as on the CPU
+        return
+    near(together, alone, ROUNDING)
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize(
+    "method", ["fedavg", "fedper", "scaffold", "ditto", "cwfedavg", "fedproto", "fedawa", "fedrema"]
+)
+def test_mixed_precision_trains_and_goes_on(method, engine, precision):
+    if (engine, precision) == ("vectorised", "16-mixed"):
+        pytest.skip("loss scaling is of one client, and refused")
+    end(method, "gpu", engine, precision)
+    on = end(method, "gpu", engine, precision, "--trainer.max_rounds 3 --ckpt_path last")
+    assert all(t.isfinite().all() for t in tensors(on["state_dict"]) if t.is_floating_point())
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedProx, FedPer, Ditto, ControlVariates], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_interrupted_it_ends_with_the_same_bits(tmp_path, method, engine):
+    settings = {"accelerator": "gpu", "engine": engine, "deterministic": True}
+    model = partial(make_client, method, net=noisy, optimizer=partial(SGD, lr=0.05, momentum=0.9))
+    whole = fit(model(optimizer_lifetime="run"), blobs(), tmp_path / "whole", max_rounds=4, **settings)
+    fit(model(optimizer_lifetime="run"), blobs(), tmp_path / "cut", max_rounds=2, **settings)
+    on = fit(model(optimizer_lifetime="run"), blobs(), tmp_path / "cut", max_rounds=4, ckpt_path="last", **settings)
+    assert equal(dict(on.weights), dict(whole.weights))
+
+
+class Large(Net):
+    """A net of 10 MiB."""
+
+    def __init__(self, input_shape, num_classes):
+        super().__init__(nn.Linear(input_shape[0], 2**18), nn.Linear(2**18, num_classes))
+
+
+def test_a_block_that_does_not_fit_is_halved(monkeypatch):
+    gigabyte = 2**30 / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(gigabyte)
+    monkeypatch.setattr(Vectorised, "_room", lambda *_: 40)
+    try:
+        ended = fit(make_client(net=Large), blobs(*[3] * 40), accelerator="gpu", engine="vectorised")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert [row["clients_diverged"] for row in ended.rows] == [0, 0, 0]
+    (engine,) = ended.federation.engines
+    assert engine.block_size < 40
