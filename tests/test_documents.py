@@ -11,11 +11,12 @@ import pytest
 import torch
 import yaml
 
-from command import pfl
+from command import QUIET, pfl
 from federations import fit
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.data import Digits, Natural, OwnedData
 from pfl_lightning.nets import MLP
+from tiny_datasets import WRITERS, write
 
 ROOT = Path(__file__).parents[1]
 
@@ -75,19 +76,38 @@ LEDGER = [
 ]
 
 
+def run_of(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The run that a command is, or the last one that it starts."""
+    if not line.startswith("compare"):
+        return line
+    with pytest.raises(SystemExit) as ended:
+        pfl([*shlex.split(line), "--commands", "--out", "runs"])
+    assert not ended.value.code
+    *_, last = capsys.readouterr().out.splitlines()
+    return last[last.index("fit ") :]
+
+
 @pytest.mark.parametrize("line", LEDGER)
-def test_each_command_of_the_ledger_makes_runs_that_there_can_be(line, capsys):
-    """Its runs themselves are those of the tests of pairs of files, which run every method and every protocol."""
-    if line.startswith("compare"):
-        with pytest.raises(SystemExit) as ended:
-            pfl([*shlex.split(line), "--commands", "--out", "runs"])
-        assert not ended.value.code
-        *_, line = capsys.readouterr().out.splitlines()
-        line = line[line.index("fit ") :]
+def test_each_command_of_the_ledger_makes_runs_that_there_can_be(line, capsys, monkeypatch):
+    """It runs for two rounds with a few clients of random samples."""
+    line = run_of(line, capsys)
     with pytest.raises(SystemExit) as ended:
         pfl([*shlex.split(line), "--print_config"])
     assert not ended.value.code
-    assert yaml.safe_load(capsys.readouterr().out)["trainer"]["max_rounds"] > 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert config["trainer"]["max_rounds"] > 0
+    # torchvision knows the checksums of the real files
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5=None: Path(path).is_file())
+    data = config["data"]["class_path"].rpartition(".")[2]
+    length = "local_epochs" if config["trainer"]["local_epochs"] else "local_steps"
+    small = f"--trainer.max_rounds 2 --trainer.{length} 1"
+    if data in WRITERS:
+        small += f" --data.num_clients 5 --data.new_clients 0 --data.root {write(data, Path('files'), 1000)} --data.max_samples 900"
+    if "samples_per_client" in config["data"]["init_args"].get("partitioner", {}).get("init_args", {}):
+        small += " --data.partitioner.samples_per_client 40"
+    pfl([*shlex.split(line), *shlex.split(f"{small} {QUIET} --trainer.default_root_dir small")])
+    (end,) = Path("small").rglob("summary.json")
+    assert len((end.parent / "rounds.csv").read_text().splitlines()) == 3
 
 
 SOURCES = blocks("docs/data.md")
