@@ -183,9 +183,3 @@ def test_the_worst_is_at_the_other_end_where_less_is_better():
     most, least = (Monitor("x", mode).spread([1.0, 2.0, 9.0]) for mode in ("max", "min"))
     assert (most["x_worst"], least["x_worst"]) == (1.0, 9.0)
     assert most["x_p10"] < 2 < least["x_p90"]
-
-
-def test_the_worst_tenth_is_rounded_up_and_at_the_same_end():
-    values = [float(v) for v in range(1, 12)]
-    assert Monitor("x", "max").worst_tenth(values) == 1.5
-    assert Monitor("x", "min").worst_tenth(values) == 10.5

@@ -32,10 +32,10 @@ class Monitor:
         return "p10" if self.mode == "max" else "p90"
 
     def spread(self, values: Sequence[float]) -> dict[str, float]:
-        """How a metric differs over clients: ``mean``, deviation, the ``worst``, the worst decile and tenth.
+        """How a metric differs over clients: plain ``mean``, standard deviation, the ``worst``, the worst decile.
 
         >>> Monitor("mae", "min").spread([1.0, 3.0])
-        {'mae_mean': 2.0, 'mae_std': 1.0, 'mae_worst': 3.0, 'mae_p90': 2.8, 'mae_worst_tenth': 3.0}
+        {'mae_mean': 2.0, 'mae_std': 1.0, 'mae_worst': 3.0, 'mae_p90': 2.8}
 
         Args:
             values: of the clients.
@@ -46,20 +46,8 @@ class Monitor:
             "std": np.std(values),
             "worst": worst(values),
             self.decile: np.quantile(values, share),
-            "worst_tenth": self.worst_tenth(values),
         }
         return {f"{self.metric}_{name}": float(value) for name, value in parts.items()}
-
-    def worst_tenth(self, values: Sequence[float]) -> float:
-        """Plain mean of the tenth of clients, rounded up, that fare worst: the measure of q-FedAvg and Ditto.
-
-        >>> Monitor().worst_tenth([0.1, 0.3, *[1.0] * 18])
-        0.2
-
-        Args:
-            values: of the clients.
-        """
-        return float(np.mean(sorted(values, key=lambda value: self.sign * value)[: -(-len(values) // 10)]))
 
     def written(self, value: float | None) -> str:
         """A value for people: accuracies in per cent.

@@ -70,7 +70,6 @@ def columns_of(monitor: Monitor, further: Iterable[str] = (), new: bool = False)
         Column(f"selected/{server}", "server: best on validation", factor, form, True),
         Column(f"final/{server}", "server: last", factor, form, True),
         Column(f"best_global/{server}", "server: best on test", factor, form, True),
-        Column(f"final/{test}_worst_tenth", "worst tenth", factor, form, True, asked=True),
         Column(f"std/{test}", "std over clients", factor, form, True, asked=True),
         *(
             Column(f"{part}/{name}", f"{before}{words}", factor, form, True, asked=True)
@@ -136,7 +135,6 @@ class Result:
         if not np.isnan(tested).all():
             share = 0.1 if self.monitor.mode == "max" else 0.9
             values[f"final/{test}_{self.monitor.decile}"] = float(np.nanquantile(tested, share))
-            values[f"final/{test}_worst_tenth"] = self.monitor.worst_tenth([v for v in tested if not np.isnan(v)])
             values[f"std/{test}"] = float(np.nanstd(tested))
         for name in (test, f"test/global_{self.monitor.metric}"):
             rounds = [float(row[name]) for row in self.rows if row.get(name)]
