@@ -20,7 +20,7 @@ ALWAYS = {
     "bytes/down",
 }
 TIMES = {"time/train", "time/aggregate", "time/evaluate"}
-SUMMARY = {"", "_mean", "_std", "_worst", "_p10"}
+SUMMARY = {"", "_mean", "_std", "_worst", "_p10", "_worst10"}
 
 
 def test_a_row_a_round_with_a_stable_schema(tmp_path):

@@ -45,6 +45,7 @@ def test_summary_by_hand():
     assert summary["acc"] == pytest.approx(0.35) and summary["loss"] == pytest.approx(2.5)
     assert summary["acc_mean"] == pytest.approx(0.5) and summary["acc_std"] == pytest.approx(0.3)
     assert summary["acc_worst"] == 0.2 and summary["acc_p10"] == pytest.approx(0.26)
+    assert summary["acc_worst10"] == 0.2
     assert over_clients({}, {}) == {}
 
 

@@ -183,3 +183,11 @@ def test_the_worst_is_at_the_other_end_where_less_is_better():
     most, least = (Monitor("x", mode).spread([1.0, 2.0, 9.0]) for mode in ("max", "min"))
     assert (most["x_worst"], least["x_worst"]) == (1.0, 9.0)
     assert most["x_p10"] < 2 < least["x_p90"]
+
+
+@pytest.mark.parametrize(("clients", "tenth"), [(1, 1), (10, 1), (11, 2), (20, 2), (21, 3)])
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_the_worst_tenth_is_a_mean_over_its_clients_rounded_up(mode, clients, tenth):
+    values = torch.rand(clients, generator=torch.Generator().manual_seed(clients), dtype=torch.float64)
+    plainly = values.sort(descending=mode == "min").values[:tenth].mean()
+    assert Monitor("x", mode).spread(values.tolist())["x_worst10"] == pytest.approx(float(plainly), rel=1e-12)

@@ -7,7 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.aggregators.base import Aggregator, Server
-from pfl_lightning.aggregators.means import Averaging, Mean
+from pfl_lightning.aggregators.means import Averaging, Mean, check_models_alone
 from pfl_lightning.messages import Message, Updates
 
 
@@ -59,6 +59,7 @@ class ClassMeans(Aggregator):
         """Starts with no class known."""
         self.state |= {"means": {}, "others": {}}
         if self.mean is not None:
+            check_models_alone(self.mean, self.name, self.entry)
             self.averaging = Averaging(self.mean, server)
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, client_weights
+from pfl_lightning.aggregators.means import check_models_alone
 from pfl_lightning.client import Batch
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates
@@ -114,6 +115,8 @@ class DomainConsensus(WeightedAverage):
 
     def setup(self, server: Server) -> None:
         """Starts from the common initial model, without a consensus."""
+        if self.mean is not None:
+            check_models_alone(self.mean, self.name, "features")
         super().setup(server)
         self.state["consensus"] = {}
 

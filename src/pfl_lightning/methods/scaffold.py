@@ -13,6 +13,7 @@ from torch.func import functional_call, grad
 from torch.nn.utils import parameters_to_vector
 
 from pfl_lightning.aggregators import Aggregator, Mean, Server, WeightedAverage
+from pfl_lightning.aggregators.means import check_models_alone
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData, Samples
@@ -132,6 +133,8 @@ class SCAFFOLD(WeightedAverage):
 
     def setup(self, server: Server) -> None:
         """Starts from the common initial model and c = 0."""
+        if self.mean is not None:
+            check_models_alone(self.mean, self.name, "control variates")
         super().setup(server)
         self.num_clients = server.num_clients
         parameters = parameters_to_vector(trained_parameters(server.module, "net").values())

@@ -132,7 +132,7 @@ def further(final: Mapping[str, Any], monitor: Monitor) -> list[tuple[str, float
     left_out = {
         "loss",
         monitor.metric,
-        *(f"{monitor.metric}_{part}" for part in ("mean", "std", "worst", "p10", "p90")),
+        *(f"{monitor.metric}_{part}" for part in ("mean", "std", "worst", "p10", "p90", "worst10")),
     }
     named = {name.removeprefix("test/"): value for name, value in final.items() if name.startswith("test/")}
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -32,10 +33,10 @@ class Monitor:
         return "p10" if self.mode == "max" else "p90"
 
     def spread(self, values: Sequence[float]) -> dict[str, float]:
-        """How a metric differs over clients: plain ``mean``, standard deviation, the ``worst``, the worst decile.
+        """How a metric differs over clients: plain ``mean``, standard deviation, the ``worst``, worst decile and tenth.
 
         >>> Monitor("mae", "min").spread([1.0, 3.0])
-        {'mae_mean': 2.0, 'mae_std': 1.0, 'mae_worst': 3.0, 'mae_p90': 2.8}
+        {'mae_mean': 2.0, 'mae_std': 1.0, 'mae_worst': 3.0, 'mae_p90': 2.8, 'mae_worst10': 3.0}
 
         Args:
             values: of the clients.
@@ -46,8 +47,23 @@ class Monitor:
             "std": np.std(values),
             "worst": worst(values),
             self.decile: np.quantile(values, share),
+            "worst10": self.worst_tenth(values),
         }
         return {f"{self.metric}_{name}": float(value) for name, value in parts.items()}
+
+    def worst_tenth(self, values: Sequence[float]) -> float:
+        """Plain mean over the worst tenth of clients, their number rounded up.
+
+        >>> Monitor().worst_tenth([0.9, 0.1, 0.5, 0.6, 0.7, 0.8, 0.9, 0.9, 0.9, 0.9, 0.3])
+        0.2
+
+        Args:
+            values: of the clients, at least one; where one is NaN, so is the mean.
+        """
+        if np.isnan(values).any():
+            return math.nan
+        worst_first = sorted(values, key=lambda value: self.sign * value)
+        return float(np.mean(worst_first[: math.ceil(len(values) / 10)]))
 
     def written(self, value: float | None) -> str:
         """A value for people: accuracies in per cent.

@@ -1,9 +1,10 @@
 """Rules in the place of the mean, whose result few bad uploads can't move at will."""
 
-from pfl_lightning.aggregators.means.base import Averaging, Combined, Mean
+from pfl_lightning.aggregators.means.base import Averaging, Combined, Mean, check_models_alone
 from pfl_lightning.aggregators.means.bulyan import Bulyan
 from pfl_lightning.aggregators.means.clipping import CentredClipping, NormBound
 from pfl_lightning.aggregators.means.coordinates import CoordinateMedian, TrimmedMean
+from pfl_lightning.aggregators.means.fltrust import FLTrust
 from pfl_lightning.aggregators.means.geometric_median import GeometricMedian
 from pfl_lightning.aggregators.means.krum import Krum, MultiKrum
 from pfl_lightning.aggregators.means.premixing import Bucketing, NearestNeighbourMixing
@@ -15,6 +16,7 @@ __all__ = [
     "CentredClipping",
     "Combined",
     "CoordinateMedian",
+    "FLTrust",
     "GeometricMedian",
     "Krum",
     "Mean",
@@ -22,4 +24,5 @@ __all__ = [
     "NearestNeighbourMixing",
     "NormBound",
     "TrimmedMean",
+    "check_models_alone",
 ]

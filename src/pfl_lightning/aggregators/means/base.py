@@ -21,11 +21,23 @@ class Mean(ABC):
 
     weighted: bool = False
     """Whether clients count by their training samples; else all count alike, whatever they claim to have."""
+    own_model: bool = False
+    """Whether it compares uploads with a model that the server trains itself, so that it is for whole models alone."""
 
     @property
     def name(self) -> str:
         """What records call it."""
         return type(self).__name__
+
+    def begin(self, server: Server) -> None:  # noqa: B027 - most need nothing
+        """Takes what it needs of the server before the first round.
+
+        Args:
+            server: the server's knowledge.
+
+        Raises:
+            MisconfigurationException: if that isn't there.
+        """
 
     @abstractmethod
     def of(self, vectors: Vectors) -> Sum:
@@ -115,6 +127,24 @@ class Combined(NamedTuple):
     shares: dict[int, float]
 
 
+def check_models_alone(mean: Mean, aggregator: str, entries: str) -> None:
+    """Refuses a rule with a model of the server's where more than models, or others than these, are averaged.
+
+    Args:
+        mean: the rule.
+        aggregator: who averages.
+        entries: what it averages beside models or in their place.
+
+    Raises:
+        MisconfigurationException: if it is such a rule.
+    """
+    if mean.own_model:
+        raise MisconfigurationException(
+            f"aggregator.mean={mean.name} compares models with one that the server trains, and {aggregator} averages "
+            f"{entries} too; take another rule, such as CoordinateMedian."
+        )
+
+
 class Averaging:
     """A rule as an aggregator uses it, round after round.
 
@@ -132,6 +162,7 @@ class Averaging:
         self.names = server.parameter_names()
         sampling = server.sampling
         mean.check(int(sampling.expected) if sampling and sampling.rate == 1 else server.num_clients)
+        mean.begin(server)
 
     def models(
         self, updates: Mapping[int, Mapping[str, Any]], weights: Mapping[int, float], origin: StateDict, draw: int

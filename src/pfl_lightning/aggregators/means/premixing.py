@@ -91,11 +91,16 @@ class NearestNeighbourMixing(Mean):
 
 
 def check_rule(outer: str, mean: Mean) -> None:
-    """Refuses a rule for which means in the place of uploads have no samples.
+    """Refuses a rule that needs to know more of single uploads than means of several tell.
 
     Raises:
-        MisconfigurationException: if it counts clients by them.
+        MisconfigurationException: if it counts them by samples, or judges each.
     """
+    if mean.own_model:
+        raise MisconfigurationException(
+            f"aggregator.mean={outer}: {mean.name} judges each client's own upload, and {outer} gives it means of "
+            "several; take it by itself."
+        )
     if mean.weighted:
         raise MisconfigurationException(
             f"aggregator.mean={outer}: {mean.name} counts clients by their samples, and {outer} gives it means of "

@@ -16,7 +16,7 @@ class Sum(NamedTuple):
 
     Args:
         entries: the result, with the names, shapes and types of what was sent.
-        shares: how much of each upload is in it ``[n]``, at least 0 and 1 at most together; None where that differs
+        shares: how much of each upload is in it ``[n]``, at least 0; None where that differs
             from coordinate to coordinate.
     """
 
@@ -83,7 +83,8 @@ class Vectors:
         r"""The sum :math:`\sum_k a_k x_k`, and as much of the origin as the shares leave to 1.
 
         Args:
-            shares: :math:`a_k` of each vector ``[m]``, at least 0, summing to 1 or less.
+            shares: :math:`a_k` of each vector ``[m]``, at least 0; where they sum to more than 1, the origin counts
+                negatively, so that changes to it are added up all the same.
         """
         own = shares if self.mixing is None else shares @ self.mixing
         rest = 1 - float(own.sum())
@@ -101,7 +102,7 @@ class Vectors:
             for index, share in enumerate(own.tolist()):
                 if share > 0 and index != first:
                     change.add_(self.sent[index][name].double() - base, alpha=share)
-            if rest > 1e-12:
+            if abs(rest) > 1e-12:
                 change.add_(self.origin[name].double() - base, alpha=rest)
             entries[name] = (base + change).to(tensor.dtype)
         return Sum(entries, own)

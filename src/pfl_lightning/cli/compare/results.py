@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,7 +43,8 @@ OVER, RANK, PAPER = "over Local", "rank", "paper"
 CAPTION = """\
 Test {metric}, {over}: of the round that validation selects, of the last round,
 and of the round that is best on the test samples, which is no fair choice; worst decile: the {end} decile of clients
-in the last round; server: its one model on the central test set; MiB, GFLOP: of all clients in a round."""
+in the last round, worst tenth: the mean over those at that end; server: its one model on the central test set;
+MiB, GFLOP: of all clients in a round."""
 
 NEW = "New clients took no part; they are tested by what they received after the last round, and after joining."
 
@@ -66,6 +68,7 @@ def columns_of(monitor: Monitor, further: Iterable[str] = (), new: bool = False)
         Column(f"final/{test}", "last", factor, form, True),
         Column(f"best_on_test/{test}", "best on test", factor, form, True),
         Column(f"final/{test}_{monitor.decile}", "worst decile", factor, form, True),
+        Column(f"final/{test}_worst10", "worst tenth", factor, form, True),
         *(Column(f"final/test/{name}", f"last {name}", 1, ".4g", True) for name in further),
         Column(f"selected/{server}", "server: best on validation", factor, form, True),
         Column(f"final/{server}", "server: last", factor, form, True),
@@ -135,6 +138,8 @@ class Result:
         if not np.isnan(tested).all():
             share = 0.1 if self.monitor.mode == "max" else 0.9
             values[f"final/{test}_{self.monitor.decile}"] = float(np.nanquantile(tested, share))
+            known = [value for value in tested if not math.isnan(value)]
+            values[f"final/{test}_worst10"] = self.monitor.worst_tenth(known)
             values[f"std/{test}"] = float(np.nanstd(tested))
         for name in (test, f"test/global_{self.monitor.metric}"):
             rounds = [float(row[name]) for row in self.rows if row.get(name)]
