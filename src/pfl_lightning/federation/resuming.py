@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -89,7 +89,7 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int) ->
 
 def attacks_of(trainer: Trainer) -> list[str]:
     """Those of the Trainer's callbacks that make clients bad, with their settings, in their order."""
-    attacks = [callback for callback in trainer.callbacks if getattr(callback, "is_attack", False)]
+    attacks = [callback for callback in cast(Any, trainer).callbacks if getattr(callback, "is_attack", False)]
     return [
         " ".join(str(value) if name == "" else f"{name[1:]}={value}" for name, value in flat("", attack).items())
         for attack in attacks
