@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR, SequentialLR, S
 
 from command import QUICKSTART, QUIET, pfl, refusal
 from federations import FEATURES, Blobs, Run, Sizes, blobs, equal, fit, load, make_client, make_trainer, plain, read_csv
-from pfl_lightning.callbacks import ChannelsLast
+from pfl_lightning.callbacks import ChannelsLast, SignFlip
 from pfl_lightning.data import Dirichlet
 from pfl_lightning.methods import FedLAW, FedProx
 from pfl_lightning.nets import Net
@@ -48,6 +48,7 @@ CHANGES = {
     "trainer.local_steps: null then, 3 now": {"trainer": {"local_steps": 3}},
     "trainer.gradient_clip_val: null then, 1.0 now": {"trainer": {"gradient_clip_val": 1.0}},
     "trainer.precision: 32-true then, bf16-mixed now": {"trainer": {"precision": "bf16-mixed"}},
+    'trainer.attacks: [] then, ["SignFlip fraction=0.5 scale=1.0"] now': {"trainer": {"callbacks": [SignFlip(0.5)]}},
     "seed_everything: 3 then, 4 now": {"model": {"seed": 4}},
 }
 

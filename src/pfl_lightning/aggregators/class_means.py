@@ -7,7 +7,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.aggregators.base import Aggregator, Server
-from pfl_lightning.aggregators.means import Averaging, Mean, check_models_alone
+from pfl_lightning.aggregators.means import Averaging, Mean
+from pfl_lightning.aggregators.means.base import check_models_alone
 from pfl_lightning.messages import Message, Updates
 
 

@@ -20,6 +20,7 @@ from pfl_lightning.callbacks.class_pictures import ClassPictures
 from pfl_lightning.callbacks.distribution_estimate import DistributionEstimate
 from pfl_lightning.callbacks.feature_pictures import FeaturePictures
 from pfl_lightning.callbacks.flop_counter import FlopCounter
+from pfl_lightning.callbacks.membership_audit import MembershipAudit
 from pfl_lightning.callbacks.progress import RoundProgress
 from pfl_lightning.callbacks.round_logger import RoundLogger
 from pfl_lightning.callbacks.run_bar import RunBar
@@ -45,6 +46,7 @@ __all__ = [
     "GaussianUpload",
     "LabelFlip",
     "LastCheckpoint",
+    "MembershipAudit",
     "MinMax",
     "ModelReplacement",
     "RoundLogger",

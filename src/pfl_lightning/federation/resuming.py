@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -77,6 +77,7 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int) ->
         "local_steps": options.local_steps,
         "min_clients": options.min_clients,
         "example_privacy": options.example_privacy,
+        "attacks": attacks_of(trainer),
         "evaluate": options.evaluate,
         "test_every_round": options.test_every_round,
         **clip,
@@ -84,6 +85,15 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int) ->
         "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
         "limit_val_batches": options.limit_val_batches,
     }
+
+
+def attacks_of(trainer: Trainer) -> list[str]:
+    """Those of the Trainer's callbacks that make clients bad, with their settings, in their order."""
+    attacks = [callback for callback in cast(Any, trainer).callbacks if getattr(callback, "is_attack", False)]
+    return [
+        " ".join(str(value) if name == "" else f"{name[1:]}={value}" for name, value in flat("", attack).items())
+        for attack in attacks
+    ]
 
 
 def optimizer_of(configured: Any) -> Settings:

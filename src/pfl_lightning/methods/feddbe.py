@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, client_weights
-from pfl_lightning.aggregators.means import check_models_alone
+from pfl_lightning.aggregators.means.base import check_models_alone
 from pfl_lightning.client import Batch
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates

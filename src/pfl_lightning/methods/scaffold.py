@@ -13,7 +13,7 @@ from torch.func import functional_call, grad
 from torch.nn.utils import parameters_to_vector
 
 from pfl_lightning.aggregators import Aggregator, Mean, Server, WeightedAverage
-from pfl_lightning.aggregators.means import check_models_alone
+from pfl_lightning.aggregators.means.base import check_models_alone
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData, Samples

@@ -1,6 +1,6 @@
 """Rules in the place of the mean, whose result few bad uploads can't move at will."""
 
-from pfl_lightning.aggregators.means.base import Averaging, Combined, Mean, check_models_alone
+from pfl_lightning.aggregators.means.base import Averaging, Combined, Mean
 from pfl_lightning.aggregators.means.bulyan import Bulyan
 from pfl_lightning.aggregators.means.clipping import CentredClipping, NormBound
 from pfl_lightning.aggregators.means.coordinates import CoordinateMedian, TrimmedMean
@@ -24,5 +24,4 @@ __all__ = [
     "NearestNeighbourMixing",
     "NormBound",
     "TrimmedMean",
-    "check_models_alone",
 ]

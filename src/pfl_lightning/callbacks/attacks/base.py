@@ -27,6 +27,9 @@ class Attack(FederatedCallback):
         MisconfigurationException: if ``fraction`` is out of its range.
     """
 
+    is_attack = True
+    """Resuming knows by it what has to be the same as in the checkpoint's run."""
+
     def __init__(self, fraction: float) -> None:
         if not 0 <= fraction < 1:
             raise MisconfigurationException(
