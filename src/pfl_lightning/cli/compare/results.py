@@ -68,7 +68,7 @@ def columns_of(monitor: Monitor, further: Iterable[str] = (), new: bool = False)
         Column(f"final/{test}", "last", factor, form, True),
         Column(f"best_on_test/{test}", "best on test", factor, form, True),
         Column(f"final/{test}_{monitor.decile}", "worst decile", factor, form, True),
-        Column(f"final/{test}_worst10", "worst tenth", factor, form, True),
+        Column(f"final/{test}_worst10", "worst tenth", factor, form, True, asked=True),
         *(Column(f"final/test/{name}", f"last {name}", 1, ".4g", True) for name in further),
         Column(f"selected/{server}", "server: best on validation", factor, form, True),
         Column(f"final/{server}", "server: last", factor, form, True),
