@@ -10,7 +10,7 @@ from pfl_lightning.cli.class_names import KINDS, class_names, settings
 from pfl_lightning.cli.configs import squeezed
 from pfl_lightning.cli.errors import one_line
 from pfl_lightning.cli.refusals import command_is_missing, no_command, no_config, no_option
-from pfl_lightning.cli.suggestions import suggestion
+from pfl_lightning.cli.suggestions import RATES, suggestion
 from pfl_lightning.client.optimizers import PLATEAU
 from pfl_lightning.methods.registry import METHODS
 from pfl_lightning.trainer_arguments import MEANINGLESS
@@ -89,6 +89,8 @@ def unknown_setting(message: str, match: re.Match[str], options: list[str]) -> s
         return f"{setting.key}.{name} is given, but no {setting.key}; name its class too."
     names = [known for known in settings(setting.owner) if known != name]
     near = suggestion(name, names, f"{setting.key}.")
+    if name in RATES and "optimizer" in names:
+        near = f"; did you mean {setting.key}.optimizer.{RATES[name]}?"
     return f"{setting.key}.{name} is not a setting of {setting.owner.rpartition('.')[2]}{near}"
 
 

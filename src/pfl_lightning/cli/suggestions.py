@@ -6,6 +6,9 @@ from difflib import get_close_matches
 LISTED = 12
 """Up to so many names are listed when none is close."""
 
+RATES = {"lr": "lr", "learning_rate": "lr", "momentum": "momentum", "weight_decay": "weight_decay"}
+"""What is looked for elsewhere and belongs to the optimizer, by the names that people try."""
+
 
 def suggestion(name: str, names: Iterable[str], prefix: str = "") -> str:
     """The end of a sentence: the names that may be meant, or all of them if they are few.
@@ -35,6 +38,8 @@ def nearest_option(key: str, options: Iterable[str]) -> str:
     '; did you mean trainer.max_rounds?'
     >>> nearest_option("max_rounds", ["trainer.max_rounds", "model"])
     '; did you mean trainer.max_rounds?'
+    >>> nearest_option("rounds", ["trainer.max_rounds", "model"]), nearest_option("lr", ["model"])
+    ('; did you mean trainer.max_rounds?', '; did you mean model.optimizer.lr?')
 
     Args:
         key: the option, without dashes.
@@ -43,6 +48,10 @@ def nearest_option(key: str, options: Iterable[str]) -> str:
     known = set(options)
     if elsewhere := [option for option in sorted(known) if option.endswith(f".{key}")]:
         return f"; did you mean {elsewhere[0]}?"
+    if key in RATES:
+        return f"; did you mean model.optimizer.{RATES[key]}?"
+    if elsewhere := [option for option in sorted(known) if key in option.rpartition(".")[2].split("_")][:2]:
+        return f"; did you mean {' or '.join(elsewhere)}?"
     parts = key.split(".")
     for depth, part in enumerate(parts):
         prefix = "".join(f"{parent}." for parent in parts[:depth])

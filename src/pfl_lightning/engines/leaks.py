@@ -67,9 +67,8 @@ class Leaks:
             attribute = name.removeprefix(f"{method}.")
             raise MisconfigurationException(
                 f"{method}: {what} changes the attribute {attribute}, which would go over to the next client and be "
-                f"lost with the process; keep what a client owns in a buffer (register_buffer), with persistent=False "
-                f"if each round makes it anew, or name it in {method}.caches if it says nothing but what the state, "
-                "the payload and the data do."
+                f"lost with the process; keep it in a buffer (register_buffer), with persistent=False where each round "
+                f"makes it anew, or, in that case and without engine vectorised, add {attribute!r} to {method}.caches."
             )
 
     def _versions(self) -> dict[str, int]:

@@ -1,6 +1,8 @@
 """CSV and Parquet, of files that are written here."""
 
+import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from pfl_lightning.tasks import Classification, MultiLabel, Regression
 pandas = pytest.importorskip("pandas", reason="needs the extra tables")
 
 COUNT = 48
+ROOT = Path(__file__).parents[3]
 
 
 def frame():
@@ -139,3 +142,58 @@ def test_a_data_frame_is_what_its_file_is(path):
 def test_what_is_no_table_is_refused():
     with pytest.raises(MisconfigurationException, match=r"data\.path is a list; give a file, or a pandas data frame"):
         TableData([1, 2], "price", Regression())
+
+
+# Scales
+
+
+def scaled():
+    return frame().assign(height=lambda f: 1e4 + 5e3 * f["width"], flat=7.0)[
+        ["width", "height", "flat", "price", "shop"]
+    ]
+
+
+@pytest.mark.parametrize("by", ["table", "client"])
+def test_columns_are_standardized_by_all_rows_or_by_each_client_s(by):
+    table = scaled()
+    data = TableData(table, "price", Regression(), client="shop", standardize=by)
+    columns = table[["width", "height", "flat"]]
+    groups = columns.groupby(table["shop"]) if by == "client" else columns
+    means, widths = (
+        (groups.transform("mean"), groups.transform("std", ddof=0))
+        if by == "client"
+        else (columns.mean(), columns.std(ddof=0))
+    )
+    expected = ((columns - means) / widths).fillna(0).to_numpy()
+    expected[:, 2] = 0
+    np.testing.assert_allclose(data.load().x.numpy(), expected, atol=1e-5)
+
+
+def test_very_different_scales_are_told_of():
+    with pytest.warns(
+        UserWarning, match=r"'height' varies by 4.*e\+03 and column 'width' by .*data\.standardize=table"
+    ):
+        TableData(scaled(), "price", Regression(), client="shop").load()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"standardize": "client"}, r"data\.standardize=client needs data\.client"),
+        ({"standardize": "site"}, r"data\.standardize='site' must be one of table, client"),
+    ],
+    ids=["nobody", "no choice"],
+)
+def test_what_it_cannot_be_standardized_by_is_refused(settings, sentence):
+    with pytest.raises(MisconfigurationException, match=sentence):
+        TableData(scaled(), "price", Regression(), **settings)
+
+
+def test_the_command_of_the_documents_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = scaled().assign(diagnosis=np.array(["benign", "malignant"])[np.arange(COUNT) % 2])
+    table.rename(columns={"shop": "hospital"}).to_csv("patients.csv", index=False)
+    text = (ROOT / "docs" / "data.md").read_text()
+    (line,) = re.findall(r"    pfl-lightning (fit --model FedPer(?:.*\\\n)+.*)", text)
+    pfl(line.replace("\\\n", " ") + f" {QUIET} --trainer.max_rounds 2")
+    assert summary("FedPer-TableData/version_0")["final"]["test/acc"] >= 0

@@ -154,9 +154,9 @@ class Result:
 
     @property
     def measured(self) -> list[Any]:
-        """All values of the monitored metric: of each round, and those of its columns."""
-        metric = self.monitor.metric
-        rounds = [value for row in self.rows for name, value in row.items() if name.endswith(metric) and value]
+        """All values of the monitored metric and of losses: of each round, and those of the metric's columns."""
+        kinds = (self.monitor.metric, "/loss")
+        rounds = [value for row in self.rows for name, value in row.items() if name.endswith(kinds) and value]
         spread = [column.name for column in self.columns if column.spread]
         return rounds + [self.values[name] for name in spread if name in self.values]
 
