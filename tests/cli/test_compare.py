@@ -214,6 +214,15 @@ def test_the_best_and_what_does_not_differ_are_marked(stand_in, capsys):
     assert latex.count("{") == latex.count("}")
 
 
+def test_where_all_are_level_nobody_is_said_to_differ(stand_in):
+    own = [0.5 + 0.01 * client for client in range(12)]
+    near = [value - 0.001 * (-1) ** client for client, value in enumerate(own)]
+    stand_in(FedPer={"clients": own}, FedProx={"clients": near})
+    assert compare("--methods FedPer FedProx --data Digits") == 0
+    text = (OUT / "comparison.md").read_text()
+    assert "No method differs from the best in the last round" in text and "The others differ" not in text
+
+
 def test_columns_that_are_asked_for(stand_in, capsys):
     own = {"Local": [0.1, 0.9], "FedPer": [0.3, 0.8], "Ditto": [0.4, 0.8]}
     later = [k / 100 for k in range(1, 11)]

@@ -30,8 +30,8 @@ from pfl_lightning.runs.tables import latex, latex_table, markdown_table, text_t
 from pfl_lightning.tasks import Monitor
 
 OVER_LOCAL = """\
-Over Local: how much more than alone a client has in the last round, the mean over seeds and clients, and how many of
-them have more."""
+Over Local: how much more than alone a client has in the last round, the plain mean over seeds and clients, where "last"
+weighs clients by their test samples; and how many of them have more."""
 
 RANKS = "Rank: the mean over seeds and clients of a method's place in the last round, 1 the best."
 
@@ -41,6 +41,10 @@ To a target: what all rounds cost up to the first whose validation reaches it; M
 LEVEL_NOTE = """\
 Best in the last round, or level with the best: {names}. The others differ from it by Wilcoxon's signed-rank test over
 all pairs of seed and client (p < 0.05)."""
+
+ALL_LEVEL = """\
+No method differs from the best in the last round by Wilcoxon's signed-rank test over all pairs of seed and client
+(p < 0.05)."""
 
 
 def write(
@@ -86,7 +90,9 @@ def write(
         notes.append(TARGETS)
     if RANK in cells[0]:
         notes.append(RANKS)
-    if marked:
+    if marked and len(level) == sum(map(bool, methods.values())):
+        notes.append(ALL_LEVEL)
+    elif marked:
         notes.append(LEVEL_NOTE.format(names=" and ".join([", ".join(level[:-1]), level[-1]]).removeprefix(" and ")))
     notes += same_numbers(methods)
     notes += differences(methods) or ["Same partition, cohorts and initial weights for all methods at each seed."]
