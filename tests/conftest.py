@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -45,3 +46,12 @@ def one_look_at_what_is_installed() -> Iterator[None]:
 def outside_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a test writes to the working directory by mistake stays out of the checkout."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_weights_and_biases_stay() -> Iterator[None]:
+    """A process keeps what its first run has read of the environment, and a test may change it."""
+    yield
+    if wandb := sys.modules.get("wandb"):
+        wandb.finish()
+        wandb.teardown()

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import wandb
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from command import QUIET, forked, refusal, wait_for
@@ -176,6 +175,4 @@ def test_weights_and_biases_without_a_login_are_refused(capsys, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("WANDB_API_KEY")
     said = refusal(f"{LINE} --trainer.logger WandbLogger", capsys)
-    # it keeps the settings of the first run of a process
-    wandb.teardown()
     assert said.startswith("WandbLogger: ") and said.endswith("by --trainer.logger.offline true.")

@@ -25,8 +25,8 @@ Losses = NDArray[np.float64]
 def told_apart(members: Losses, others: Losses) -> dict[str, float]:
     r"""How well a threshold tells members, whose losses should be smaller, from others.
 
-    >>> told_apart(np.array([0.0, 1.0, 3.0]), np.array([2.0, 4.0]))
-    {'auc': 0.8333333333333334, 'advantage': 0.6666666666666666, 'tpr_at_1': 0.6666666666666666}
+    >>> told_apart(np.array([0.0, 1.0, 2.0, 4.0]), np.array([3.0, 5.0]))
+    {'auc': 0.875, 'advantage': 0.75, 'tpr_at_1': 0.75}
 
     Args:
         members: losses of samples that were trained on, at least one.
