@@ -112,7 +112,7 @@ def test_the_final_table_is_printed_once(tmp_path, capsys):
     run = fit(make_client(), root=tmp_path)
     printed = capsys.readouterr().out
     assert printed.count("test accuracy, last round") == 1 and str(run.folder) in printed
-    assert "FedAvg / WeightedAverage" in printed and "3, 4" in printed
+    assert "FedAvg (client FedAvg, aggregator WeightedAverage)" in printed and "3, 4" in printed
 
 
 def test_several_loggers_share_one_record(tmp_path):

@@ -8,6 +8,7 @@ from pfl_lightning.runs.report import summary_table
 SUMMARY = {
     "method": "FedAvg",
     "aggregator": "FedAWA",
+    "name": "FedAWA",
     "monitor": {"metric": "acc", "mode": "max"},
     "final": {"round": 2, "test/acc": 0.5},
     "selected": {"round": 1, "val/acc": 0.7, "test/acc": 0.25},
@@ -25,7 +26,7 @@ def lines(summary, clients):
 def test_clients_have_their_lines():
     names, text = lines(SUMMARY, [{"test/acc": 0.9}, {"test/acc": 0.1}, {"test/acc": 0.4}])
     assert names == [
-        "method / aggregator",
+        "method",
         "rounds, clients",
         "test accuracy, last round",
         "test accuracy, round 1 (best on validation)",

@@ -139,6 +139,7 @@ class RoundLogger(FederatedCallback):
         new = [described(federation.data, client) | metrics for client, metrics in tested.new.clients.items()]
         self.clients = [row | {"new": 0} for row in clients] + [row | {"new": 1} for row in new] if new else clients
         self.summary = {
+            "name": federation.method,
             "method": type(federation.client).__name__,
             "aggregator": federation.aggregator.name,
             "monitor": asdict(monitor),

@@ -89,7 +89,7 @@ def summary_table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequ
     extremes = [values[0], values[len(values) // 2]] if values else []
     of = "" if monitor.metric == "acc" else f", {monitor.words}"
     lines = [
-        ("method / aggregator", f"{summary['method']} / {summary['aggregator']}"),
+        ("method", f"{summary['name']} (client {summary['method']}, aggregator {summary['aggregator']})"),
         ("rounds, clients", f"{summary['final']['round']}, {len(clients)}"),
     ]
     # with a central test set clients may have no test samples of their own
