@@ -27,6 +27,7 @@ ORDER = (
     ("trainer",),
     ("cli",),
     ("flower",),
+    ("__main__",),
 )
 """Rooms from the ground up: each imports from those below it, and from its own."""
 

@@ -1,4 +1,5 @@
 import inspect
+import json
 import os
 from functools import partial
 
@@ -206,6 +207,14 @@ def test_a_fit_ends_with_the_files_of_a_run(tmp_path):
     names = {str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file()}
     assert names >= {"rounds.csv", "clients.csv", "summary.json", "metrics.csv"}
     assert {name for name in names if name.endswith("ckpt")} == {"checkpoints/best.ckpt", "checkpoints/last.ckpt"}
+
+
+@pytest.mark.parametrize("every_round", [False, True])
+def test_the_test_of_the_last_round_is_where_lightning_s_users_look(every_round, tmp_path):
+    run = fit(make_client(), root=tmp_path, test_every_round=every_round)
+    final = json.loads((run.folder / "summary.json").read_text())["final"]
+    assert run.trainer.callback_metrics["test/acc"] == pytest.approx(final["test/acc"])
+    assert run.trainer.callback_metrics["val/acc"] == pytest.approx(run.rows[-1]["val/acc"])
 
 
 # Precision

@@ -670,6 +670,14 @@ def test_curves_are_means_in_a_band_of_the_rounds_that_all_runs_have():
     assert len(plot_curves({"a": rows}).axes[0].collections) == 0
 
 
+@pytest.mark.parametrize(("metric", "top"), [("val/acc", 1.0), ("val/loss", 0.95 + 0.005**0.5)])
+def test_no_band_of_accuracies_goes_beyond_what_they_can_be(metric, top):
+    runs = [[{"round": round, metric: value} for round in (1, 2)] for value in (0.9, 1.0)]
+    (axes,) = plot_mean_curves({"a": runs}, metric).axes
+    (band,) = axes.collections
+    assert band.get_paths()[0].get_extents().get_points()[1, 1] == pytest.approx(top)
+
+
 def test_many_names_stand_beside_the_curves():
     rows = [{"round": str(round), "val/acc": str(round / 10)} for round in (1, 2)]
     few, many = (plot_mean_curves({f"method {n}": [rows] for n in range(count)}) for count in (8, 44))

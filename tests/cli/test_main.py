@@ -210,6 +210,13 @@ def test_a_method_in_a_file_of_the_working_folder_can_be_named(tmp_path):
     assert summary("Mine-Digits/version_0")["method"] == "Mine"
 
 
+def test_the_package_is_the_command_line_too():
+    shown = subprocess.run(
+        [sys.executable, "-m", "pfl_lightning", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "pfl-lightning COMMAND" in shown.stdout
+
+
 def test_starting_loads_nothing_heavy_beyond_what_lightning_loads():
     heavy = ["sklearn", "matplotlib.pyplot", "wandb", "torchvision.datasets", "pandas", "PIL.Image"]
     loaded = f"print([name for name in {heavy} if name in sys.modules])"

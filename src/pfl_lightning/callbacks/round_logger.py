@@ -154,6 +154,9 @@ class RoundLogger(FederatedCallback):
             "seconds": round(self._elapsed(), 3),
             **environment(federation.device),
         }
+        # where Lightning's users look when `fit` is over
+        known = {name: value for name, value in final.items() if value is not None}
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in known.items()})
         if folder := run_folder(trainer):
             write_rows(folder / "clients.csv", self.clients)
             write_json(folder / "summary.json", self.summary)

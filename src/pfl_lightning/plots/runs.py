@@ -74,7 +74,9 @@ def plot_mean_curves(groups: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]
         values = np.array([[run[round] for round in rounds] for run in known])
         axes.plot(rounds, values.mean(0), marker="o", markersize=3, color=colour, linestyle=style, label=name)
         if len(known) > 1:
-            low, high = (values.mean(0) + sign * values.std(0, ddof=1) for sign in (-1, 1))
+            bounds = (values.mean(0) + sign * values.std(0, ddof=1) for sign in (-1, 1))
+            # nothing is more accurate than always
+            low, high = (np.clip(bound, 0, 1) for bound in bounds) if metric.endswith("acc") else bounds
             axes.fill_between(rounds, low, high, color=colour, alpha=0.2, linewidth=0)
     axes.set(xlabel="round", ylabel=in_words(metric))
     if metric.endswith("acc"):

@@ -88,6 +88,7 @@ def summary_table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequ
     selected, central = summary["selected"], summary.get("best_global")
     extremes = [values[0], values[len(values) // 2]] if values else []
     of = "" if monitor.metric == "acc" else f", {monitor.words}"
+    chosen = "best on validation" if selected["round"] is None else f"round {selected['round']} (best on validation)"
     lines = [
         ("method", f"{summary['name']} (client {summary['method']}, aggregator {summary['aggregator']})"),
         ("rounds, clients", f"{summary['final']['round']}, {len(clients)}"),
@@ -97,7 +98,7 @@ def summary_table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequ
         lines += [
             (f"test {monitor.words}, last round", shown(summary["final"][test])),
             ("  worst and median client", ", ".join(map(shown, extremes)) or shown(None)),
-            (f"test {monitor.words}, round {selected['round']} (best on validation)", shown(selected[test])),
+            (f"test {monitor.words}, {chosen}", shown(selected[test])),
             *((f"test {name}, last round", f"{value:.4g}") for name, value in further(summary["final"], monitor)),
         ]
     if central:
