@@ -403,10 +403,14 @@ def test_epsilon_has_a_column(stand_in):
 
 def test_what_has_finished_is_not_run_again(stand_in, capsys):
     compare("--methods Local --data Digits --seeds 0")
+    assert "made earlier" not in capsys.readouterr().out
     Path("calls.jsonl").unlink()
     compare("--methods Local FedAvg --data Digits --seeds 0 1")
     assert called() == {("Local", 1), ("FedAvg", 0), ("FedAvg", 1)}
-    assert "[4/4]" in capsys.readouterr().out and len(read_csv(OUT / "runs.csv")) == 4
+    printed = capsys.readouterr().out
+    assert "[4/4]" in printed and len(read_csv(OUT / "runs.csv")) == 4
+    assert "runs: 4, 1 of them made earlier" in printed
+    assert [", made earlier" in line for line in printed.splitlines() if line[:1] == "["] == [True, False, False, False]
 
 
 def test_every_run_goes_on_where_it_stopped(stand_in):

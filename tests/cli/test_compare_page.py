@@ -53,7 +53,7 @@ def result(folder: Path, method: str, mu: float, accuracies: list[float]) -> Res
     (folder / "config.yaml").write_text(
         json.dumps(
             {
-                "model": {"class_path": method, "init_args": {"mu": mu}},
+                "model": {"class_path": method, "init_args": {"mu": mu, "num_classes": 10}},
                 "data": {"class_path": "Digits", "init_args": {"num_clients": 3}},
                 "trainer": {"max_rounds": 2, "logger": True},
             }
@@ -103,6 +103,8 @@ def test_settings_that_differ_are_told_by_method_and_others_once(html):
     cells = read(html).texts["td"]
     assert "model=FedAvg, model.mu=0.1" in cells and "model=Local, model.mu=0.2" in cells
     assert cells.count("data.num_clients") == 1 and not any("logger" in cell for cell in cells)
+    # the data say
+    assert not any("num_classes" in cell for cell in cells)
 
 
 def test_the_same_runs_give_the_same_page(html, methods):

@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from federations import CLASSES, Spy, blobs, equal, fit, make_client, noisy, plain
 from pfl_lightning import Phase, WeightedAverage
-from pfl_lightning.methods import FedLAW, FedPer
+from pfl_lightning.methods import FedLAW, FedPer, FedProx
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import Net
+from pfl_lightning.tasks import Classification, Regression
 
 
 def test_everything_of_the_net_is_shared_unless_buffers_stay_local():
@@ -72,6 +73,12 @@ def test_defaults_of_hooks():
     assert isinstance(model.configure_aggregator(), WeightedAverage)
     metrics = model.configure_metrics()
     assert float(metrics(torch.eye(3), torch.tensor([0, 1, 0]))["acc"]) == pytest.approx(2 / 3)
+
+
+def test_hyper_parameters_have_classes_where_the_task_has():
+    assert FedProx(net=plain, input_shape=(4,), num_classes=7).hparams["num_classes"] == 7
+    assert FedProx(net=plain, input_shape=(4,), task=Classification(3)).hparams["num_classes"] == 3
+    assert "num_classes" not in FedProx(net=plain, input_shape=(4,), task=Regression(2)).hparams
 
 
 def test_a_bad_optimizer_setting_is_refused_at_once():

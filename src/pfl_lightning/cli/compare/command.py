@@ -2,7 +2,7 @@
 
 import os
 from argparse import Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -124,8 +124,10 @@ class Comparison:
             print("\n".join(run.line for run in runs if not run.finished))
         if self.given.commands or self.given.collect:
             return {}
-        print(f"runs: {len(runs)}; what each says is in its folder's output.txt, under {self.out}", flush=True)
-        return run_all(runs, self.given.jobs, self.environment, Progress(len(runs)))
+        earlier = {run for run in runs if run.finished}
+        found = f", {len(earlier)} of them made earlier" if earlier else ""
+        print(f"runs: {len(runs)}{found}; what each says is in its folder's output.txt, under {self.out}", flush=True)
+        return run_all(runs, self.given.jobs, self.environment, Progress(len(runs), earlier))
 
     def tune(self, methods: Sequence[Choice]) -> dict[str, Trial]:
         """The best trial of each method that has one, with a line for each.
@@ -163,10 +165,11 @@ class Progress:
 
     Args:
         total: number of runs.
+        earlier: those that had ended before.
     """
 
-    def __init__(self, total: int) -> None:
-        self.total, self.done = total, 0
+    def __init__(self, total: int, earlier: Collection[Run]) -> None:
+        self.total, self.earlier, self.done = total, earlier, 0
 
     def __call__(self, run: Run, failure: str) -> None:
         """Prints a run's line."""
@@ -181,6 +184,7 @@ class Progress:
             of = "" if monitor.metric == "acc" or value is None else f"{monitor.metric} "
             said = f"{of}{monitor.written(value)} "
             said += f"after {result.summary['final']['round']} rounds, {result.values['seconds']:.1f} seconds"
+            said += ", made earlier" if run in self.earlier else ""
         print(f"[{self.done}/{self.total}] {run.method}, seed {run.seed}: {said}", flush=True)
 
 

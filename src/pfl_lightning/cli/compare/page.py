@@ -67,8 +67,11 @@ $settings
 </html>
 """)
 
-HIDDEN = ("trainer.logger", "trainer.callbacks", "trainer.default_root_dir", "trainer.enable_", "data.root")
+KEPT = ("trainer.logger", "trainer.callbacks", "trainer.default_root_dir", "trainer.enable_", "data.root")
 """What names of settings begin with that say where and how runs are kept, and nothing of what they are."""
+
+BY_THE_DATA = ("model.num_classes", "model.input_shape")
+"""Settings in whose place the data's own stand."""
 
 
 def page(
@@ -203,4 +206,6 @@ def settings_of(result: Result) -> dict[str, object]:
         for part in ("model", "aggregator", "data", "trainer")
         for key, value in flat(part, config.get(part)).items()
     }
-    return {key: value for key, value in named.items() if value is not None and not key.startswith(HIDDEN)}
+    return {
+        key: value for key, value in named.items() if value is not None and not key.startswith((*KEPT, *BY_THE_DATA))
+    }
