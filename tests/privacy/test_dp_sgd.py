@@ -283,6 +283,45 @@ def test_epsilon_is_of_each_client_by_its_samples_and_steps(tmp_path):
     assert values == sorted(values) and values[-1] == told["epsilon"]
 
 
+@pytest.mark.parametrize("method", [FedAvg, FedRep])
+def test_a_target_gets_the_least_noise_that_keeps_every_client_within_it(method, tmp_path):
+    run = fit(make_client(method), blobs(), tmp_path, example_privacy=DPSGD(epsilon=3.0), max_rounds=3)
+    sizes = run.federation.sizes(range(4), "train")
+    ((z,),) = {tuple({release.noise_multiplier for release in own}) for own in run.federation.spent.values()}
+
+    def spent(factor):
+        own = {
+            k: epsilon([Release(factor * z, q, steps) for z, q, steps in releases], 0.1 / sizes[k])
+            for k, releases in run.federation.spent.items()
+        }
+        return max(own.values())
+
+    assert 3 * (1 - 1e-3) < spent(1) <= 3 < spent(1 - 1e-4)
+    told = json.loads((run.folder / "summary.json").read_text())["privacy"]
+    assert (told["epsilon"], told["noise_multiplier"]) == (pytest.approx(spent(1)), z)
+    # the noise of the steps is this one
+    again = fit(make_client(method), blobs(), tmp_path, example_privacy=DPSGD(z), max_rounds=3)
+    assert equal(run.federation.aggregator.state, again.federation.aggregator.state)
+
+
+def test_a_target_is_of_all_rounds_also_after_resuming(tmp_path):
+    settings = {"example_privacy": DPSGD(epsilon=3.0), "max_rounds": 4}
+    whole = fit(make_client(), root=tmp_path / "whole", **settings)
+    fit(make_client(), root=tmp_path / "halves", callbacks=[Pause(2)], **settings)
+    resumed = fit(make_client(), root=tmp_path / "halves", ckpt_path="last", **settings)
+    assert same_end(whole, resumed) and resumed.federation.spent == whole.federation.spent
+    with pytest.raises(MisconfigurationException, match=r"epsilon=3\.0 is spent after 4 rounds"):
+        fit(make_client(), root=tmp_path / "halves", ckpt_path="last", **{**settings, "max_rounds": 8})
+    with pytest.raises(MisconfigurationException, match=r"other settings of trainer\.example_privacy\.epsilon"):
+        fit(make_client(), root=tmp_path / "whole", ckpt_path="last", example_privacy=DPSGD(epsilon=9.0), max_rounds=5)
+
+
+def test_all_engines_share_a_target_out_alike(tmp_path):
+    given = {"example_privacy": DPSGD(epsilon=3.0), "max_rounds": 2}
+    first, *others = (fit(make_client(), engine=kind, **given) for kind in (Sequential, Vectorised, Processes))
+    assert all(other.federation.spent == first.federation.spent for other in others)
+
+
 def test_resuming_goes_on_with_what_was_spent(tmp_path):
     settings = {"example_privacy": DPSGD(1.0), "max_rounds": 4}
     whole = fit(make_client(), root=tmp_path / "whole", **settings)
@@ -308,6 +347,13 @@ def test_other_noise_after_resuming_is_added(tmp_path):
     [
         ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0 must be 0 or more"),
         ({"noise_multiplier": math.nan}, "noise_multiplier=nan must be 0 or more"),
+        ({}, "noise_multiplier=None and trainer.example_privacy.epsilon=None: give one of them"),
+        (
+            {"noise_multiplier": 1.0, "epsilon": 2.0},
+            "noise_multiplier=1.0 and trainer.example_privacy.epsilon=2.0: give",
+        ),
+        ({"epsilon": 0.0}, "epsilon=0.0 must be above 0"),
+        ({"epsilon": math.inf}, "epsilon=inf must be above 0"),
         ({"noise_multiplier": 1.0, "clip": 0.0}, "clip=0.0 must be above 0"),
         ({"noise_multiplier": 1.0, "clip": math.inf}, "clip=inf must be above 0"),
         ({"noise_multiplier": 1.0, "delta": 1.0}, "delta=1.0 must be above 0 and below 1"),

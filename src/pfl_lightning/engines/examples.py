@@ -1,9 +1,10 @@
 """Gradients of single samples, bounded and added up: what one step of differentially private training is made of."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -62,9 +63,32 @@ def releases_of(work: LocalWork, phases: Sequence[Phase], samples: int) -> list[
     """
     if work.example_privacy is None:
         return []
-    z = work.example_privacy.noise_multiplier
+    z = cast(float, work.example_privacy.noise_multiplier)
     draws = [Draws.of(work, phase, samples) for phase in phases if not phase.stays]
     return [Release(z, drawn.rate, drawn.steps) for drawn in draws if drawn.steps]
+
+
+def calibrated(work: LocalWork, modules: Sequence[ClientModule], sizes: Iterable[int], rounds: int) -> LocalWork:
+    """The same work, with the noise that its target of privacy asks for where it has one.
+
+    Args:
+        work: how much each client trains.
+        modules: whose phases clients go through.
+        sizes: samples of each client.
+        rounds: in which each may take part.
+    """
+    private = work.example_privacy
+    if private is None or private.epsilon is None:
+        return work
+    # the smallest first, who mostly need the most noise
+    sizes = sorted(set(sizes))
+    unit = replace(work, example_privacy=replace(private, noise_multiplier=1.0, epsilon=None))
+    plans = [
+        (samples, [Release(z, rate, steps * rounds) for z, rate, steps in releases_of(unit, phases, samples)])
+        for phases in [module.local_phases() for module in modules]
+        for samples in sizes
+    ]
+    return replace(work, example_privacy=private.calibrated(plans))
 
 
 class ExampleGradients:

@@ -61,6 +61,9 @@ class Federation(FederationBase):
         for client, outcome in sorted(outcomes.items()):
             if outcome.releases:
                 self.spent[client] = composed(self.spent.get(client, []), outcome.releases)
+        if (private := self.options.example_privacy) is not None:
+            # before the server gets it
+            private.check_spent(self.spent, self.sizes(self.spent, "train"), self.round)
         taken = self._taken(outcomes, len(cohort))
         self.evaluations.keep_initial(clients, taken)
         self._aggregate(taken)
@@ -153,7 +156,7 @@ class Federation(FederationBase):
         """The ``epsilon`` of a client's samples, where its training is private."""
         if (private := self.options.example_privacy) is None:
             return {}
-        return {"epsilon": private.epsilon(self.spent.get(client, []), self.data.size(client, "train"))}
+        return {"epsilon": private.epsilon_of(self.spent.get(client, []), self.data.size(client, "train"))}
 
     # Evaluation
 

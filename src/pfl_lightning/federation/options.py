@@ -13,6 +13,7 @@ from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ENGINES, Engine, EngineMaker, LocalWork, Sharded, Vectorised
 from pfl_lightning.engines.evaluation import measured_names, metrics_of
+from pfl_lightning.engines.examples import calibrated
 from pfl_lightning.nets.batch_norm import smallest_batch
 from pfl_lightning.privacy import DPSGD
 from pfl_lightning.selection import Sampling, Selection, Uniform
@@ -172,7 +173,9 @@ class FederationOptions:
             data: the clients' data.
             trainer: has the precision and the ranks.
         """
-        work, precision, engine = self.work(data), trainer.precision_plugin, self.engine_class
+        precision, engine = trainer.precision_plugin, self.engine_class
+        sizes = (data.size(client, "train") for client in range(data.num_clients))
+        work = calibrated(self.work(data), modules, sizes, trainer.max_epochs or 1)
         if self.example_privacy is not None and getattr(precision, "scaler", None) is not None:
             raise MisconfigurationException(
                 "trainer.precision=16-mixed scales losses of whole batches, and trainer.example_privacy takes them by "

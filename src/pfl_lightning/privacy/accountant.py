@@ -101,10 +101,31 @@ def noise_for(target: float, delta: float, steps: int, rate: float = 1.0) -> flo
     Raises:
         MisconfigurationException: if an argument is out of its range, or no noise reaches the target.
     """
-    check_range("epsilon", target, 0 < target < math.inf, "above 0, such as 8")
     check_range("steps", steps, steps >= 1, "at least 1")
+    return least_noise(target, delta, [Release(1.0, rate, steps)])
+
+
+def least_noise(target: float, delta: float, releases: Sequence[Release]) -> float:
+    r"""What the noise of some rounds has to be multiplied by to stay within a target, to a relative 1e-6.
+
+    >>> least_noise(2.0, 1e-5, [Release(1.0, 0.1, 30)]) == noise_for(2.0, 1e-5, 30, 0.1)
+    True
+
+    Args:
+        target: the :math:`\epsilon` that they may have together, above 0.
+        delta: above 0 and below 1.
+        releases: the rounds, with noise multipliers above 0.
+
+    Raises:
+        MisconfigurationException: if an argument is out of its range, or no noise reaches the target.
+    """
+    check_range("epsilon", target, 0 < target < math.inf, "above 0, such as 8")
+
+    def within(factor: float) -> bool:
+        return epsilon([Release(factor * z, rate, steps) for z, rate, steps in releases], delta) <= target
+
     low, high = 0.0, 1.0
-    while epsilon([Release(high, rate, steps)], delta) > target:
+    while not within(high):
         low, high = high, 2 * high
         if high > 1e9:
             raise MisconfigurationException(
@@ -112,7 +133,7 @@ def noise_for(target: float, delta: float, steps: int, rate: float = 1.0) -> flo
             )
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if epsilon([Release(middle, rate, steps)], delta) <= target else (middle, high)
+        low, high = (low, middle) if within(middle) else (middle, high)
     return high
 
 

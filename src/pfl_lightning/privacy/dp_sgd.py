@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.privacy.accountant import Release, check_range, epsilon
+from pfl_lightning.privacy.accountant import Release, check_range, epsilon, least_noise
 
 ADJACENCY = "add or remove: a sample of one client is there or isn't; how many samples clients have is public"
 NOT_COVERED = (
@@ -33,25 +33,38 @@ class DPSGD:
     There are as many steps as there would be batches. What a client sends then is differentially private in each of its
     samples, against the server as well. Source: Abadi et al., 2016 (https://arxiv.org/abs/1607.00133).
 
+    With a target ``epsilon`` z is the least noise, the same for all, with which no client goes beyond it, even if it is
+    in every round of ``trainer.max_rounds``. Mostly who has the fewest samples decides, and others spend less.
+
     Args:
-        noise_multiplier: z, at least 0, such as 1; 0 is no noise and no guarantee.
+        noise_multiplier: z, at least 0, such as 1; 0 is no noise and no guarantee. Either it or ``epsilon``.
         clip: C, the largest norm of one sample's gradient, above 0.
         delta: above 0 and below one over the samples of any client; None is a tenth of one over each client's own.
         samples_at_once: gradients of single samples that are held at a time, at least 1; None holds those of a batch.
+        epsilon: the :math:`\epsilon` that each client's samples may have of all rounds together, above 0.
 
     Raises:
         MisconfigurationException: if a value is out of its range.
     """
 
-    noise_multiplier: float
+    noise_multiplier: float | None = None
     clip: float = 1.0
     delta: float | None = None
     samples_at_once: int | None = None
+    epsilon: float | None = None
 
     def __post_init__(self) -> None:
-        z, clip, delta, at_once = self.noise_multiplier, self.clip, self.delta, self.samples_at_once
+        z, target, clip = self.noise_multiplier, self.epsilon, self.clip
+        delta, at_once = self.delta, self.samples_at_once
         name = "trainer.example_privacy"
-        check_range(f"{name}.noise_multiplier", z, 0 <= z < math.inf, "0 or more, such as 1")
+        if (z is None) == (target is None):
+            raise MisconfigurationException(
+                f"{name}.noise_multiplier={z} and {name}.epsilon={target}: give one of them, such as epsilon=8."
+            )
+        if z is not None:
+            check_range(f"{name}.noise_multiplier", z, 0 <= z < math.inf, "0 or more, such as 1")
+        if target is not None:
+            check_range(f"{name}.epsilon", target, 0 < target < math.inf, "above 0, such as 8")
         check_range(f"{name}.clip", clip, 0 < clip < math.inf, "above 0, such as 1")
         if delta is not None:
             check_range(f"{name}.delta", delta, 0 < delta < 1, "above 0 and below 1, such as 1e-5")
@@ -73,6 +86,44 @@ class DPSGD:
                 "largest client; leave it out to take a tenth of one over each client's own."
             )
 
+    def calibrated(self, plans: Iterable[tuple[int, Sequence[Release]]]) -> "DPSGD":
+        """These settings with the noise that the target asks for, in its place.
+
+        Args:
+            plans: how many samples a client has and what it would spend at a noise multiplier of 1, for each client.
+
+        Raises:
+            MisconfigurationException: if no noise reaches the target.
+        """
+        if self.epsilon is None:
+            return self
+        z = 0.0
+        for samples, releases in plans:
+            noised = [Release(z, rate, steps) for _, rate, steps in releases]
+            if self.epsilon_of(noised, samples) > self.epsilon:
+                z = least_noise(self.epsilon, self.delta_of(samples), releases)
+        return replace(self, noise_multiplier=z, epsilon=None)
+
+    def check_spent(self, spent: Mapping[int, Sequence[Release]], sizes: Mapping[int, int], round: int) -> None:
+        """Refuses what would go beyond the target.
+
+        Args:
+            spent: the steps of each client, with those that nobody has seen yet.
+            sizes: samples of each of them.
+            round: rounds that are done.
+
+        Raises:
+            MisconfigurationException: if it does.
+        """
+        if self.epsilon is not None and self._largest(spent, sizes) > self.epsilon * (1 + 1e-6):
+            raise MisconfigurationException(
+                f"trainer.example_privacy.epsilon={self.epsilon} is spent after {round} rounds; end there by "
+                "trainer.max_rounds, or begin anew with more rounds."
+            )
+
+    def _largest(self, spent: Mapping[int, Sequence[Release]], sizes: Mapping[int, int]) -> float:
+        return max((self.epsilon_of(releases, sizes[client]) for client, releases in spent.items()), default=0.0)
+
     def drawn(self, samples: int, rate: float, generator: torch.Generator) -> Tensor:
         """The rows of a client's samples that are in a batch, rising.
 
@@ -90,9 +141,9 @@ class DPSGD:
             size: numbers of all trained entries.
             generator: the client's, on the CPU.
         """
-        return torch.randn(size, generator=generator) * (self.noise_multiplier * self.clip)
+        return torch.randn(size, generator=generator) * (cast(float, self.noise_multiplier) * self.clip)
 
-    def epsilon(self, releases: Sequence[Release], samples: int) -> float:
+    def epsilon_of(self, releases: Sequence[Release], samples: int) -> float:
         r"""The :math:`\epsilon` of a client's samples.
 
         Args:
@@ -113,14 +164,13 @@ class DPSGD:
             sizes: samples of each of them.
         """
         amplified = any(release.rate < 1 for releases in spent.values() for release in releases)
-        worst = max((self.epsilon(releases, sizes[client]) for client, releases in spent.items()), default=0.0)
         return {
             "unit": "sample",
-            "epsilon": worst,
+            "epsilon": self._largest(spent, sizes),
             "delta": max((self.delta_of(sizes[client]) for client in spent), default=self.delta),
             "adjacency": ADJACENCY,
             "sampling": "Poisson, rate batch_size over a client's samples",
-            "noise_multiplier": self.noise_multiplier,
+            "noise_multiplier": min((z for releases in spent.values() for z, _, _ in releases), default=None),
             "releases": max((sum(release.steps for release in releases) for releases in spent.values()), default=0),
             "accountant": "Rényi" if amplified else "Gaussian, exact",
             "not_covered": NOT_COVERED,
