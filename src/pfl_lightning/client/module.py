@@ -100,7 +100,6 @@ class ClientModule(Phased):
         super().__init__()
         self._made_with = arguments_of_init(self)
         self.task = task_for(self, Classification(num_classes) if task is None else made(task))
-        # the task says whether there are classes, and how many
         self.save_hyperparameters(ignore=["task", "num_classes"])
         for name in live(self.hparams):
             del self.hparams[name]
