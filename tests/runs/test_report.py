@@ -19,6 +19,7 @@ CENTRAL = {"best_global": {"round": 1, "test/global_acc": 0.75}}
 
 
 def lines(summary, clients):
+    clients = [{"client": client} | row for client, row in enumerate(clients)]
     text = summary_table(summary, ROWS, clients, Path("folder"))
     return [line.split("  ")[0] for line in text.splitlines() if line and not line.startswith("  ")], text
 
@@ -34,19 +35,22 @@ def test_clients_have_their_lines():
         "seconds",
         "files",
     ]
-    assert "10.00 %, 40.00 %" in text
+    assert "10.00 % (client 1), 40.00 % (client 2)" in text
     assert "2.0 KiB and 10 B" in text
 
 
 def test_a_client_for_which_accuracy_is_not_defined_is_left_out():
-    assert "10.00 %, 90.00 %" in lines(SUMMARY, [{"test/acc": 0.9}, {"test/acc": math.nan}, {"test/acc": 0.1}])[1]
+    assert (
+        "10.00 % (client 2), 90.00 % (client 0)"
+        in lines(SUMMARY, [{"test/acc": 0.9}, {"test/acc": math.nan}, {"test/acc": 0.1}])[1]
+    )
 
 
 def test_a_central_test_set_adds_its_lines():
     summary = SUMMARY | CENTRAL | {"final": SUMMARY["final"] | {"test/global_acc": 0.6}}
     names, text = lines(summary, [{"test/acc": 0.9}])
     assert names[4] == "server's model on the central test set"
-    assert "60.00 %" in text and "75.00 %" in text and "90.00 %, 90.00 %" in text
+    assert "60.00 %" in text and "75.00 %" in text and "90.00 % (client 0), 90.00 % (client 0)" in text
 
 
 def test_alone_it_has_no_lines_of_clients_beside_it():
@@ -71,6 +75,6 @@ def test_other_metrics_are_numbers_and_have_their_lines():
     }
     names, text = lines(SUMMARY | other, [{"test/mae": value} for value in (0.2, 0.9, 0.5)])
     assert "test mae, last round" in names and "0.5123" in text
-    assert "0.9, 0.5" in text
+    assert "0.9 (client 1), 0.5 (client 2)" in text
     assert "test r2_pooled, last round" in names
     assert "test mae_worst, last round" not in names

@@ -83,10 +83,10 @@ def summary_table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequ
     """
     monitor = Monitor(**summary["monitor"])
     test, server, shown = f"test/{monitor.metric}", f"test/global_{monitor.metric}", monitor.written
-    known = (row[test] for row in clients if not math.isnan(row.get(test, math.nan)))
-    values = sorted(known, key=lambda value: monitor.sign * value)
+    known = [row for row in clients if not math.isnan(row.get(test, math.nan))]
+    ranked = sorted(known, key=lambda row: monitor.sign * row[test])
     selected, central = summary["selected"], summary.get("best_global")
-    extremes = [values[0], values[len(values) // 2]] if values else []
+    extremes = [f"{shown(row[test])}{who(row)}" for row in (ranked[:1] + ranked[len(ranked) // 2 :][:1])]
     of = "" if monitor.metric == "acc" else f", {monitor.words}"
     chosen = "best on validation" if selected["round"] is None else f"round {selected['round']} (best on validation)"
     lines = [
@@ -94,10 +94,10 @@ def summary_table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequ
         ("rounds, clients", f"{summary['final']['round']}, {len(clients)}"),
     ]
     # with a central test set clients may have no test samples of their own
-    if values or not central:
+    if ranked or not central:
         lines += [
             (f"test {monitor.words}, last round", shown(summary["final"][test])),
-            ("  worst and median client", ", ".join(map(shown, extremes)) or shown(None)),
+            ("  worst and median client", ", ".join(extremes) or shown(None)),
             (f"test {monitor.words}, {chosen}", shown(selected[test])),
             *((f"test {name}, last round", f"{value:.4g}") for name, value in further(summary["final"], monitor)),
         ]
@@ -118,6 +118,18 @@ def summary_table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequ
         ("files", str(folder)),
     ]
     return "\n" + labelled(lines)
+
+
+def who(row: Row) -> str:
+    """A client in parentheses, by the name that the data have for it or else by its id.
+
+    >>> who({"client": 3, "name": "Ward B"}), who({"client": 3})
+    (' (Ward B)', ' (client 3)')
+
+    Args:
+        row: of ``clients.csv``.
+    """
+    return f" ({row.get('name') or 'client ' + str(row['client'])})"
 
 
 def further(final: Mapping[str, Any], monitor: Monitor) -> list[tuple[str, float]]:
