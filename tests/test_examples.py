@@ -121,8 +121,6 @@ def test_the_sweep_of_weights_and_biases_runs_trials_and_has_what_it_chooses_by(
     for name, value in {"MODE": "offline", "SILENT": "true", "CACHE_DIR": "cache", "CONFIG_DIR": "config"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     for trial in range(2):
-        # a process keeps what it has read of its environment; an agent starts one a trial
-        wandb.teardown()
         # what an agent does: it names the run, and puts the trial's settings in the place of ${args}
         monkeypatch.setenv("WANDB_RUN_ID", f"trial{trial}")
         spaces = {
@@ -134,6 +132,8 @@ def test_the_sweep_of_weights_and_biases_runs_trials_and_has_what_it_chooses_by(
         assert words[0] == "${program}" and sweep["program"] == "pfl-lightning"
         pfl([*words[1:], "--trainer.max_rounds=2", "--trainer.accelerator=cpu"])
         wandb.finish()
+        # what writes its file may still be at it, and a process keeps what it has read of its environment
+        wandb.teardown()
         folder = Path("lightning_logs", f"trial{trial}")
         config = yaml.safe_load((folder / "config.yaml").read_text())
         for name, value in settings.items():
