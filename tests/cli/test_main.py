@@ -147,6 +147,7 @@ def test_nobody_joins_where_nobody_was_held_out(capsys):
 def test_a_run_keeps_a_config_that_runs_again():
     pfl(f"fit {SMALL} --trainer.max_rounds 2")
     pfl(f"fit --config {CHECKPOINTS.parent}/config.yaml")
+    pfl(f"test --config {CHECKPOINTS.parent}/config.yaml --ckpt_path last")
     first, second = (summary(f"cwFedAvg-Digits/version_{version}") for version in (0, 1))
     assert first["final"] == second["final"]
 
