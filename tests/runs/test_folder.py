@@ -174,5 +174,7 @@ def test_weights_and_biases_without_a_login_are_refused(capsys, monkeypatch):
     for name, value in {"WANDB_API_KEY": "", "HOME": "gone", "NETRC": "gone", "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("WANDB_API_KEY")
+    # Lightning's logger sets it for the whole process when it is offline, as in other tests
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     said = refusal(f"{LINE} --trainer.logger WandbLogger", capsys)
     assert said.startswith("WandbLogger: ") and said.endswith("by --trainer.logger.offline true.")
