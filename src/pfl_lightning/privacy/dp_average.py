@@ -13,7 +13,7 @@ from pfl_lightning.choices import check_choices
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.privacy.accountant import Release, epsilon, noise_for, tight_epsilon
 from pfl_lightning.privacy.clipping import clipped, next_clip, noise_beside_counts
-from pfl_lightning.privacy.settings import check_noise, check_numbers
+from pfl_lightning.privacy.settings import check_noise, check_numbers, check_spent
 from pfl_lightning.privacy.vectors import Entries
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.selection import Sampling
@@ -155,11 +155,8 @@ class DPAverage(Aggregator):
             MisconfigurationException: if the round would go beyond ``epsilon``.
         """
         releases = self._with_another()
-        if self.epsilon is not None and self._epsilon(releases) > self.epsilon * (1 + 1e-6):
-            raise MisconfigurationException(
-                f"aggregator.epsilon={self.epsilon} is spent after {round} rounds; end there by trainer.max_rounds, or "
-                "begin anew with more rounds."
-            )
+        if self.epsilon is not None:
+            check_spent("aggregator", self.epsilon, self._epsilon(releases), round)
         clip, expected = self.state["clip"], self.sampling.expected
         x = self.entries.vector(self.state["weights"])
         sizes = self.entries.sizes if self.clip_by == "entry" else None

@@ -10,7 +10,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.privacy.accountant import Release, check_range, epsilon, least_noise
+from pfl_lightning.privacy.settings import check_one, check_spent
 
+OWNER = "trainer.example_privacy"
 ADJACENCY = "add or remove: a sample of one client is there or isn't; how many samples clients have is public"
 NOT_COVERED = (
     "how many samples clients have; phases that stay with their client, and evaluation; train and val metrics, and "
@@ -56,20 +58,16 @@ class DPSGD:
     def __post_init__(self) -> None:
         z, target, clip = self.noise_multiplier, self.epsilon, self.clip
         delta, at_once = self.delta, self.samples_at_once
-        name = "trainer.example_privacy"
-        if (z is None) == (target is None):
-            raise MisconfigurationException(
-                f"{name}.noise_multiplier={z} and {name}.epsilon={target}: give one of them, such as epsilon=8."
-            )
+        check_one(OWNER, z, target)
         if z is not None:
-            check_range(f"{name}.noise_multiplier", z, 0 <= z < math.inf, "0 or more, such as 1")
+            check_range(f"{OWNER}.noise_multiplier", z, 0 <= z < math.inf, "0 or more, such as 1")
         if target is not None:
-            check_range(f"{name}.epsilon", target, 0 < target < math.inf, "above 0, such as 8")
-        check_range(f"{name}.clip", clip, 0 < clip < math.inf, "above 0, such as 1")
+            check_range(f"{OWNER}.epsilon", target, 0 < target < math.inf, "above 0, such as 8")
+        check_range(f"{OWNER}.clip", clip, 0 < clip < math.inf, "above 0, such as 1")
         if delta is not None:
-            check_range(f"{name}.delta", delta, 0 < delta < 1, "above 0 and below 1, such as 1e-5")
+            check_range(f"{OWNER}.delta", delta, 0 < delta < 1, "above 0 and below 1, such as 1e-5")
         if at_once is not None:
-            check_range(f"{name}.samples_at_once", at_once, at_once >= 1, "at least 1")
+            check_range(f"{OWNER}.samples_at_once", at_once, at_once >= 1, "at least 1")
 
     def check(self, sizes: Iterable[int]) -> None:
         """Refuses a delta with which a sample could be given away whole.
@@ -87,7 +85,7 @@ class DPSGD:
             )
 
     def calibrated(self, plans: Iterable[tuple[int, Sequence[Release]]]) -> "DPSGD":
-        """These settings with the noise that the target asks for, in its place.
+        """These settings, which have a target, with the noise that it asks for in its place.
 
         Args:
             plans: how many samples a client has and what it would spend at a noise multiplier of 1, for each client.
@@ -95,13 +93,11 @@ class DPSGD:
         Raises:
             MisconfigurationException: if no noise reaches the target.
         """
-        if self.epsilon is None:
-            return self
-        z = 0.0
+        target, z = cast(float, self.epsilon), 0.0
         for samples, releases in plans:
             noised = [Release(z, rate, steps) for _, rate, steps in releases]
-            if self.epsilon_of(noised, samples) > self.epsilon:
-                z = least_noise(self.epsilon, self.delta_of(samples), releases)
+            if self.epsilon_of(noised, samples) > target:
+                z = least_noise(target, self.delta_of(samples), releases)
         return replace(self, noise_multiplier=z, epsilon=None)
 
     def check_spent(self, spent: Mapping[int, Sequence[Release]], sizes: Mapping[int, int], round: int) -> None:
@@ -115,11 +111,8 @@ class DPSGD:
         Raises:
             MisconfigurationException: if it does.
         """
-        if self.epsilon is not None and self._largest(spent, sizes) > self.epsilon * (1 + 1e-6):
-            raise MisconfigurationException(
-                f"trainer.example_privacy.epsilon={self.epsilon} is spent after {round} rounds; end there by "
-                "trainer.max_rounds, or begin anew with more rounds."
-            )
+        if self.epsilon is not None:
+            check_spent(OWNER, self.epsilon, self._largest(spent, sizes), round)
 
     def _largest(self, spent: Mapping[int, Sequence[Release]], sizes: Mapping[int, int]) -> float:
         return max((self.epsilon_of(releases, sizes[client]) for client, releases in spent.items()), default=0.0)

@@ -5,6 +5,43 @@ import math
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 
+def check_one(owner: str, noise_multiplier: float | None, epsilon: float | None) -> None:
+    """Refuses noise beside a target for it, and neither of them.
+
+    Args:
+        owner: the settings' place, such as ``aggregator``.
+        noise_multiplier: the noise.
+        epsilon: the target.
+
+    Raises:
+        MisconfigurationException: if not exactly one is given.
+    """
+    if (noise_multiplier is None) == (epsilon is None):
+        raise MisconfigurationException(
+            f"{owner}.noise_multiplier={noise_multiplier} and {owner}.epsilon={epsilon}: give one of them, such as "
+            "epsilon=8."
+        )
+
+
+def check_spent(owner: str, target: float, spent: float, round: int) -> None:
+    """Refuses what would go beyond a target.
+
+    Args:
+        owner: the place of its setting, such as ``aggregator``.
+        target: the epsilon that all rounds may have together.
+        spent: what they have with the coming one.
+        round: rounds that are done.
+
+    Raises:
+        MisconfigurationException: if it does.
+    """
+    if spent > target * (1 + 1e-6):
+        raise MisconfigurationException(
+            f"{owner}.epsilon={target} is spent after {round} rounds; end there by trainer.max_rounds, or begin anew "
+            "with more rounds."
+        )
+
+
 def check_noise(
     noise_multiplier: float | None, epsilon: float | None, clip: float, clip_by: str, quantile: float | None
 ) -> None:
@@ -13,11 +50,7 @@ def check_noise(
     Raises:
         MisconfigurationException: if they don't.
     """
-    if (noise_multiplier is None) == (epsilon is None):
-        raise MisconfigurationException(
-            f"aggregator.noise_multiplier={noise_multiplier} and aggregator.epsilon={epsilon}: give one of them, such "
-            "as epsilon=8."
-        )
+    check_one("aggregator", noise_multiplier, epsilon)
     if clip == math.inf and noise_multiplier != 0:
         raise MisconfigurationException(
             "aggregator.clip=inf bounds nothing that noise could hide; give a norm such as 1."
