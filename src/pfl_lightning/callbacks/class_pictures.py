@@ -1,6 +1,5 @@
 """Pictures of what a run does class by class: who holds what, what output layers show of it, what the server mixes."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -119,9 +118,7 @@ class ClassPictures(Pictures):
         """The coming round of one client, without and with the regulariser, ``[steps + 1, K]`` each."""
         plain = copy_client(federation.client)
         plain.wdr_weight = 0.0
-        # without noise of privacy, which would hide what the regulariser does
-        work = replace(federation.options.work(federation.data), example_privacy=None)
-        job = federation.job(self.trace_client)
+        job, work = federation.job(self.trace_client), federation.options.work(federation.data)
         return {
             title: trace_job(client, job, work, trainer.precision_plugin, self._layer)
             for title, client in (("Without WDR", plain), ("With WDR", federation.client))

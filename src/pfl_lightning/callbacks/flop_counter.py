@@ -1,7 +1,6 @@
 """Counts what clients' training computes."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -65,7 +64,7 @@ class FlopCounter(FederatedCallback):
     def _counted(trainer: Trainer, federation: Federation, client: int) -> float:
         """What a client's training of this round takes."""
         modules = cast(Sequence[ClientModule], federation.architectures)
-        work = replace(federation.options.work(federation.data), example_privacy=None)
+        work = federation.options.work(federation.data)
         engine = Sequential(modules[federation.architecture_of(client)], work, trainer.precision_plugin)
         with undisturbed(), torch.enable_grad(), FlopCounterMode(display=False) as counter:
             list(engine.run([federation.job(client)]))

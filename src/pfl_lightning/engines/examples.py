@@ -53,6 +53,18 @@ class Draws(NamedTuple):
         return cls(count, rate, rate * samples)
 
 
+def private_draws(work: LocalWork, phases: Sequence[Phase], samples: int) -> list[Draws]:
+    """The draws of a client's round that spend something: of each phase that doesn't stay with it.
+
+    Args:
+        work: how much each client trains.
+        phases: of its training.
+        samples: how many it has.
+    """
+    draws = [Draws.of(work, phase, samples) for phase in phases if not phase.stays]
+    return [drawn for drawn in draws if drawn.steps]
+
+
 def releases_of(work: LocalWork, phases: Sequence[Phase], samples: int) -> list[Release]:
     """What a client's training of a round spends: the steps of each phase that doesn't stay with it.
 
@@ -64,8 +76,7 @@ def releases_of(work: LocalWork, phases: Sequence[Phase], samples: int) -> list[
     if work.example_privacy is None:
         return []
     z = cast(float, work.example_privacy.noise_multiplier)
-    draws = [Draws.of(work, phase, samples) for phase in phases if not phase.stays]
-    return [Release(z, drawn.rate, drawn.steps) for drawn in draws if drawn.steps]
+    return [Release(z, drawn.rate, drawn.steps) for drawn in private_draws(work, phases, samples)]
 
 
 def calibrated(work: LocalWork, modules: Sequence[ClientModule], sizes: Iterable[int], rounds: int) -> LocalWork:
@@ -82,9 +93,8 @@ def calibrated(work: LocalWork, modules: Sequence[ClientModule], sizes: Iterable
         return work
     # the smallest first, who mostly need the most noise
     sizes = sorted(set(sizes))
-    unit = replace(work, example_privacy=replace(private, noise_multiplier=1.0, epsilon=None))
     plans = [
-        (samples, [Release(z, rate, steps * rounds) for z, rate, steps in releases_of(unit, phases, samples)])
+        (samples, [Release(1.0, d.rate, d.steps * rounds) for d in private_draws(work, phases, samples)])
         for phases in [module.local_phases() for module in modules]
         for samples in sizes
     ]

@@ -1,7 +1,7 @@
 """How rounds are made: participation, local work and evaluation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Literal
 
@@ -158,12 +158,12 @@ class FederationOptions:
         return self.cohort.sampling(self.cohort_size(num_clients), num_clients) if told else None
 
     def work(self, data: FederatedDataModule) -> LocalWork:
-        """What each client does in a round."""
+        """What each client does in a round, without what makes it private, which `engines` add."""
         epochs = 1 if self.local_epochs is None else self.local_epochs
         # in Lightning a bound of 0 is none
         clip = self.clip or None
         size, last = data.batch_size, data.last_batch
-        return LocalWork(epochs, self.local_steps, size, last, clip, self.clip_algorithm, self.example_privacy)
+        return LocalWork(epochs, self.local_steps, size, last, clip, self.clip_algorithm)
 
     def engines(self, modules: Sequence[ClientModule], data: FederatedDataModule, trainer: Trainer) -> list[Engine]:
         """The engine of each client module; with several ranks each runs its share of the clients.
@@ -175,7 +175,8 @@ class FederationOptions:
         """
         precision, engine = trainer.precision_plugin, self.engine_class
         sizes = (data.size(client, "train") for client in range(data.num_clients))
-        work = calibrated(self.work(data), modules, sizes, trainer.max_epochs or 1)
+        private = replace(self.work(data), example_privacy=self.example_privacy)
+        work = calibrated(private, modules, sizes, trainer.max_epochs or 1)
         if self.example_privacy is not None and getattr(precision, "scaler", None) is not None:
             raise MisconfigurationException(
                 "trainer.precision=16-mixed scales losses of whole batches, and trainer.example_privacy takes them by "
