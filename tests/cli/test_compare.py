@@ -152,6 +152,23 @@ def test_commands_are_printed_and_what_they_leave_is_collected(stand_in, capsys)
     assert [row["seeds"] for row in read_csv(OUT / "comparison.csv")] == ["0 1", "0"]
 
 
+def test_commands_are_those_of_trials_until_all_of_a_method_s_are_made(stand_in, capsys):
+    stand_in(FedProx={"by_mu": {"0": 0.3, "1": 0.5}})
+    line = "--methods FedProx --data Digits --tune model.mu=0,1 --commands"
+    for made in range(2):
+        assert compare(line) == 0
+        out, err = capsys.readouterr()
+        trials = out.splitlines()
+        assert len(trials) == 2 - made and all("/tuning/" in trial for trial in trials)
+        assert err == "FedProx: its runs' commands can be told once all of its trials are made\n"
+        subprocess.run([sys.executable, "stand_in.py", *trials[0].split()[2:]], check=True)
+    assert compare(line) == 0
+    out, err = capsys.readouterr()
+    (run,) = out.splitlines()
+    assert "--model.mu 1 " in run and "/tuning/" not in run
+    assert err == "FedProx: mu=1, best validation 0.5 of 2 trials\n"
+
+
 # Tables that a file describes
 
 

@@ -1,6 +1,7 @@
 """The command ``pfl-lightning compare``."""
 
 import os
+import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -121,7 +122,9 @@ class Comparison:
         for run in runs:
             run.claim()
         if self.given.commands:
-            print("\n".join(run.line for run in runs if not run.finished))
+            for run in runs:
+                if not run.finished:
+                    print(run.line)
         if self.given.commands or self.given.collect:
             return {}
         earlier = {run for run in runs if run.finished}
@@ -150,13 +153,14 @@ class Comparison:
         self.make([replace(run, method=f"{run.method} {trial.name}") for each in tried.values() for trial, run in each])
         chosen: dict[str, Trial] = {}
         for label, each in tried.items():
-            if found := best(each):
+            if self.given.commands and not all(run.finished for _, run in each):
+                said = "its runs' commands can be told once all of its trials are made"
+            elif found := best(each):
                 chosen[label], value = found
                 said = f"{chosen[label].name}, best validation {value:.4g} of {len(each)} trials"
             else:
                 said = "no trial has a validation value, so it is left out"
-            if not self.given.commands:
-                print(f"{label}: {said}", flush=True)
+            print(f"{label}: {said}", file=sys.stderr if self.given.commands else sys.stdout, flush=True)
         return chosen
 
 
