@@ -1,6 +1,7 @@
 import pickle
 import re
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 
-from pfl_lightning.data import IID, Digits, Dirichlet, FederatedDataModule, Partitioner, Samples, gather
+from pfl_lightning.data import IID, Digits, Dirichlet, FederatedDataModule, Partitioner, Samples, gather, put_together
 from pfl_lightning.data import pool as pools
 from pfl_lightning.data.splits import stratified_rows
 from pfl_lightning.messages import num_bytes
@@ -157,6 +158,20 @@ def test_several_clients_are_gathered_at_once_and_keep_their_parts(asked):
     assert parts[0].x.dtype == torch.float64
     for part, expected in zip(parts, [*alone, alone[-1]], strict=True):
         assert torch.equal(part.x.to(expected.x.dtype), expected.x) and torch.equal(part.y, expected.y)
+
+
+def test_those_put_together_are_gathered_when_one_is_asked_for_and_go_with_their_last_reference(asked):
+    dm = ready(Floats)
+    clients = [dm.client(c) for c in (2, 0, 3)]
+    put_together(clients)
+    assert asked == []
+    for client in clients:
+        assert torch.equal(client.train.x, dm.part(client.client, "train").x)
+    assert sorted(asked[0][0]) == [0, 2, 3] and all(len(again) == 1 for again, *_ in asked[1:])
+    gone = weakref.ref(clients[0].train)
+    del clients, client
+    # at once, and not when the collector comes by
+    assert gone() is None
 
 
 @pytest.mark.parametrize("room", [True, False])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -122,21 +123,27 @@ class ClientData:
         self.source = source
         self.client = client
         self._where = (device, dtype)
+        self._together: Collection[ClientData] = ()
 
     @cached_property
     def train(self) -> Samples:
         """Samples to train on, never empty."""
-        return self.part("train")
+        return self._held("train")
 
     @cached_property
     def val(self) -> Samples:
         """Samples to select on; empty when the data module's ``val_fraction`` is 0."""
-        return self.part("val")
+        return self._held("val")
 
     @cached_property
     def test(self) -> Samples:
         """Samples to report on; empty when the data module's ``test_fraction`` is 0."""
-        return self.part("test")
+        return self._held("test")
+
+    def _held(self, split: Split) -> Samples:
+        gather(list(self._together) or [self], split)
+        samples: Samples = vars(self)[split]
+        return samples
 
     def part(self, split: Split) -> Samples:
         """One split by its name, gathered anew.
@@ -152,13 +159,13 @@ class ClientData:
         return self.source.size(self.client, split)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> ClientData:
-        """Return the same client on another device.
+        """Return the same client on another device, or itself if it is there already.
 
         Args:
             device: Where its splits shall be.
             dtype: Floating type of their inputs; None keeps it.
         """
-        return ClientData(self.source, self.client, device, dtype)
+        return self if (device, dtype) == self._where else ClientData(self.source, self.client, device, dtype)
 
     @property
     def task(self) -> Task:
@@ -194,6 +201,18 @@ def gather(clients: Sequence[ClientData], split: Split) -> list[Samples]:
             # where `cached_property` looks first
             vars(client)[split] = samples.to(device, dtype)
     return [getattr(client, split) for client in clients]
+
+
+def put_together(clients: Sequence[ClientData]) -> None:
+    """Has the splits of clients that are at work side by side gathered at once, when that of one is asked for.
+
+    Args:
+        clients: The clients, all on one device.
+    """
+    # weakly: in a circle their samples would stay until the collector comes by
+    together = WeakSet(clients)
+    for client in clients:
+        client._together = together
 
 
 def task_of(source: Any) -> Task:

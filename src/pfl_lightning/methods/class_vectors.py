@@ -49,12 +49,12 @@ class ClassVectors(nn.Module):
         Args:
             received: the new ones, by class number.
         """
-        self.vectors.zero_()
-        self.known.zero_()
-        if received:
-            classes = list(received)
-            self.vectors[classes] = torch.stack(list(received.values())).to(self.vectors)
-            self.known[classes] = True
+        classes = range(len(self.known))
+        # stacks of what is there, where rows that are chosen by number would be a copy for each client
+        absent, no, yes = self.vectors.new_zeros(()), self.known.new_zeros(()), self.known.new_ones(())
+        absent = absent.expand(self.vectors.shape[1])
+        self.vectors.copy_(torch.stack([received.get(c, absent).to(self.vectors) for c in classes]))
+        self.known.copy_(torch.stack([yes if c in received else no for c in classes]))
 
     def forward(self, target: Tensor, default: Tensor) -> Tensor:
         """The vector of each sample's class; the default where it has none.
@@ -83,15 +83,17 @@ def class_means(function: Callable[[Tensor], Tensor], part: Samples, num_classes
     Returns:
         By class number, the classes of the part alone.
     """
-    sums = []
+    sums, counts = [], []
     for x, y in part.chunks():
         values = function(x)
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
-        # a product, because index_add_ takes its addends in any order on a GPU
-        sums.append(F.one_hot(y, num_classes).to(wide.dtype).T @ wide)
-    counts = torch.bincount(part.y, minlength=num_classes)
-    means = (torch.stack(sums).sum(0) / counts.clamp_min(1)[:, None]).to(values.dtype)
-    return {c: means[c] for c in torch.nonzero(counts).flatten().tolist()}
+        # a product, because index_add_ takes its addends in any order on a GPU; and it waits for no count
+        members = F.one_hot(y, num_classes)
+        sums.append(members.to(wide.dtype).T @ wide)
+        counts.append(members.sum(0))
+    count = torch.stack(counts).sum(0)
+    means = (torch.stack(sums).sum(0) / count.clamp_min(1)[:, None]).to(values.dtype)
+    return {c: means[c] for c, number in enumerate(count.tolist()) if number}
 
 
 def stacked(updates: Updates, entry: str) -> tuple[Tensor, Tensor]:

@@ -56,7 +56,9 @@ class Operations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         floating = isinstance(first, torch.Tensor) and first.is_floating_point() and not func.is_view
-        if str(func) not in LOOKS and (floating or str(func).startswith("aten._foreach")):
+        # a factor that Python has: vmap makes it a tensor on the CPU
+        number = str(func) == "aten._to_copy.default" and first.dim() == 0
+        if str(func) not in LOOKS and not number and (floating or str(func).startswith("aten._foreach")):
             self.names[str(func)] += 1
         return result
 
@@ -91,8 +93,8 @@ def counted(method, net, data):
 @pytest.mark.parametrize(
     ("net", "data", "launches", "copies"),
     [
-        (CNN, partial(Images, 20, 15, (1, 16, 16), 1), 600, 6),
-        (partial(MLP, hidden=(64,)), partial(Images, 100, 3, (1, 8, 8), 10), 100, 6),
+        (CNN, partial(Images, 20, 15, (1, 16, 16), 1), 560, 6),
+        (partial(MLP, hidden=(64,)), partial(Images, 100, 3, (1, 8, 8), 10), 90, 6),
     ],
     ids=["20 clients, 15 steps of a CNN", "100 clients, 3 steps of an MLP"],
 )

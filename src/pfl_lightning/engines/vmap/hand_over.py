@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.phases import Phase
+from pfl_lightning.data import put_together
 from pfl_lightning.engines.base import ClientState, Job, Outcome
 from pfl_lightning.engines.examples import releases_of
 from pfl_lightning.engines.layout import Layout
@@ -61,6 +63,8 @@ class HandOver:
         if foreign := [name for name in layout.personal if name not in slots.first_names]:
             raise Unvectorisable(self.module, f"{foreign[0]} of its state_dict is no parameter or buffer")
         signature = BlockSignature(self.attributes, layout)
+        jobs = [replace(job, data=self.sequential.data_of(job)) for job in jobs]
+        put_together([job.data for job in jobs])
         return self._receive_at_once(jobs, signature, slots) or self._receive_one_by_one(jobs, signature, slots)
 
     def _receive_at_once(
@@ -70,7 +74,7 @@ class HandOver:
         module, device = self.module, self.sequential.device
         if any(overrides(module, method) for method in ("receive", "on_download", "assign", "state_dict")):
             return None
-        members = [Member(job, self.sequential.data_of(job), Stream(device, job.seed)) for job in jobs]
+        members = [Member(job, Stream(device, job.seed)) for job in jobs]
         own = slots.current()
         if module.state_dict().keys() - module.common_names != own.keys():
             # some have two names, or stay as the client before has left them
@@ -81,7 +85,7 @@ class HandOver:
             for member in members:
                 self.sequential.set_turn(member.job)
                 assigned.append({})
-                module.receive(member.job.state.personal, member.job.payload, member.data)
+                module.receive(member.job.state.personal, member.job.payload, member.job.data)
         if any(entries.keys() != own.keys() for entries in assigned):
             return None
         columns = {name: [entries[name] for entries in assigned] for name in own}
@@ -105,40 +109,39 @@ class HandOver:
         """Becomes one client after another, each in a row of the stack: what hooks change is changed there."""
         members: list[Member] = []
         stacks = {name: repeated(tensor, len(jobs)) for name, tensor in slots.current().items()}
-        with self._sending_together(jobs):
-            for row, job in enumerate(jobs):
-                entries = {name: stack[row] for name, stack in stacks.items()}
-                with slots.holding(entries):
-                    with self.sequential.leaks.of("on_download"):
-                        data = self.sequential.become(job)
-                    phases = self.module.local_phases()
-                    own = slots.current()
-                    signature.admit(phases, own)
-                    if row == 0:
-                        # hooks may have put others in their places
-                        new = {n: t for n, t in own.items() if n not in entries or t.shape != entries[n].shape}
-                        stacks |= {name: repeated(tensor, len(jobs)) for name, tensor in new.items()}
-                        stacks = {name: stacks[name] for name in own}
-                        entries = {name: stack[row] for name, stack in stacks.items()}
-                    take_over(own, entries)
-                members.append(Member(job, data, Stream(self.sequential.device, job.seed).keep()))
+        for row, (job, arrived) in enumerate(zip(jobs, self._sent_together(jobs), strict=True)):
+            entries = {name: stack[row] for name, stack in stacks.items()}
+            with slots.holding(entries):
+                with self.sequential.leaks.of("on_download"):
+                    self.sequential.become(arrived)
+                phases = self.module.local_phases()
+                own = slots.current()
+                signature.admit(phases, own)
+                if row == 0:
+                    # hooks may have put others in their places
+                    new = {n: t for n, t in own.items() if n not in entries or t.shape != entries[n].shape}
+                    stacks |= {name: repeated(tensor, len(jobs)) for name, tensor in new.items()}
+                    stacks = {name: stacks[name] for name in own}
+                    entries = {name: stack[row] for name, stack in stacks.items()}
+                take_over(own, entries)
+            members.append(Member(job, Stream(self.sequential.device, job.seed).keep()))
         return members, stacks, phases
 
-    @contextmanager
-    def _sending_together(self, jobs: list[Job]) -> Iterator[None]:
-        """Lets `ClientModule.assign` find on the device what it copies, where all of it has come at once."""
-        module, device = self.module, self.sequential.device
-        if device.type == "cpu" or overrides(module, "assign"):
-            yield
-            return
-        sent = {id(t): t for job in jobs for t in tensors([job.state.personal, job.payload.get("weights", {})])}
+    def _sent_together(self, jobs: list[Job]) -> list[Job]:
+        """The jobs with what clients have and are sent on the device, where all of it has come at once."""
+        device = self.sequential.device
+        if device.type == "cpu":
+            return jobs
+        sent = {id(tensor): tensor for job in jobs for tensor in tensors([job.state.personal, job.payload])}
         there = dict(zip(sent, moved([*sent.values()], device), strict=True))
 
-        def assign(entries: Mapping[str, Tensor]) -> None:
-            ClientModule.assign(module, {name: there.get(id(tensor), tensor) for name, tensor in entries.items()})
+        def arrived(record: Any) -> Any:
+            return tree_map(lambda tensor: there[id(tensor)], record)
 
-        with replaced(module, assign=assign):
-            yield
+        return [
+            replace(job, state=replace(job.state, personal=arrived(job.state.personal)), payload=arrived(job.payload))
+            for job in jobs
+        ]
 
     # Out
 
@@ -162,8 +165,8 @@ class HandOver:
         kept = {name: block.entries[slots.first_names[name]] for name in layout.personal}
         sent = [entry for stack in stacks for entry in stack.entries.values()]
         recorded = block.recorded
-        *scalars, flags = moved([*recorded.values(), all_finite([*sent, *kept.values()], len(jobs)).double()], CPU)
-        means, finite = block.means(dict(zip(recorded, scalars, strict=True))), flags.bool().tolist()
+        *scalars, sums = moved([*recorded.values(), sums_of_rows([*sent, *kept.values()], len(jobs))], CPU)
+        means, finite = block.means(dict(zip(recorded, scalars, strict=True))), sums.isfinite().all(0).tolist()
         personal = rows_of(kept, len(jobs))
         after = self.evaluator.evaluate(block.members, block.entries, slots)
         seconds = block.seconds + (time.perf_counter() - start) / len(jobs)
@@ -192,7 +195,7 @@ class HandOver:
             for row, member in enumerate(block.members):
                 own = Row(stack, row) if shared else {}
                 self.sequential.set_turn(member.job, member.steps)
-                updates.append(copied(self.module.upload(member.data)))
+                updates.append(copied(self.module.upload(member.job.data)))
         return arrived_together(updates)
 
     def _upload_one_by_one(self, block: Block, slots: Slots) -> list[Message]:
@@ -205,7 +208,7 @@ class HandOver:
             member.stream.restore()
             with slots.holding(entries):
                 with self.sequential.leaks.of("upload"):
-                    update = dict(self.module.upload(member.data))
+                    update = dict(self.module.upload(member.job.data))
                 take_over(slots.current(), entries)
             weights = update.get("weights")
             if isinstance(weights, dict) and weights and all(is_same(t, entries.get(n)) for n, t in weights.items()):
@@ -227,7 +230,7 @@ class HandOver:
             slots.copy_row(block.entries, row)
         member.stream.restore()
         self.sequential.set_mode(training=False)
-        return self.sequential.evaluate_present(member.job, member.data)
+        return self.sequential.evaluate_present(member.job, member.job.data)
 
 
 @contextmanager
@@ -277,11 +280,7 @@ def rows_of(stacks: StateDict, count: int) -> list[StateDict]:
     return [dict(zip(stacks, row, strict=True)) for row in zip(*columns, strict=True)] or [{} for _ in range(count)]
 
 
-def all_finite(stacks: list[Tensor], count: int) -> Tensor:
-    """Of each row ``[count]`` whether it is free of NaN and infinity, as `is_finite` tells."""
-    sums: dict[torch.dtype, list[Tensor]] = {}
-    for stack in stacks:
-        if stack.is_floating_point():
-            sums.setdefault(stack.dtype, []).append(stack.reshape(count, -1).sum(1))
-    finite = [torch.stack(of_type).isfinite().all(0) for of_type in sums.values()]
-    return torch.stack(finite).all(0) if len(finite) > 1 else finite[0] if finite else torch.ones(count).bool()
+def sums_of_rows(stacks: list[Tensor], count: int) -> Tensor:
+    """The sum of each row of each floating stack ``[stacks, count]``: finite if the row is, as `is_finite` tells."""
+    sums = [stack.reshape(count, -1).sum(1) for stack in stacks if stack.is_floating_point()]
+    return torch.stack(sums) if sums else torch.zeros(1, count)
