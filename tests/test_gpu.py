@@ -91,13 +91,19 @@ def test_mixed_precision_trains_and_goes_on(method, engine, precision):
 
 @pytest.mark.parametrize("method", [FedAvg, FedProx, FedPer, Ditto, ControlVariates], ids=lambda m: m.__name__)
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-def test_interrupted_it_ends_with_the_same_bits(tmp_path, method, engine):
-    settings = {"accelerator": "gpu", "engine": engine, "deterministic": True}
+@pytest.mark.parametrize("states", ["memory", "device"])
+def test_interrupted_it_ends_with_the_same_bits(tmp_path, method, engine, states):
+    settings = {"accelerator": "gpu", "engine": engine, "deterministic": True, "clients_per_round": 0.6}
     model = partial(make_client, method, net=noisy, optimizer=partial(SGD, lr=0.05, momentum=0.9))
     whole = fit(model(optimizer_lifetime="run"), blobs(), tmp_path / "whole", max_rounds=4, **settings)
-    fit(model(optimizer_lifetime="run"), blobs(), tmp_path / "cut", max_rounds=2, **settings)
+    settings["client_states"] = states
+    cut = fit(model(optimizer_lifetime="run"), blobs(), tmp_path / "cut", max_rounds=2, **settings)
+    kept = {tensor.device.type for state in cut.federation.clients.values() for tensor in tensors(state.personal)}
+    assert kept <= {"cuda" if states == "device" else "cpu"}
+    assert {tensor.device.type for tensor in tensors(torch.load(cut.last, weights_only=True))} == {"cpu"}
     on = fit(model(optimizer_lifetime="run"), blobs(), tmp_path / "cut", max_rounds=4, ckpt_path="last", **settings)
     assert equal(dict(on.weights), dict(whole.weights))
+    assert equal(*(torch.load(run.last, weights_only=True)["federation"]["clients"] for run in (on, whole)))
 
 
 class Large(Net):

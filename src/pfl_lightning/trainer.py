@@ -68,7 +68,7 @@ class FederatedTrainer(RunFolders):
         gradient_clip_val: largest norm or value of a client's gradients, above 0; None or 0 doesn't clip.
         gradient_clip_algorithm: whether ``gradient_clip_val`` bounds their ``norm`` or each ``value``.
         client_states: where clients' personal entries and optimizers are between rounds, with the same result: in
-            ``memory``; or on the ``disk``, in files of the run's folder ``states`` that go when the run does.
+            ``memory``; on the ``device`` where they train; or on the ``disk``, in files of the run's folder ``states``.
         cohort: what chooses the clients that take part in a round, such as ``PowerOfChoice``; None is `Uniform`, which
             draws ``clients_per_round`` of them, all as likely.
         example_privacy: what makes clients' training differentially private in each sample; None trains as ever.
@@ -97,7 +97,7 @@ class FederatedTrainer(RunFolders):
         min_clients: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
-        client_states: Literal["memory", "disk"] = "memory",
+        client_states: Literal["device", "memory", "disk"] = "memory",
         cohort: Selection | None = None,
         example_privacy: DPSGD | None = None,
         default_root_dir: str = "runs",

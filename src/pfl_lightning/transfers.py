@@ -30,3 +30,13 @@ def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
             whole = piece.view(part.shape)
             result[index] = whole.clone() if device.type == "cpu" else whole
     return result
+
+
+def side_by_side(rows: Sequence[Tensor], device: torch.device) -> Tensor:
+    """A stack of tensors, on the device where one of them already is, and else where they are.
+
+    Args:
+        rows: tensors of one shape and type, each on the device or on the CPU.
+        device: where the stack is wanted.
+    """
+    return torch.stack(moved(rows, device) if any(row.device == device for row in rows) else list(rows))

@@ -1,12 +1,14 @@
 import gc
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zipfile import ZipFile
 
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Adam
 
 from federations import (
@@ -23,6 +25,7 @@ from federations import (
     same_end,
 )
 from pfl_lightning.engines import ClientState
+from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.methods import FedPer, Local
 from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.runs.client_states import DiskStates, MappedCheckpointIO
@@ -58,16 +61,27 @@ def state(value: float) -> ClientState:
     ],
     ids=["momentum", "vectorised-adam", "processes"],
 )
-def test_a_run_with_states_on_the_disk_has_the_bits_of_one_in_memory(method, model, trainer, tmp_path):
+@pytest.mark.parametrize("states", ["disk", "device"])
+def test_a_run_with_states_elsewhere_has_the_bits_of_one_in_memory(method, model, trainer, states, tmp_path):
     trainer = {"evaluate": "both", **trainer}
-    memory, disk = (run(tmp_path / states, states, 3, model, method, **trainer) for states in ("memory", "disk"))
-    assert same_end(memory, disk)
-    assert read_csv(memory.folder / "clients.csv") == read_csv(disk.folder / "clients.csv")
-    checkpoints = [load(run.last) for run in (memory, disk)]
+    memory, other = (run(tmp_path / where, where, 3, model, method, **trainer) for where in ("memory", states))
+    assert same_end(memory, other)
+    assert read_csv(memory.folder / "clients.csv") == read_csv(other.folder / "clients.csv")
+    checkpoints = [load(run.last) for run in (memory, other)]
     assert equal(*(checkpoint["federation"] for checkpoint in checkpoints))
     assert equal(*(checkpoint["state_dict"] for checkpoint in checkpoints))
     # nothing is in it that its tensors are only parts of
-    assert tensor_bytes(memory.last) == tensor_bytes(disk.last)
+    assert tensor_bytes(memory.last) == tensor_bytes(other.last)
+
+
+def test_clients_that_stay_on_a_device_have_one():
+    trainer = SimpleNamespace(world_size=2, precision_plugin=Precision(), max_epochs=1)
+    options = FederationOptions(client_states="device")
+    data = blobs()
+    data.setup()
+    expected = r"of trainer\.devices=2 it is another one in each round; take client_states='memory'"
+    with pytest.raises(MisconfigurationException, match=expected):
+        options.engines([make_client()], data, trainer)
 
 
 def test_there_is_a_file_for_each_client_that_has_trained(tmp_path):
@@ -152,5 +166,5 @@ def test_a_damaged_checkpoint_is_refused_as_in_memory(tmp_path):
 
 
 def test_a_place_that_is_neither_is_refused():
-    with pytest.raises(MisconfigurationException, match=r"trainer\.client_states='tape' must be one of memory, disk"):
+    with pytest.raises(MisconfigurationException, match="client_states='tape' must be one of device, memory, disk"):
         make_trainer(client_states="tape")

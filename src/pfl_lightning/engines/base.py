@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from pfl_lightning.client import ClientModule, Phase
 from pfl_lightning.data import ClientData, LastBatch, Samples, Split
 from pfl_lightning.engines.evaluation import evaluate, metrics_of
-from pfl_lightning.messages import Message, StateDict
+from pfl_lightning.messages import Message, StateDict, detached, tree_map
 from pfl_lightning.privacy.accountant import Release
 from pfl_lightning.privacy.dp_sgd import DPSGD
 
@@ -46,6 +46,7 @@ class LocalWork:
         clip: largest norm or value of gradients; None doesn't clip.
         clip_algorithm: whether ``clip`` bounds the ``norm`` of all gradients together or each ``value``.
         example_privacy: makes training differentially private in each sample; None trains as ever.
+        keeps_on_device: whether what stays with clients is left on the device where they train.
     """
 
     epochs: int = 1
@@ -55,6 +56,11 @@ class LocalWork:
     clip: float | None = None
     clip_algorithm: Literal["norm", "value"] = "norm"
     example_privacy: DPSGD | None = None
+    keeps_on_device: bool = False
+
+    def kept(self, record: Any) -> Any:
+        """What a client keeps, as copies of its own where it is kept."""
+        return tree_map(lambda t: t.detach().clone(), record) if self.keeps_on_device else detached(record)
 
     def extent(self, phase: Phase) -> Extent:
         """How far a phase goes: what it says itself, and these settings where it says nothing."""
@@ -66,7 +72,7 @@ class LocalWork:
 
 @dataclass
 class ClientState:
-    """What stays with a client between rounds, on the CPU.
+    """What stays with a client between rounds, on the CPU or, if it is left there, where it trains.
 
     Args:
         personal: personal entries of the client module's ``state_dict``.
@@ -117,7 +123,7 @@ class Outcome:
     Args:
         client: id of the client.
         update: what it sends to the server, on the CPU.
-        state: its state from now on, on the CPU.
+        state: its state from now on.
         metrics: means of what its ``training_step`` returned, weighted by samples; empty if it had no batch.
         finite: whether its loss and its update are free of NaN and infinity.
         after: metrics after training, as `Engine.evaluate` names them.

@@ -1,13 +1,13 @@
 """A client's optimizer for a phase of its local training."""
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.engines.base import Job
-from pfl_lightning.messages import detached
+from pfl_lightning.messages import tree_map
 
 
 def local_optimizer(module: ClientModule, phase: Phase, job: Job, parameters: list[nn.Parameter]) -> Optimizer:
@@ -33,7 +33,7 @@ def local_optimizer(module: ClientModule, phase: Phase, job: Job, parameters: li
     rates = [group["lr"] * factor for group in optimizer.param_groups]
     if phase.name in job.state.optimizers:
         # a copy: an optimizer takes the tensors as they are, and steps in place
-        optimizer.load_state_dict(detached(job.state.optimizers[phase.name]))
+        optimizer.load_state_dict(tree_map(Tensor.clone, job.state.optimizers[phase.name]))
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     module.learning_rate = rates[0]

@@ -114,7 +114,7 @@ class Sequential(Engine):
             update = detached(self.module.upload(data))
         if layout.personal:
             own = self.module.state_dict()
-            state.personal = detached({name: own[name] for name in layout.personal})
+            state.personal = self.work.kept({name: own[name] for name in layout.personal})
         return Outcome(
             client=job.client,
             update=update,
@@ -162,7 +162,7 @@ class Sequential(Engine):
         for parameter in frozen:
             parameter.requires_grad_(True)
         if module.optimizer_lifetime == "run":
-            state.optimizers[phase.name] = detached(optimizer.state_dict())
+            state.optimizers[phase.name] = self.work.kept(optimizer.state_dict())
         if scaler is not None:
             state.scaler = scaler.state_dict()
         module.steps_done += len(steps)

@@ -24,7 +24,7 @@ from pfl_lightning.contract.task import check_requirements, check_task
 from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ClientState, Engine, Job
 from pfl_lightning.engines.threads import threads_for
-from pfl_lightning.federation.checkpoint import check_same
+from pfl_lightning.federation.checkpoint import check_same, saved_states
 from pfl_lightning.federation.evaluation import Evaluations
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.participation import Participation, check_tells
@@ -166,7 +166,7 @@ class FederationBase(LightningModule):
 
     def _kept(self, states: MutableMapping[int, ClientState]) -> MutableMapping[int, ClientState]:
         """Clients' states, where the Trainer keeps them."""
-        if self.options.client_states == "memory":
+        if self.options.client_states != "disk":
             return states
         run = run_folder(self.trainer)
         # in a folder that stays: files that come and go directly in the run's would make it look newer than it is
@@ -245,7 +245,7 @@ class FederationBase(LightningModule):
             "aggregator": self.aggregator.state,
             "spent": {client: list(map(list, releases)) for client, releases in sorted(self.spent.items())},
             "cohort": self.options.cohort.state,
-            "clients": {client: vars(state) for client, state in sorted(self.clients.items())},
+            "clients": saved_states(self.clients),
             "after": dict(sorted(self.evaluations.after.items())),
             # not for resuming: they let one client's model be loaded without the aggregator
             "payloads": {client: self.aggregator.download(client) for client in clients},

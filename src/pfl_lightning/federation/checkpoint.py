@@ -1,13 +1,15 @@
 """What a checkpoint says of a federation: whether it is of this one, and what its clients would do next."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.data import ClientData, Split
 from pfl_lightning.engines import ClientState, Job
+from pfl_lightning.messages import CPU, tensors, tree_map
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.transfers import moved
 
 
 def check_same(saved: Mapping[str, Any], method: str, sizes: Sequence[int], new_clients: float) -> None:
@@ -43,6 +45,17 @@ def check_same(saved: Mapping[str, Any], method: str, sizes: Sequence[int], new_
             f"ckpt_path: the checkpoint's run had data.new_clients={then} and this one {new_clients}, of whom some may "
             "have taken part in it; take what it had."
         )
+
+
+def saved_states(clients: Mapping[int, ClientState]) -> dict[int, Any]:
+    """Clients' states as a checkpoint has them: on the CPU, where those of a device come in few copies.
+
+    Args:
+        clients: the states by client id.
+    """
+    states = {client: vars(state) for client, state in sorted(clients.items())}
+    arrived = iter(moved(list(tensors(states)), CPU))
+    return cast(dict[int, Any], tree_map(lambda _: next(arrived), states))
 
 
 def saved_job(

@@ -43,7 +43,7 @@ class FederationOptions:
     test_every_round: bool = False
     clip: float | None = None
     clip_algorithm: Literal["norm", "value"] = "norm"
-    client_states: Literal["memory", "disk"] = "memory"
+    client_states: Literal["device", "memory", "disk"] = "memory"
     limit_val_batches: int | float = 1.0
     limit_test_batches: int | float = 1.0
     monitor: str | None = None
@@ -91,7 +91,7 @@ class FederationOptions:
             "trainer",
             evaluate=(self.evaluate, ("before", "after", "both")),
             gradient_clip_algorithm=(self.clip_algorithm, ("norm", "value")),
-            client_states=(self.client_states, ("memory", "disk")),
+            client_states=(self.client_states, ("device", "memory", "disk")),
         )
 
     def _check_private(self) -> None:
@@ -163,7 +163,8 @@ class FederationOptions:
         # in Lightning a bound of 0 is none
         clip = self.clip or None
         size, last = data.batch_size, data.last_batch
-        return LocalWork(epochs, self.local_steps, size, last, clip, self.clip_algorithm)
+        stays = self.client_states == "device"
+        return LocalWork(epochs, self.local_steps, size, last, clip, self.clip_algorithm, keeps_on_device=stays)
 
     def engines(self, modules: Sequence[ClientModule], data: FederatedDataModule, trainer: Trainer) -> list[Engine]:
         """The engine of each client module; with several ranks each runs its share of the clients.
@@ -188,6 +189,11 @@ class FederationOptions:
             else list(engine(modules, work, precision))
         )
         ranks = trainer.world_size
+        if ranks > 1 and self.client_states == "device":
+            raise MisconfigurationException(
+                f"trainer.client_states='device' leaves clients on the device where they trained, and of "
+                f"trainer.devices={ranks} it is another one in each round; take client_states='memory'."
+            )
         return [Sharded(engine, trainer.global_rank, ranks) for engine in engines] if ranks > 1 else engines
 
     @staticmethod

@@ -24,7 +24,7 @@ from pfl_lightning.engines.vmap.checks import BlockSignature, SharedAttributes, 
 from pfl_lightning.engines.vmap.dropout import Stream
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
 from pfl_lightning.messages import CPU, Message, Row, Stack, StateDict, is_finite, tensors, tree_map
-from pfl_lightning.transfers import moved
+from pfl_lightning.transfers import moved, side_by_side
 
 
 class HandOver:
@@ -92,7 +92,9 @@ class HandOver:
         if any({row.shape for row in rows} != {own[name].shape} for name, rows in columns.items()):
             return None
         alike = {name for name, rows in columns.items() if len(set(map(id, rows))) == 1}
-        arrived = moved([rows[0] if name in alike else torch.stack(rows) for name, rows in columns.items()], device)
+        arrived = moved(
+            [rows[0] if name in alike else side_by_side(rows, device) for name, rows in columns.items()], device
+        )
         stacks = {
             name: repeated(tensor.to(own[name].dtype), len(jobs)) if name in alike else tensor.to(own[name].dtype)
             for name, tensor in zip(own, arrived, strict=True)
@@ -167,7 +169,7 @@ class HandOver:
         recorded = block.recorded
         *scalars, sums = moved([*recorded.values(), sums_of_rows([*sent, *kept.values()], len(jobs))], CPU)
         means, finite = block.means(dict(zip(recorded, scalars, strict=True))), sums.isfinite().all(0).tolist()
-        personal = rows_of(kept, len(jobs))
+        personal = rows_of(kept, len(jobs), self.sequential.device if self.sequential.work.keeps_on_device else CPU)
         after = self.evaluator.evaluate(block.members, block.entries, slots)
         seconds = block.seconds + (time.perf_counter() - start) / len(jobs)
         for job in jobs:
@@ -274,9 +276,9 @@ def take_over(current: StateDict, entries: StateDict) -> None:
             entry.copy_(current[name])
 
 
-def rows_of(stacks: StateDict, count: int) -> list[StateDict]:
-    """Each row of stacks as tensors of its own on the CPU: who keeps or saves one shall not keep the stack."""
-    columns = [[row.clone() for row in stack.unbind()] for stack in moved([*stacks.values()], CPU)]
+def rows_of(stacks: StateDict, count: int, device: torch.device) -> list[StateDict]:
+    """Each row of stacks as tensors of its own on a device: who keeps or saves one shall not keep the stack."""
+    columns = [[row.clone() for row in stack.unbind()] for stack in moved([*stacks.values()], device)]
     return [dict(zip(stacks, row, strict=True)) for row in zip(*columns, strict=True)] or [{} for _ in range(count)]
 
 

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from pfl_lightning.messages import CPU, StateDict, detached
-from pfl_lightning.transfers import moved
+from pfl_lightning.engines.base import LocalWork
+from pfl_lightning.messages import CPU, StateDict
+from pfl_lightning.transfers import moved, side_by_side
 
 State: TypeAlias = dict[str, Any]
 SavedStates: TypeAlias = dict[int, State]
@@ -63,10 +63,15 @@ class StackOptimizers:
         for part in self._parts:
             part.narrow(end)
 
-    def state_dicts(self, end: int) -> Iterator[tuple[int, State]]:
-        """The rows that `narrow` would let go, each with the ``state_dict`` of what its own optimizer would be now."""
+    def state_dicts(self, end: int, work: LocalWork) -> Iterator[tuple[int, State]]:
+        """The rows that `narrow` would let go, each with the ``state_dict`` of what its own optimizer would be now.
+
+        Args:
+            end: as for `narrow`.
+            work: says where they are kept.
+        """
         for part in self._parts:
-            yield from part.state_dicts(end)
+            yield from part.state_dicts(end, work)
 
 
 class RowsOptimizer:
@@ -124,14 +129,15 @@ class RowsOptimizer:
             state.update({name: value[:rows] for name, value in state.items() if of_elements(name, value)})
         self.rows = rows
 
-    def state_dicts(self, end: int) -> Iterator[tuple[int, State]]:
-        """The rows that `narrow` would let go, each with the ``state_dict`` of what its own optimizer would be now."""
+    def state_dicts(self, end: int, work: LocalWork) -> Iterator[tuple[int, State]]:
+        """As `StackOptimizers.state_dicts`."""
         leaving = range(max(end - self.first, 0), self.rows)
         if not leaving:
             return
         packed = self.optimizer.state_dict()
         places = [(n, name) for n, state in packed["state"].items() for name in state if of_elements(name, state[name])]
-        columns = moved([packed["state"][n][name][leaving.start : leaving.stop] for n, name in places], CPU)
+        columns = [packed["state"][n][name][leaving.start : leaving.stop] for n, name in places]
+        columns = columns if work.keeps_on_device else moved(columns, CPU)
         elements = dict(zip(places, columns, strict=True))
         for row in leaving:
             state = {
@@ -141,7 +147,7 @@ class RowsOptimizer:
                 }
                 for number, state in packed["state"].items()
             }
-            yield self.first + row, detached(packed | {"state": state})
+            yield self.first + row, work.kept(packed | {"state": state})
 
 
 def of_elements(name: str, value: Any) -> bool:
@@ -162,7 +168,7 @@ def stacked(saved: list[SavedStates], leaves: list[Tensor], groups: list[dict[st
     """States of several clients as states of their stack, where its parameters are, as ``load_state_dict`` has them.
 
     Args:
-        saved: of each client what its optimizer has kept, on the CPU; their `counters` are the same.
+        saved: of each client what its optimizer has kept; their `counters` are the same.
         leaves: the stacked parameters, by their numbers.
         groups: the optimizer's groups of parameters.
     """
@@ -173,7 +179,7 @@ def stacked(saved: list[SavedStates], leaves: list[Tensor], groups: list[dict[st
     for number, state in saved[0].items():
         for name, value in state.items():
             if of_elements(name, value):
-                stack = torch.stack([states[number][name] for states in saved])
+                stack = side_by_side([states[number][name] for states in saved], leaves[number].device)
                 tensors[number, name] = stack.to(leaves[number].dtype)
             elif isinstance(value, Tensor):
                 # a copy: it is counted in place

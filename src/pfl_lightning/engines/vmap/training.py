@@ -139,7 +139,7 @@ class BlockTrainer:
     def _narrow(self, optimizers: StackOptimizers, end: int, phase: Phase, block: Block) -> None:
         """Lets go of clients that have made their steps, and keeps their optimizers' states where those live on."""
         if self.module.optimizer_lifetime == "run":
-            for row, state in optimizers.state_dicts(end):
+            for row, state in optimizers.state_dicts(end, self.work):
                 block.members[row].optimizers[phase.name] = state
         optimizers.narrow(end)
 
