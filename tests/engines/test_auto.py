@@ -94,6 +94,20 @@ def test_the_choice_is_said_once_whatever_comes_first(caplog):
     assert len(lines(caplog)) == 1
 
 
+@pytest.mark.parametrize(("batch_size", "engine"), [(10, Vectorised), (1000, Sequential)])
+def test_on_a_device_it_is_vectorised_unless_a_batch_fills_it(monkeypatch, caplog, batch_size, engine):
+    monkeypatch.setattr(auto, "FILLING", 1000)
+    data = blobs()
+    data.setup()
+    # a device that counts as one, and needs none
+    model = make_client().to("meta")
+    one = Auto(model, LocalWork(batch_size=batch_size), Precision())
+    job = Job(0, 0, ClientState(), {}, data.client(0), seed=0)
+    assert type(one._chosen(job)) is engine
+    reason = "a batch of Net fills meta by itself" if engine is Sequential else "many small clients fill meta"
+    assert lines(caplog) == [f"trainer.engine='auto' takes {engine.__name__.lower()}: {reason}."]
+
+
 def test_clients_are_evaluated_as_they_come(monkeypatch):
     monkeypatch.setattr(auto, "PARAMETERS", 10)
     data = blobs()

@@ -23,14 +23,18 @@ PARAMETERS = 50_000
 OUTPUTS = 20_000
 """Up to so many parameters, and values that its layers put out for a sample, a net is small on a CPU."""
 
+FILLING = 100_000_000
+"""Values that layers put out for a batch, from which on it fills a GPU: to read and write them takes a card of several
+TB/s as long as it takes to start the kernels of a step, some tenths of a millisecond. An estimate."""
+
 
 class Auto(Engine):
     """Takes the engine that should be the fastest, and says in one line which and why.
 
-    On a GPU, where a client's computations are too small to fill it, that is `Vectorised`; on a CPU too for small nets,
-    whose steps take less time than it takes to start them. Otherwise, and where a method can't be vectorised, it is
-    `Processes` on a CPU with several cores, and `Sequential` elsewhere, and for nets so large that several threads
-    share out each of their operations. The choice follows from what is given and not from the clock: a run that is
+    On a GPU that is `Vectorised` unless a single client's batch fills it; on a CPU too for small nets, whose steps take
+    less time than it takes to start them. Otherwise, and where a method can't be vectorised, it is `Processes` on a CPU
+    with several cores, and `Sequential` elsewhere, and for nets so large that several threads share out each of their
+    operations. The choice follows from what is given and not from the clock: a run that is
     resumed goes on with the same engine. Takes the arguments of `Engine`.
     """
 
@@ -73,19 +77,22 @@ class Auto(Engine):
         part = first.data.to(self.device, cast(torch.dtype, self.module.dtype)).part("train")
         if isinstance(part, Streamed):
             return self._take_one_by_one("clients are read a batch at a time")
+        outputs = self._outputs(part)
         if self.device.type != "cpu":
+            if outputs * self.work.batch_size >= FILLING:
+                return self._take(Sequential, f"a batch of {net} fills {self.device.type} by itself")
             return self._take(Vectorised, f"many small clients fill {self.device.type}")
-        if self._is_small(part):
+        if outputs <= OUTPUTS and self._parameters <= PARAMETERS:
             return self._take(Vectorised, f"{net} is small")
         return self._take_one_by_one(f"a step of {net} is enough work for a core")
 
     @torch.no_grad()
-    def _is_small(self, part: Samples) -> bool:
+    def _outputs(self, part: Samples) -> int:
+        """How many values the net's layers put out for a sample."""
         x = part.take(slice(1)).x
         self.set_mode(training=False)
         with self.forward_context():
-            outputs = sum(tensor.numel() for tensor in tensors(outputs_of(self.module.net, x)))
-        return outputs <= OUTPUTS and self._parameters <= PARAMETERS
+            return sum(tensor.numel() for tensor in tensors(outputs_of(self.module.net, x)))
 
     def _take_one_by_one(self, reason: str) -> Engine:
         if self.device.type != "cpu" or sys.platform != "linux" or distributed.is_initialized():
