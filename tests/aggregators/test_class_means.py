@@ -48,7 +48,7 @@ def family(function):
 def test_class_means_by_hand_in_chunks_of_any_size(monkeypatch, chunk):
     monkeypatch.setattr(Samples, "chunks", partialmethod(Samples.chunks, chunk))
     x, y = points(20, seed=4)
-    means = class_means(torch.sin, Samples(x, y * 2), 2 * CLASSES)
+    means = class_means(torch.sin, Samples(x, y * 2), [0, 2, 4], 2 * CLASSES)
     assert list(means) == [0, 2, 4]
     for c, mean in means.items():
         torch.testing.assert_close(mean, x[y * 2 == c].sin().mean(0))
@@ -56,14 +56,14 @@ def test_class_means_by_hand_in_chunks_of_any_size(monkeypatch, chunk):
 
 def test_class_means_of_one_sample_are_its_value():
     x, y = points(1, seed=0)
-    assert equal(class_means(lambda x: 3 * x, Samples(x, y), CLASSES), {int(y): 3 * x[0]})
+    assert equal(class_means(lambda x: 3 * x, Samples(x, y), y.tolist(), CLASSES), {int(y): 3 * x[0]})
 
 
 def test_class_means_keep_the_type_and_sum_in_a_wide_one():
     part = Samples(torch.ones(1000, 2), torch.zeros(1000, dtype=torch.int64))
-    (mean,) = class_means(lambda x: (1.01 * x).bfloat16(), part, 1).values()
+    (mean,) = class_means(lambda x: (1.01 * x).bfloat16(), part, [0], 1).values()
     assert mean.dtype == torch.bfloat16 and torch.equal(mean, torch.full((2,), 1.01).bfloat16())
-    (mean,) = class_means(lambda x: x.double() / 3, part, 1).values()
+    (mean,) = class_means(lambda x: x.double() / 3, part, [0], 1).values()
     assert mean.dtype == torch.float64 and torch.allclose(mean, torch.ones(2).double() / 3, rtol=0, atol=1e-12)
 
 

@@ -160,6 +160,18 @@ def test_several_clients_are_gathered_at_once_and_keep_their_parts(asked):
         assert torch.equal(part.x.to(expected.x.dtype), expected.x) and torch.equal(part.y, expected.y)
 
 
+def test_class_counts_are_of_those_put_together_and_of_nobody_else_s_making():
+    dm = ready(Floats)
+    clients = [dm.client(c) for c in (2, 0, 3)]
+    put_together(clients)
+    for client in clients:
+        expected = torch.bincount(dm.part(client.client, "train").y, minlength=dm.num_classes)
+        assert torch.equal(client.class_counts, expected)
+        client.class_counts.zero_()
+        assert torch.equal(client.class_counts, expected)
+        assert client.classes == torch.nonzero(expected).flatten().tolist()
+
+
 def test_those_put_together_are_gathered_when_one_is_asked_for_and_go_with_their_last_reference(asked):
     dm = ready(Floats)
     clients = [dm.client(c) for c in (2, 0, 3)]

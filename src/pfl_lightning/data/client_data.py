@@ -179,7 +179,26 @@ class ClientData:
         Raises:
             MisconfigurationException: The samples have no class.
         """
-        return class_counts(self.task, self.train.y)
+        return self._counted[0].clone()
+
+    @property
+    def classes(self) -> list[int]:
+        """Numbers of the classes that it has training samples of, ascending.
+
+        Raises:
+            MisconfigurationException: The samples have no class.
+        """
+        return self._counted[1]
+
+    @cached_property
+    def _counted(self) -> tuple[Tensor, list[int]]:
+        # of all that were put together, for which they come from a device at once
+        clients = list(self._together) or [self]
+        counts = torch.stack([class_counts(client.task, client.train.y) for client in clients])
+        for client, own, there in zip(clients, counts, (counts > 0).cpu(), strict=True):
+            vars(client)["_counted"] = own, there.nonzero().flatten().tolist()
+        counted: tuple[Tensor, list[int]] = vars(self)["_counted"]
+        return counted
 
 
 def gather(clients: Sequence[ClientData], split: Split) -> list[Samples]:

@@ -1,6 +1,6 @@
 """Vectors that stand for classes: the means of a client's features or outputs, and what it receives of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -67,18 +67,21 @@ class ClassVectors(nn.Module):
 
 
 @torch.no_grad()
-def class_means(function: Callable[[Tensor], Tensor], part: Samples, num_classes: int) -> ClassMessage:
+def class_means(
+    function: Callable[[Tensor], Tensor], part: Samples, classes: Sequence[int], num_classes: int
+) -> ClassMessage:
     r"""Mean of a function over the samples of each class, :math:`\frac{1}{n_c} \sum_{i: y_i = c} f(x_i)`.
 
     >>> part = Samples(torch.tensor([[1.0], [3.0], [4.0]]), torch.tensor([0, 0, 2]))
-    >>> class_means(lambda x: 10 * x, part, num_classes=3)
+    >>> class_means(lambda x: 10 * x, part, classes=[0, 2], num_classes=3)
     {0: tensor([20.]), 2: tensor([40.])}
 
     Args:
         function: gives vectors ``[n, d]`` of inputs ``[n, *input_shape]``, each sample's of its own alone: a net in
             evaluation mode.
         part: the samples, on the function's device, at least one.
-        num_classes: number of classes.
+        classes: those that it has, which its labels would have to come from a device to tell.
+        num_classes: number of all classes.
 
     Returns:
         By class number, the classes of the part alone.
@@ -93,7 +96,7 @@ def class_means(function: Callable[[Tensor], Tensor], part: Samples, num_classes
         counts.append(members.sum(0))
     count = torch.stack(counts).sum(0)
     means = (torch.stack(sums).sum(0) / count.clamp_min(1)[:, None]).to(values.dtype)
-    return {c: means[c] for c, number in enumerate(count.tolist()) if number}
+    return {c: means[c] for c in classes}
 
 
 def stacked(updates: Updates, entry: str) -> tuple[Tensor, Tensor]:

@@ -70,7 +70,9 @@ class FeatureAlignment(ClientModule):
 
     def upload(self, data: ClientData) -> Message:
         """The model, and the client's own prototypes by it."""
-        return super().upload(data) | {"prototypes": class_means(self.net.features, data.train, self.num_classes)}
+        return super().upload(data) | {
+            "prototypes": class_means(self.net.features, data.train, data.classes, self.num_classes)
+        }
 
     def configure_aggregator(self) -> Aggregator:
         """Averages models by samples, and prototypes plainly."""

@@ -82,7 +82,9 @@ class FedAS(PersonalNet, FedPer):
         """Takes the body, and finds what to align it with."""
         super().on_download(payload, data)
         known = data is not None and bool(self.has_personal) and len(data.train) > 0
-        self.aims.take(class_means(self.personal.features, data.train, self.num_classes) if known and data else {})
+        self.aims.take(
+            class_means(self.personal.features, data.train, data.classes, self.num_classes) if known and data else {}
+        )
 
     def local_phases(self) -> list[Phase]:
         """The alignment of the body, then training of all."""

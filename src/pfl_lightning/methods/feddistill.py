@@ -60,7 +60,7 @@ class FedDistill(Local):
 
     def upload(self, data: ClientData) -> Message:
         """F_k: the mean output of each of the client's classes."""
-        return {"outputs": class_means(self._output, data.train, self.num_classes)}
+        return {"outputs": class_means(self._output, data.train, data.classes, self.num_classes)}
 
     def _output(self, x: Tensor) -> Tensor:
         logits: Tensor = self.net(x)

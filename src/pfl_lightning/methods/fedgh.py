@@ -34,7 +34,7 @@ class FedGH(LGFedAvg):
 
     def upload(self, data: ClientData) -> Message:
         """The mean features of the client's classes."""
-        return {"prototypes": class_means(self.net.features, data.train, self.num_classes)}
+        return {"prototypes": class_means(self.net.features, data.train, data.classes, self.num_classes)}
 
     def configure_aggregator(self) -> Aggregator:
         """FedGH's server."""

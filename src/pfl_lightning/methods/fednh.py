@@ -86,7 +86,7 @@ class NormalizedHead(ClientModule):
             return update
         # the server has the prototypes, and moves them itself
         del update["weights"][PROTOTYPES]
-        means = class_means(lambda x: F.normalize(self.net.features(x)), data.train, self.num_classes)
+        means = class_means(lambda x: F.normalize(self.net.features(x)), data.train, data.classes, self.num_classes)
         return update | {"directions": {c: F.normalize(mean, dim=0) for c, mean in means.items()}}
 
     def configure_aggregator(self) -> Aggregator:

@@ -64,7 +64,7 @@ class PACClient(AlternateAlignment):
         super().on_download(payload, data)
         if data is None:
             return
-        self.own.take(class_means(self._features_and_square, data.train, self.num_classes))
+        self.own.take(class_means(self._features_and_square, data.train, data.classes, self.num_classes))
         if payload["prototypes"]:
             classes = torch.arange(self.num_classes, device=self.device)
             self.prototypes.vectors.copy_(self.prototypes(classes, default=self.own.vectors[:, :-1]))
