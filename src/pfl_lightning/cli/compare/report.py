@@ -3,13 +3,13 @@
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from pfl_lightning.cli.compare.page import page
 from pfl_lightning.cli.compare.paired import best_and_level, by_method, gains_over_local, ranks
 from pfl_lightning.cli.compare.reached import is_target, reached
 from pfl_lightning.cli.compare.results import (
-    CAPTION,
     NEW,
     OVER,
     PAPER,
@@ -28,6 +28,21 @@ from pfl_lightning.plots.runs import plot_mean_curves
 from pfl_lightning.runs.report import Row, write_rows
 from pfl_lightning.runs.tables import latex, latex_table, markdown_table, text_table
 from pfl_lightning.tasks import Monitor
+
+MEANINGS = {
+    "best on validation": "of the round that validation selects",
+    "last": "of the last round",
+    "best on test": "of the round that is best on the test samples, which is no fair choice",
+    "mean of last five": "over the last five rounds",
+    "ten best": "the mean of the ten rounds that are best on the test samples",
+    "worst decile": "the {end} decile of clients in the last round",
+    "worst tenth": "the mean over the {end} tenth of clients in the last round",
+    "std over clients": "in the last round",
+    "server": "its one model on the central test set",
+    "MiB": "of all clients in a round",
+    "GFLOP": "of all clients in a round",
+}
+"""What columns are, by the beginning of their titles."""
 
 OVER_LOCAL = """\
 Over Local: how much more than alone a client has in the last round, the plain mean over seeds and clients, where "last"
@@ -75,12 +90,7 @@ def write(
     cells = comparison_table(methods, failures, {title: column for title, column in more.items() if column}, columns)
     last = cells[0].index("last") if "last" in cells[0] else 0
     marked = {(row, last) for row, of_one in enumerate(cells) if of_one[0] in level}
-    over = "mean ± sample standard deviation over seeds" if len(seeds) > 1 else "seed"
-    caption = CAPTION.format(
-        metric="accuracy in %" if monitor.metric == "acc" else monitor.metric,
-        over=f"{over} {', '.join(map(str, seeds))}",
-        end="lowest" if monitor.mode == "max" else "highest",
-    )
+    caption = caption_of(cells[0], monitor, seeds)
     notes = [reason for method in methods for reason in reasons(method, failures)]
     if tuned:
         notes.append("Chosen on validation: " + "; ".join(f"{name} {setting}" for name, setting in tuned.items()) + ".")
@@ -115,6 +125,27 @@ def write(
     (out / "report.html").write_text(report)
     closing = f"report.html, table, curves and a folder a run: {out}"
     return "\n".join(["", text_table(cells), "", caption, "", *notes, closing])
+
+
+def caption_of(columns: Sequence[str], monitor: Monitor, seeds: Sequence[int]) -> str:
+    """What the numbers of a table are.
+
+    >>> print(caption_of(["method", "last", "MiB up", "MiB down"], Monitor(), [3]))
+    Test accuracy in %, seed 3; last: of the last round; MiB: of all clients in a round.
+
+    Args:
+        columns: the titles of its columns.
+        monitor: the metric that selects.
+        seeds: all seeds.
+    """
+    over = "mean ± sample standard deviation over seeds" if len(seeds) > 1 else "seed"
+    metric = "accuracy in %" if monitor.metric == "acc" else monitor.metric
+    end = "lowest" if monitor.mode == "max" else "highest"
+    plain = [f"{column} " for column in columns if not is_target(column)]
+    there = [name for name in MEANINGS if any(column.startswith((f"{name} ", f"{name}:")) for column in plain)]
+    meanings = [f"{name}: {MEANINGS[name].format(end=end)}" for name in there]
+    whole = "; ".join([f"Test {metric}, {over} {', '.join(map(str, seeds))}", *meanings])
+    return fill(f"{whole}.", 120, break_on_hyphens=False)
 
 
 def titles(text: str) -> list[str]:

@@ -40,12 +40,6 @@ FEW, MANY = 5, 10
 OVER, RANK, PAPER = "over Local", "rank", "paper"
 """Titles of the columns that compare methods, and of a paper's numbers."""
 
-CAPTION = """\
-Test {metric}, {over}: of the round that validation selects, of the last round,
-and of the round that is best on the test samples, which is no fair choice; worst decile: the {end} decile of clients
-in the last round, worst tenth: the mean over those at that end; server: its one model on the central test set;
-MiB, GFLOP: of all clients in a round."""
-
 NEW = "New clients took no part; they are tested by what they received after the last round, and after joining."
 
 COMMON = {"partition": "partitions", "cohorts": "cohorts", "initial": "initial weights"}
