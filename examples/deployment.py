@@ -78,6 +78,8 @@ class Deployment:
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "OMP_NUM_THREADS": "1",
+            # `flwr run --stream` doesn't flush, and what it shows is waited for
+            "PYTHONUNBUFFERED": "1",
         }
         make_certificates(folder)
         make_samples(folder)
