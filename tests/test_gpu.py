@@ -82,8 +82,6 @@ def test_a_method_is_the_same_on_a_gpu_as_on_the_cpu_and_under_both_engines(meth
     "method", ["fedavg", "fedper", "scaffold", "ditto", "cwfedavg", "fedproto", "fedawa", "fedrema"]
 )
 def test_mixed_precision_trains_and_goes_on(method, engine, precision):
-    if (engine, precision) == ("vectorised", "16-mixed"):
-        pytest.skip("loss scaling is of one client, and refused")
     end(method, "gpu", engine, precision)
     on = end(method, "gpu", engine, precision, "--trainer.max_rounds 3 --ckpt_path last")
     assert all(t.isfinite().all() for t in tensors(on["state_dict"]) if t.is_floating_point())

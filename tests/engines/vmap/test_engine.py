@@ -461,14 +461,6 @@ def test_what_would_go_wrong_is_refused_in_one_sentence(method, reason):
         fit(make_client(method), engine=Vectorised)
 
 
-def test_loss_scaling_is_refused():
-    class Scaling(Precision):
-        scaler = object()
-
-    with pytest.raises(Unvectorisable, match="16-mixed"):
-        list(engine(precision=Scaling(), net=noisy).run(make_tasks()))
-
-
 def test_a_refusal_leaves_the_module_as_the_sequential_engine_needs_it():
     model = make_client(OwnNumber)
     data = blobs()

@@ -30,12 +30,14 @@ class Member:
         stream: its states of the default random generators.
         steps: batches that it has trained.
         optimizers: states of its phases' optimizers, where they live for the run.
+        scaler: state of its loss scaler, once it has trained with one.
     """
 
     job: Job
     stream: Stream
     steps: int = 0
     optimizers: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def generator(self) -> torch.Generator:

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
 from pfl_lightning.client.hooks import overrides
@@ -124,14 +123,12 @@ class BlockSignature:
         self._attributes.refuse_changes(self._first[2], "it keeps something of a client in {}, which is no buffer")
 
 
-def refuse_gradients_of_one(module: ClientModule, precision: Precision) -> None:
+def refuse_gradients_of_one(module: ClientModule) -> None:
     """Refuses what is done with the gradients of one client.
 
     Raises:
         Unvectorisable: if there is something.
     """
-    if getattr(precision, "scaler", None) is not None:
-        raise Unvectorisable(module, "trainer.precision=16-mixed scales the loss of each client by itself")
     if overrides(module, "on_after_backward") or overrides(module, "on_before_optimizer_step"):
         raise Unvectorisable(
             module,

@@ -42,8 +42,9 @@ class Vectorised(Engine):
 
     What can't be done so is refused in one sentence: steps whose course depends on values, or that draw random numbers
     otherwise than in ``F.dropout``; client modules that keep something of a client in plain attributes; phases with
-    samples of their own; loss scaling; optimizers that aren't elementwise. An optimizer's settings must not depend on
-    the client. Evaluation that can't be done so goes client by client.
+    samples of their own; optimizers that aren't elementwise. Under ``precision="16-mixed"`` each client has a loss
+    scale of its own, by `Scales`, and the optimizer must be an SGD. An optimizer's settings must not depend on the
+    client. Evaluation that can't be done so goes client by client.
 
     Args:
         *args: those of `Engine`; ``workers`` are not used, and ``compile`` is by `Compiled`.
@@ -130,7 +131,7 @@ class Vectorised(Engine):
     def _train_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Block:
         """Trains the clients of a block in a stack of their own."""
         start = time.perf_counter()
-        refuse_gradients_of_one(self.module, self.precision)
+        refuse_gradients_of_one(self.module)
         block = Block.of_members(*self.hand_over.receive(jobs, layout, slots))
         self.trainer.train(block, layout, slots)
         block.seconds = (time.perf_counter() - start) / len(jobs)

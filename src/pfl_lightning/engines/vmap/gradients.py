@@ -13,6 +13,7 @@ from pfl_lightning.engines.vmap.block import Block, Member, Rows
 from pfl_lightning.engines.vmap.checks import Unvectorisable
 from pfl_lightning.engines.vmap.compiled import Compiled, Values
 from pfl_lightning.engines.vmap.dropout import DeviceStates, Streams, default_generators
+from pfl_lightning.engines.vmap.scales import Scales
 from pfl_lightning.messages import StateDict
 
 
@@ -27,6 +28,7 @@ class Differentiator:
         block: the clients; its entries are read, and buffers among them moved.
         trained: names of the entries that gradients are taken to.
         size: samples of a full batch.
+        scales: factors of the clients' losses; None takes the losses as they are.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Differentiator:
         block: Block,
         trained: list[str],
         size: int,
+        scales: Scales | None = None,
     ) -> None:
         self.module = module
         self.precision = precision
@@ -46,10 +49,11 @@ class Differentiator:
         self.block = block
         self.trained = trained
         self.size = size
+        self.scales = scales
         self._ones: Tensor | None = None
 
     def gradients(self, step: list[tuple[Rows, Tensor]], index: int) -> StateDict:
-        """Gradients of the trained entries, a row for each client, as far as the loss depends on them.
+        """Gradients of the trained entries, a row for each client, as far as the (scaled) loss depends on them.
 
         What `ClientModule.training_step` returns is kept in the block.
 
@@ -75,7 +79,8 @@ class Differentiator:
     def _plain(self, rows: Rows, samples: Tensor, index: int) -> Values:
         """The step as it is, of some rows."""
         entries = {name: stack[rows] for name, stack in self.block.entries.items()}
-        done = self._differentiate(entries, self.block.batch(samples), index, self.block.of(rows))
+        factors = None if self.scales is None else self.scales.of(rows)
+        done = self._differentiate(entries, self.block.batch(samples), index, self.block.of(rows), factors)
         if isinstance(rows, Tensor):
             # copies, in which buffers have moved
             for name in entries.keys() - set(self.trained):
@@ -105,14 +110,18 @@ class Differentiator:
         values, gradients = done
         return {name: v[rows] for name, v in values.items()}, {name: g[rows] for name, g in gradients.items()}
 
-    def _differentiate(self, entries: StateDict, batch: Batch, index: int, members: list[Member]) -> Values:
+    def _differentiate(
+        self, entries: StateDict, batch: Batch, index: int, members: list[Member], factors: Tensor | None = None
+    ) -> Values:
         """What ``training_step`` returns, and the gradients of its loss as far as it depends on the trained entries."""
         leaves = [entries[name].requires_grad_() for name in self.trained]
         values = self._values(entries, batch, index, members)
         loss = values["loss"]
-        if self._ones is None or self._ones.shape != loss.shape or self._ones.dtype != loss.dtype:
+        if factors is not None:
+            factors = factors.to(loss.dtype)
+        elif self._ones is None or self._ones.shape != loss.shape or self._ones.dtype != loss.dtype:
             self._ones = torch.ones_like(loss)
-        gradients = torch.autograd.grad(loss, leaves, self._ones, allow_unused=True)
+        gradients = torch.autograd.grad(loss, leaves, self._ones if factors is None else factors, allow_unused=True)
         return values, {name: g for name, g in zip(self.trained, gradients, strict=True) if g is not None}
 
     def _values(self, entries: StateDict, batch: Batch, index: int, members: list[Member]) -> dict[str, Tensor]:

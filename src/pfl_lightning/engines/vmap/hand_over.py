@@ -179,7 +179,7 @@ class HandOver:
             yield Outcome(
                 client=job.client,
                 update=update,
-                state=ClientState(personal[row], block.members[row].optimizers),
+                state=ClientState(personal[row], block.members[row].optimizers, block.members[row].scaler),
                 metrics=metrics,
                 finite=finite[row] and is_finite(others) and all(map(math.isfinite, metrics.values())),
                 after=self._evaluate_alone(row, block, slots) if after is None else after[row],

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
@@ -44,15 +45,16 @@ class StackOptimizers:
             self._parts.append(RowsOptimizer(new(first), list(alike), first, entries, names))
             first += self._parts[-1].rows
 
-    def step(self, gradients: Mapping[str, Tensor]) -> None:
+    def step(self, gradients: Mapping[str, Tensor], left_out: Tensor | None = None) -> None:
         """Makes a step of the rows that are left.
 
         Args:
             gradients: by name, a row for each row of the stack up to the last one that makes the step; a parameter
                 without one stands still.
+            left_out: which of these rows stand still, where they `can_skip`; None lets all move.
         """
         for part in self._parts:
-            part.step(gradients)
+            part.step(gradients, left_out)
 
     def narrow(self, end: int) -> None:
         """Lets go of rows.
@@ -108,14 +110,30 @@ class RowsOptimizer:
         states = stacked(saved, leaves, optimizer.param_groups)
         optimizer.state.update({leaves[number]: state for number, state in states.items()})
 
-    def step(self, gradients: Mapping[str, Tensor]) -> None:
+    def step(self, gradients: Mapping[str, Tensor], left_out: Tensor | None = None) -> None:
         """Makes a step of the rows that are left, as `StackOptimizers.step`."""
         if not self.rows:
             return
+        rows = slice(self.first, self.first + self.rows)
         for name, leaf in self.leaves.items():
             gradient = gradients.get(name)
-            leaf.grad = None if gradient is None else gradient[self.first : self.first + self.rows]
+            leaf.grad = None if gradient is None else gradient[rows]
+        if left_out is None:
+            self.optimizer.step()
+            return
+        before = [(leaf.detach().clone(), self._kept_of(leaf)) for leaf in self.leaves.values()]
         self.optimizer.step()
+        for leaf, (values, kept) in zip(self.leaves.values(), before, strict=True):
+            still = left_out[rows].view(-1, *[1] * (leaf.dim() - 1))
+            torch.where(still, values, leaf.data, out=leaf.data)
+            for name, value in self._kept_of(leaf).items():
+                # what the first step has begun to keep is as good as zero
+                self.optimizer.state[leaf][name] = torch.where(still, kept.get(name, 0), value)
+
+    def _kept_of(self, leaf: Tensor) -> dict[str, Tensor]:
+        """Copies of what the optimizer keeps of each element of a parameter."""
+        state = self.optimizer.state.get(leaf, {})
+        return {name: value.clone() for name, value in state.items() if of_elements(name, value)}
 
     def narrow(self, end: int) -> None:
         """Lets go of the stack's rows from ``end`` on."""
@@ -148,6 +166,15 @@ class RowsOptimizer:
                 for number, state in packed["state"].items()
             }
             yield self.first + row, work.kept(packed | {"state": state})
+
+
+def can_skip(optimizer: Optimizer) -> bool:
+    """Whether single rows can leave out a step: nothing counts steps, and what a first one keeps could begin at zero.
+
+    Args:
+        optimizer: of a stack.
+    """
+    return type(optimizer) is SGD and not any(group["dampening"] for group in optimizer.param_groups)
 
 
 def of_elements(name: str, value: Any) -> bool:

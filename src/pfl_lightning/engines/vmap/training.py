@@ -25,8 +25,9 @@ from pfl_lightning.engines.vmap.block import Block, Plan, batches_of
 from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable
 from pfl_lightning.engines.vmap.compiled import Compiled
 from pfl_lightning.engines.vmap.gradients import Differentiator
-from pfl_lightning.engines.vmap.optimizers import ELEMENTWISE, StackOptimizers
+from pfl_lightning.engines.vmap.optimizers import ELEMENTWISE, StackOptimizers, can_skip
 from pfl_lightning.engines.vmap.private import PoissonPlan, PrivateDifferentiator
+from pfl_lightning.engines.vmap.scales import Scales
 from pfl_lightning.messages import StateDict, detached
 
 
@@ -45,6 +46,7 @@ class BlockTrainer:
         self.work = sequential.work
         self.attributes = attributes
         self._adjusts = overrides(self.module, "adjust_gradients")
+        self._scaled = getattr(sequential.precision, "scaler", None) is not None
         self.compiled = Compiled(self.module, sequential.precision) if compile else None
 
     def train(self, block: Block, layout: Layout, slots: Slots) -> None:
@@ -71,18 +73,41 @@ class BlockTrainer:
         self.module.phase = phase
         trained = layout.trained(phase)
         optimizers = self._optimizers(phase, block, list(trained.values()), slots)
-        counts, steps = self._steps(phase, block, layout, trained, slots)
+        scales = self._scales(block)
+        counts, steps = self._steps(phase, block, layout, trained, slots, scales)
         for index, gradients_of in enumerate(steps):
             self._narrow(optimizers, int((counts > index).sum()), phase, block)
-            gradients = self._adjusted(gradients_of(), block, slots)
+            gradients, left_out = gradients_of(), None
+            if scales is not None:
+                gradients, left_out = scales.unscaled(gradients)
+            gradients = self._adjusted(gradients, block, slots)
             self._clip(gradients)
-            optimizers.step(gradients)
+            optimizers.step(gradients, left_out)
         self._narrow(optimizers, 0, phase, block)
+        if scales is not None:
+            for member, state in zip(block.members, scales.state_dicts(), strict=True):
+                member.scaler = state
         for member, count in zip(block.members, counts.tolist(), strict=True):
             member.steps += count
 
+    def _scales(self, block: Block) -> Scales | None:
+        """The clients' loss scales where the precision asks for them."""
+        if not self._scaled:
+            return None
+        if self.compiled is not None:
+            raise Unvectorisable(
+                self.module, "trainer.compile knows no loss scales, which trainer.precision=16-mixed has"
+            )
+        return Scales([member.scaler or member.job.state.scaler for member in block.members], self.module.device)
+
     def _steps(
-        self, phase: Phase, block: Block, layout: Layout, trained: dict[str, nn.Parameter], slots: Slots
+        self,
+        phase: Phase,
+        block: Block,
+        layout: Layout,
+        trained: dict[str, nn.Parameter],
+        slots: Slots,
+        scales: Scales | None,
     ) -> tuple[NDArray[np.int64], Iterator[Callable[[], StateDict]]]:
         """How many steps each client makes, and what gives the gradients of each, a row for each client."""
         device, privacy = self.module.device, None if phase.stays else self.work.example_privacy
@@ -94,7 +119,7 @@ class BlockTrainer:
             )
         plan = self._plan(phase, block, layout.smallest_batch)
         differentiator = Differentiator(
-            self.module, self.sequential.precision, self.compiled, slots, block, list(trained), plan.size
+            self.module, self.sequential.precision, self.compiled, slots, block, list(trained), plan.size, scales
         )
         return plan.counts, (
             partial(differentiator.gradients, step, index) for index, step in enumerate(plan.steps(device))
@@ -114,6 +139,12 @@ class BlockTrainer:
         first = new(0)
         if type(first) not in ELEMENTWISE:
             raise Unvectorisable(self.module, f"a {type(first).__name__} of many clients would mix them")
+        if self._scaled and not can_skip(first):
+            raise Unvectorisable(
+                self.module,
+                f"trainer.precision=16-mixed leaves out steps of single clients, which {type(first).__name__} of many "
+                "can't; only SGD without dampening can",
+            )
         names = {slot.tensor: slot.name for slot in slots if isinstance(slot.tensor, nn.Parameter)}
         saved = [member.job.state.optimizers.get(phase.name) for member in block.members]
         begun = detached(new(saved.index(None)).state_dict()) if None in saved else {}
