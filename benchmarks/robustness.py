@@ -4,8 +4,9 @@
 
 Digits, 20 clients, FedAvg, 25 rounds: five rules, three seeds of partition, net and run, and a sign flip of 0, 20 and
 40 % of the clients, where clients are unlike (Dirichlet 0.1) and where they are alike. Rules are set for as many bad
-clients as there are, and for 20 % where there are none. A run that is there isn't made again. Prints the command of
-each run before it is made; docs/plot_robustness.py makes the tables and the picture of them.
+clients as there are, and for 20 % where there are none. The mean, multi-Krum and FLTrust once more where the server has
+samples of its own, 6 % of all. A run that is there isn't made again. Prints the command of each run before it is made;
+docs/plot_robustness.py makes the tables and the picture of them.
 """
 
 import argparse
@@ -15,14 +16,26 @@ from pathlib import Path
 from pfl_lightning.cli.main import main
 
 CLIENTS = 20
-PARTITIONS = {"unlike": "protocols/digits_dir0.1 --data.partitioner.min_size 10", "alike": "protocols/digits_iid"}
+UNLIKE, ALIKE = "protocols/digits_dir0.1 --data.partitioner.min_size 10", "protocols/digits_iid"
+SAMPLES = "--data.central_test 0.2 --data.server_fraction 0.3"
+PARTITIONS = {
+    "unlike": UNLIKE,
+    "alike": ALIKE,
+    "unlike-served": f"{UNLIKE} {SAMPLES}",
+    "alike-served": f"{ALIKE} {SAMPLES}",
+}
 RULES = {
     "mean": "--aggregator WeightedAverage",
     "median": "--aggregator.mean CoordinateMedian",
     "trimmed": "--aggregator.mean TrimmedMean --aggregator.mean.trim {f}",
     "geometric": "--aggregator.mean GeometricMedian",
     "multi-Krum": "--aggregator.mean MultiKrum --aggregator.mean.f {f}",
+    "FLTrust": "--aggregator.mean FLTrust --aggregator.mean.epochs 3 --aggregator.mean.optimizer SGD "
+    "--aggregator.mean.optimizer.lr 0.05",
 }
+WITHOUT_SAMPLES = ("mean", "median", "trimmed", "geometric", "multi-Krum")
+WITH_SAMPLES = ("mean", "multi-Krum", "FLTrust")
+"""Which rules are compared where the server has no samples, and where it has some."""
 ATTACK = "--trainer.callbacks+=SignFlip --trainer.callbacks.fraction {fraction}"
 QUIET = "--trainer.enable_progress_bar false --trainer.enable_model_summary false --trainer.accelerator cpu"
 
@@ -66,7 +79,9 @@ def run() -> None:
     for seed in args.seeds:
         for partition in args.partitions:
             for percent in args.percents:
-                for rule in args.rules:
+                for rule in WITH_SAMPLES if SAMPLES in PARTITIONS[partition] else WITHOUT_SAMPLES:
+                    if rule not in args.rules:
+                        continue
                     folder = args.out / partition / rule / str(percent) / str(seed)
                     words = command(partition, rule, percent, seed, args.rounds, folder)
                     if args.commands or not list(folder.rglob("summary.json")):

@@ -1,5 +1,7 @@
 """Draws accuracy of benign clients against how many are bad, a panel a partition and a line a rule; prints the tables.
 
+The last two tables are of runs whose server has samples of its own, which are in no panel.
+
 python docs/plot_robustness.py docs/robustness.png runs/robustness
 """
 
@@ -11,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 TITLES = {"unlike": "Dirichlet(0.1)", "alike": "alike"}
-RULES = ("mean", "median", "trimmed", "geometric", "multi-Krum")
+RULES = ("mean", "median", "trimmed", "geometric", "multi-Krum", "FLTrust")
 
 Values = dict[tuple[str, int], list[float]]
 
@@ -31,7 +33,7 @@ def shown(values: Values) -> list[str]:
     percents = sorted({percent for _, percent in values})
     heads = ["rule", *(f"{percent} % bad" for percent in percents)]
     rows = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
-    for rule in RULES:
+    for rule in (rule for rule in RULES if any(rule == found for found, _ in values)):
         cells = [values.get((rule, percent), []) for percent in percents]
         texts = [f"{np.mean(cell):.1f} ± {np.std(cell, ddof=1):.1f}" if len(cell) > 1 else "" for cell in cells]
         rows.append(f"| {' | '.join([rule, *texts])} |")
@@ -50,7 +52,7 @@ def main() -> None:
         values = read(args.folder / name)
         print("\n".join([title, "", *shown(values), ""]))
         percents = sorted({percent for _, percent in values})
-        for place, rule in enumerate(RULES):
+        for place, rule in enumerate(rule for rule in RULES if (rule, percents[0]) in values):
             means = np.array([np.mean(values[rule, percent]) for percent in percents])
             spread = np.array([np.std(values[rule, percent], ddof=1) for percent in percents])
             colour = "black" if rule == "mean" else f"C{place}"
@@ -61,6 +63,8 @@ def main() -> None:
     panels[0].set_ylabel("test accuracy of benign clients, %")
     panels[0].legend(loc="lower left", fontsize=8, frameon=False)
     figure.savefig(args.picture, dpi=150)
+    for name, title in TITLES.items():
+        print("\n".join([f"{title}, samples at the server", "", *shown(read(args.folder / f"{name}-served")), ""]))
 
 
 if __name__ == "__main__":
