@@ -1,5 +1,6 @@
 """Clients in worker processes: the bits of the sequential engine, and what happens when a worker fails."""
 
+import multiprocessing
 import os
 import select
 import signal
@@ -70,57 +71,75 @@ def test_a_run_may_change_its_engine_when_it_resumes(tmp_path):
     assert same_end(whole, fit(make(), root=tmp_path / "half", ckpt_path="last"))
 
 
-class Where(FedAvg):
+class Waiting(FedAvg):
+    """After the first client, which tells how long one takes, the main process waits until another one is at work."""
+
+    main = os.getpid()
+
+    def training_step(self, batch, batch_idx):
+        if os.getpid() == self.main:
+            assert not self.client_id or self.met.wait(60)
+        else:
+            self.met.set()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.fixture(autouse=True)
+def meeting(monkeypatch):
+    monkeypatch.setattr(Waiting, "met", multiprocessing.get_context("fork").Event(), raising=False)
+    monkeypatch.setattr(Waiting, "main", os.getpid())
+
+
+class Where(Waiting):
     sends = FedAvg.sends | {"pid"}
 
     def upload(self, data):
         return super().upload(data) | {"pid": torch.tensor(os.getpid())}
 
 
-def places(**settings):
+def places(method=Where, **settings):
     """The processes of each round's clients."""
     spy = Spy()
-    fit(make_client(Where), engine="processes", workers=2, callbacks=[spy], **settings)
+    fit(make_client(method), engine="processes", workers=2, callbacks=[spy], **settings)
     return [[int(update["pid"]) for update in updates.values()] for updates in spy.updates]
 
 
-def test_clients_really_are_elsewhere():
-    first, second = places(max_rounds=2)
-    # the first client of all tells how long a client takes
-    assert [client for client, pid in enumerate(first) if pid == os.getpid()] == [0]
-    assert os.getpid() not in second
-    assert 1 <= len(set(second)) <= 2
+def test_clients_really_are_elsewhere_and_here():
+    ((first, *others),) = places(max_rounds=1)
+    assert first == os.getpid()
+    assert len(set(others)) == 2 and first in others
 
 
 def test_what_takes_less_time_than_forking_stays_here(monkeypatch):
     monkeypatch.setattr(processes, "WORTH", 1e9)
+    monkeypatch.setattr(Waiting, "main", 0)
     assert {pid for pids in places(max_rounds=2) for pid in pids} == {os.getpid()}
 
 
-def test_so_does_what_takes_longer_elsewhere_until_that_is_forgotten(monkeypatch, clock):
-    def slow(self, *args, fork=Processes._fork):
+@pytest.fixture
+def forks(monkeypatch, clock):
+    """What was forked for; each time takes a thousand seconds."""
+    made = []
+
+    def slow(self, function, jobs, *args, fork=Processes._fork):
+        made.append(f"{'evaluation' if jobs[0].evaluate else 'training'} {jobs[0].round}")
         clock.now += 1000
-        yield from fork(self, *args)
+        yield from fork(self, function, jobs, *args)
 
     monkeypatch.setattr(Processes, "_fork", slow)
+    return made
+
+
+def test_so_does_what_takes_longer_elsewhere_until_that_is_forgotten(monkeypatch, forks):
     monkeypatch.setattr(processes, "FORGETTING", 0.01)
-    first, *later = ([pid == os.getpid() for pid in pids] for pids in places(max_rounds=4))
-    assert first == [True, False, False, False]
+    fit(make_client(), engine="processes", workers=2, max_rounds=4, limit_val_batches=0)
     # a third of a thousand seconds a client, after one round 3.3, after two 0.03
-    assert later == [[True] * 4, [False] * 4, [True] * 4]
+    assert [fork for fork in forks if "training" in fork] == ["training 0", "training 2"]
 
 
-def test_evaluation_learns_from_the_clock_too(monkeypatch, clock):
-    forked = []
-
-    def slow(self, function, jobs, count, fork=Processes._fork):
-        forked.append("evaluation" if jobs[0].evaluate else "training")
-        clock.now += 1000
-        yield from fork(self, function, jobs, count)
-
-    monkeypatch.setattr(Processes, "_fork", slow)
+def test_evaluation_learns_from_the_clock_too(forks):
     fit(make_client(), engine="processes", workers=2, max_rounds=3)
-    assert forked == ["training", "evaluation"]
+    assert forks == ["training 0", "evaluation 1"]
 
 
 class Refusing(FedAvg):
@@ -128,18 +147,24 @@ class Refusing(FedAvg):
         raise MisconfigurationException("model.x=1 must be 2.")
 
 
-class Buggy(FedAvg):
+class Buggy(Waiting):
     def training_step(self, batch, batch_idx):
-        if self.client_id == 1:
+        values = super().training_step(batch, batch_idx)
+        if os.getpid() != self.main:
             raise KeyError("lost")
-        return super().training_step(batch, batch_idx)
+        return values
 
 
-class Killed(FedAvg):
+class Signalled(Waiting):
+    """A worker that gets a signal."""
+
+    signal = signal.SIGKILL
+
     def training_step(self, batch, batch_idx):
-        if self.client_id == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().training_step(batch, batch_idx)
+        values = super().training_step(batch, batch_idx)
+        if os.getpid() != self.main:
+            os.kill(os.getpid(), self.signal)
+        return values
 
 
 @pytest.mark.parametrize(
@@ -147,7 +172,7 @@ class Killed(FedAvg):
     [
         (Refusing, MisconfigurationException, r"^model\.x=1 must be 2\.$"),
         (Buggy, RuntimeError, "in a worker process:(.|\n)*KeyError: 'lost'"),
-        (Killed, RuntimeError, r"died with exit code -9 .* resume with --ckpt_path last"),
+        (Signalled, RuntimeError, r"died with exit code -9 .* resume with --ckpt_path last"),
     ],
 )
 def test_what_goes_wrong_in_a_worker_is_told(method, error, says):
@@ -156,15 +181,13 @@ def test_what_goes_wrong_in_a_worker_is_told(method, error, says):
 
 
 def test_workers_are_gone_afterwards():
-    import multiprocessing
-
     fit(make_client(), engine="processes", workers=2)
     with pytest.raises(RuntimeError):
-        fit(make_client(Killed), engine="processes", workers=2)
+        fit(make_client(Signalled), engine="processes", workers=2)
     assert not multiprocessing.active_children()
 
 
-class Sending(FedAvg):
+class Sending(Waiting):
     """Tells who it is, and sends more than a pipe holds."""
 
     sends = FedAvg.sends | {"ballast"}
@@ -190,8 +213,8 @@ def test_workers_end_with_a_main_process_that_is_killed(platform, monkeypatch):
     monkeypatch.setattr(Sending, "line", writer)
     main = forked(partial(fit, make_client(Sending), engine="processes", workers=2, callbacks=[Pausing()]))
     os.close(writer)
-    pids = {int(os.read(reader, 8)) for _ in range(4)}
-    assert main.pid in pids and len(pids) == 3
+    pids = {int(os.read(reader, 8)) for _ in range(3)}
+    assert main.pid in pids and len(pids) == 2
     main.kill()
     main.join()
     # at its end when all who could write to it are gone
@@ -202,11 +225,8 @@ def test_workers_end_with_a_main_process_that_is_killed(platform, monkeypatch):
     os.close(reader)
 
 
-class ToldToEnd(FedAvg):
-    def training_step(self, batch, batch_idx):
-        if self.client_id == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return super().training_step(batch, batch_idx)
+class ToldToEnd(Signalled):
+    signal = signal.SIGTERM
 
 
 def test_a_worker_that_is_told_to_end_passes_it_on():

@@ -1,6 +1,8 @@
 """The process engine: the clients of a round shared out to worker processes, for the cores of a CPU."""
 
+import gc
 import io
+import mmap
 import multiprocessing
 import os
 import signal
@@ -19,6 +21,7 @@ from pfl_lightning.engines.base import Evaluated, Job, Outcome
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.parent import end_with
 from pfl_lightning.engines.sequential import Sequential
+from pfl_lightning.engines.shared_memory import Packer, Unpacker
 from pfl_lightning.engines.threads import one_thread
 
 Result = TypeVar("Result")
@@ -33,10 +36,11 @@ class Processes(Sequential):
     """Trains and evaluates several clients at once, each in a process with one thread.
 
     Workers are forked for each round: they see the module, the data and the jobs without a copy, take one job after
-    another until none is left, and send back what came of it. A job's result depends on the job alone, so that any
-    number of workers gives the bits of the sequential engine with one thread. That lets this engine look at the clock:
-    what takes less time than to fork workers and to hear from them is done in this process. A worker that dies ends the
-    run with a message; the last checkpoint stands. However this process ends, its workers end with it.
+    another until none is left, and send back what came of it, its tensors in memory that was shared before. This
+    process is one of the workers. A job's result depends on the job alone, so that any number of workers gives the bits
+    of the sequential engine with one thread. That lets this engine look at the clock: what takes less time than to fork
+    workers and to hear from them is done in this process. A worker that dies ends the run with a message; the last
+    checkpoint stands. However this process ends, its workers end with it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -49,6 +53,8 @@ class Processes(Sequential):
         # of a job, by what is done, of the last time: by itself, and with its share of forking and sending
         self._alone: dict[str, float] = {}
         self._forked: dict[str, float] = {}
+        # bytes of the tensors of a result, by what is done, as far as known
+        self._room: dict[str, int] = {}
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Yields outcomes in the order in which clients finish."""
@@ -77,8 +83,10 @@ class Processes(Sequential):
             return
         start = time.perf_counter()
         elsewhere: list[float] = []
-        for result, seconds in self._fork(function, left, self._workers_for(what, len(left))):
+        workers, room = self._workers_for(what, len(left)), self._room.get(what, 0)
+        for result, seconds, needed in self._fork(function, left, workers, room):
             elsewhere.append(seconds)
+            self._room[what] = max(needed, self._room.get(what, 0))
             # now and not after the last one: who has all results may not ask for an end
             self._forked[what] = (time.perf_counter() - start) / len(elsewhere)
             # whichever is nearer to undisturbed: the first job of all takes its time, and so do workers side by side
@@ -92,12 +100,31 @@ class Processes(Sequential):
             return 1
         return int(min(self.workers or cores(), jobs, alone * jobs / WORTH))
 
-    def _fork(self, function: Callable[[Job], Result], jobs: list[Job], count: int) -> Iterator[tuple[Result, float]]:
-        """Results of workers, each with the seconds that it took."""
+    def _fork(
+        self, function: Callable[[Job], Result], jobs: list[Job], count: int, room: int
+    ) -> Iterator[tuple[Result, float, int]]:
+        """Results of this process and of others, each with the seconds that it took and the bytes of its tensors.
+
+        Args:
+            function: what is done.
+            jobs: with what.
+            count: processes, this one among them.
+            room: bytes of the tensors of a result, as far as known.
+        """
         context = multiprocessing.get_context("fork")
         following = context.Value("l", 0)
         main = os.getpid()
         receivers: dict[Connection, Any] = {}
+        # a page is there from when something is written to it
+        rooms = [mmap.mmap(-1, room) if room else None for _ in jobs]
+
+        def indices() -> Iterator[int]:
+            while True:
+                with following.get_lock():
+                    index, following.value = following.value, following.value + 1
+                if index >= len(jobs):
+                    return
+                yield index
 
         def work(sender: Connection) -> None:
             end_with(main)
@@ -106,35 +133,47 @@ class Processes(Sequential):
             # in the place of the main process's own handlers, which would make nothing of it here
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             torch.set_num_threads(1)
-            while True:
-                with following.get_lock():
-                    index, following.value = following.value, following.value + 1
-                if index >= len(jobs):
-                    return
-                sender.send_bytes(packed(function, jobs[index]))
+            # the collector would write to all that was there before, and so copy it
+            gc.freeze()
+            for index in indices():
+                sender.send((index, *packed(function, jobs[index], rooms[index])))
+
+        def arrived(at_once: bool) -> Iterator[tuple[Result, float, int]]:
+            for index, needed, record in self._collect(receivers, at_once):
+                result = Unpacker(record, rooms[index]).load()
+                rooms[index] = None
+                if isinstance(result, Exception):
+                    raise result
+                yield *result, needed
 
         try:
-            for _ in range(count):
+            for _ in range(count - 1):
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(target=work, args=(sender,), daemon=True)
                 process.start()
                 # the worker's end is the only one left: it closes when the worker is gone
                 sender.close()
                 receivers[receiver] = process
-            yield from self._collect(receivers)
+            for index in indices():
+                start = time.perf_counter()
+                with one_thread():
+                    result = function(jobs[index])
+                yield result, time.perf_counter() - start, 0
+                yield from arrived(at_once=True)
+            yield from arrived(at_once=False)
         finally:
             for receiver, process in receivers.items():
                 receiver.close()
                 process.kill()
                 process.join()
 
-    def _collect(self, receivers: dict[Connection, Any]) -> Iterator[Any]:
-        """What the workers send, until all of them are done."""
-        at_work = set(receivers)
-        while at_work:
-            for receiver in cast(list[Connection], wait(list(at_work))):
+    def _collect(self, receivers: dict[Connection, Any], at_once: bool) -> Iterator[Any]:
+        """What the workers send, until all of them are done, or as far as it is there at once."""
+        at_work = {receiver for receiver in receivers if not receiver.closed}
+        while at_work and (ready := cast(list[Connection], wait(list(at_work), 0 if at_once else None))):
+            for receiver in ready:
                 try:
-                    result = torch.load(io.BytesIO(receiver.recv_bytes()), weights_only=False)
+                    message = receiver.recv()
                 except EOFError:
                     process = receivers[receiver]
                     process.join()
@@ -148,10 +187,9 @@ class Processes(Sequential):
                             "trainer.workers."
                         ) from None
                     at_work.discard(receiver)
+                    receiver.close()
                     continue
-                if isinstance(result, Exception):
-                    raise result
-                yield result
+                yield message
 
 
 def cores() -> int:
@@ -159,8 +197,17 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def packed(function: Callable[[Job], Any], job: Job) -> bytes:
-    """What a function makes of a job and the seconds that took, or the exception that it ends with, as bytes."""
+def packed(function: Callable[[Job], Any], job: Job, room: mmap.mmap | None) -> tuple[int, bytes]:
+    """What a function makes of a job and the seconds that took, or the exception that it ends with.
+
+    Args:
+        function: what is done.
+        job: with what.
+        room: where tensors go.
+
+    Returns:
+        How many bytes they need, and the rest as an `Unpacker` reads it.
+    """
     start = time.perf_counter()
     result: Any
     try:
@@ -170,6 +217,6 @@ def packed(function: Callable[[Job], Any], job: Job) -> bytes:
     except Exception:
         # as text, since an exception loses its traceback on the way
         result = RuntimeError(f"in a worker process:\n{traceback.format_exc()}")
-    buffer = io.BytesIO()
-    torch.save(result, buffer)
-    return buffer.getvalue()
+    packer = Packer(file := io.BytesIO(), room)
+    packer.dump(result)
+    return packer.needed, file.getvalue()
