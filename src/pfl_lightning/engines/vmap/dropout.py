@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from pfl_lightning.engines.vmap.layers import cross_entropy, linear
+
 MEAN = {
     **dict.fromkeys(("weight", "size_average", "reduce")),
     "ignore_index": -100,
@@ -86,9 +88,9 @@ class Streams(TorchFunctionMode):
     Dropout multiplies by masks that are drawn client by client. The default generator goes through the first client's
     states meanwhile: where the step winds it back, as with ``torch.random.fork_rng``, all clients are wound back.
 
-    Linear layers and cross-entropy are computed in the fewest operations; vmap's own ways multiply by 1 in between,
-    twice, and look for samples that are to be ignored, of which a batch's own classes, once checked, have none. It also
-    lets the trained entries tell that they require gradients, which tensors under vmap deny.
+    Linear layers and cross-entropy are computed in the fewest operations; torch's own looks for samples that are to be
+    ignored, of which a batch's own classes, once checked, have none. It also lets the trained entries tell that they
+    require gradients, which tensors under vmap deny.
 
     Args:
         generator: the default generator of the device.
@@ -148,19 +150,6 @@ class Streams(TorchFunctionMode):
         self.generator.set_state(after[0])
         self.known[key(after[0])] = after
         return torch.stack(drawn)
-
-
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As ``torch.nn.functional.linear``."""
-    product = torch.matmul(input, weight.t())
-    return product if bias is None else product + bias.to(product.dtype)
-
-
-def cross_entropy(input: Tensor, target: Tensor) -> Tensor:
-    """As ``torch.nn.functional.cross_entropy`` of class numbers that are all in range."""
-    if torch.is_autocast_enabled(input.device.type):
-        input = input.float()
-    return input.log_softmax(1).gather(1, target[:, None]).sum() / -len(target)
 
 
 class Masks(torch.autograd.Function):
