@@ -107,6 +107,16 @@ class Holdings(LightningDataModule):
         samples = self._ready().on(torch.device(device)).take(rows)
         return Samples(self.transform(samples.x), samples.y)
 
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Leave the ids of clients as they are; Lightning would look at each for tensors.
+
+        Args:
+            batch: Client ids.
+            device: Ignored, as engines bring the samples to it.
+            dataloader_idx: Ignored.
+        """
+        return batch
+
     def teardown(self, stage: str | None = None) -> None:
         """Let go of copies of the pool on devices.
 

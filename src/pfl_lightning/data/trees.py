@@ -52,7 +52,8 @@ def take(tree: Tree, rows: Tensor | slice) -> Tree:
         rows: their positions.
     """
     if isinstance(tree, Tensor):
-        return tree[rows.to(tree.device) if isinstance(rows, Tensor) else rows]
+        # copies whole rows, where indexing goes element by element
+        return tree.index_select(0, rows.to(tree.device)) if isinstance(rows, Tensor) else tree[rows]
     if isinstance(tree, Mapping):
         return {name: take(part, rows) for name, part in tree.items()}
     if type(tree) in (list, tuple):

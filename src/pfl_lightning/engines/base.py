@@ -13,6 +13,7 @@ from torchmetrics import Metric
 from pfl_lightning.client import ClientModule, Phase
 from pfl_lightning.data import ClientData, LastBatch, Samples, Split
 from pfl_lightning.engines.evaluation import evaluate, metrics_of
+from pfl_lightning.engines.heap import keep_freed
 from pfl_lightning.messages import Message, StateDict, detached, tree_map
 from pfl_lightning.privacy.accountant import Release
 from pfl_lightning.privacy.dp_sgd import DPSGD
@@ -162,6 +163,8 @@ class Engine(ABC):
         workers: int | None = None,
         compile: bool = False,
     ) -> None:
+        if module.device.type == "cpu":
+            keep_freed()
         self.module = module
         self.work = work
         self.precision = precision

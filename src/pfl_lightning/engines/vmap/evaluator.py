@@ -52,9 +52,11 @@ class BlockEvaluator:
             slots: the module's.
         """
         parts = list(dict.fromkeys(chain.from_iterable(member.job.evaluate for member in members)))
-        if parts and not self.usable:
-            return None
         results: list[dict[str, dict[str, float]]] = [{} for _ in members]
+        if not parts:
+            return results
+        if not self.usable:
+            return None
         self.sequential.set_mode(training=False)
         try:
             with self.attributes.without_turn():

@@ -197,7 +197,8 @@ class HandOver:
             for row, member in enumerate(block.members):
                 own = Row(stack, row) if shared else {}
                 self.sequential.set_turn(member.job, member.steps)
-                updates.append(copied(self.module.upload(member.job.data)))
+                # made for this update, but for the row, as `ClientModule.upload` has it
+                updates.append(self.module.upload(member.job.data))
         return arrived_together(updates)
 
     def _upload_one_by_one(self, block: Block, slots: Slots) -> list[Message]:
@@ -260,6 +261,8 @@ def copied(update: Mapping[str, Any]) -> Message:
 def arrived_together(updates: list[Message]) -> list[Message]:
     """Updates whose tensors are on the CPU, but for rows of stacks, which wait for somebody who looks at them."""
     others = [{k: v for k, v in update.items() if not isinstance(v, Row)} for update in updates]
+    if all(tensor.device == CPU for tensor in tensors(others)):
+        return updates
     arrived = iter(moved(list(tensors(others)), CPU))
     return [update | tree_map(lambda _: next(arrived), other) for update, other in zip(updates, others, strict=True)]
 
