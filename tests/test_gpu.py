@@ -121,4 +121,4 @@ def test_a_block_that_does_not_fit_is_halved(monkeypatch):
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert [row["clients_diverged"] for row in ended.rows] == [0, 0, 0]
     (engine,) = ended.federation.engines
-    assert engine.block_size < 40
+    assert engine.fitting < 40

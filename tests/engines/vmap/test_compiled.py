@@ -1,15 +1,18 @@
 """Compiled steps: those of the vectorised engine, or its own where they can't be."""
 
 from functools import partial
+from itertools import chain
 
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from test_engine import RAGGED, client_modules, compare
 from torch import nn
+from torch._dynamo import lookup_backend
+from torch._inductor import config
 from torch.optim import SGD
 
-from federations import CLASSES, FEATURES, HIDDEN, blobs, fit, make_client, noisy, plain, same_end
+from federations import CLASSES, FEATURES, HIDDEN, MOMENTUM, blobs, fit, make_client, noisy, plain, same_end
 from pfl_lightning.engines import Vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled
 from pfl_lightning.methods import FedAvg, FedPer, FedRep, Local
@@ -144,6 +147,63 @@ def test_resuming_goes_on_bit_for_bit(tmp_path):
     fit(make(), blobs(*RAGGED), tmp_path, **{**settings, "max_rounds": 2})
     assert same_end(whole, fit(make(), blobs(*RAGGED), tmp_path, ckpt_path="last", **settings))
     assert trusted(whole)
+
+
+def is_symbolic(tensor):
+    return any(isinstance(size, torch.SymInt) for size in tensor.shape)
+
+
+class Replayed:
+    """A compiler of steps whose results are in the same memory each time, as those of a CUDA graph are."""
+
+    def __init__(self):
+        self.captures = []
+        self.fixed = True
+        self.begun = 0
+
+    def __call__(self, graph, inputs):
+        run, results = lookup_backend("aot_eager")(graph, inputs), {}
+        self.captures.append(config.triton.cudagraphs)
+        self.fixed &= all(isinstance(tensor, torch.Tensor) and not is_symbolic(tensor) for tensor in inputs)
+
+        def replay(*args):
+            # what the last step has left is gone before this one begins
+            for result in chain.from_iterable(results.values()):
+                result.fill_(torch.nan if result.is_floating_point() else -1)
+            new = [result.detach() for result in run(*args)]
+            own = results.setdefault(tuple(t.shape for t in new), [torch.empty_like(t) for t in new])
+            torch._foreach_copy_(own, new)
+            return own
+
+        return replay
+
+    def begin(self):
+        self.begun += 1
+
+
+@pytest.mark.parametrize("lifetime", swept(["round", "run"], ("run",), str))
+@pytest.mark.parametrize("method", swept([FedAvg, Local, FedRep], ("FedRep",), lambda method: method.__name__))
+def test_a_captured_step_may_overwrite_what_the_last_one_gave(monkeypatch, method, lifetime):
+    replayed = Replayed()
+    monkeypatch.setattr(Compiled, "backend", staticmethod(replayed))
+    monkeypatch.setattr(Compiled, "captured_on", {"cpu"})
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", replayed.begin)
+    settings = {"net": normed, "optimizer": MOMENTUM, "optimizer_lifetime": lifetime}
+    _, run = compare(method, settings=settings, engine=Compiling)
+    assert trusted(run)
+    assert set(replayed.captures) == {True}
+    assert replayed.begun > 3 * len(replayed.captures)
+
+
+def test_steps_have_one_shape_whatever_their_clients_and_last_batches(monkeypatch):
+    replayed = Replayed()
+    monkeypatch.setattr(Compiled, "backend", staticmethod(replayed))
+    # other rows in each step, as clients end and as last batches have their own sizes
+    _, run = compare(engine=Compiling, settings={"net": normed}, clients_per_round=3)
+    assert trusted(run)
+    # one for the number 0 and one for all others; a number or size among what they are given would be one for each
+    assert len(replayed.captures) == 2
+    assert replayed.fixed
 
 
 def test_it_is_made_machine_code(monkeypatch):

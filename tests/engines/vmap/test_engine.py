@@ -38,6 +38,7 @@ from pfl_lightning.engines.vmap import engine as vectorised
 from pfl_lightning.engines.vmap import evaluator
 from pfl_lightning.engines.vmap.dropout import Streams
 from pfl_lightning.engines.vmap.engine import Unvectorisable, Vectorised
+from pfl_lightning.engines.vmap.hand_over import HandOver
 from pfl_lightning.messages import detached, keep_own, tensors
 from pfl_lightning.methods import WDR, FedPer, FedProx, Local, PerFedAvg
 from pfl_lightning.methods.fedavg import FedAvg
@@ -652,16 +653,83 @@ def test_where_memory_is_short_clients_run_one_by_one(monkeypatch):
     assert same_end(*runs)
 
 
-def test_a_block_that_does_not_fit_is_halved(monkeypatch):
-    tried = []
-    train = Vectorised._train_block
+def short_of_memory(monkeypatch, cls, method, most, size_of):
+    """A method that runs out of memory for more than ``most[0]`` clients; returns how many it was tried with."""
+    tried, whole = [], getattr(cls, method)
 
-    def short(self, jobs, *args):
-        tried.append(len(jobs))
-        if len(jobs) > 2:
+    def short(self, first, *args):
+        tried.append(size_of(first))
+        if tried[-1] > most[0]:
             raise torch.cuda.OutOfMemoryError
-        return train(self, jobs, *args)
+        return whole(self, first, *args)
 
-    monkeypatch.setattr(Vectorised, "_train_block", short)
+    monkeypatch.setattr(cls, method, short)
+    return tried
+
+
+def test_a_block_that_does_not_fit_is_halved_and_comes_back(monkeypatch):
+    monkeypatch.setattr(vectorised, "CALM", 2)
+    tried = short_of_memory(monkeypatch, Vectorised, "_train_block", [3], len)
+    _, run = compare(max_rounds=4)
+    # a block of three and one of two, for two rounds; then five again
+    assert tried == [5, 3, 2, 3, 2, 3, 2, 5, 3, 2]
+    assert [engine.fitting for engine in run.federation.engines] == [3]
+
+
+def test_halves_of_halves_train_each_client_once(monkeypatch):
+    tried = short_of_memory(monkeypatch, Vectorised, "_train_block", [2], len)
+    clients = []
+    train = Sequential.train
+    monkeypatch.setattr(Sequential, "train", lambda self, job, *args: clients.append(job) or train(self, job, *args))
+    fit(make_client(), blobs(*RAGGED), engine=Vectorised, max_rounds=1)
+    assert tried == [5, 3, 2, 2] and len(clients) == 1
+
+
+def rows_of(entries):
+    return len(next(iter(entries.values())))
+
+
+def test_memory_that_is_short_in_evaluation_halves_what_is_scored_at_once(monkeypatch):
+    model, most = make_client(net=noisy), [2]
+    expected = evaluated(model, Sequential)
+    tried = short_of_memory(monkeypatch, evaluator.BlockEvaluator, "_forward", most, rows_of)
+    alone = []
+    evaluate = Sequential.evaluate
+    monkeypatch.setattr(Sequential, "evaluate", lambda self, job: alone.append(job.client) or evaluate(self, job))
+    same_values(evaluated(model, Vectorised), expected)
+    assert max(tried) > 2 and not alone
+    # for one at a time too: client by client
+    most[0] = 0
+    same_values(evaluated(model, Vectorised), expected)
+    assert len(alone) == len(expected)
+
+
+def test_memory_that_was_short_in_evaluation_does_not_end_scoring_at_once(monkeypatch):
+    most = [0]
+    tried = short_of_memory(monkeypatch, evaluator.BlockEvaluator, "_forward", most, rows_of)
+    _, run = compare(max_rounds=2)
+    assert run.federation.engines[0].evaluator.usable
+    most[0] = 5
+    tried.clear()
     compare(max_rounds=2)
-    assert tried[:3] == [5, 3, 2] and max(tried[3:]) <= 3
+    assert set(tried) > {1}
+
+
+def test_clients_to_be_scored_that_do_not_fit_are_halved(monkeypatch):
+    model = make_client(net=noisy)
+    expected = evaluated(model, Sequential)
+    tried = short_of_memory(monkeypatch, HandOver, "receive", [2], len)
+    same_values(evaluated(model, Vectorised), expected)
+    assert tried[0] > 2 >= tried[-1]
+
+
+def test_one_client_that_does_not_fit_is_told_as_that(monkeypatch):
+    def forward(self, x):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    model = make_client()
+    monkeypatch.setattr(FedAvg, "forward", forward)
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="CUDA out of memory"):
+        evaluated(model, Vectorised)
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="CUDA out of memory"):
+        fit(make_client(), engine=Vectorised)

@@ -9,6 +9,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch._dynamo import lookup_backend
+from torch._inductor import config
 from torch.func import grad, vmap
 
 from pfl_lightning.client import Batch, ClientModule
@@ -37,12 +38,17 @@ class Compiled:
     A compiler follows a step's code once for each course that it takes. What the code asks of its tensors may then have
     another answer than in the step as it is, so the first steps of each version are made both ways and compared.
 
+    On a GPU a version is captured as a CUDA graph, so that a step is one start instead of one for each of its kernels.
+    Its results are in the graph's own memory, which the next step overwrites: who keeps one beyond its step copies it.
+
     Args:
         module: the client module.
         precision: the Trainer's precision plugin.
     """
 
     backend = "inductor"
+    captured_on = frozenset({"cuda"})
+    """Types of devices on which steps are captured as graphs."""
 
     def __init__(self, module: ClientModule, precision: Precision) -> None:
         # of its own: a compiler follows it to the module's tables, which stay the same objects
@@ -60,6 +66,7 @@ class Compiled:
 
         # compilers allow a code object few versions, and modules of several kinds shall not share them
         step.__code__ = step.__code__.replace(co_name=f"step_of_{type(module).__name__}")
+        self._module = module
         self._step = torch.compile(step, fullgraph=True, backend=self._compile)
         # of bfloat16 and its like the last digit is a hundredth
         self._tolerance = 1e-3 if str(precision.precision).startswith(("32", "64")) else 0.05
@@ -67,9 +74,14 @@ class Compiled:
         self._version = Version()
         self.trusted = True
 
+    @property
+    def _captured(self) -> bool:
+        return self._module.device.type in self.captured_on
+
     def _compile(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         """Compiles, and notes which version is used."""
-        compiled, version = lookup_backend(self.backend)(graph, inputs), Version()
+        with config.patch({"triton.cudagraphs": self._captured}):
+            compiled, version = lookup_backend(self.backend)(graph, inputs), Version()
 
         def used(*args: Any) -> Any:
             self._version = version
@@ -87,6 +99,8 @@ class Compiled:
     ) -> Values | None:
         """Values and gradients of a step; None, from then on, where it can't be compiled or computes something else.
 
+        Gradients, and entries that are replaced, hold until the next step.
+
         Args:
             plain: the step as it is, of entries, which may change.
             entries: the stack; those that aren't trained are replaced where they change.
@@ -96,6 +110,8 @@ class Compiled:
         """
         leaves = {name: entries[name] for name in trained}
         others = {name: entry for name, entry in entries.items() if name not in leaves}
+        if self._captured:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         try:
             with torch.no_grad():
                 gradients, (values, moved) = self._step(leaves, others, batch, index)
@@ -117,6 +133,8 @@ class Compiled:
                 self._give_up("compiled they would compute something else")
                 return None
         entries.update(moved)
+        # the record keeps them
+        values = {name: value.clone() for name, value in values.items()}
         return values, {name: gradients[name] for name in trained if name in version.names}
 
     def _give_up(self, reason: str) -> None:

@@ -26,6 +26,9 @@ from pfl_lightning.messages import num_bytes
 
 __all__ = ["Unvectorisable", "Vectorised"]
 
+CALM = 10
+"""Rounds that memory was enough for, after which a block that was halved is doubled."""
+
 
 class Vectorised(Engine):
     """Trains many clients in one computation, by ``torch.func.vmap``, with the results of `Sequential`.
@@ -49,13 +52,17 @@ class Vectorised(Engine):
     Args:
         *args: those of `Engine`; ``workers`` are not used, and ``compile`` is by `Compiled`.
         block_size: clients at once, at least 1; None takes as many as half of the free memory should hold. A block that
-            a GPU can't hold is halved in any case. A block of one runs as in `Sequential`.
+            a GPU can't hold is halved in any case, and doubled after each `CALM` rounds that go well, up to this size.
+            A block of one runs as in `Sequential`.
         **kwargs: the same by name.
     """
 
     def __init__(self, *args: Any, block_size: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.block_size = block_size
+        self.fitting: int | None = None
+        """Clients at once since memory was short; None where it isn't."""
+        self._calm = 0
         self.sequential = Sequential(self.module, self.work, self.precision)
         attributes = SharedAttributes(self.module)
         self.trainer = BlockTrainer(self.sequential, attributes, self.compile)
@@ -69,6 +76,7 @@ class Vectorised(Engine):
             Unvectorisable: if the client module can't be vectorised; before the first outcome of a block.
         """
         layout, slots = Layout.of(self.module), Slots(self.module)
+        self._double()
         with self.sequential.leaks.of_a_round():
             for block in self._blocks(jobs, slots):
                 yield from self._run_block(block, layout, slots)
@@ -81,11 +89,7 @@ class Vectorised(Engine):
         """Yields metrics in the order of the jobs, block by block."""
         layout, slots = Layout.of(self.module), Slots(self.module)
         for block in self._blocks(jobs, slots):
-            metrics = self._evaluate_block(block, layout, slots)
-            if metrics is None:
-                yield from self.sequential.evaluate_all(block)
-            else:
-                yield from zip([job.client for job in block], metrics, strict=True)
+            yield from self._evaluate_block(block, layout, slots)
 
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
         """Trains one client as `Sequential` does."""
@@ -99,7 +103,21 @@ class Vectorised(Engine):
         for first in jobs:
             if self.block_size is None:
                 self.block_size = self._room(first, slots)
-            yield [first, *islice(jobs, self.block_size - 1)]
+            size = self.block_size if self.fitting is None else min(self.fitting, self.block_size)
+            yield [first, *islice(jobs, size - 1)]
+
+    def _halves(self, jobs: list[Job]) -> tuple[list[Job], list[Job]]:
+        """The halves of a block that memory was too short for; those to come are no larger."""
+        self.fitting, self._calm = -(-len(jobs) // 2), 0
+        return jobs[: self.fitting], jobs[self.fitting :]
+
+    def _double(self) -> None:
+        """Doubles blocks that were halved, if memory has been enough for long."""
+        if self.fitting is not None and self._calm == CALM:
+            self.fitting, self._calm = 2 * self.fitting, 0
+            if self.block_size is not None and self.fitting >= self.block_size:
+                self.fitting = None
+        self._calm += 1
 
     def _room(self, job: Job, slots: Slots) -> int:
         """Clients that half of the free memory should hold, judged by a forward pass of one."""
@@ -124,9 +142,8 @@ class Vectorised(Engine):
             yield from self.hand_over.outcomes(jobs, block, layout, slots)
             return
         # not in the handler: while the error lives, so do the tensors
-        self.block_size = -(-len(jobs) // 2)
-        yield from self._run_block(jobs[: self.block_size], layout, slots)
-        yield from self._run_block(jobs[self.block_size :], layout, slots)
+        for half in self._halves(jobs):
+            yield from self._run_block(half, layout, slots)
 
     def _train_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Block:
         """Trains the clients of a block in a stack of their own."""
@@ -137,9 +154,23 @@ class Vectorised(Engine):
         block.seconds = (time.perf_counter() - start) / len(jobs)
         return block
 
-    def _evaluate_block(
-        self, jobs: list[Job], layout: Layout, slots: Slots
-    ) -> list[dict[str, dict[str, float]]] | None:
+    def _evaluate_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Iterator[Evaluated]:
+        """Metrics of the clients of a block, or of its halves where memory is short."""
+        try:
+            metrics = self._measure_block(jobs, layout, slots)
+        except torch.cuda.OutOfMemoryError:
+            halves = self._halves(jobs)
+        else:
+            if metrics is None:
+                yield from self.sequential.evaluate_all(jobs)
+            else:
+                yield from zip([job.client for job in jobs], metrics, strict=True)
+            return
+        # not in the handler, as above
+        for half in halves:
+            yield from self._evaluate_block(half, layout, slots)
+
+    def _measure_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> list[dict[str, dict[str, float]]] | None:
         """Metrics of clients as they receive their models; None where it can't be done at once."""
         if len(jobs) == 1 or not self.evaluator.usable:
             return None

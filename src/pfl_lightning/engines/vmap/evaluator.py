@@ -68,6 +68,9 @@ class BlockEvaluator:
                         if values and part in member.job.evaluate:
                             result[part] = values
                 self.attributes.refuse_changes(before, "its forward pass changes {}")
+        except torch.cuda.OutOfMemoryError:
+            # of one client beside the stack: for this time only
+            return None
         except Exception:
             # if it is wrong in any way, it is so client by client, and says so there
             self.usable = False
@@ -83,18 +86,37 @@ class BlockEvaluator:
             return result
         at_once = rows_at_once(self.module.task, next(of_one.y for of_one in samples if len(of_one)))
         for rows in rows_alike(sizes, CLIENTS * at_once):
-            chosen = entries
-            if rows != list(range(len(samples))):
-                at = torch.tensor(rows, device=self.module.device)
-                chosen = {name: stack[at] for name, stack in entries.items()}
-            x = padded([samples[row].x for row in rows])
-            with self.sequential.forward_context():
-                outputs = torch.cat([self._forward(chosen, chunk, slots) for chunk in split(x, at_once, dim=1)], 1)
-            targets = [samples[row].y for row in rows]
-            measured = evaluate_padded(outputs, targets, self.sequential.metrics, self.module.task)
+            measured = self._measure_rows(rows, samples, entries, slots, at_once)
             for row, values in zip(rows, measured, strict=True):
                 result[row] = values
         return result
+
+    def _measure_rows(
+        self, rows: list[int], samples: list[Samples], entries: StateDict, slots: Slots, at_once: int
+    ) -> list[dict[str, float]]:
+        """Metrics of some rows, at once or, where memory is short, of their halves."""
+        try:
+            return self._measure_together(rows, samples, entries, slots, at_once)
+        except torch.cuda.OutOfMemoryError:
+            if len(rows) == 1:
+                raise
+        # not in the handler: while the error lives, so do the tensors
+        half = -(-len(rows) // 2)
+        parts = [self._measure_rows(part, samples, entries, slots, at_once) for part in (rows[:half], rows[half:])]
+        return [*chain.from_iterable(parts)]
+
+    def _measure_together(
+        self, rows: list[int], samples: list[Samples], entries: StateDict, slots: Slots, at_once: int
+    ) -> list[dict[str, float]]:
+        """Metrics of some rows, whose samples go through the net so many of each at once."""
+        chosen = entries
+        if rows != list(range(len(samples))):
+            at = torch.tensor(rows, device=self.module.device)
+            chosen = {name: stack[at] for name, stack in entries.items()}
+        x = padded([samples[row].x for row in rows])
+        with self.sequential.forward_context():
+            outputs = torch.cat([self._forward(chosen, chunk, slots) for chunk in split(x, at_once, dim=1)], 1)
+        return evaluate_padded(outputs, [samples[row].y for row in rows], self.sequential.metrics, self.module.task)
 
     def _forward(self, entries: StateDict, x: Tree, slots: Slots) -> Tensor:
         """Outputs ``[clients, n, ...]`` of inputs ``[clients, n, ...]``."""

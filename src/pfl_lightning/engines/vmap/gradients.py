@@ -106,6 +106,7 @@ class Differentiator:
         if done is None:
             return self._plain(rows, samples, index)
         for name in entries.keys() - set(self.trained):
+            # copied, as the next step may overwrite it
             block.entries[name][rows] = entries[name][rows]
         values, gradients = done
         return {name: v[rows] for name, v in values.items()}, {name: g[rows] for name, g in gradients.items()}
