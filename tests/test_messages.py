@@ -7,6 +7,7 @@ import torch
 from pfl_lightning.messages import (
     Row,
     Stack,
+    column,
     detached,
     digest,
     is_finite,
@@ -15,6 +16,7 @@ from pfl_lightning.messages import (
     tensors,
     tree_map,
     weighted_mean,
+    weighted_means,
 )
 
 RECORD = {
@@ -121,7 +123,44 @@ def test_a_mean_of_rows_is_that_of_the_dicts_that_they_are(chosen, dtype):
     tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
     torch.testing.assert_close(mean, expected, rtol=tolerance, atol=tolerance)
     # nobody has looked at a row for it
-    assert not any("rows" in vars(of_clients) for of_clients in stacks)
+    assert not any(of_clients.rows for of_clients in stacks)
+
+
+def test_several_means_of_rows_are_those_of_the_dicts_each_by_itself_and_hold_no_stack():
+    stacks = [stack(seed=seed) for seed in range(2)]
+    rows = [Row(stacks[which], row) for which, row in [(0, 3), (1, 0), (0, 0), (0, 1), (0, 2), (1, 2)]]
+    weights = torch.rand(4, len(rows)).tolist()
+    means, expected = weighted_means(rows, weights), weighted_means(as_dicts(rows), weights)
+    torch.testing.assert_close(means, expected, rtol=1e-14, atol=1e-14)
+    assert [digest(mean) for mean in expected] == [digest(weighted_mean(as_dicts(rows), row)) for row in weights]
+    assert not any(of_clients.rows for of_clients in stacks)
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors(means))
+
+
+@pytest.mark.parametrize("kind", [list, as_dicts], ids=["rows", "dicts"])
+def test_a_mean_may_be_of_some_entries(kind):
+    states = kind([Row(stack(), k) for k in range(3)])
+    whole = weighted_mean(states, [0.5, 0.3, 0.2])
+    assert digest(weighted_mean(states, [0.5, 0.3, 0.2], ["b", "n"])) == digest([whole["b"], whole["n"]])
+
+
+def test_who_looks_at_an_entry_has_that_one_on_the_cpu_and_leaves_the_others():
+    of_clients = stack()
+    rows = [Row(of_clients, k) for k in range(4)]
+    assert rows[2]["b"].equal(of_clients.entries["b"][2]) and of_clients.rows.keys() == {"b"}
+    assert is_finite(rows[1]) and of_clients.rows.keys() == {"b"}
+    of_clients.entries["w"][1, 2] = torch.inf
+    assert not is_finite(rows[1]) and is_finite(rows[0])
+
+
+def test_a_column_is_where_the_stacks_are_and_on_the_cpu_with_dicts_among_them():
+    stacks = [stack(seed=seed) for seed in range(2)]
+    rows = [Row(stacks[1], 2), Row(stacks[0], 1)]
+    for found, state in zip(column(rows, "w"), as_dicts(rows), strict=True):
+        assert found.equal(state["w"])
+    assert not any(of_clients.rows for of_clients in stacks)
+    mixed = column([rows[0], *as_dicts(rows[1:])], "w")
+    assert all(map(torch.equal, mixed, column(rows, "w"))) and stacks[1].rows.keys() == {"w"}
 
 
 def test_a_client_that_diverged_is_no_part_of_a_mean_of_the_others():
@@ -138,7 +177,7 @@ def test_as_many_weights_as_rows():
 def test_a_row_reads_as_a_dict_of_views():
     of_clients = stack()
     row, (expected,) = Row(of_clients, 2), as_dicts([Row(of_clients, 2)])
-    assert num_bytes({"weights": row}) == 3 * 2 * 8 + 8 + 8 and "rows" not in vars(of_clients)
+    assert num_bytes({"weights": row}) == 3 * 2 * 8 + 8 + 8 and not of_clients.rows
     assert list(row) == ["w", "n", "b"] and len(row) == 3 and "w" in row
     torch.testing.assert_close(dict(row), expected, rtol=0, atol=0)
     torch.testing.assert_close(row | {"b": expected["n"]}, expected | {"b": expected["n"]}, rtol=0, atol=0)
@@ -168,4 +207,4 @@ def test_nothing_is_copied_of_what_is_no_row():
     parts = [own["mean"], own["list"][0]]
     of_clients = stack()
     keep_own(own, {0: {"weights": Row(of_clients, 0)}})
-    assert own["mean"] is parts[0] and own["list"][0] is parts[1] and "rows" not in vars(of_clients)
+    assert own["mean"] is parts[0] and own["list"][0] is parts[1] and not of_clients.rows

@@ -2,14 +2,14 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from pfl_lightning.transfers import moved
+from pfl_lightning.transfers import moved, rows_of
 
 StateDict: TypeAlias = dict[str, Tensor]
 """Named tensors of a module, or a part of them."""
@@ -26,21 +26,22 @@ CPU = torch.device("cpu")
 class Stack:
     """Tensors of several clients side by side, on the device where they were made.
 
-    Who asks for a client's gets a view of one copy on the CPU, which then is all that there is.
+    Who asks for a client's gets a view of one copy of that entry on the CPU, which then is all that there is of it.
 
     Args:
         entries: ``{name: [clients, ...]}``, of at least one name.
     """
 
     def __init__(self, entries: StateDict) -> None:
-        self.entries = entries
+        self.entries = dict(entries)
+        self.rows: dict[str, tuple[Tensor, ...]] = {}
 
-    @cached_property
-    def rows(self) -> list[StateDict]:
-        """Each client's tensors on the CPU."""
-        self.entries = dict(zip(self.entries, moved([*self.entries.values()], CPU), strict=True))
-        columns = zip(*(stack.unbind() for stack in self.entries.values()), strict=True)
-        return [dict(zip(self.entries, row, strict=True)) for row in columns]
+    def on_cpu(self, name: str) -> tuple[Tensor, ...]:
+        """Each client's tensor of one name, on the CPU."""
+        if name not in self.rows:
+            self.entries[name] = self.entries[name].to(CPU)
+            self.rows[name] = self.entries[name].unbind()
+        return self.rows[name]
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
@@ -52,16 +53,16 @@ class Stack:
         """What a client's tensors take on the wire."""
         return sum(stack[0].nbytes for stack in self.entries.values())
 
-    def sum(self, rows: Sequence[int], weights: Sequence[float]) -> StateDict:
-        """As `weighted_mean` of some clients' tensors, on the device: one product for each name."""
-        entries, clients = self.entries, len(next(iter(self.entries.values())))
-        if sorted(rows) == list(range(clients)):
-            weights = [weight for _, weight in sorted(zip(rows, weights, strict=True))]
-        else:
+    def sums(self, weights: Sequence[tuple[int, Sequence[float]]], names: Iterable[str]) -> StateDict:
+        """As `weighted_means` of the clients of some rows, ``[m, ...]``, on the device: one product for each name."""
+        # in the order of the stack, of which all then is taken as it is
+        rows, columns = (list(part) for part in zip(*sorted(weights), strict=True))
+        entries = {name: self.entries[name] for name in names}
+        if rows != list(range(len(next(iter(self.entries.values()))))):
             entries = {name: stack[torch.tensor(rows, device=stack.device)] for name, stack in entries.items()}
-        floating = {promoted(stack): stack.device for stack in entries.values() if stack.is_floating_point()}
-        factors = {wide: torch.tensor(weights, dtype=wide, device=device) for wide, device in floating.items()}
-        return {name: product(factors, stack) for name, stack in entries.items()}
+        kinds = {(promoted(stack), stack.device) for stack in entries.values() if stack.is_floating_point()}
+        factors = {(wide, device): torch.tensor(columns, dtype=wide, device=device).T for wide, device in kinds}
+        return {name: product(factors, stack, len(columns[0])) for name, stack in entries.items()}
 
 
 class Row(Mapping[str, Tensor]):
@@ -76,7 +77,7 @@ class Row(Mapping[str, Tensor]):
         self.stack, self.index = stack, index
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.stack.rows[self.index][name]
+        return self.stack.on_cpu(name)[self.index]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stack.entries)
@@ -144,6 +145,8 @@ def is_finite(record: Any) -> bool:
     """Whether no tensor of a record holds a NaN or an infinity."""
     # a sum is NaN or infinite if an addend is, and reads the tensor once without a mask of its size;
     # a float32 sum of finite weights that overflows belongs to a diverged client too
+    if isinstance(record, Row):
+        return is_finite([column([record], name)[0] for name in record])
     return all(not t.is_floating_point() or math.isfinite(t.sum().item()) for t in tensors(record))
 
 
@@ -166,8 +169,28 @@ def detached(record: Any) -> Any:
     return tree_map(lambda t: t.detach().to("cpu", copy=True), record)
 
 
+def column(states: Sequence[Mapping[str, Tensor]], name: str) -> list[Tensor]:
+    """An entry of each of several state dicts, all on one device: rows of stacks where they are, others on the CPU.
+
+    >>> column([{"w": torch.tensor(1.0)}, {"w": torch.tensor(2.0)}], "w")
+    [tensor(1.), tensor(2.)]
+
+    Args:
+        states: any number of state dicts with that entry.
+        name: the entry's.
+    """
+    if all(isinstance(state, Row) for state in states):
+        rows = [row.stack.entries[name][row.index] for row in cast(Sequence[Row], states)]
+        # Apple's GPUs know no float64, in which many compare
+        if len({row.device for row in rows}) == 1 and rows[0].device.type != "mps":
+            return rows
+    return [state[name] for state in states]
+
+
 @torch.no_grad()
-def weighted_mean(states: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> StateDict:
+def weighted_mean(
+    states: Sequence[Mapping[str, Tensor]], weights: Sequence[float], names: Iterable[str] | None = None
+) -> StateDict:
     r"""Entry-wise :math:`\sum_k \lambda_k w_k` of state dicts, reduced in the order given.
 
     Floating entries are summed in float32 or better and returned in their own type. Integer entries (BatchNorm's
@@ -179,12 +202,15 @@ def weighted_mean(states: Sequence[Mapping[str, Tensor]], weights: Sequence[floa
     Args:
         states: at least one state dict; all with the same names and shapes.
         weights: one a state dict; they are used as they are, so let them sum to 1 for a mean.
+        names: the entries that are wanted; all by default.
     """
     if all(isinstance(state, Row) for state in states):
-        return mean_of_rows(cast(Sequence[Row], states), weights)
+        means = means_of_rows(cast(Sequence[Row], states), [weights], names)
+        return {name: stack[0] for name, stack in means.items()}
     first, *others = states
     mean = {}
-    for name, tensor in first.items():
+    for name in first if names is None else names:
+        tensor = first[name]
         if not tensor.is_floating_point():
             mean[name] = torch.stack([state[name] for state in states]).amax(0)
             continue
@@ -195,38 +221,52 @@ def weighted_mean(states: Sequence[Mapping[str, Tensor]], weights: Sequence[floa
     return mean
 
 
-def mean_of_rows(rows: Sequence[Row], weights: Sequence[float]) -> StateDict:
-    """As `weighted_mean`, of rows of one stack or of several; on the CPU."""
-    stacks: dict[Stack, tuple[list[int], list[float]]] = {}
-    for row, weight in zip(rows, weights, strict=True):
-        indices, own = stacks.setdefault(row.stack, ([], []))
-        indices.append(row.index)
-        own.append(weight)
-    parts = [stack.sum(*of_one) for stack, of_one in stacks.items()]
-    dtypes = {name: stack.dtype for name, stack in rows[0].stack.entries.items()}
-    means = [together([part[name] for part in parts]).to(dtype) for name, dtype in dtypes.items()]
-    return dict(zip(dtypes, moved(means, CPU), strict=True))
+@torch.no_grad()
+def weighted_means(states: Sequence[Mapping[str, Tensor]], weights: Sequence[Sequence[float]]) -> list[StateDict]:
+    r"""Several means of the same state dicts, :math:`\sum_k A_{ik} w_k`, each as from `weighted_mean`.
+
+    Args:
+        states: n of them, at least one.
+        weights: A, m lists of n.
+    """
+    if all(isinstance(state, Row) for state in states):
+        return rows_of(means_of_rows(cast(Sequence[Row], states), weights), len(weights), CPU)
+    return [weighted_mean(states, row) for row in weights]
+
+
+def means_of_rows(
+    rows: Sequence[Row], weights: Sequence[Sequence[float]], names: Iterable[str] | None = None
+) -> StateDict:
+    """As `weighted_means`, side by side ``[m, ...]``, of rows of one stack or of several; on the CPU."""
+    names = list(rows[0] if names is None else names)
+    stacks: dict[Stack, list[tuple[int, Sequence[float]]]] = {}
+    for row, column in zip(rows, zip(*weights, strict=True), strict=True):
+        stacks.setdefault(row.stack, []).append((row.index, column))
+    parts = [stack.sums(own, names) for stack, own in stacks.items()]
+    means = [together([part[name] for part in parts]).to(rows[0].stack.entries[name].dtype) for name in names]
+    return dict(zip(names, moved(means, CPU), strict=True))
 
 
 def together(parts: list[Tensor]) -> Tensor:
-    """The sum of floating tensors, the maximum of others."""
+    """The sum of floating tensors, the maximum of others; who looked at a part has it on the CPU."""
     if len(parts) == 1:
         return parts[0]
-    stack = torch.stack(parts)
+    stack = torch.stack([part.to(parts[0].device) for part in parts])
     return stack.sum(0) if stack.is_floating_point() else stack.amax(0)
 
 
-def product(factors: Mapping[torch.dtype, Tensor], stack: Tensor) -> Tensor:
-    """A weighted sum of the rows of a floating stack, in float32 or better; the maximum of another one.
+def product(factors: Mapping[tuple[torch.dtype, torch.device], Tensor], stack: Tensor, count: int) -> Tensor:
+    """Weighted sums of the rows of a floating stack, in float32 or better; of another one the maximum, as many times.
 
     Args:
-        factors: the weights ``[clients]``, by the type in which sums are taken.
+        factors: the weights ``[m, clients]``, by the type in which sums are taken and the device.
         stack: ``[clients, ...]``.
+        count: m.
     """
     if not stack.is_floating_point():
-        return stack.amax(0)
+        return stack.amax(0).expand(count, *stack.shape[1:])
     wide = promoted(stack)
-    return (factors[wide][None] @ stack.reshape(len(stack), -1).to(wide)).view(stack.shape[1:])
+    return (factors[wide, stack.device] @ stack.reshape(len(stack), -1).to(wide)).view(count, *stack.shape[1:])
 
 
 def promoted(tensor: Tensor) -> torch.dtype:
@@ -240,12 +280,7 @@ def keep_own(record: Any, updates: Updates) -> Any:
     Else who keeps one row would keep, and save, all of them.
     """
     stacks = {value.stack for update in updates.values() for value in update.values() if isinstance(value, Row)}
-    storages = {
-        stack.untyped_storage().data_ptr()
-        for of_rows in stacks
-        if "rows" in vars(of_rows)
-        for stack in of_rows.entries.values()
-    }
+    storages = {stack.untyped_storage().data_ptr() for of_rows in stacks for stack in of_rows.entries.values()}
 
     def own(value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -1,6 +1,6 @@
 """Transfers between devices: many small tensors take as long as one large one when they travel together."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -40,3 +40,9 @@ def side_by_side(rows: Sequence[Tensor], device: torch.device) -> Tensor:
         device: where the stack is wanted.
     """
     return torch.stack(moved(rows, device) if any(row.device == device for row in rows) else list(rows))
+
+
+def rows_of(stacks: Mapping[str, Tensor], count: int, device: torch.device) -> list[dict[str, Tensor]]:
+    """Each row of stacks as tensors of its own on a device: who keeps or saves one shall not keep the stack."""
+    columns = [[row.clone() for row in stack.unbind()] for stack in moved([*stacks.values()], device)]
+    return [dict(zip(stacks, row, strict=True)) for row in zip(*columns, strict=True)] or [{} for _ in range(count)]

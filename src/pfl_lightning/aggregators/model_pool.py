@@ -1,7 +1,7 @@
 """Models of many clients side by side: a server that hands them out, and what compares them."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pfl_lightning.aggregators.base import Aggregator, Server
 from pfl_lightning.data import Samples
-from pfl_lightning.messages import Message, StateDict, Updates
+from pfl_lightning.messages import CPU, Message, Updates, column
 from pfl_lightning.tasks import Task
 
 BLOCK = 20_000
@@ -42,8 +42,10 @@ class ModelPool(Aggregator):
         return {"models": {other: model for other, model in self.state["models"].items() if other != client}}
 
 
-def inner_products(models: Sequence[StateDict], names: Sequence[str], origin: StateDict | None = None) -> Tensor:
-    r"""Inner products of models as long vectors, in float64.
+def inner_products(
+    models: Sequence[Mapping[str, Tensor]], names: Sequence[str], origin: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    r"""Inner products of models as long vectors, in float64, taken where the models are.
 
     >>> inner_products([{"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.0, 3.0])}], ["w"])
     tensor([[5., 6.],
@@ -56,23 +58,27 @@ def inner_products(models: Sequence[StateDict], names: Sequence[str], origin: St
             and of :math:`\theta_g` itself as the last.
 
     Returns:
-        ``[n, n]``, in the order of the models; ``[n + 1, n + 1]`` with an origin.
+        ``[n, n]``, in the order of the models, on the CPU; ``[n + 1, n + 1]`` with an origin.
     """
-    vectors = [*models, *([] if origin is None else [origin])]
-    size = len(vectors)
-    width = min(BLOCK, max((vectors[0][name].numel() for name in names), default=0))
+    columns = [column(models, name) for name in names]
+    if origin is not None:
+        for name, tensors in zip(names, columns, strict=True):
+            tensors.append(origin[name].to(tensors[0].device))
+    size = len(models) + (origin is not None)
+    width = min(BLOCK, max((tensors[0].numel() for tensors in columns), default=0))
+    device = columns[0][0].device if columns else CPU
     # one buffer for all: where memory is new each time, getting it takes longer than the product
-    buffer = torch.zeros(DOZEN * math.ceil(size / DOZEN), width, dtype=torch.float64)
-    products = torch.zeros(len(buffer), len(buffer), dtype=torch.float64)
-    for name in names:
-        for block in blocks([vector[name] for vector in vectors]):
+    buffer = torch.zeros(DOZEN * math.ceil(size / DOZEN), width, dtype=torch.float64, device=device)
+    products = buffer.new_zeros(len(buffer), len(buffer))
+    for tensors in columns:
+        for block in blocks(tensors):
             rows = buffer[:, : block.shape[1]]
             rows[:size] = block
             if origin is not None:
                 # in float64: differences are small beside models
                 rows[: size - 1] -= rows[size - 1]
             products.addmm_(rows, rows.T)
-    return products[:size, :size]
+    return products[:size, :size].cpu()
 
 
 def blocks(tensors: list[Tensor]) -> Iterator[Tensor]:

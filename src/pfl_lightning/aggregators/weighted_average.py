@@ -8,7 +8,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.aggregators.base import Aggregator, Server
 from pfl_lightning.aggregators.means import Averaging, Mean
-from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
+from pfl_lightning.messages import CPU, Message, StateDict, Updates, column, weighted_mean
+from pfl_lightning.transfers import moved
 
 Weighting: TypeAlias = Literal["samples", "uniform"]
 """How clients count in a mean: by their training ``samples``, or all alike."""
@@ -170,12 +171,12 @@ def moved_model(updates: Updates, weights: Mapping[int, float], model: StateDict
         model: x, from which the clients started.
         names: the entries to be moved, of floating type; the others are left out.
     """
-    moved = {}
+    entries = {}
     for name in names:
-        first = next(iter(updates.values()))["weights"][name]
-        wide = torch.promote_types(first.dtype, torch.float32)
-        x = model[name].to(wide)
+        uploads = column([update["weights"] for update in updates.values()], name)
+        wide = torch.promote_types(uploads[0].dtype, torch.float32)
+        x = model[name].to(uploads[0].device, wide)
         # by differences: weights that sum to much more than 1 would cancel in digits that are lost
-        change = sum((weights[k] * (update["weights"][name].to(wide) - x) for k, update in updates.items()), 0 * x)
-        moved[name] = (x + change).to(first.dtype)
-    return moved
+        change = sum((weights[k] * (upload.to(wide) - x) for k, upload in zip(updates, uploads, strict=True)), 0 * x)
+        entries[name] = (x + change).to(uploads[0].dtype)
+    return dict(zip(entries, moved([*entries.values()], CPU), strict=True))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pfl_lightning.aggregators import Aggregator, ModelPool, Server, inner_products
 from pfl_lightning.data import ClientData
-from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
+from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean, weighted_means
 from pfl_lightning.methods.fedprox import FedProx
 
 ALONE = 0.999
@@ -122,9 +122,7 @@ class FedAMP(ModelPool):
         super().aggregate(updates, round)
         models = list(self.state["models"].values())
         xi = self._attention(models)
-        self.state["clouds"] = {
-            client: weighted_mean(models, row) for client, row in zip(self.state["models"], xi.tolist(), strict=True)
-        }
+        self.state["clouds"] = dict(zip(self.state["models"], weighted_means(models, xi.tolist()), strict=True))
         own_weight = float(xi.diagonal().mean())
         if own_weight > ALONE and len(models) > 1 and self.alpha > 0 and not self.state.get("warned"):
             self.state["warned"] = True

@@ -59,7 +59,7 @@ class FedAWAL(FedAWA):
         mixed: StateDict = {}
         for (group, names), row in zip(self.groups.items(), weights.tolist(), strict=True):
             group_shares[group] = dict(zip(updates, row, strict=True))
-            mixed |= weighted_mean([{name: u["weights"][name] for name in names} for u in updates.values()], row)
+            mixed |= weighted_mean([update["weights"] for update in updates.values()], row, names)
         self.state |= {
             "weights": mixed,
             "shares": dict(zip(updates, means.tolist(), strict=True)),

@@ -7,7 +7,7 @@ w_l the model of client l.
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.aggregators import Server, WeightedAverage, client_weights, inner_products
-from pfl_lightning.messages import Message, Updates, weighted_mean
+from pfl_lightning.messages import Message, Updates, weighted_means
 from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
 
 
@@ -44,10 +44,10 @@ class KTpFLWeight(KnowledgeCoefficients, WeightedAverage):
             return {}
         clients, models = list(updates), [update["weights"] for update in updates.values()]
         self.average(updates, client_weights(updates, "uniform"))
-        size = sum(models[0][name].numel() for name in self.parameters)
+        size = sum(self.state["weights"][name].numel() for name in self.parameters)
         logs = self.learn(clients, inner_products(models, self.parameters) / size)
-        mixes = {client: weighted_mean(models, self.shares(client, clients).tolist()) for client in clients}
-        self.state["models"] = self.state["models"] | mixes
+        mixes = weighted_means(models, [self.shares(client, clients).tolist() for client in clients])
+        self.state["models"] = self.state["models"] | dict(zip(clients, mixes, strict=True))
         return logs
 
     def download(self, client: int) -> Message:

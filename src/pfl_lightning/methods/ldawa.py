@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.aggregators import Server, WeightedAverage, client_weights
-from pfl_lightning.messages import Updates, weighted_mean
+from pfl_lightning.messages import Updates, column, weighted_mean
 
 
 class LDAWA(WeightedAverage):
@@ -59,15 +59,14 @@ class LDAWA(WeightedAverage):
             return {}
         uploads = [update["weights"] for update in updates.values()]
         before = self.state["weights"]
-        c = {name: [cosine(upload[name], before[name]) for upload in uploads] for name in self.names}
+        c = {name: [cosine(upload, before[name]) for upload in column(uploads, name)] for name in self.names}
         means = torch.tensor(list(c.values()), dtype=torch.float64).mean(0)
         if round < self.warmup:
             super().aggregate(updates, round)
         else:
             self.average(updates, client_weights(updates, "uniform"))
             for name, cosines in c.items():
-                tensors = [{name: upload[name]} for upload in uploads]
-                self.state["weights"] |= weighted_mean(tensors, [value / len(updates) for value in cosines])
+                self.state["weights"] |= weighted_mean(uploads, [value / len(updates) for value in cosines], [name])
             self.state["shares"] = dict(zip(updates, (means / len(updates)).tolist(), strict=True))
         return {"cosine": float(means.mean())}
 
@@ -82,7 +81,7 @@ def cosine(one: Tensor, other: Tensor) -> float:
         one: of any shape.
         other: of the same shape.
     """
-    x, y = one.flatten().double(), other.flatten().double()
+    x, y = one.flatten().double(), other.flatten().to(one.device, torch.float64)
     # one root of the product and not a product of roots: it is exact for equal tensors
     scale = math.sqrt(float(x @ x) * float(y @ y))
     return min(1.0, float(x @ y) / scale) if scale else 1.0

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from pfl_lightning.aggregators.model_pool import blocks, inner_products
-from pfl_lightning.messages import StateDict
+from pfl_lightning.messages import CPU, StateDict, column
+from pfl_lightning.transfers import moved
 
 
 class Sum(NamedTuple):
@@ -58,7 +59,7 @@ class Vectors:
     @cached_property
     def products(self) -> Tensor:
         """Inner products of the differences to the origin ``[m, m]``, in float64."""
-        among = inner_products([dict(each) for each in self.sent], self.names, dict(self.origin))[:-1, :-1]
+        among = inner_products(self.sent, self.names, self.origin)[:-1, :-1]
         if self.mixing is not None:
             among = self.mixing @ among @ self.mixing.T
         return (among + among.T) / 2
@@ -90,9 +91,11 @@ class Vectors:
         rest = 1 - float(own.sum())
         first = int(own.argmax())
         entries = {}
-        for name, tensor in self.sent[first].items():
+        for name in self.sent[first]:
+            tensors = column(self.sent, name)
+            tensor = tensors[first]
             if not tensor.is_floating_point():
-                kept = [each[name] for each, share in zip(self.sent, own.tolist(), strict=True) if share > 0]
+                kept = [each for each, share in zip(tensors, own.tolist(), strict=True) if share > 0]
                 entries[name] = lower_median(kept or [tensor])
                 continue
             # by differences to one that counts: equal uploads then are their own mean bit for bit, and one that is
@@ -101,11 +104,11 @@ class Vectors:
             change = torch.zeros_like(base)
             for index, share in enumerate(own.tolist()):
                 if share > 0 and index != first:
-                    change.add_(self.sent[index][name].double() - base, alpha=share)
+                    change.add_(tensors[index].double() - base, alpha=share)
             if abs(rest) > 1e-12:
-                change.add_(self.origin[name].double() - base, alpha=rest)
+                change.add_(self.origin[name].to(base) - base, alpha=rest)
             entries[name] = (base + change).to(tensor.dtype)
-        return Sum(entries, own)
+        return Sum(on_cpu(entries), own)
 
     def by_coordinate(self, rule: Callable[[Tensor], Tensor]) -> Sum:
         """What a rule makes of each coordinate, of a block of them at a time, which bounds memory.
@@ -114,21 +117,26 @@ class Vectors:
             rule: gives ``[w]`` of ``[m, w]`` in float64.
         """
         entries = {}
-        for name, tensor in self.sent[0].items():
-            column = [each[name] for each in self.sent]
-            if not tensor.is_floating_point():
-                entries[name] = lower_median(column)
+        for name in self.sent[0]:
+            tensors = column(self.sent, name)
+            if not tensors[0].is_floating_point():
+                entries[name] = lower_median(tensors)
                 continue
-            parts = [rule(self._mixed_rows(rows.double())) for rows in blocks(column)]
-            entries[name] = torch.cat(parts).view(tensor.shape).to(tensor.dtype)
-        return Sum(entries, None)
+            parts = [rule(self._mixed_rows(rows.double())) for rows in blocks(tensors)]
+            entries[name] = torch.cat(parts).view(tensors[0].shape).to(tensors[0].dtype)
+        return Sum(on_cpu(entries), None)
 
     def _mixed_rows(self, rows: Tensor) -> Tensor:
         if self.mixing is None:
             return rows
         # by differences, for the same reasons as above
         middle = rows.median(0).values
-        return middle + self.mixing @ (rows - middle)
+        return middle + self.mixing.to(rows.device) @ (rows - middle)
+
+
+def on_cpu(entries: StateDict) -> StateDict:
+    """What was computed where the clients trained, for the server to keep."""
+    return dict(zip(entries, moved([*entries.values()], CPU), strict=True))
 
 
 def lower_median(tensors: Sequence[Tensor]) -> Tensor:

@@ -24,7 +24,7 @@ from pfl_lightning.engines.vmap.checks import BlockSignature, SharedAttributes, 
 from pfl_lightning.engines.vmap.dropout import Stream
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
 from pfl_lightning.messages import CPU, Message, Row, Stack, StateDict, is_finite, tensors, tree_map
-from pfl_lightning.transfers import moved, side_by_side
+from pfl_lightning.transfers import moved, rows_of, side_by_side
 
 
 class HandOver:
@@ -277,12 +277,6 @@ def take_over(current: StateDict, entries: StateDict) -> None:
     for name, entry in entries.items():
         if name in current and not is_same(current[name], entry):
             entry.copy_(current[name])
-
-
-def rows_of(stacks: StateDict, count: int, device: torch.device) -> list[StateDict]:
-    """Each row of stacks as tensors of its own on a device: who keeps or saves one shall not keep the stack."""
-    columns = [[row.clone() for row in stack.unbind()] for stack in moved([*stacks.values()], device)]
-    return [dict(zip(stacks, row, strict=True)) for row in zip(*columns, strict=True)] or [{} for _ in range(count)]
 
 
 def sums_of_rows(stacks: list[Tensor], count: int) -> Tensor:
