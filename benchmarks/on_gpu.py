@@ -61,6 +61,10 @@ def commands_of(stage: str, args: argparse.Namespace) -> Iterator[Command]:
         tests = ["-m", "pytest", str(ROOT / "tests/test_gpu.py"), "-m", "", "-n", str(args.jobs), "-rs"]
         yield Command("tests", [sys.executable, *tests], 9)
     elif stage == "speed":
+        shapes = [sys.executable, str(ROOT / "benchmarks/convolutions.py"), "--accelerator", accelerator]
+        shapes += ["--repeats", "1" if args.dry_run else "21"]
+        for precision in PRECISIONS:
+            yield Command(f"convolutions {precision}", [*shapes, "--precision", precision], 1)
         script = [sys.executable, str(ROOT / "benchmarks/rounds.py"), "--accelerator", accelerator]
         script += ["--rounds", "1" if args.dry_run else "9", "--engines", "sequential", "vectorised"]
         for workload in ("W5",) if args.dry_run else ("W1", "W5", "W6", "W4"):
