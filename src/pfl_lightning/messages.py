@@ -143,10 +143,10 @@ def digest(record: Any) -> str:
 
 def is_finite(record: Any) -> bool:
     """Whether no tensor of a record holds a NaN or an infinity."""
-    # a sum is NaN or infinite if an addend is, and reads the tensor once without a mask of its size;
-    # a float32 sum of finite weights that overflows belongs to a diverged client too
     if isinstance(record, Row):
         return is_finite([column([record], name)[0] for name in record])
+    # a sum is NaN or infinite if an addend is, and reads the tensor once without a mask of its size;
+    # a float32 sum of finite weights that overflows belongs to a diverged client too
     return all(not t.is_floating_point() or math.isfinite(t.sum().item()) for t in tensors(record))
 
 
