@@ -46,8 +46,9 @@ class Vectorised(Engine):
     What can't be done so is refused in one sentence: steps whose course depends on values, or that draw random numbers
     otherwise than in ``F.dropout``; client modules that keep something of a client in plain attributes; phases with
     samples of their own; optimizers that aren't elementwise. Under ``precision="16-mixed"`` each client has a loss
-    scale of its own, by `Scales`, and the optimizer must be an SGD. An optimizer's settings must not depend on the
-    client. Evaluation that can't be done so goes client by client.
+    scale of its own, by `Scales`, and counts its own steps; the optimizer must be Adadelta, Adam, AdamW, RMSprop or SGD
+    without dampening. An optimizer's settings must not depend on the client. Evaluation that can't be done so goes
+    client by client.
 
     Args:
         *args: those of `Engine`; ``workers`` are not used, and ``compile`` is by `Compiled`.

@@ -25,7 +25,7 @@ from pfl_lightning.engines.vmap.block import Block, Plan, batches_of
 from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable
 from pfl_lightning.engines.vmap.compiled import Compiled
 from pfl_lightning.engines.vmap.gradients import Differentiator
-from pfl_lightning.engines.vmap.optimizers import ELEMENTWISE, StackOptimizers, can_skip
+from pfl_lightning.engines.vmap.optimizers import ELEMENTWISE, SKIPPING, StackOptimizers, can_skip
 from pfl_lightning.engines.vmap.private import PoissonPlan, PrivateDifferentiator
 from pfl_lightning.engines.vmap.scales import Scales
 from pfl_lightning.messages import StateDict, detached
@@ -143,12 +143,13 @@ class BlockTrainer:
             raise Unvectorisable(
                 self.module,
                 f"trainer.precision=16-mixed leaves out steps of single clients, which {type(first).__name__} of many "
-                "can't; only SGD without dampening can",
+                f"can't; only {', '.join(sorted(kind.__name__ for kind in SKIPPING))} without dampening can",
             )
         names = {slot.tensor: slot.name for slot in slots if isinstance(slot.tensor, nn.Parameter)}
         saved = [member.job.state.optimizers.get(phase.name) for member in block.members]
         begun = detached(new(saved.index(None)).state_dict()) if None in saved else {}
-        return StackOptimizers(new, [(state or begun)["state"] for state in saved], block.entries, names)
+        states = [(state or begun)["state"] for state in saved]
+        return StackOptimizers(new, states, block.entries, names, skips=self._scaled)
 
     def _plan(self, phase: Phase, block: Block, smallest: int) -> Plan:
         """The batches of each client, in the orders that `Sequential` draws."""
