@@ -82,15 +82,15 @@ class Processes(Sequential):
         if not left:
             return
         start = time.perf_counter()
-        elsewhere: list[float] = []
+        side_by_side: list[float] = []
         workers, room = self._workers_for(what, len(left)), self._room.get(what, 0)
         for result, seconds, needed in self._fork(function, left, workers, room):
-            elsewhere.append(seconds)
+            side_by_side.append(seconds)
             self._room[what] = max(needed, self._room.get(what, 0))
             # now and not after the last one: who has all results may not ask for an end
-            self._forked[what] = (time.perf_counter() - start) / len(elsewhere)
+            self._forked[what] = (time.perf_counter() - start) / len(side_by_side)
             # whichever is nearer to undisturbed: the first job of all takes its time, and so do workers side by side
-            self._alone[what] = min(map(statistics.fmean, filter(None, (here, elsewhere))))
+            self._alone[what] = min(map(statistics.fmean, filter(None, (here, side_by_side))))
             yield result
 
     def _workers_for(self, what: str, jobs: int) -> int:

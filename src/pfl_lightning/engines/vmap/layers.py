@@ -23,7 +23,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if input.dim() == 2 and not torch.is_autocast_enabled(input.device.type):
         tensors = [input, weight] if bias is None else [input, weight, bias]
         if (stacks := stacks_of(tensors)) is not None:
-            return rows_of(StackLinear, stacks, input)
+            return applied(StackLinear, stacks, input)
     product = torch.matmul(input, weight.t())
     return product if bias is None else product + bias.to(product.dtype)
 
@@ -33,7 +33,7 @@ def cross_entropy(input: Tensor, target: Tensor) -> Tensor:
     if torch.is_autocast_enabled(input.device.type):
         input = input.float()
     if input.dim() == 2 and (stacks := stacks_of([input, target])) is not None:
-        return rows_of(StackCrossEntropy, stacks, input)
+        return applied(StackCrossEntropy, stacks, input)
     return input.log_softmax(1).gather(1, target[:, None]).sum() / -len(target)
 
 
@@ -49,7 +49,7 @@ def stacks_of(tensors: Sequence[Tensor]) -> list[Tensor] | None:
     return None if any(map(is_functorch_wrapped_tensor, stacks)) else stacks
 
 
-def rows_of(function: type[torch.autograd.Function], stacks: list[Tensor], like: Tensor) -> Tensor:
+def applied(function: type[torch.autograd.Function], stacks: list[Tensor], like: Tensor) -> Tensor:
     """What a function makes of stacks, as a step under vmap sees it.
 
     Args:
