@@ -17,6 +17,7 @@ from command import forked
 from federations import MOMENTUM, NETS, Spy, blobs, fit, make_client, noisy, same_end
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.engines import Processes, parent, processes
+from pfl_lightning.engines.processes import taken_from
 from pfl_lightning.methods import WDR, FedAvg, FedBABU, FedPer, FedReMa, Local
 from sweeps import swept
 
@@ -178,6 +179,19 @@ class Signalled(Waiting):
 def test_what_goes_wrong_in_a_worker_is_told(method, error, says):
     with pytest.raises(error, match=says):
         fit(make_client(method), engine="processes", workers=2)
+
+
+@pytest.mark.parametrize("jobs", [1, 7, 500, 501, 1203, 20_000])
+def test_each_job_is_taken_once_and_nobody_waits_for_who_has_taken_some(jobs):
+    numbers = processes.numbered(jobs)
+    killed = taken_from(numbers)
+    first = next(killed)
+    own = list(taken_from(numbers))
+    rest = list(killed)
+    assert sorted([first, *rest, *own]) == list(range(jobs))
+    # what goes with a process that is killed is what it has taken, few of many
+    assert 1 + len(rest) <= max(jobs // 250, 1)
+    os.close(numbers)
 
 
 def test_workers_are_gone_afterwards():

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import statistics
+import struct
 import sys
 import time
 import traceback
@@ -28,6 +29,8 @@ Result = TypeVar("Result")
 
 WORTH = 0.1
 """Seconds of work from which a worker is worth the time that it takes to fork it and to copy what it writes to."""
+NUMBERS = 500
+"""Pieces that a round's jobs are taken in, at most."""
 FORGETTING = 0.97
 """What a time with workers counts a round later, so that they are tried again after one bad round, or after some."""
 
@@ -112,19 +115,11 @@ class Processes(Sequential):
             room: bytes of the tensors of a result, as far as known.
         """
         context = multiprocessing.get_context("fork")
-        following = context.Value("l", 0)
+        numbers = numbered(len(jobs))
         main = os.getpid()
         receivers: dict[Connection, Any] = {}
         # a page is there from when something is written to it
         rooms = [mmap.mmap(-1, room) if room else None for _ in jobs]
-
-        def indices() -> Iterator[int]:
-            while True:
-                with following.get_lock():
-                    index, following.value = following.value, following.value + 1
-                if index >= len(jobs):
-                    return
-                yield index
 
         def work(sender: Connection) -> None:
             end_with(main)
@@ -135,7 +130,7 @@ class Processes(Sequential):
             torch.set_num_threads(1)
             # the collector would write to all that was there before, and so copy it
             gc.freeze()
-            for index in indices():
+            for index in taken_from(numbers):
                 sender.send((index, *packed(function, jobs[index], rooms[index])))
 
         def arrived(at_once: bool) -> Iterator[tuple[Result, float, int]]:
@@ -154,7 +149,7 @@ class Processes(Sequential):
                 # the worker's end is the only one left: it closes when the worker is gone
                 sender.close()
                 receivers[receiver] = process
-            for index in indices():
+            for index in taken_from(numbers):
                 start = time.perf_counter()
                 with one_thread():
                     result = function(jobs[index])
@@ -162,6 +157,7 @@ class Processes(Sequential):
                 yield from arrived(at_once=True)
             yield from arrived(at_once=False)
         finally:
+            os.close(numbers)
             for receiver, process in receivers.items():
                 receiver.close()
                 process.kill()
@@ -190,6 +186,33 @@ class Processes(Sequential):
                     receiver.close()
                     continue
                 yield message
+
+
+def numbered(jobs: int) -> int:
+    """A pipe's end with the numbers of jobs, of which each process takes as it needs.
+
+    Whoever reads takes, all at once: no lock is left behind by a process that is killed.
+
+    Args:
+        jobs: how many there are.
+    """
+    reader, writer = os.pipe()
+    # neighbours together where there are many, as a pipe is sure to hold one page
+    together = -(-jobs // NUMBERS)
+    for first in range(0, jobs, together):
+        os.write(writer, struct.pack("II", first, min(first + together, jobs)))
+    os.close(writer)
+    return reader
+
+
+def taken_from(numbers: int) -> Iterator[int]:
+    """One job's number after another, until nobody has any left.
+
+    Args:
+        numbers: what `numbered` gave.
+    """
+    while some := os.read(numbers, struct.calcsize("II")):
+        yield from range(*struct.unpack("II", some))
 
 
 def cores() -> int:
