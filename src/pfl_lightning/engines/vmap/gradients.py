@@ -4,7 +4,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
-from torch.func import vmap
 
 from pfl_lightning.client.module import Batch, ClientModule
 from pfl_lightning.engines.slots import Slots
@@ -13,6 +12,7 @@ from pfl_lightning.engines.vmap.block import Block, Member, Rows
 from pfl_lightning.engines.vmap.checks import Unvectorisable
 from pfl_lightning.engines.vmap.compiled import Compiled, Values
 from pfl_lightning.engines.vmap.dropout import DeviceStates, Streams, default_generators
+from pfl_lightning.engines.vmap.mapping import mapped
 from pfl_lightning.engines.vmap.scales import Scales
 from pfl_lightning.messages import StateDict
 
@@ -140,7 +140,7 @@ class Differentiator:
 
         try:
             with self.precision.forward_context(), streams:
-                values: dict[str, Tensor] = vmap(one)(entries, batch)
+                values = mapped(one, entries, batch, len(members))
         except (MisconfigurationException, torch.cuda.OutOfMemoryError):
             raise
         except Exception as error:
