@@ -58,7 +58,7 @@ class Altered(Blobs):
     def alter(self, part: Samples, client: int, split: Split) -> Samples:
         raise NotImplementedError
 
-    def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> list[Samples]:
+    def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> Sequence[Samples]:
         parts = super().parts(clients, split, device)
         return [self.alter(part, client, split) for client, part in zip(clients, parts, strict=True)]
 
@@ -78,7 +78,7 @@ class OneClient:
     def __init__(self, part: Samples) -> None:
         self.part = part
 
-    def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> list[Samples]:
+    def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> Sequence[Samples]:
         return [self.part for _ in clients]
 
     def size(self, client: int, split: Split) -> int:

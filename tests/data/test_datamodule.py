@@ -10,8 +10,19 @@ from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 
-from pfl_lightning.data import IID, Digits, Dirichlet, FederatedDataModule, Partitioner, Samples, gather, put_together
+from pfl_lightning.data import (
+    IID,
+    Digits,
+    Dirichlet,
+    FederatedDataModule,
+    Partitioner,
+    Samples,
+    gather,
+    put_together,
+    whole_of,
+)
 from pfl_lightning.data import pool as pools
+from pfl_lightning.data.client_data import Parts
 from pfl_lightning.data.splits import stratified_rows
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.tasks import Classification
@@ -467,3 +478,28 @@ def test_survives_pickling():
     dm = ready()
     copy = pickle.loads(pickle.dumps(dm))
     assert torch.equal(torch.cat(all_rows(dm)), torch.cat(all_rows(copy)))
+
+
+def test_clients_side_by_side_are_what_was_gathered_and_nobody_is_lost():
+    dm, other = ready(Floats), ready(num_clients=2)
+    clients = [dm.client(c) for c in (2, 0, 3)]
+    whole = whole_of(clients, "train")
+    ends = torch.tensor([client.size("train") for client in clients]).cumsum(0).tolist()
+    for client, begin, end in zip(clients, [0, *ends], ends, strict=False):
+        # the same memory, of which each has a part
+        assert client.train.x.data_ptr() == whole.x[begin:end].data_ptr()
+        assert torch.equal(client.train.y, whole.y[begin:end])
+    for some in (clients[::-1], clients[:2], [*clients, other.client(1)], [dm.client(1), *clients]):
+        found = whole_of(some, "train")
+        assert torch.equal(found.y, torch.cat([client.source.part(client.client, "train").y for client in some]))
+    assert whole_of([dm.client(0).to("cpu", torch.float64)], "train").x.dtype == torch.float64
+
+
+def test_parts_are_views_by_their_place():
+    parts = Parts(Samples(torch.arange(6.0), torch.arange(6)), [1, 0, 5])
+    assert [part.y.tolist() for part in parts] == [[0], [], [1, 2, 3, 4, 5]] and len(parts) == 3
+    assert parts[-1].x.data_ptr() == parts.whole.x[1:].data_ptr()
+    assert [len(part) for part in parts[1:]] == [0, 5]
+    assert parts.to("cpu", torch.float64)[0].x.dtype == torch.float64
+    with pytest.raises(IndexError):
+        parts[3]

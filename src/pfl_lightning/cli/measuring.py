@@ -41,7 +41,7 @@ class Crowd(FederatedDataModule):
         y = torch.arange(20 * CLIENTS) % self.num_classes
         return torch.randint(256, (len(y), *self.input_shape), dtype=torch.uint8), y
 
-    def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> list[Samples]:
+    def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> Sequence[Samples]:
         """Parts; nobody but a method asks for validation data, as the Trainer is told not to validate."""
         self.asked.add(split)
         return super().parts(clients, split, device)

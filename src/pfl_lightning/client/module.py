@@ -222,7 +222,7 @@ class ClientModule(Phased):
         """
         update: Message = {"weights": self.shared_state()}
         if "num_samples" not in self.withheld:
-            update["num_samples"] = torch.tensor(len(data.train))
+            update["num_samples"] = torch.scalar_tensor(data.size("train"), dtype=torch.int64)
         return update | ({"class_counts": data.class_counts} if "class_counts" in self.requested else {})
 
     def configure_aggregator(self) -> Any:

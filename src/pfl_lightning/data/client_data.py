@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol, cast
+from itertools import accumulate
+from typing import Any, Literal, Protocol, cast, overload
 from weakref import WeakSet
 
 import torch
@@ -79,6 +80,39 @@ class Samples:
         return self if x is self.x and y is self.y else Samples(x, y)
 
 
+class Parts(Sequence[Samples]):
+    """Samples of several clients, one after another: each client's are views, made when they are asked for.
+
+    Args:
+        whole: All of them.
+        sizes: How many each client has.
+    """
+
+    def __init__(self, whole: Samples, sizes: Sequence[int]) -> None:
+        self.whole = whole
+        self.sizes = sizes
+        self._ends = list(accumulate(sizes, initial=0))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Samples: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Samples]: ...
+
+    def __getitem__(self, index: int | slice) -> Samples | list[Samples]:
+        places = range(len(self))[index]
+        if isinstance(places, range):
+            return [self[place] for place in places]
+        return self.whole.take(slice(self._ends[places], self._ends[places + 1]))
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Parts:
+        """Return the same samples on another device, as `Samples.to` does."""
+        return Parts(self.whole.to(device, dtype), self.sizes)
+
+
 class Source(Protocol):
     """Where clients' samples come from: a `FederatedDataModule`."""
 
@@ -86,7 +120,7 @@ class Source(Protocol):
     def task(self) -> Task:
         """What is predicted."""
 
-    def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = ...) -> list[Samples]:
+    def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = ...) -> Sequence[Samples]:
         """One split of each client."""
 
     def size(self, client: int, split: Split) -> int:
@@ -124,6 +158,7 @@ class ClientData:
         self.client = client
         self._where = (device, dtype)
         self._together: Collection[ClientData] = ()
+        self._found: dict[Split, tuple[Sequence[Samples], int]] = {}
 
     @cached_property
     def train(self) -> Samples:
@@ -141,9 +176,9 @@ class ClientData:
         return self._held("test")
 
     def _held(self, split: Split) -> Samples:
-        gather(list(self._together) or [self], split)
-        samples: Samples = vars(self)[split]
-        return samples
+        find(list(self._together) or [self], split)
+        parts, place = self._found[split]
+        return parts[place].to(*self._where)
 
     def part(self, split: Split) -> Samples:
         """One split by its name, gathered anew.
@@ -201,25 +236,49 @@ class ClientData:
         return counted
 
 
-def gather(clients: Sequence[ClientData], split: Split) -> list[Samples]:
-    """Return the same split of several clients, gathered at once where all of them come from one source.
+def find(clients: Sequence[ClientData], split: Split) -> None:
+    """Gather the same split of several clients, at once where all of them come from one source.
 
-    Each client keeps its samples, as if it had been asked for it.
+    Args:
+        clients: The clients, all on one device; those that have theirs already keep it.
+        split: Which split.
+    """
+    groups: dict[Any, list[ClientData]] = {}
+    for client in clients:
+        if split not in client._found:
+            groups.setdefault((id(client.source), *client._where), []).append(client)
+    for (_, device, dtype), group in groups.items():
+        parts: Sequence[Samples] = group[0].source.parts([client.client for client in group], split, device)
+        if isinstance(parts, Parts):
+            parts = parts.to(device, dtype)
+        for client, place in zip(group, range(len(parts)), strict=True):
+            client._found[split] = parts, place
+
+
+def gather(clients: Sequence[ClientData], split: Split) -> list[Samples]:
+    """Return the same split of several clients, which keep it, as if each had been asked for it.
 
     Args:
         clients: The clients, all on one device.
         split: Which split.
     """
-    groups: dict[Any, list[ClientData]] = {}
-    for client in clients:
-        if split not in vars(client):
-            groups.setdefault((id(client.source), *client._where), []).append(client)
-    for (_, device, dtype), group in groups.items():
-        of_clients = group[0].source.parts([client.client for client in group], split, device)
-        for client, samples in zip(group, of_clients, strict=True):
-            # where `cached_property` looks first
-            vars(client)[split] = samples.to(device, dtype)
+    find(clients, split)
     return [getattr(client, split) for client in clients]
+
+
+def whole_of(clients: Sequence[ClientData], split: Split) -> Samples:
+    """Return the same split of several clients, one after another; without a copy if they were gathered so.
+
+    Args:
+        clients: The clients, all on one device.
+        split: Which split.
+    """
+    find(clients, split)
+    parts = clients[0]._found[split][0]
+    in_order = [client._found[split] == (parts, place) for place, client in enumerate(clients)]
+    if isinstance(parts, Parts) and all(in_order) and len(in_order) == len(parts):
+        return parts.whole
+    return Samples.joined(gather(clients, split))
 
 
 def put_together(clients: Sequence[ClientData]) -> None:

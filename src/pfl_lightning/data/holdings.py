@@ -10,13 +10,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
-from pfl_lightning.data.client_data import ClientData, Samples, Split, class_counts
+from pfl_lightning.data.client_data import ClientData, Parts, Samples, Split, class_counts
 from pfl_lightning.data.division import Division
 from pfl_lightning.data.loaders import ClientLoader
 from pfl_lightning.data.pool import Pool
 from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.data.trees import Tree, take
-from pfl_lightning.data.trees import split as cut
 from pfl_lightning.tasks import Task
 
 
@@ -85,7 +84,7 @@ class Holdings(LightningDataModule):
         (samples,) = self.parts([client], split)
         return samples
 
-    def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> list[Samples]:
+    def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> Sequence[Samples]:
         """Gather and transform one split of each of several clients, all at once.
 
         Whatever looks at clients' samples comes here; override it to change what clients hold.
@@ -99,9 +98,7 @@ class Holdings(LightningDataModule):
         rows = [held[client][split] for client in clients]
         if not self.resident:
             return [Streamed(self._ready().samples, each, self.transform, device) for each in rows]
-        whole = self._gather(torch.cat(rows), device)
-        sizes = [len(r) for r in rows]
-        return [Samples(x, y) for x, y in cut((whole.x, whole.y), sizes)]
+        return Parts(self._gather(torch.cat(rows), device), [each.numel() for each in rows])
 
     def _gather(self, rows: Tensor, device: torch.device | str = "cpu") -> Samples:
         samples = self._ready().on(torch.device(device)).take(rows)
@@ -142,7 +139,7 @@ class Holdings(LightningDataModule):
             client: Client id, 0 to num_clients - 1, or one of the `newcomers`.
             split: Which split.
         """
-        return len(self._ready().division.clients[client][split])
+        return self._ready().division.clients[client][split].numel()
 
     @property
     def client_names(self) -> list[str]:

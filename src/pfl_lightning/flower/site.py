@@ -84,7 +84,7 @@ class Site:
         self._local(client)
         return ClientData(self, client)
 
-    def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> list[Samples]:
+    def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> Sequence[Samples]:
         """One split of each client, as of a data module."""
         return self.data.parts([self._local(client) for client in clients], split, device)
 

@@ -14,7 +14,7 @@ from pfl_lightning.data import Samples, Split
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.tasks import Classification
 
-Parts: TypeAlias = Callable[[Sequence[int], Split, torch.device | str], list[Samples]]
+PartsOf: TypeAlias = Callable[[Sequence[int], Split, torch.device | str], Sequence[Samples]]
 """Gives one split of each of some clients, as data modules do."""
 
 
@@ -58,13 +58,13 @@ class SampleAttack(Attack):
 
     def _parts(
         self,
-        parts: Parts,
+        parts: PartsOf,
         bad: set[int],
         federation: Federation,
         clients: Sequence[int],
         split: Split,
         device: torch.device | str = "cpu",
-    ) -> list[Samples]:
+    ) -> Sequence[Samples]:
         found = parts(clients, split, device)
         if split != "train":
             return found
