@@ -100,11 +100,12 @@ def tensors(record: Any) -> Iterator[Tensor]:
     """Every tensor of a record, at any depth, in the record's order."""
     if isinstance(record, Tensor):
         yield record
-    elif isinstance(record, (dict, Mapping)):
-        for value in record.values():
-            yield from tensors(value)
     elif isinstance(record, (list, tuple)):
         for value in record:
+            yield from tensors(value)
+    # a dict first: whether something is another mapping takes long to tell
+    elif isinstance(record, (dict, Mapping)):
+        for value in record.values():
             yield from tensors(value)
 
 
@@ -116,12 +117,9 @@ def num_bytes(record: Any) -> int:
     """
     if isinstance(record, Tensor):
         return record.nbytes
-    # a dict first: whether something is another mapping takes long to tell
-    if isinstance(record, dict):
-        return sum(map(num_bytes, record.values()))
-    if isinstance(record, Row):
+    if type(record) is Row:
         return record.stack.bytes_of_a_row
-    if isinstance(record, Mapping):
+    if isinstance(record, (dict, Mapping)):
         return sum(map(num_bytes, record.values()))
     return sum(map(num_bytes, record)) if isinstance(record, (list, tuple)) else 0
 
@@ -143,7 +141,7 @@ def digest(record: Any) -> str:
 
 def is_finite(record: Any) -> bool:
     """Whether no tensor of a record holds a NaN or an infinity."""
-    if isinstance(record, Row):
+    if type(record) is Row:
         return is_finite([column([record], name)[0] for name in record])
     # a sum is NaN or infinite if an addend is, and reads the tensor once without a mask of its size;
     # a float32 sum of finite weights that overflows belongs to a diverged client too
@@ -154,10 +152,10 @@ def tree_map(function: Callable[[Tensor], Tensor], record: Any) -> Any:
     """The record with ``function`` applied to each of its tensors."""
     if isinstance(record, Tensor):
         return function(record)
-    if isinstance(record, (dict, Mapping)):
-        return {key: tree_map(function, value) for key, value in record.items()}
     if isinstance(record, (list, tuple)):
         return type(record)(tree_map(function, value) for value in record)
+    if isinstance(record, (dict, Mapping)):
+        return {key: tree_map(function, value) for key, value in record.items()}
     return record
 
 
@@ -179,7 +177,7 @@ def column(states: Sequence[Mapping[str, Tensor]], name: str) -> list[Tensor]:
         states: any number of state dicts with that entry.
         name: the entry's.
     """
-    if all(isinstance(state, Row) for state in states):
+    if all(type(state) is Row for state in states):
         rows = [row.stack.entries[name][row.index] for row in cast(Sequence[Row], states)]
         # Apple's GPUs know no float64, in which many compare
         if len({row.device for row in rows}) == 1 and rows[0].device.type != "mps":
@@ -204,7 +202,7 @@ def weighted_mean(
         weights: one a state dict; they are used as they are, so let them sum to 1 for a mean.
         names: the entries that are wanted; all by default.
     """
-    if all(isinstance(state, Row) for state in states):
+    if all(type(state) is Row for state in states):
         means = means_of_rows(cast(Sequence[Row], states), [weights], names)
         return {name: stack[0] for name, stack in means.items()}
     first, *others = states
@@ -229,7 +227,7 @@ def weighted_means(states: Sequence[Mapping[str, Tensor]], weights: Sequence[Seq
         states: n of them, at least one.
         weights: A, m lists of n.
     """
-    if all(isinstance(state, Row) for state in states):
+    if all(type(state) is Row for state in states):
         return rows_of(means_of_rows(cast(Sequence[Row], states), weights), len(weights), CPU)
     return [weighted_mean(states, row) for row in weights]
 
@@ -279,13 +277,13 @@ def keep_own(record: Any, updates: Updates) -> Any:
 
     Else who keeps one row would keep, and save, all of them.
     """
-    stacks = {value.stack for update in updates.values() for value in update.values() if isinstance(value, Row)}
+    stacks = {value.stack for update in updates.values() for value in update.values() if type(value) is Row}
     storages = {stack.untyped_storage().data_ptr() for of_rows in stacks for stack in of_rows.entries.values()}
 
     def own(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.clone() if value.untyped_storage().data_ptr() in storages else value
-        if isinstance(value, Row):
+        if type(value) is Row:
             return {name: tensor.clone() for name, tensor in value.items()}
         if isinstance(value, tuple):
             return type(value)(map(own, value))

@@ -35,13 +35,13 @@ class Elsewhere(Sequential):
 
     def become(self, job):
         kept = self.states[job.state.kept] if job.state.kept else job.state
-        return super().become(replace(job, state=kept))
+        return super().become(job._replace(state=kept))
 
     def run(self, jobs):
         for outcome in super().run(jobs):
             name = f"{outcome.client} after round {self.module.round}"
             self.states[name] = outcome.state
-            yield replace(outcome, state=ClientState(kept=name))
+            yield outcome._replace(state=ClientState(kept=name))
 
 
 def test_what_stays_with_clients_may_be_elsewhere(tmp_path):
@@ -98,7 +98,7 @@ class Refusing(Sequential):
 
     def run(self, jobs):
         for outcome in super().run(jobs):
-            yield replace(outcome, refused="its update is poison") if outcome.client == 2 else outcome
+            yield outcome._replace(refused="its update is poison") if outcome.client == 2 else outcome
 
 
 class Without(Refusing):
@@ -144,9 +144,9 @@ class Spoiled(Sequential):
     def run(self, jobs):
         for outcome in super().run(jobs):
             if outcome.client < 2:
-                yield replace(outcome, finite=outcome.client == 1)
+                yield outcome._replace(finite=outcome.client == 1)
             elif not self.silent:
-                yield replace(outcome, finite=False)
+                yield outcome._replace(finite=False)
 
 
 class Diverged(Spoiled):

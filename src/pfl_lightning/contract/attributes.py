@@ -63,6 +63,8 @@ class Attributes:
 
 VALUES = (bool, int, float, complex, str, bytes, frozenset, Enum, np.generic, torch.Size, torch.dtype, torch.device)
 """What is compared by its value."""
+PLAIN = {type(None), bool, int, float, str}
+"""What most of it is, and of one glance."""
 
 
 class _InPlace:
@@ -74,7 +76,7 @@ class _InPlace:
 
 def content(value: Any) -> Any:
     """A value as it is now, to be compared later: in-place changes of it show."""
-    if value is None or isinstance(value, VALUES):
+    if type(value) in PLAIN or isinstance(value, VALUES):
         return value
     if isinstance(value, Tensor):
         return _InPlace(value, version(value))

@@ -49,7 +49,7 @@ def sound_updates(updates: Updates, aggregator: Aggregator, method: str, shared:
 
 def fault(update: Any, aggregator: Aggregator, shapes: Shapes) -> str:
     """What an update lacks; empty if nothing."""
-    if not isinstance(update, Mapping):
+    if not isinstance(update, (dict, Mapping)):
         return f"a {type(update).__name__} and no dict of entries"
     if missing := sorted(aggregator.needs - update.keys()):
         return f"no {' and '.join(missing)}"
@@ -58,7 +58,7 @@ def fault(update: Any, aggregator: Aggregator, shapes: Shapes) -> str:
 
 def shapes_of(weights: Mapping[str, Tensor]) -> Shapes:
     """The names and shapes of weights."""
-    if isinstance(weights, Row):
+    if type(weights) is Row:
         return weights.stack.shapes
     return {name: tensor.shape for name, tensor in weights.items()}
 

@@ -88,8 +88,7 @@ class ClientState:
     kept: str | None = None
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One client's work in one round.
 
     Args:
@@ -117,8 +116,7 @@ Evaluated: TypeAlias = tuple[int, dict[str, dict[str, float]]]
 """A client's id, and its metrics by the split that they were computed on."""
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a client's local training gave.
 
     Args:

@@ -5,7 +5,6 @@ import operator
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from itertools import chain, islice, repeat
 from typing import Any, TypeAlias, cast
 
@@ -94,7 +93,7 @@ class Sequential(Engine):
                 privacy = None if phase.stays else self.work.example_privacy
                 steps += self._train_phase(phase, job, layout, data.train, generator, state, privacy)
         spent = releases_of(self.work, phases, len(data.train))
-        return replace(self.outcome(job, layout, data, state, means(steps), start), releases=tuple(spent))
+        return self.outcome(job, layout, data, state, means(steps), start)._replace(releases=tuple(spent))
 
     def outcome(
         self, job: Job, layout: Layout, data: ClientData, state: ClientState, metrics: dict[str, float], start: float

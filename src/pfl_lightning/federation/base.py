@@ -127,6 +127,9 @@ class FederationBase(LightningModule):
     def engines_of(self, clients: Sequence[int]) -> Iterator[tuple[Engine, list[int]]]:
         """All engines, each with those of the clients that it runs."""
         own: dict[Engine, list[int]] = {engine: [] for engine in self.engines}
+        if len(own) == 1:
+            yield self.engines[0], list(clients)
+            return
         for client in clients:
             own[self.engines[self.architecture_of(client)]].append(client)
         yield from own.items()
@@ -186,7 +189,9 @@ class FederationBase(LightningModule):
             client: its id.
             evaluate: the splits to evaluate on.
         """
-        state = self.clients.get(client, ClientState(self.initial[self.architecture_of(client)]))
+        state = self.clients.get(client)
+        if state is None:
+            state = ClientState(self.initial[self.architecture_of(client)])
         seed = derive_seed(cast(int, self.seed), "train", self.round, client)
         payload = self.aggregator.download(client)
         return Job(client, self.round, state, payload, self.data.client(client), seed, self.lr_factor, evaluate)

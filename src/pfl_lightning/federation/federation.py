@@ -36,7 +36,8 @@ class Federation(FederationBase):
     def training_step(self, clients: list[int], batch_idx: int) -> None:
         """Runs one round."""
         # Lightning wraps this in autocast; only forward passes belong there, and engines enter it for each
-        with isolate_rng(), torch.autocast(self.device.type, enabled=False):
+        on_gpu = self.device.type == "cuda"
+        with isolate_rng(include_cuda=on_gpu), torch.autocast(self.device.type, enabled=False):
             self._run_round(clients)
 
     def _run_round(self, clients: list[int]) -> None:

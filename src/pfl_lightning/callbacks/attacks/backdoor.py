@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import cast
 
@@ -93,7 +92,7 @@ class Backdoor(SampleAttack):
         clients = [c for c in sorted(federation.evaluations.groups["benign"]) if source.size(c, "test")]
 
         def job_of(client: int, splits: tuple[Split, ...]) -> Job:
-            return replace(federation.job(client, splits), data=ClientData(source, client))
+            return federation.job(client, splits)._replace(data=ClientData(source, client))
 
         measured = federation.evaluations.measure(clients, ("test",), job_of)
         sizes = {client: source.size(client, "test") for client in measured}
@@ -117,7 +116,7 @@ class Triggered:
         """What is predicted."""
         return self._data.task
 
-    def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> list[Samples]:
+    def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> Sequence[Samples]:
         """One split of each client."""
         found = self._data.parts(clients, split, device)
         return [self._changed(samples) for samples in found] if split == "test" else found

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pfl_lightning.client.module import Batch
 from pfl_lightning.client.phases import Phase
-from pfl_lightning.data import Samples, gather
+from pfl_lightning.data import ClientData, whole_of
 from pfl_lightning.engines.base import Job
 from pfl_lightning.engines.vmap.dropout import Stream
 from pfl_lightning.messages import StateDict, tree_map
@@ -26,7 +26,8 @@ class Member:
     """A client of a block.
 
     Args:
-        job: its work in this round, with its data where it trains.
+        job: its work in this round.
+        data: its data, where it trains.
         stream: its states of the default random generators.
         steps: batches that it has trained.
         optimizers: states of its phases' optimizers, where they live for the run.
@@ -34,6 +35,7 @@ class Member:
     """
 
     job: Job
+    data: ClientData
     stream: Stream
     steps: int = 0
     optimizers: dict[str, Any] = field(default_factory=dict)
@@ -77,12 +79,12 @@ class Block:
             entries: their parameters and buffers, a row for each client.
             phases: their local phases.
         """
-        sizes = [member.job.data.size("train") for member in members]
+        sizes = [member.data.size("train") for member in members]
         if sizes != sorted(sizes, reverse=True):
             order = sorted(range(len(members)), key=lambda row: -sizes[row])
             members, sizes = [members[row] for row in order], [sizes[row] for row in order]
             entries = {name: stack[torch.tensor(order, device=stack.device)] for name, stack in entries.items()}
-        samples = Samples.joined(gather([member.job.data for member in members], "train"))
+        samples = whole_of([member.data for member in members], "train")
         return cls(members, sizes, entries, (samples.x, samples.y), phases)
 
     @cached_property
@@ -119,8 +121,9 @@ class Block:
             where = np.concatenate([rows[at if isinstance(at, slice) else at.cpu().numpy()] for at, *_ in found])
             sizes = np.concatenate([np.broadcast_to(size, count) for _, size, count in found])
             sums = np.bincount(where, sizes * scalars.double().numpy(), len(rows)), np.bincount(where, sizes, len(rows))
-            for row in np.flatnonzero(sums[1]).tolist():
-                result[row][name] = float(sums[0][row] / sums[1][row])
+            known = np.flatnonzero(sums[1])
+            for row, mean in zip(known.tolist(), (sums[0][known] / sums[1][known]).tolist(), strict=True):
+                result[row][name] = mean
         return result
 
 

@@ -71,7 +71,7 @@ class SharedAttributes:
         for m in self.module.modules():
             for name, value in vars(m).items():
                 held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-                if name not in ("_parameters", "_buffers") and any(id(item) in entries for item in held):
+                if held and name not in ("_parameters", "_buffers") and any(id(item) in entries for item in held):
                     reason = f"{type(m).__name__}.{name} refers to parameters or buffers, and not by their names"
                     raise Unvectorisable(self.module, reason)
 

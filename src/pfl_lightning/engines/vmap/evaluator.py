@@ -62,7 +62,7 @@ class BlockEvaluator:
             with self.attributes.without_turn():
                 before = self.attributes.look()
                 for part in parts:
-                    samples = gather([member.job.data for member in members], part)
+                    samples = gather([member.data for member in members], part)
                     measured = self._measure(samples, entries, slots)
                     for member, result, values in zip(members, results, measured, strict=True):
                         if values and part in member.job.evaluate:

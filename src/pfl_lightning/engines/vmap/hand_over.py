@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -63,18 +63,19 @@ class HandOver:
         if foreign := [name for name in layout.personal if name not in slots.first_names]:
             raise Unvectorisable(self.module, f"{foreign[0]} of its state_dict is no parameter or buffer")
         signature = BlockSignature(self.attributes, layout)
-        jobs = [replace(job, data=self.sequential.data_of(job)) for job in jobs]
-        put_together([job.data for job in jobs])
-        return self._receive_at_once(jobs, signature, slots) or self._receive_one_by_one(jobs, signature, slots)
+        device, dtype = self.sequential.device, cast(torch.dtype, self.module.dtype)
+        members = [Member(job, job.data.to(device, dtype), Stream(device, job.seed)) for job in jobs]
+        put_together([member.data for member in members])
+        received = self._receive_at_once(members, signature, slots)
+        return members, *(received or self._receive_one_by_one(members, signature, slots))
 
     def _receive_at_once(
-        self, jobs: list[Job], signature: BlockSignature, slots: Slots
-    ) -> tuple[list[Member], StateDict, list[Phase]] | None:
+        self, members: list[Member], signature: BlockSignature, slots: Slots
+    ) -> tuple[StateDict, list[Phase]] | None:
         """Stacks what `ClientModule.receive` would assign to each client; None where that isn't all of its entries."""
         module, device = self.module, self.sequential.device
         if any(overrides(module, method) for method in ("receive", "on_download", "assign", "state_dict")):
             return None
-        members = [Member(job, Stream(device, job.seed)) for job in jobs]
         own = slots.current()
         if module.state_dict().keys() - module.common_names != own.keys():
             # some have two names, or stay as the client before has left them
@@ -85,33 +86,33 @@ class HandOver:
             for member in members:
                 self.sequential.set_turn(member.job)
                 assigned.append({})
-                module.receive(member.job.state.personal, member.job.payload, member.job.data)
+                module.receive(member.job.state.personal, member.job.payload, member.data)
         if any(entries.keys() != own.keys() for entries in assigned):
             return None
         columns = {name: [entries[name] for entries in assigned] for name in own}
-        if any({row.shape for row in rows} != {own[name].shape} for name, rows in columns.items()):
+        alike = {name for name, rows in columns.items() if all(row is rows[0] for row in rows)}
+        looked_at = {name: rows[:1] if name in alike else rows for name, rows in columns.items()}
+        if any(row.shape != own[name].shape for name, rows in looked_at.items() for row in rows):
             return None
-        alike = {name for name, rows in columns.items() if len(set(map(id, rows))) == 1}
         arrived = moved(
             [rows[0] if name in alike else side_by_side(rows, device) for name, rows in columns.items()], device
         )
         stacks = {
-            name: repeated(tensor.to(own[name].dtype), len(jobs)) if name in alike else tensor.to(own[name].dtype)
+            name: repeated(tensor.to(own[name].dtype), len(members)) if name in alike else tensor.to(own[name].dtype)
             for name, tensor in zip(own, arrived, strict=True)
         }
-        for job in jobs if overrides(module, "local_phases") else jobs[:1]:
-            self.sequential.set_turn(job)
+        for member in members if overrides(module, "local_phases") else members[:1]:
+            self.sequential.set_turn(member.job)
             phases = module.local_phases()
             signature.admit(phases, own)
-        return members, stacks, phases
+        return stacks, phases
 
     def _receive_one_by_one(
-        self, jobs: list[Job], signature: BlockSignature, slots: Slots
-    ) -> tuple[list[Member], StateDict, list[Phase]]:
+        self, members: list[Member], signature: BlockSignature, slots: Slots
+    ) -> tuple[StateDict, list[Phase]]:
         """Becomes one client after another, each in a row of the stack: what hooks change is changed there."""
-        members: list[Member] = []
-        stacks = {name: repeated(tensor, len(jobs)) for name, tensor in slots.current().items()}
-        for row, (job, arrived) in enumerate(zip(jobs, self._sent_together(jobs), strict=True)):
+        stacks = {name: repeated(tensor, len(members)) for name, tensor in slots.current().items()}
+        for row, (member, arrived) in enumerate(zip(members, self._sent_together(members), strict=True)):
             entries = {name: stack[row] for name, stack in stacks.items()}
             with slots.holding(entries):
                 with self.sequential.leaks.of("on_download"):
@@ -122,16 +123,17 @@ class HandOver:
                 if row == 0:
                     # hooks may have put others in their places
                     new = {n: t for n, t in own.items() if n not in entries or t.shape != entries[n].shape}
-                    stacks |= {name: repeated(tensor, len(jobs)) for name, tensor in new.items()}
+                    stacks |= {name: repeated(tensor, len(members)) for name, tensor in new.items()}
                     stacks = {name: stacks[name] for name in own}
                     entries = {name: stack[row] for name, stack in stacks.items()}
                 take_over(own, entries)
-            members.append(Member(job, Stream(self.sequential.device, job.seed).keep()))
-        return members, stacks, phases
+            member.stream.keep()
+        return stacks, phases
 
-    def _sent_together(self, jobs: list[Job]) -> list[Job]:
+    def _sent_together(self, members: list[Member]) -> list[Job]:
         """The jobs with what clients have and are sent on the device, where all of it has come at once."""
         device = self.sequential.device
+        jobs = [member.job._replace(data=member.data) for member in members]
         if device.type == "cpu":
             return jobs
         sent = {id(tensor): tensor for job in jobs for tensor in tensors([job.state.personal, job.payload])}
@@ -141,7 +143,7 @@ class HandOver:
             return tree_map(lambda tensor: there[id(tensor)], record)
 
         return [
-            replace(job, state=replace(job.state, personal=arrived(job.state.personal)), payload=arrived(job.payload))
+            job._replace(state=replace(job.state, personal=arrived(job.state.personal)), payload=arrived(job.payload))
             for job in jobs
         ]
 
@@ -171,20 +173,23 @@ class HandOver:
         means, finite = block.means(dict(zip(recorded, scalars, strict=True))), sums.isfinite().all(0).tolist()
         personal = rows_of(kept, len(jobs), self.sequential.device if self.sequential.work.keeps_on_device else CPU)
         after = self.evaluator.evaluate(block.members, block.entries, slots)
+        others = [[value for value in update.values() if type(value) is not Row] for update in updates]
+        counts_only = not any(tensor.is_floating_point() for tensor in tensors(others))
+        work = self.sequential.work
         seconds = block.seconds + (time.perf_counter() - start) / len(jobs)
         for job in jobs:
             row = block.rows[job.client]
-            update, metrics = updates[row], means[row]
-            others = [value for value in update.values() if not isinstance(value, Row)]
+            member, metrics = block.members[row], means[row]
+            sound = finite[row] and (counts_only or is_finite(others[row]))
             yield Outcome(
                 client=job.client,
-                update=update,
-                state=ClientState(personal[row], block.members[row].optimizers, block.members[row].scaler),
+                update=updates[row],
+                state=ClientState(personal[row], member.optimizers, member.scaler),
                 metrics=metrics,
-                finite=finite[row] and is_finite(others) and all(map(math.isfinite, metrics.values())),
+                finite=sound and all(map(math.isfinite, metrics.values())),
                 after=self._evaluate_alone(row, block, slots) if after is None else after[row],
                 seconds=seconds,
-                releases=tuple(releases_of(self.sequential.work, block.phases, block.sizes[row])),
+                releases=tuple(releases_of(work, block.phases, block.sizes[row])) if work.example_privacy else (),
             )
 
     def _upload_at_once(self, names: list[str], block: Block) -> list[Message]:
@@ -198,8 +203,8 @@ class HandOver:
                 own = Row(stack, row) if shared else {}
                 self.sequential.set_turn(member.job, member.steps)
                 # made for this update, but for the row, as `ClientModule.upload` has it
-                updates.append(self.module.upload(member.job.data))
-        return arrived_together(updates)
+                updates.append(self.module.upload(member.data))
+        return arrived_together(updates, self.sequential.device)
 
     def _upload_one_by_one(self, block: Block, slots: Slots) -> list[Message]:
         """Of each row the update that the module makes as that client; weights that are the row stay in the stack."""
@@ -211,7 +216,7 @@ class HandOver:
             member.stream.restore()
             with slots.holding(entries):
                 with self.sequential.leaks.of("upload"):
-                    update = dict(self.module.upload(member.job.data))
+                    update = dict(self.module.upload(member.data))
                 take_over(slots.current(), entries)
             weights = update.get("weights")
             if isinstance(weights, dict) and weights and all(is_same(t, entries.get(n)) for n, t in weights.items()):
@@ -223,7 +228,7 @@ class HandOver:
             if not self.evaluator.usable:
                 # the phases before its evaluation go on with what it draws
                 member.stream.keep()
-        return arrived_together(updates)
+        return arrived_together(updates, self.sequential.device)
 
     def _evaluate_alone(self, row: int, block: Block, slots: Slots) -> dict[str, dict[str, float]]:
         """Makes the module a trained client, and evaluates it as `Sequential` does."""
@@ -233,7 +238,7 @@ class HandOver:
             slots.copy_row(block.entries, row)
         member.stream.restore()
         self.sequential.set_mode(training=False)
-        return self.sequential.evaluate_present(member.job, member.job.data)
+        return self.sequential.evaluate_present(member.job, member.data)
 
 
 @contextmanager
@@ -255,14 +260,19 @@ def repeated(tensor: Tensor, rows: int) -> Tensor:
 
 def copied(update: Mapping[str, Any]) -> Message:
     """An update with copies of its own where it was made: the next client's hooks may write into what it refers to."""
-    return {k: v if isinstance(v, Row) else tree_map(lambda t: t.detach().clone(), v) for k, v in update.items()}
+    return {k: v if type(v) is Row else tree_map(lambda t: t.detach().clone(), v) for k, v in update.items()}
 
 
-def arrived_together(updates: list[Message]) -> list[Message]:
-    """Updates whose tensors are on the CPU, but for rows of stacks, which wait for somebody who looks at them."""
-    others = [{k: v for k, v in update.items() if not isinstance(v, Row)} for update in updates]
-    if all(tensor.device == CPU for tensor in tensors(others)):
+def arrived_together(updates: list[Message], device: torch.device) -> list[Message]:
+    """Updates whose tensors are on the CPU, but for rows of stacks, which wait for somebody who looks at them.
+
+    Args:
+        updates: what clients send.
+        device: where they have trained.
+    """
+    if device == CPU:
         return updates
+    others = [{k: v for k, v in update.items() if type(v) is not Row} for update in updates]
     arrived = iter(moved(list(tensors(others)), CPU))
     return [update | tree_map(lambda _: next(arrived), other) for update, other in zip(updates, others, strict=True)]
 

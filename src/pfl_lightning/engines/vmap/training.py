@@ -133,7 +133,7 @@ class BlockTrainer:
             # the settings that it had; what it holds of parameters is stacked with others' of its kind
             kept = {name: {**state, "state": {}} for name, state in job.state.optimizers.items()}
             return local_optimizer(
-                self.module, phase, replace(job, state=replace(job.state, optimizers=kept)), parameters
+                self.module, phase, job._replace(state=replace(job.state, optimizers=kept)), parameters
             )
 
         first = new(0)
@@ -156,10 +156,12 @@ class BlockTrainer:
         size, last, epochs, steps = self.work.extent(phase)
         sizes = np.array(block.sizes)
         orders, lengths = [torch.empty(0, dtype=torch.int64)] * len(sizes), np.zeros_like(sizes)
+        generator = torch.Generator()
         for row, (member, samples) in enumerate(zip(block.members, block.sizes, strict=True)):
             if samples < smallest:
                 continue
-            generator = member.generator
+            # of its own where a later phase goes on with it
+            generator = member.generator if len(block.phases) > 1 else generator.manual_seed(member.job.seed)
             drawn = [epoch_order(samples, size, last, generator)]
             lengths[row] = length = drawn[0].numel()
             made = max(batches_of(length, size, smallest), 1)
