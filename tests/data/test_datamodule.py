@@ -183,6 +183,15 @@ def test_class_counts_are_of_those_put_together_and_of_nobody_else_s_making():
         assert client.classes == torch.nonzero(expected).flatten().tolist()
 
 
+def test_a_class_out_of_range_isn_t_counted_as_another_client_s():
+    dm = ready(Floats)
+    clients = [dm.client(c) for c in (0, 1)]
+    put_together(clients)
+    clients[0].train.y[0] = dm.num_classes
+    with pytest.raises(IndexError, match="out of bounds"):
+        clients[1].class_counts  # noqa: B018 - refused
+
+
 def test_those_put_together_are_gathered_when_one_is_asked_for_and_go_with_their_last_reference(asked):
     dm = ready(Floats)
     clients = [dm.client(c) for c in (2, 0, 3)]

@@ -227,13 +227,13 @@ class ClientData:
 
     @cached_property
     def _counted(self) -> tuple[Tensor, list[int]]:
-        # of all that were put together, for which they come from a device at once
+        # of all that were put together, for which they are counted, and come from a device, at once
         clients = list(self._together) or [self]
-        counts = torch.stack([class_counts(client.task, client.train.y) for client in clients])
+        counts = counted(clients) if len(clients) > 1 else class_counts(self.task, self.train.y)[None]
         for client, own, there in zip(clients, counts, (counts > 0).cpu(), strict=True):
             vars(client)["_counted"] = own, there.nonzero().flatten().tolist()
-        counted: tuple[Tensor, list[int]] = vars(self)["_counted"]
-        return counted
+        own_counts: tuple[Tensor, list[int]] = vars(self)["_counted"]
+        return own_counts
 
 
 def find(clients: Sequence[ClientData], split: Split) -> None:
@@ -279,6 +279,26 @@ def whole_of(clients: Sequence[ClientData], split: Split) -> Samples:
     if isinstance(parts, Parts) and all(in_order) and len(in_order) == len(parts):
         return parts.whole
     return Samples.joined(gather(clients, split))
+
+
+def counted(clients: list[ClientData]) -> Tensor:
+    """Number of training samples of each class of several clients, [clients, num_classes], in one operation.
+
+    Args:
+        clients: The clients, all on one device and of one task; sorted as they were gathered.
+
+    Raises:
+        MisconfigurationException: The samples have no class.
+    """
+    task = clients[0].task
+    find(clients, "train")
+    clients.sort(key=lambda client: client._found["train"][1])
+    numbers = cast(Tensor, task.classes(whole_of(clients, "train").y))
+    counts = numbers.new_zeros(len(clients), number_of_classes(task, "who asks for class counts"))
+    sizes = torch.tensor([client.size("train") for client in clients])
+    rows = torch.arange(len(clients)).repeat_interleave(sizes).to(numbers.device)
+    # refuses numbers out of range, where a count of all of them side by side would take them for the next client's
+    return counts.index_put_((rows, numbers), numbers.new_ones(()), accumulate=True)
 
 
 def put_together(clients: Sequence[ClientData]) -> None:
