@@ -7,17 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-from pfl_lightning.engines.vmap.layers import cross_entropy, linear
+from pfl_lightning.engines.vmap.layers import Layers
 
-MEAN = {
-    **dict.fromkeys(("weight", "size_average", "reduce")),
-    "ignore_index": -100,
-    "reduction": "mean",
-    "label_smoothing": 0.0,
-}
-"""How ``torch.nn.functional.cross_entropy`` says that it was given no settings."""
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
 REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
@@ -82,15 +74,13 @@ class DeviceStates(Sequence[Tensor]):
                 stream.states[-1] = state
 
 
-class Streams(TorchFunctionMode):
+class Streams(Layers):
     """While it is entered, a step under vmap drops units as each of its clients would alone.
 
     Dropout multiplies by masks that are drawn client by client. The default generator goes through the first client's
     states meanwhile: where the step winds it back, as with ``torch.random.fork_rng``, all clients are wound back.
 
-    Linear layers and cross-entropy are computed in the fewest operations; torch's own looks for samples that are to be
-    ignored, of which a batch's own classes, once checked, have none. It also lets the trained entries tell that they
-    require gradients, which tensors under vmap deny.
+    It also lets the trained entries tell that they require gradients, which tensors under vmap deny.
 
     Args:
         generator: the default generator of the device.
@@ -102,7 +92,6 @@ class Streams(TorchFunctionMode):
         self.generator = generator
         self.states = states
         self.trained: list[Tensor] = []
-        self.classes: Tensor | None = None
 
     def __enter__(self) -> "Streams":
         self.generator.set_state(self.states[0])
@@ -116,16 +105,12 @@ class Streams(TorchFunctionMode):
             self.states = self.known[key(self.generator.get_state())]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Takes the place of dropout, of ``requires_grad``, of linear layers, and of cross-entropy."""
-        if func is F.linear:
-            return linear(*args, **(kwargs or {}))
-        if func is F.cross_entropy and args[1] is self.classes and kwargs == MEAN:
-            return cross_entropy(*args)
+        """Takes the place of dropout and of ``requires_grad``, and of layers."""
         if func in DROPOUTS:
             return self.dropout(func, *args, **(kwargs or {}))
         if func == REQUIRES_GRAD and any(args[0] is entry for entry in self.trained):
             return True
-        return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
     def dropout(
         self, func: Callable[..., Tensor], input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False

@@ -16,6 +16,7 @@ from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.vmap.block import Member
 from pfl_lightning.engines.vmap.checks import SharedAttributes
+from pfl_lightning.engines.vmap.layers import Layers
 from pfl_lightning.messages import StateDict
 
 CLIENTS = 8
@@ -120,7 +121,8 @@ class BlockEvaluator:
 
     def _forward(self, entries: StateDict, x: Tree, slots: Slots) -> Tensor:
         """Outputs ``[clients, n, ...]`` of inputs ``[clients, n, ...]``."""
-        outputs: Tensor = vmap(lambda e, x: slots.call(self.module.forward, e, x))(entries, x)
+        with Layers():
+            outputs: Tensor = vmap(lambda e, x: slots.call(self.module.forward, e, x))(entries, x)
         return outputs
 
 

@@ -1,6 +1,6 @@
-"""Layers of stacked clients in the fewest operations, where vmap's own way takes many."""
+"""Layers of stacked clients in the fewest operations, and as autocast has them, where vmap's own way is neither."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,40 @@ from torch._C._functorch import (
     maybe_get_level,
 )
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from pfl_lightning.messages import tree_map
+
+CONVOLUTIONS = {
+    *(F.conv1d, F.conv2d, F.conv3d),
+    *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+}
+MEAN = {
+    **dict.fromkeys(("weight", "size_average", "reduce")),
+    "ignore_index": -100,
+    "reduction": "mean",
+    "label_smoothing": 0.0,
+}
+"""How ``torch.nn.functional.cross_entropy`` says that it was given no settings."""
+
+
+class Layers(TorchFunctionMode):
+    """While it is entered, linear layers, convolutions and cross-entropy under vmap are those of this file."""
+
+    classes: Tensor | None = None
+    """A batch's class numbers, checked before: torch's own cross-entropy looks for samples that are to be ignored, of
+    which these have none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Takes the place of layers."""
+        if func is F.linear:
+            return linear(*args, **(kwargs or {}))
+        if func is F.cross_entropy and args[1] is self.classes and kwargs == MEAN:
+            return cross_entropy(*args)
+        if func in CONVOLUTIONS:
+            return convolution(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -35,6 +69,30 @@ def cross_entropy(input: Tensor, target: Tensor) -> Tensor:
     if input.dim() == 2 and (stacks := stacks_of([input, target])) is not None:
         return applied(StackCrossEntropy, stacks, input)
     return input.log_softmax(1).gather(1, target[:, None]).sum() / -len(target)
+
+
+def convolution(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A convolution of any kind, under autocast in its type.
+
+    vmap computes it by an operation that autocast doesn't know on a CPU, and on a GPU adds the bias by itself, in
+    float32, which all that follows would then be in.
+
+    Args:
+        function: of ``torch.nn.functional``.
+        input: its input.
+        *args: what else it takes.
+        **kwargs: the same by name.
+    """
+    kind = input.device.type
+    if not torch.is_autocast_enabled(kind):
+        return function(input, *args, **kwargs)
+    narrow = torch.get_autocast_dtype(kind)
+
+    def cast(tensor: Tensor) -> Tensor:
+        # as autocast has it
+        return tensor.to(narrow) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+    return function(cast(input), *tree_map(cast, args), **tree_map(cast, kwargs))
 
 
 def stacks_of(tensors: Sequence[Tensor]) -> list[Tensor] | None:
