@@ -676,6 +676,20 @@ def test_a_block_that_does_not_fit_is_halved_and_comes_back(monkeypatch):
     assert [engine.fitting for engine in run.federation.engines] == [3]
 
 
+def test_so_is_one_whose_updates_do_not_fit(monkeypatch):
+    tried, whole = [], HandOver._upload_at_once
+
+    def short(self, names, block):
+        tried.append(len(block.members))
+        if tried[-1] > 3:
+            raise torch.cuda.OutOfMemoryError
+        return whole(self, names, block)
+
+    monkeypatch.setattr(HandOver, "_upload_at_once", short)
+    compare(max_rounds=1)
+    assert tried == [5, 3, 2]
+
+
 def test_halves_of_halves_train_each_client_once(monkeypatch):
     tried = short_of_memory(monkeypatch, Vectorised, "_train_block", [2], len)
     clients = []

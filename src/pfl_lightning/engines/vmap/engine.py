@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -136,15 +136,20 @@ class Vectorised(Engine):
             yield self.sequential.train(jobs[0], layout)
             return
         try:
-            block = self._train_block(jobs, layout, slots)
+            outcomes = self._begun(jobs, layout, slots)
         except torch.cuda.OutOfMemoryError:
-            block = None
-        if block is not None:
-            yield from self.hand_over.outcomes(jobs, block, layout, slots)
+            halves = self._halves(jobs)
+        else:
+            yield from outcomes
             return
         # not in the handler: while the error lives, so do the tensors
-        for half in self._halves(jobs):
+        for half in halves:
             yield from self._run_block(half, layout, slots)
+
+    def _begun(self, jobs: list[Job], layout: Layout, slots: Slots) -> Iterator[Outcome]:
+        """Outcomes of the clients of a block, for all of which there was memory: the first one is there."""
+        outcomes = self.hand_over.outcomes(jobs, self._train_block(jobs, layout, slots), layout, slots)
+        return chain([next(outcomes)], outcomes)
 
     def _train_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Block:
         """Trains the clients of a block in a stack of their own."""
