@@ -22,7 +22,7 @@ from pfl_lightning.data import (
     whole_of,
 )
 from pfl_lightning.data import pool as pools
-from pfl_lightning.data.client_data import Parts
+from pfl_lightning.data.samples import Parts
 from pfl_lightning.data.splits import stratified_rows
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.tasks import Classification

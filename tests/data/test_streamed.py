@@ -7,7 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import CLASSES, FEATURES, fit, make_client, plain, same_end
 from pfl_lightning.data import Natural, TensorData
-from pfl_lightning.data.client_data import Samples
+from pfl_lightning.data.samples import Samples
 from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.methods import Ditto, FedAvg, PACClient
 from pfl_lightning.tasks import Classification
@@ -40,7 +40,7 @@ def data(resident, leaf):
 @pytest.mark.parametrize("engine", ["sequential", "processes", "auto"])
 @pytest.mark.parametrize("method", [FedAvg, Ditto, PACClient])
 def test_the_numbers_are_those_of_clients_in_memory(method, engine, monkeypatch):
-    monkeypatch.setattr("pfl_lightning.data.client_data.CHUNK", BATCH)
+    monkeypatch.setattr("pfl_lightning.data.samples.CHUNK", BATCH)
     runs = [
         fit(make_client(method, net=plain), data(resident, Leaf()), engine=engine_of)
         for resident, engine_of in ((True, "sequential"), (False, engine))

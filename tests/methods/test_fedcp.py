@@ -90,12 +90,10 @@ def test_the_classifier_stays_and_its_mean_with_the_received_one_travels():
 
 def test_a_classifier_that_does_not_move_is_sent_as_it_was():
     client, weights = received()
-    sent = client.upload(blobs_client())["weights"]
+    data = blobs(4)
+    data.setup()
+    sent = client.upload(data.client(0))["weights"]
     assert all(torch.equal(sent[name], weights[name]) for name in HEAD)
-
-
-def blobs_client():
-    return type("Data", (), {"train": [0] * 4})()
 
 
 def test_two_steps_by_hand_with_the_noise_taken_out(monkeypatch):

@@ -5,7 +5,7 @@ from pfl_lightning.data.ag_news_letters import AGNewsLetters
 from pfl_lightning.data.batches import LastBatch, epoch_order
 from pfl_lightning.data.cifar10 import CIFAR10
 from pfl_lightning.data.cifar100 import CIFAR100
-from pfl_lightning.data.client_data import CHUNK, ClientData, Samples, Split, gather, put_together, whole_of
+from pfl_lightning.data.client_data import ClientData, gather, put_together, whole_of
 from pfl_lightning.data.datamodule import FederatedDataModule
 from pfl_lightning.data.diabetes import Diabetes
 from pfl_lightning.data.digits import Digits
@@ -25,6 +25,7 @@ from pfl_lightning.data.partitioners import (
     RandomClasses,
     RoundedDirichlet,
 )
+from pfl_lightning.data.samples import CHUNK, Samples, Split
 from pfl_lightning.data.sources import FolderData, HFData, LeafData, OwnedData, TableData, TensorData, VisionData
 from pfl_lightning.data.tiny_imagenet import TinyImageNet
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pfl_lightning.data.checks import ClientSplit
-from pfl_lightning.data.client_data import Split
+from pfl_lightning.data.samples import Split
 from pfl_lightning.data.splits import in_proportion, part_sizes, shuffled, split_client
 
 Parts: TypeAlias = dict[Split, Tensor]

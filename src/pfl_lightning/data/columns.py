@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pfl_lightning.data.client_data import Split
+from pfl_lightning.data.samples import Split
 
 
 def column_of(name: str, values: Sequence[Any] | NDArray[Any], count: int) -> NDArray[Any]:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from pfl_lightning.data.checks import ClientTest, check_partition
-from pfl_lightning.data.client_data import Split
 from pfl_lightning.data.client_splits import Cut, check_parts
 from pfl_lightning.data.partitioners.base import rows_of
 from pfl_lightning.data.partitioners.natural import Natural
+from pfl_lightning.data.samples import Split
 from pfl_lightning.data.splits import draw_alike, hold_out
 
 

@@ -10,10 +10,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
-from pfl_lightning.data.client_data import ClientData, Parts, Samples, Split, class_counts
+from pfl_lightning.data.client_data import ClientData, class_counts
 from pfl_lightning.data.division import Division
 from pfl_lightning.data.loaders import ClientLoader
 from pfl_lightning.data.pool import Pool
+from pfl_lightning.data.samples import Parts, Samples, Split
 from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.data.trees import Tree, take
 from pfl_lightning.tasks import Task

@@ -2,8 +2,8 @@
 
 import torch
 
-from pfl_lightning.data.client_data import Samples
 from pfl_lightning.data.datamodule import FederatedDataModule
+from pfl_lightning.data.samples import Samples
 
 
 def lent_samples(data: FederatedDataModule, fraction: float, generator: torch.Generator) -> Samples:

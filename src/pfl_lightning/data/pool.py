@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pfl_lightning.data.client_data import Samples
 from pfl_lightning.data.division import Division
 from pfl_lightning.data.memory import free_memory
+from pfl_lightning.data.samples import Samples
 from pfl_lightning.data.trees import leaves_of
 from pfl_lightning.messages import num_bytes
 

@@ -20,7 +20,6 @@ from pfl_lightning.data.checks import (
     check_strata,
     warn_of_one_class,
 )
-from pfl_lightning.data.client_data import Samples
 from pfl_lightning.data.client_splits import cut_of
 from pfl_lightning.data.columns import check_splits, column_of, numbered
 from pfl_lightning.data.division import divide
@@ -28,6 +27,7 @@ from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.newcomers import how_many, newcomers_last
 from pfl_lightning.data.partitioners import Partitioner
 from pfl_lightning.data.pool import Pool
+from pfl_lightning.data.samples import Samples
 from pfl_lightning.data.splits import stratified_rows
 from pfl_lightning.data.trees import Tree, narrowed, read, take
 from pfl_lightning.tasks import Task

@@ -9,9 +9,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.data.checks import check_pool, check_strata
-from pfl_lightning.data.client_data import Samples
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.preparation import as_loaded
+from pfl_lightning.data.samples import Samples
 from pfl_lightning.data.splits import stratified_rows
 from pfl_lightning.data.trees import Tree
 from pfl_lightning.tasks import Task

@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pfl_lightning.data.client_data import Split
+from pfl_lightning.data.samples import Split
 
 
 def stratified_rows(labels: Tensor, size: int, num_classes: int, seed: int, draw: int = 0) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from pfl_lightning.data.client_data import CHUNK, Samples
+from pfl_lightning.data.samples import CHUNK, Samples
 from pfl_lightning.data.trees import Tree, take
 
 

@@ -1,6 +1,6 @@
 """What a federation consists of, where it stands between two rounds, and what a checkpoint holds of it."""
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from functools import cached_property
 from typing import Any, cast
@@ -124,15 +124,12 @@ class FederationBase(LightningModule):
             # of which `nn.Module` would say no more than that this property isn't there
             raise RuntimeError(f"{type(self.client).__name__} can't be set up: {error}") from error
 
-    def engines_of(self, clients: Sequence[int]) -> Iterator[tuple[Engine, list[int]]]:
+    def engines_of(self, clients: Sequence[int]) -> Iterable[tuple[Engine, list[int]]]:
         """All engines, each with those of the clients that it runs."""
         own: dict[Engine, list[int]] = {engine: [] for engine in self.engines}
-        if len(own) == 1:
-            yield self.engines[0], list(clients)
-            return
-        for client in clients:
+        for client in clients if len(own) > 1 else ():
             own[self.engines[self.architecture_of(client)]].append(client)
-        yield from own.items()
+        return own.items() if len(own) > 1 else [(self.engines[0], list(clients))]
 
     def setup(self, stage: str) -> None:
         """Takes the common initial model and prepares the server, once."""
@@ -189,9 +186,7 @@ class FederationBase(LightningModule):
             client: its id.
             evaluate: the splits to evaluate on.
         """
-        state = self.clients.get(client)
-        if state is None:
-            state = ClientState(self.initial[self.architecture_of(client)])
+        state = self.clients.get(client) or ClientState(self.initial[self.architecture_of(client)])
         seed = derive_seed(cast(int, self.seed), "train", self.round, client)
         payload = self.aggregator.download(client)
         return Job(client, self.round, state, payload, self.data.client(client), seed, self.lr_factor, evaluate)

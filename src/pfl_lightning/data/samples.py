@@ -1,0 +1,109 @@
+"""Samples with their targets: of one client, or of several side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from pfl_lightning.data.trees import Tree, joined, rows_in, split, take
+from pfl_lightning.messages import tensors, tree_map
+
+Split = Literal["train", "val", "test"]
+"""Which of a client's samples are meant."""
+
+CHUNK = 1024
+"""Samples that go through a net at once where it doesn't learn from them."""
+
+
+# eq=False: comparing tensors gives a tensor, so a generated __eq__ would raise
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Samples with their targets, such as one split of one client's.
+
+    Args:
+        x: Inputs as the net takes them, shape [n, ...], usually float and normalised; or a tree of such tensors.
+        y: Targets as the task has them, such as class numbers [n], int64; or a tree of tensors.
+    """
+
+    x: Tree
+    y: Tree
+
+    def __len__(self) -> int:
+        return rows_in(self.y)
+
+    def take(self, rows: Tensor | slice) -> Samples:
+        """Some of the samples.
+
+        Args:
+            rows: their positions.
+        """
+        if isinstance(rows, Tensor) and (first := next(tensors(self.y), None)) is not None:
+            # once, and not for each tensor
+            rows = rows.to(first.device)
+        return Samples(take(self.x, rows), take(self.y, rows))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Samples]) -> Samples:
+        """The samples of several, one after another."""
+        return cls(*joined([(part.x, part.y) for part in parts]))
+
+    def chunks(self, size: int = CHUNK) -> Iterator[tuple[Tree, Tree]]:
+        """Inputs and targets of so many samples at a time, in their order.
+
+        >>> samples = Samples(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0, 1, 2]))
+        >>> [y.tolist() for x, y in samples.chunks(2)]
+        [[0, 1], [2]]
+
+        Args:
+            size: samples per chunk; the last one may have fewer.
+        """
+        return split((self.x, self.y), size)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Samples:
+        """Return the same samples on another device; nothing is copied if they are there already.
+
+        Args:
+            device: Where to put the tensors.
+            dtype: Floating type of the inputs; None, and inputs that are integers, keep theirs.
+        """
+        x = tree_map(lambda t: t.to(device, dtype if t.is_floating_point() else None), self.x)
+        y = tree_map(lambda t: t.to(device), self.y)
+        return self if x is self.x and y is self.y else Samples(x, y)
+
+
+class Parts(Sequence[Samples]):
+    """Samples of several clients, one after another: each client's are views, made when they are asked for.
+
+    Args:
+        whole: All of them.
+        sizes: How many each client has.
+    """
+
+    def __init__(self, whole: Samples, sizes: Sequence[int]) -> None:
+        self.whole = whole
+        self.sizes = sizes
+        self._ends = list(accumulate(sizes, initial=0))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Samples: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Samples]: ...
+
+    def __getitem__(self, index: int | slice) -> Samples | list[Samples]:
+        places = range(len(self))[index]
+        if isinstance(places, range):
+            return [self[place] for place in places]
+        return self.whole.take(slice(self._ends[places], self._ends[places + 1]))
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Parts:
+        """Return the same samples on another device, as `Samples.to` does."""
+        return Parts(self.whole.to(device, dtype), self.sizes)
