@@ -14,6 +14,8 @@ class RoundProgress(FederatedCallback):
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
         """Starts to count."""
         self._done, self._all = 0, len(cohort)
+        # asked for once: Lightning looks for it among all callbacks
+        self._bar = trainer.progress_bar_callback
         self._show(trainer, federation)
 
     def on_client_fit_end(self, trainer: Trainer, federation: Federation, client: int, outcome: Outcome) -> None:
@@ -22,7 +24,7 @@ class RoundProgress(FederatedCallback):
         self._show(trainer, federation)
 
     def _show(self, trainer: Trainer, federation: Federation) -> None:
-        bar = trainer.progress_bar_callback
+        bar = self._bar
         if bar is None:
             return
         text = f"Round {federation.round + 1}/{trainer.max_epochs}, clients {self._done}/{self._all}"

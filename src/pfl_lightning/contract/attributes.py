@@ -43,22 +43,31 @@ class Attributes:
             if name not in self._left_out
         }
 
-    def changed(self, before: Look, now: Look) -> str | None:
-        """The first attribute that came, went or changed in between, if there is one."""
+    def changed(self, before: Look, now: Look, allowed: Set[str] = frozenset()) -> str | None:
+        """The first attribute that came, went or changed in between, if there is one.
+
+        Args:
+            before: a look.
+            now: a later one.
+            allowed: shown names of those that may.
+        """
         for name in {**before, **now}:
-            if name not in before or name not in now or not self._same(before[name], now[name]):
+            known = name in before and name in now
+            if not (known and self._same(before[name], now[name])) and name not in allowed:
                 return name
         return None
 
     def _same(self, one: Any, other: Any) -> bool:
+        # NaN is itself
+        if one is other:
+            return True
         if isinstance(one, _InPlace) and isinstance(other, _InPlace):
             return one.thing is other.thing and (one.mark == other.mark or self._known(one.thing))
         if type(one) is not type(other):
             return False
         if isinstance(one, tuple):
             return len(one) == len(other) and all(map(self._same, one, other))
-        # NaN is itself
-        return one is other or (isinstance(one, VALUES) and bool(one == other))
+        return isinstance(one, VALUES) and bool(one == other)
 
 
 VALUES = (bool, int, float, complex, str, bytes, frozenset, Enum, np.generic, torch.Size, torch.dtype, torch.device)

@@ -51,8 +51,8 @@ def fault(update: Any, aggregator: Aggregator, shapes: Shapes) -> str:
     """What an update lacks; empty if nothing."""
     if not isinstance(update, (dict, Mapping)):
         return f"a {type(update).__name__} and no dict of entries"
-    if missing := sorted(aggregator.needs - update.keys()):
-        return f"no {' and '.join(missing)}"
+    if not update.keys() >= aggregator.needs:
+        return f"no {' and '.join(sorted(aggregator.needs - update.keys()))}"
     return unlike(update["weights"], shapes) if "weights" in aggregator.needs else ""
 
 

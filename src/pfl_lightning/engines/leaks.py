@@ -62,8 +62,7 @@ class Leaks:
                 "it is built (requires_grad=False); let it require a gradient there, or make it a buffer."
             )
         caches = {f"{method}.{name}" for name in self.module.caches}
-        kept = [{name: held for name, held in look.items() if name not in caches} for look in (before, now)]
-        if name := self._attributes.changed(*kept):
+        if name := self._attributes.changed(before, now, caches):
             attribute = name.removeprefix(f"{method}.")
             raise MisconfigurationException(
                 f"{method}: {what} changes the attribute {attribute}, which would go over to the next client and be "

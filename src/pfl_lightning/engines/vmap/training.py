@@ -147,7 +147,8 @@ class BlockTrainer:
             )
         names = {slot.tensor: slot.name for slot in slots if isinstance(slot.tensor, nn.Parameter)}
         saved = [member.job.state.optimizers.get(phase.name) for member in block.members]
-        begun = detached(new(saved.index(None)).state_dict()) if None in saved else {}
+        fresh = saved.index(None) if None in saved else None
+        begun = {} if fresh is None else detached((new(fresh) if fresh else first).state_dict())
         states = [(state or begun)["state"] for state in saved]
         return StackOptimizers(new, states, block.entries, names, skips=self._scaled)
 
@@ -156,18 +157,20 @@ class BlockTrainer:
         size, last, epochs, steps = self.work.extent(phase)
         sizes = np.array(block.sizes)
         orders, lengths = [torch.empty(0, dtype=torch.int64)] * len(sizes), np.zeros_like(sizes)
-        generator = torch.Generator()
+        generator, passes = torch.Generator(), dict[int, int]()
         for row, (member, samples) in enumerate(zip(block.members, block.sizes, strict=True)):
             if samples < smallest:
                 continue
             # of its own where a later phase goes on with it
             generator = member.generator if len(block.phases) > 1 else generator.manual_seed(member.job.seed)
-            drawn = [epoch_order(samples, size, last, generator)]
-            lengths[row] = length = drawn[0].numel()
-            made = max(batches_of(length, size, smallest), 1)
-            passes = -(-steps // made) if steps else cast(int, epochs)
-            drawn += [epoch_order(samples, size, last, generator) for _ in range(1, passes)]
-            orders[row] = torch.cat(drawn) if passes > 1 else drawn[0]
+            orders[row] = epoch_order(samples, size, last, generator)
+            lengths[row] = length = orders[row].numel()
+            if samples not in passes:
+                made = max(batches_of(length, size, smallest), 1)
+                passes[samples] = -(-steps // made) if steps else cast(int, epochs)
+            if passes[samples] > 1:
+                more = (epoch_order(samples, size, last, generator) for _ in range(1, passes[samples]))
+                orders[row] = torch.cat([orders[row], *more])
         return Plan(orders, np.cumsum(sizes) - sizes, lengths, size, smallest, steps)
 
     def _narrow(self, optimizers: StackOptimizers, end: int, phase: Phase, block: Block) -> None:
