@@ -12,7 +12,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -57,7 +56,7 @@ def compare(
     # the first four rounds aren't counted: in them steps are compiled, and compared with what they were
     for round in range(rounds + 4):
         jobs = [Job(k, round, ClientState(), payload, samples, seed=k) for k, samples in enumerate(clients)]
-        asked = [replace(job, evaluate=("train",)) for job in jobs]
+        asked = [job._replace(evaluate=("train",)) for job in jobs]
         for name, engine in made.items():
             for what, run in (
                 ("training", partial(engine.run, jobs)),
