@@ -9,6 +9,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    Callback,
+    EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelPruning,
@@ -207,6 +209,33 @@ def test_a_fit_ends_with_the_files_of_a_run(tmp_path):
     names = {str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file()}
     assert names >= {"rounds.csv", "clients.csv", "summary.json", "metrics.csv"}
     assert {name for name in names if name.endswith("ckpt")} == {"checkpoints/best.ckpt", "checkpoints/last.ckpt"}
+
+
+class Looking(Callback):
+    """What Lightning shows of each round's loss."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.seen.append([float(shown["train/loss"]) for shown in self.shown(trainer)])
+
+    @staticmethod
+    def shown(trainer):
+        return trainer.callback_metrics, trainer.progress_bar_metrics
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_each_round_s_loss_is_where_callbacks_and_bars_look(validates):
+    looking = Looking()
+    run = fit(make_client(), callbacks=[looking], limit_val_batches=float(validates))
+    assert looking.seen == [[pytest.approx(row["train/loss"])] * 2 for row in run.rows]
+    assert len({seen for seen, _ in looking.seen}) == 3
+
+
+def test_a_run_can_stop_by_the_loss_of_its_training():
+    stopping = EarlyStopping("train/loss", stopping_threshold=1e9, check_on_train_epoch_end=True)
+    assert len(fit(make_client(), callbacks=[stopping]).rows) == 1
 
 
 @pytest.mark.parametrize("every_round", [False, True])

@@ -119,8 +119,10 @@ class Federation(FederationBase):
             "clients_absent": absent,
             **training_metrics(taken, self.sizes(taken, "train")),
         }
-        if "train/loss" in self.metrics:
-            self.log("train/loss", self.metrics["train/loss"], prog_bar=True, logger=False, batch_size=1)
+        if (loss := self.metrics.get("train/loss")) is not None:
+            # where `self.log` would have put it, which takes as long as a step of many small nets
+            self.trainer.callback_metrics["train/loss"] = torch.tensor(loss)
+            self.trainer.progress_bar_metrics["train/loss"] = loss
         return taken
 
     def _aggregate(self, taken: dict[int, Outcome]) -> None:
@@ -224,6 +226,7 @@ class Federation(FederationBase):
             method(self.trainer, self, *args)
 
     def _listeners(self, hook: str) -> list[Callable[..., Any]]:
-        """The methods of callbacks for a hook."""
+        """The methods of callbacks for a hook, without those that do nothing, which would do so for each client."""
         methods = (getattr(callback, hook, None) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
-        return [method for method in methods if method]
+        nothing = f"FederatedCallback.{hook}"
+        return [method for method in methods if method and getattr(method, "__qualname__", "") != nothing]

@@ -179,7 +179,8 @@ class HandOver:
         personal = rows_of(kept, len(jobs), self.sequential.device if self.sequential.work.keeps_on_device else CPU)
         after = self.evaluator.evaluate(block.members, block.entries, slots)
         others = [[value for value in update.values() if type(value) is not Row] for update in updates]
-        counts_only = not any(tensor.is_floating_point() for tensor in tensors(others))
+        # numbers of samples are all that most send
+        counts_only = all(type(v) is Tensor and not v.is_floating_point() for v in chain.from_iterable(others))
         work = self.sequential.work
         seconds = block.seconds + (time.perf_counter() - start) / len(jobs)
         for job in jobs:
