@@ -18,7 +18,7 @@ from pfl_lightning.engines import Engine
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import final_test
 from pfl_lightning.federation.joining import joined_row
-from pfl_lightning.federation.options import FederationOptions
+from pfl_lightning.federation.options import ClientStates, FederationOptions
 from pfl_lightning.privacy import DPSGD
 from pfl_lightning.runs.folder import at_work
 from pfl_lightning.runs.run_folders import RunFolders
@@ -67,8 +67,8 @@ class FederatedTrainer(RunFolders):
         min_clients: usable updates that a round needs; one with fewer leaves the federation as it is.
         gradient_clip_val: largest norm or value of a client's gradients, above 0; None or 0 doesn't clip.
         gradient_clip_algorithm: whether ``gradient_clip_val`` bounds their ``norm`` or each ``value``.
-        client_states: where clients' personal entries and optimizers are between rounds, with the same result: in
-            ``memory``; on the ``device`` where they train; or on the ``disk``, in files of the run's folder ``states``.
+        client_states: where what stays with clients is between rounds, with the same result: in ``memory``, on the
+            ``device`` where they train, on the ``disk`` (the run's folder ``states``); ``auto``: on a GPU with room.
         cohort: what chooses the clients that take part in a round, such as ``PowerOfChoice``; None is `Uniform`, which
             draws ``clients_per_round`` of them, all as likely.
         example_privacy: what makes clients' training differentially private in each sample; None trains as ever.
@@ -97,7 +97,7 @@ class FederatedTrainer(RunFolders):
         min_clients: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
-        client_states: Literal["device", "memory", "disk"] = "memory",
+        client_states: ClientStates = "memory",
         cohort: Selection | None = None,
         example_privacy: DPSGD | None = None,
         default_root_dir: str = "runs",

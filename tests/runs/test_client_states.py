@@ -25,7 +25,9 @@ from federations import (
     same_end,
 )
 from pfl_lightning.engines import ClientState
+from pfl_lightning.federation import staying
 from pfl_lightning.federation.options import FederationOptions
+from pfl_lightning.federation.staying import stay_on_device
 from pfl_lightning.methods import FedPer, Local
 from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.runs.client_states import DiskStates, MappedCheckpointIO
@@ -61,7 +63,7 @@ def state(value: float) -> ClientState:
     ],
     ids=["momentum", "vectorised-adam", "processes"],
 )
-@pytest.mark.parametrize("states", ["disk", "device"])
+@pytest.mark.parametrize("states", ["disk", "device", "auto"])
 def test_a_run_with_states_elsewhere_has_the_bits_of_one_in_memory(method, model, trainer, states, tmp_path):
     trainer = {"evaluate": "both", **trainer}
     memory, other = (run(tmp_path / where, where, 3, model, method, **trainer) for where in ("memory", states))
@@ -82,6 +84,29 @@ def test_clients_that_stay_on_a_device_have_one():
     expected = r"of trainer\.devices=2 it is another one in each round; take client_states='memory'"
     with pytest.raises(MisconfigurationException, match=expected):
         options.engines([make_client()], data, trainer)
+
+
+@pytest.mark.parametrize("lifetime", ["round", "run"])
+def test_clients_stay_on_a_gpu_that_has_room_for_all_of_them(lifetime, monkeypatch, caplog):
+    # on the device "meta" in the place of a GPU
+    module = make_client(FedPer, net=plain, optimizer_lifetime=lifetime).to("meta")
+    personal = [tensor for name, tensor in module.state_dict().items() if module.is_personal(name)]
+    kept = sum(tensor.nbytes for tensor in personal)
+    if lifetime == "run":
+        kept += 2 * sum(parameter.nbytes for parameter in module.parameters())
+    free = [4 * 7 * kept]
+    monkeypatch.setattr(staying, "free_memory", lambda device: free[0])
+    with caplog.at_level("INFO"):
+        assert stay_on_device("auto", [module], clients=7, ranks=1)
+        assert not stay_on_device("auto", [module], clients=8, ranks=1)
+    on, off = [record.message for record in caplog.records]
+    assert "keeps clients on meta: there they take" in on and "keeps clients in memory: there they take" in off
+    # of several devices each client is on another one in each round
+    assert not stay_on_device("auto", [module], clients=1, ranks=2)
+    assert not stay_on_device("auto", [make_client(FedPer)], clients=1, ranks=1)
+    free[0] = 0
+    assert stay_on_device("device", [module], clients=7, ranks=1)
+    assert not any(stay_on_device(where, [module], clients=7, ranks=1) for where in ("memory", "disk"))
 
 
 def test_there_is_a_file_for_each_client_that_has_trained(tmp_path):
@@ -166,5 +191,5 @@ def test_a_damaged_checkpoint_is_refused_as_in_memory(tmp_path):
 
 
 def test_a_place_that_is_neither_is_refused():
-    with pytest.raises(MisconfigurationException, match="client_states='tape' must be one of device, memory, disk"):
+    with pytest.raises(MisconfigurationException, match="='tape' must be one of memory, device, disk, auto"):
         make_trainer(client_states="tape")

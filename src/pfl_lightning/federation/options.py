@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
@@ -14,10 +14,14 @@ from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ENGINES, Engine, EngineMaker, LocalWork, Sharded, Vectorised
 from pfl_lightning.engines.evaluation import measured_names, metrics_of
 from pfl_lightning.engines.examples import calibrated
+from pfl_lightning.federation.staying import stay_on_device
 from pfl_lightning.nets.batch_norm import smallest_batch
 from pfl_lightning.privacy import DPSGD
 from pfl_lightning.selection import Sampling, Selection, Uniform
 from pfl_lightning.tasks import Monitor
+
+ClientStates: TypeAlias = Literal["memory", "device", "disk", "auto"]
+"""In memory, on the device where clients train, in files, or on that device if it is a GPU that has room."""
 
 
 def is_count(value: Any) -> bool:
@@ -43,7 +47,7 @@ class FederationOptions:
     test_every_round: bool = False
     clip: float | None = None
     clip_algorithm: Literal["norm", "value"] = "norm"
-    client_states: Literal["device", "memory", "disk"] = "memory"
+    client_states: ClientStates = "memory"
     limit_val_batches: int | float = 1.0
     limit_test_batches: int | float = 1.0
     monitor: str | None = None
@@ -91,7 +95,7 @@ class FederationOptions:
             "trainer",
             evaluate=(self.evaluate, ("before", "after", "both")),
             gradient_clip_algorithm=(self.clip_algorithm, ("norm", "value")),
-            client_states=(self.client_states, ("device", "memory", "disk")),
+            client_states=(self.client_states, get_args(ClientStates)),
         )
 
     def _check_private(self) -> None:
@@ -158,13 +162,12 @@ class FederationOptions:
         return self.cohort.sampling(self.cohort_size(num_clients), num_clients) if told else None
 
     def work(self, data: FederatedDataModule) -> LocalWork:
-        """What each client does in a round, without what makes it private, which `engines` add."""
+        """What each client does in a round, without what depends on the device and makes it private: of `engines`."""
         epochs = 1 if self.local_epochs is None else self.local_epochs
         # in Lightning a bound of 0 is none
         clip = self.clip or None
         size, last = data.batch_size, data.last_batch
-        stays = self.client_states == "device"
-        return LocalWork(epochs, self.local_steps, size, last, clip, self.clip_algorithm, keeps_on_device=stays)
+        return LocalWork(epochs, self.local_steps, size, last, clip, self.clip_algorithm)
 
     def engines(self, modules: Sequence[ClientModule], data: FederatedDataModule, trainer: Trainer) -> list[Engine]:
         """The engine of each client module; with several ranks each runs its share of the clients.
@@ -176,7 +179,9 @@ class FederationOptions:
         """
         precision, engine = trainer.precision_plugin, self.engine_class
         sizes = (data.size(client, "train") for client in range(data.num_clients))
-        private = replace(self.work(data), example_privacy=self.example_privacy)
+        ranks = trainer.world_size
+        stays = stay_on_device(self.client_states, modules, data.num_clients, ranks)
+        private = replace(self.work(data), example_privacy=self.example_privacy, keeps_on_device=stays)
         work = calibrated(private, modules, sizes, trainer.max_epochs or 1)
         if self.example_privacy is not None and getattr(precision, "scaler", None) is not None:
             raise MisconfigurationException(
@@ -188,7 +193,6 @@ class FederationOptions:
             if isinstance(engine, type)
             else list(engine(modules, work, precision))
         )
-        ranks = trainer.world_size
         if ranks > 1 and self.client_states == "device":
             raise MisconfigurationException(
                 f"trainer.client_states='device' leaves clients on the device where they trained, and of "

@@ -163,7 +163,7 @@ class HandOver:
             layout: the module's.
             slots: the module's.
         """
-        start = time.perf_counter()
+        start, work = time.perf_counter(), self.sequential.work
         names = [name for name in self.module.state_dict() if name not in self.module.common_names]
         own_hooks = any(overrides(self.module, method) for method in ("upload", "shared_state", "state_dict"))
         at_once = not own_hooks and block.entries.keys() >= set(names)
@@ -176,12 +176,11 @@ class HandOver:
         recorded = block.recorded
         *scalars, sums = moved([*recorded.values(), sums_of_rows([*sent, *kept.values()], len(jobs))], CPU)
         means, finite = block.means(dict(zip(recorded, scalars, strict=True))), sums.isfinite().all(0).tolist()
-        personal = rows_of(kept, len(jobs), self.sequential.device if self.sequential.work.keeps_on_device else CPU)
+        personal = rows_of(kept, len(jobs), self.sequential.device if work.keeps_on_device else CPU)
         after = self.evaluator.evaluate(block.members, block.entries, slots)
         others = [[value for value in update.values() if type(value) is not Row] for update in updates]
         # numbers of samples are all that most send
         counts_only = all(type(v) is Tensor and not v.is_floating_point() for v in chain.from_iterable(others))
-        work = self.sequential.work
         seconds = block.seconds + (time.perf_counter() - start) / len(jobs)
         for job in jobs:
             row = block.rows[job.client]
