@@ -38,8 +38,9 @@ class Remembered:
 
     def _compare(self, hook: str) -> None:
         looks = [attributes.look() for attributes in self._attributes]
-        for aggregator, attributes, *both in zip(self._aggregators, self._attributes, self._looks, looks, strict=True):
-            if name := attributes.changed(both[0], both[1]):
+        of_each = zip(self._aggregators, self._attributes, self._looks, looks, strict=True)
+        for aggregator, attributes, before, now in of_each:
+            if name := attributes.changed(before, now):
                 attribute = name.removeprefix(f"{aggregator.name}.")
                 raise MisconfigurationException(
                     f"{aggregator.name}: {hook} changes the attribute {attribute}, which no checkpoint would have; "

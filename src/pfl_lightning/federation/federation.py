@@ -228,5 +228,6 @@ class Federation(FederationBase):
     def _listeners(self, hook: str) -> list[Callable[..., Any]]:
         """The methods of callbacks for a hook, without those that do nothing, which would do so for each client."""
         methods = (getattr(callback, hook, None) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
-        nothing = f"FederatedCallback.{hook}"
-        return [method for method in methods if method and getattr(method, "__qualname__", "") != nothing]
+        # `FederatedCallback`'s own, whose file imports this one
+        nothing = "pfl_lightning.callbacks.base"
+        return [method for method in methods if method and getattr(method, "__module__", "") != nothing]

@@ -82,16 +82,17 @@ class HandOver:
             # some have two names, or stay as the client before has left them
             return None
         assigned: list[StateDict] = []
-        known: dict[tuple[int, ...], StateDict] = {}
+        known: dict[tuple[str | int, ...], StateDict] = {}
         self.sequential.set_mode(training=False)
         with replaced(module, assign=lambda entries: assigned[-1].update(entries)):
             for member in members:
                 # who has and is sent the same becomes the same
-                given = tuple(map(id, chain(member.job.state.personal.values(), member.job.payload.values())))
+                personal, payload = member.job.state.personal, member.job.payload
+                given: tuple[str | int, ...] = (*payload, *map(id, chain(personal.values(), payload.values())))
                 assigned.append(known.setdefault(given, {}))
                 if not assigned[-1]:
                     self.sequential.set_turn(member.job)
-                    module.receive(member.job.state.personal, member.job.payload, member.data)
+                    module.receive(personal, payload, member.data)
         if any(entries.keys() != own.keys() for entries in known.values()):
             return None
         columns = {name: [entries[name] for entries in assigned] for name in own}
@@ -179,7 +180,6 @@ class HandOver:
         personal = rows_of(kept, len(jobs), self.sequential.device if work.keeps_on_device else CPU)
         after = self.evaluator.evaluate(block.members, block.entries, slots)
         others = [[value for value in update.values() if type(value) is not Row] for update in updates]
-        # numbers of samples are all that most send
         counts_only = all(type(v) is Tensor and not v.is_floating_point() for v in chain.from_iterable(others))
         seconds = block.seconds + (time.perf_counter() - start) / len(jobs)
         for job in jobs:
