@@ -81,7 +81,7 @@ class ClientData:
     def _held(self, split: Split) -> Samples:
         find(list(self._together) or [self], split)
         parts, place = self._found[split]
-        return parts[place].to(*self._where)
+        return parts[place]
 
     def part(self, split: Split) -> Samples:
         """One split by its name, gathered anew.
@@ -151,9 +151,8 @@ def find(clients: Sequence[ClientData], split: Split) -> None:
         if split not in client._found:
             groups.setdefault((id(client.source), *client._where), []).append(client)
     for (_, device, dtype), group in groups.items():
-        parts: Sequence[Samples] = group[0].source.parts([client.client for client in group], split, device)
-        if isinstance(parts, Parts):
-            parts = parts.to(device, dtype)
+        found = group[0].source.parts([client.client for client in group], split, device)
+        parts = found.to(device, dtype) if isinstance(found, Parts) else [part.to(device, dtype) for part in found]
         for client, place in zip(group, range(len(parts)), strict=True):
             client._found[split] = parts, place
 

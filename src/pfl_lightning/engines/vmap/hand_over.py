@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,8 +64,8 @@ class HandOver:
         if foreign := [name for name in layout.personal if name not in slots.first_names]:
             raise Unvectorisable(self.module, f"{foreign[0]} of its state_dict is no parameter or buffer")
         signature = BlockSignature(self.attributes, layout)
-        device, dtype = self.sequential.device, cast(torch.dtype, self.module.dtype)
-        members = [Member(job, job.data.to(device, dtype), Stream(device, job.seed)) for job in jobs]
+        device, data_of = self.sequential.device, self.sequential.data_of
+        members = [Member(job, data_of(job), Stream(device, job.seed)) for job in jobs]
         put_together([member.data for member in members])
         received = self._receive_at_once(members, signature, slots)
         return members, *(received or self._receive_one_by_one(members, signature, slots))
