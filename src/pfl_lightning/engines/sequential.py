@@ -153,11 +153,11 @@ class Sequential(Engine):
             for index, (x, y) in enumerate(self._batches(part, phase, layout.smallest_batch, generator)):
                 with self.forward_context():
                     values = step_values(module, (x, y), index)
-                optimizer.zero_grad()
+                forget_gradients(trained)
                 self._step(values["loss"], optimizer, scaler, parameters)
                 steps.append((rows_in(y), {name: value.detach() for name, value in values.items()}))
-        # grad=None and not zeros: momentum would go on moving a parameter whose next phase freezes it
-        optimizer.zero_grad()
+        # momentum would go on moving a parameter by zeros whose next phase freezes it
+        forget_gradients(trained)
         for parameter in frozen:
             parameter.requires_grad_(True)
         if module.optimizer_lifetime == "run":
@@ -257,6 +257,12 @@ class Sequential(Engine):
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         for name, gradient in adjusted_gradients(self.module, gradients).items():
             parameters[name].grad = gradient
+
+
+def forget_gradients(parameters: list[nn.Parameter]) -> None:
+    """What ``zero_grad`` of their optimizer does, without the record that it makes for profilers at each step."""
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def means(steps: list[Step]) -> dict[str, float]:
