@@ -209,7 +209,9 @@ class Sending(Waiting):
 
     def upload(self, data):
         os.write(Sending.line, b"%8d" % os.getpid())
-        return super().upload(data) | {"ballast": torch.zeros(100_000)}
+        if os.getpid() != self.main:
+            time.sleep(60)
+        return super().upload(data)
 
 
 class Pausing(FederatedCallback):

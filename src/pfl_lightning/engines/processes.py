@@ -1,8 +1,6 @@
 """The process engine: the clients of a round shared out to worker processes, for the cores of a CPU."""
 
 import gc
-import io
-import mmap
 import multiprocessing
 import os
 import signal
@@ -13,7 +11,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar, cast
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -22,7 +21,7 @@ from pfl_lightning.engines.base import Evaluated, Job, Outcome
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.parent import end_with
 from pfl_lightning.engines.sequential import Sequential
-from pfl_lightning.engines.shared_memory import Packer, Unpacker
+from pfl_lightning.engines.shared_memory import Shelf
 from pfl_lightning.engines.threads import one_thread
 
 Result = TypeVar("Result")
@@ -35,11 +34,18 @@ FORGETTING = 0.97
 """What a time with workers counts a round later, so that they are tried again after one bad round, or after some."""
 
 
+class Worker(NamedTuple):
+    """A process that was forked, and where it puts tensors."""
+
+    process: BaseProcess
+    shelf: Shelf
+
+
 class Processes(Sequential):
     """Trains and evaluates several clients at once, each in a process with one thread.
 
     Workers are forked for each round: they see the module, the data and the jobs without a copy, take one job after
-    another until none is left, and send back what came of it, its tensors in memory that was shared before. This
+    another until none is left, and send back what came of it, its tensors in memory that both reach. This
     process is one of the workers. A job's result depends on the job alone, so that any number of workers gives the bits
     of the sequential engine with one thread. That lets this engine look at the clock: what takes less time than to fork
     workers and to hear from them is done in this process. A worker that dies ends the run with a message; the last
@@ -56,8 +62,8 @@ class Processes(Sequential):
         # of a job, by what is done, of the last time: by itself, and with its share of forking and sending
         self._alone: dict[str, float] = {}
         self._forked: dict[str, float] = {}
-        # bytes of the tensors of a result, by what is done, as far as known
-        self._room: dict[str, int] = {}
+        # one a worker, from round to round
+        self._shelves: list[Shelf] = []
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Yields outcomes in the order in which clients finish."""
@@ -86,10 +92,8 @@ class Processes(Sequential):
             return
         start = time.perf_counter()
         side_by_side: list[float] = []
-        workers, room = self._workers_for(what, len(left)), self._room.get(what, 0)
-        for result, seconds, needed in self._fork(function, left, workers, room):
+        for result, seconds in self._fork(function, left, self._workers_for(what, len(left))):
             side_by_side.append(seconds)
-            self._room[what] = max(needed, self._room.get(what, 0))
             # now and not after the last one: who has all results may not ask for an end
             self._forked[what] = (time.perf_counter() - start) / len(side_by_side)
             # whichever is nearer to undisturbed: the first job of all takes its time, and so do workers side by side
@@ -103,25 +107,21 @@ class Processes(Sequential):
             return 1
         return int(min(self.workers or cores(), jobs, alone * jobs / WORTH))
 
-    def _fork(
-        self, function: Callable[[Job], Result], jobs: list[Job], count: int, room: int
-    ) -> Iterator[tuple[Result, float, int]]:
-        """Results of this process and of others, each with the seconds that it took and the bytes of its tensors.
+    def _fork(self, function: Callable[[Job], Result], jobs: list[Job], count: int) -> Iterator[tuple[Result, float]]:
+        """Results of this process and of others, each with the seconds that it took.
 
         Args:
             function: what is done.
             jobs: with what.
             count: processes, this one among them.
-            room: bytes of the tensors of a result, as far as known.
         """
         context = multiprocessing.get_context("fork")
         numbers = numbered(len(jobs))
         main = os.getpid()
-        receivers: dict[Connection, Any] = {}
-        # a page is there from when something is written to it
-        rooms = [mmap.mmap(-1, room) if room else None for _ in jobs]
+        workers: dict[Connection, Worker] = {}
+        self._shelves += [Shelf() for _ in range(count - 1 - len(self._shelves))]
 
-        def work(sender: Connection) -> None:
+        def work(sender: Connection, shelf: Shelf) -> None:
             end_with(main)
             # the main process answers to Ctrl-C, and ends its workers
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -131,47 +131,46 @@ class Processes(Sequential):
             # the collector would write to all that was there before, and so copy it
             gc.freeze()
             for index in taken_from(numbers):
-                sender.send((index, *packed(function, jobs[index], rooms[index])))
+                sender.send_bytes(shelf.pack(timed(function, jobs[index])))
 
-        def arrived(at_once: bool) -> Iterator[tuple[Result, float, int]]:
-            for index, needed, record in self._collect(receivers, at_once):
-                result = Unpacker(record, rooms[index]).load()
-                rooms[index] = None
+        def arrived(at_once: bool) -> Iterator[tuple[Result, float]]:
+            for result in self._collect(workers, at_once):
                 if isinstance(result, Exception):
                     raise result
-                yield *result, needed
+                yield result
 
         try:
-            for _ in range(count - 1):
+            for shelf in self._shelves[: count - 1]:
+                shelf.clear()
                 receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=work, args=(sender,), daemon=True)
-                process.start()
+                worker = Worker(context.Process(target=work, args=(sender, shelf), daemon=True), shelf)
+                worker.process.start()
                 # the worker's end is the only one left: it closes when the worker is gone
                 sender.close()
-                receivers[receiver] = process
+                workers[receiver] = worker
             for index in taken_from(numbers):
                 start = time.perf_counter()
                 with one_thread():
                     result = function(jobs[index])
-                yield result, time.perf_counter() - start, 0
+                yield result, time.perf_counter() - start
                 yield from arrived(at_once=True)
             yield from arrived(at_once=False)
         finally:
             os.close(numbers)
-            for receiver, process in receivers.items():
+            for receiver, (process, _) in workers.items():
                 receiver.close()
                 process.kill()
                 process.join()
 
-    def _collect(self, receivers: dict[Connection, Any], at_once: bool) -> Iterator[Any]:
+    def _collect(self, workers: dict[Connection, Worker], at_once: bool) -> Iterator[Any]:
         """What the workers send, until all of them are done, or as far as it is there at once."""
-        at_work = {receiver for receiver in receivers if not receiver.closed}
+        at_work = {receiver for receiver in workers if not receiver.closed}
         while at_work and (ready := cast(list[Connection], wait(list(at_work), 0 if at_once else None))):
             for receiver in ready:
+                process, shelf = workers[receiver]
                 try:
-                    message = receiver.recv()
+                    message = receiver.recv_bytes()
                 except EOFError:
-                    process = receivers[receiver]
                     process.join()
                     if process.exitcode == -signal.SIGTERM:
                         # as all of its group, of which this process only hears later
@@ -185,7 +184,7 @@ class Processes(Sequential):
                     at_work.discard(receiver)
                     receiver.close()
                     continue
-                yield message
+                yield shelf.unpack(message)
 
 
 def numbered(jobs: int) -> int:
@@ -220,26 +219,18 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def packed(function: Callable[[Job], Any], job: Job, room: mmap.mmap | None) -> tuple[int, bytes]:
-    """What a function makes of a job and the seconds that took, or the exception that it ends with.
+def timed(function: Callable[[Job], Any], job: Job) -> Any:
+    """What a function makes of a job with the seconds that took, or the exception that it ends with.
 
     Args:
         function: what is done.
         job: with what.
-        room: where tensors go.
-
-    Returns:
-        How many bytes they need, and the rest as an `Unpacker` reads it.
     """
     start = time.perf_counter()
-    result: Any
     try:
-        result = function(job), time.perf_counter() - start
+        return function(job), time.perf_counter() - start
     except MisconfigurationException as error:
-        result = error
+        return error
     except Exception:
         # as text, since an exception loses its traceback on the way
-        result = RuntimeError(f"in a worker process:\n{traceback.format_exc()}")
-    packer = Packer(file := io.BytesIO(), room)
-    packer.dump(result)
-    return packer.needed, file.getvalue()
+        return RuntimeError(f"in a worker process:\n{traceback.format_exc()}")

@@ -1,61 +1,108 @@
-"""Records on their way from a forked process to the one that forked it: their tensors in memory that both see."""
+"""Records on their way from a forked process to the one that forked it: their tensors in memory that both reach."""
 
 import io
 import mmap
+import os
 import pickle
+import struct
+import tempfile
 from typing import Any
 
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64
-"""What the places of tensors are multiples of, in bytes."""
+KEPT = 64 * 2**20
+"""Bytes that a shelf keeps from one worker to the next."""
+
+
+class Shelf:
+    """A file in memory where a worker puts the tensors of its records, and the process that forked it fetches them.
+
+    It is written and read by calls and never mapped: to touch a page for the first time since a fork costs more than
+    to copy what is on it. What was fetched makes place for what comes next.
+    """
+
+    def __init__(self) -> None:
+        # systems that know no such files have temporary ones
+        create = getattr(os, "memfd_create", None)
+        self._file = os.fdopen(create("shelf"), "w+b") if create else tempfile.TemporaryFile()
+        # records that were fetched; of both processes, as it was mapped before the fork
+        self._fetched = mmap.mmap(-1, struct.calcsize("Q"))
+        self._packed = 0
+        self._end = 0
+
+    def clear(self) -> None:
+        """Makes it ready for another worker, which is not forked yet."""
+        struct.pack_into("Q", self._fetched, 0, 0)
+        if os.fstat(self._file.fileno()).st_size > KEPT:
+            os.ftruncate(self._file.fileno(), KEPT)
+
+    def pack(self, record: Any) -> bytes:
+        """A record, pickled but for its tensors, which are on the shelf until it is unpacked; for the worker."""
+        if struct.unpack_from("Q", self._fetched) == (self._packed,):
+            self._end = 0
+        self._packed += 1
+        Packer(rest := io.BytesIO(), self).dump(record)
+        return rest.getvalue()
+
+    def unpack(self, rest: bytes) -> Any:
+        """The record, its tensors as copies with the same strides; for the process that forked the worker."""
+        record = Unpacker(io.BytesIO(rest), self).load()
+        (fetched,) = struct.unpack_from("Q", self._fetched)
+        struct.pack_into("Q", self._fetched, 0, fetched + 1)
+        return record
+
+    def put(self, tensor: Tensor) -> int:
+        """Puts a tensor behind what is there, and says where."""
+        start = self._end
+        left = bytes_of(tensor).numpy().data
+        while left:
+            # a call takes 2 GiB at most
+            done = os.pwritev(self._file.fileno(), [left], self._end)
+            self._end, left = self._end + done, left[done:]
+        return start
+
+    def fetch(self, tensor: Tensor, start: int) -> None:
+        """Fills a tensor with what is there."""
+        left = bytes_of(tensor).numpy().data
+        while left:
+            done = os.preadv(self._file.fileno(), [left], start)
+            start, left = start + done, left[done:]
 
 
 class Packer(pickle.Pickler):
-    """Pickles a record, but for tensors that find a place in a room; what doesn't fit is pickled as well.
+    """Pickles a record, a tensor as its place on a shelf.
 
     Args:
         file: what the record is written to.
-        room: memory that was there before the fork; None has place for nothing.
+        shelf: where tensors go.
     """
 
-    def __init__(self, file: io.BytesIO, room: mmap.mmap | None) -> None:
+    def __init__(self, file: io.BytesIO, shelf: Shelf) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.room = room
-        self.needed = 0
-        """Bytes that all tensors of what was pickled would find place in."""
+        self.shelf = shelf
 
     def persistent_id(self, value: Any) -> Any:
-        """The place of a tensor that was copied into the room, None for all else."""
-        if not is_plain(value):
-            return None
-        start = self.needed
-        self.needed += -(-value.nbytes // ALIGNMENT) * ALIGNMENT
-        if self.room is None or self.needed > len(self.room):
-            return None
-        bytes_at(self.room, start, value.nbytes).copy_(bytes_of(value))
-        return start, value.dtype, tuple(value.shape), value.stride()
+        """The place of a tensor that was put on the shelf, None for all else."""
+        return (self.shelf.put(value), value.dtype, tuple(value.shape), value.stride()) if is_plain(value) else None
 
 
 class Unpacker(pickle.Unpickler):
-    """Reads what a `Packer` has written; tensors are copies, of the same strides, and the room is free again.
+    """Reads what a `Packer` has written.
 
     Args:
-        record: the record.
-        room: the packer's.
+        file: what the record is read from.
+        shelf: the packer's.
     """
 
-    def __init__(self, record: bytes, room: mmap.mmap | None) -> None:
-        super().__init__(io.BytesIO(record))
-        self.room = room
+    def __init__(self, file: io.BytesIO, shelf: Shelf) -> None:
+        super().__init__(file)
+        self.shelf = shelf
 
     def persistent_load(self, place: Any) -> Tensor:
         """The tensor of a place."""
         start, dtype, shape, stride = place
-        assert self.room is not None, "nothing is put into no room"
-        tensor = torch.empty_strided(shape, stride, dtype=dtype)
-        bytes_of(tensor).copy_(bytes_at(self.room, start, tensor.nbytes))
+        self.shelf.fetch(tensor := torch.empty_strided(shape, stride, dtype=dtype), start)
         return tensor
 
 
@@ -74,8 +121,3 @@ def is_plain(value: Any) -> bool:
 def bytes_of(tensor: Tensor) -> Tensor:
     """The storage of a tensor as bytes, in their order."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-
-
-def bytes_at(room: mmap.mmap, start: int, count: int) -> Tensor:
-    """Some bytes of a room."""
-    return torch.frombuffer(room, dtype=torch.uint8, count=count, offset=start)
