@@ -66,11 +66,17 @@ def test_threads_share_out_the_operations_of_large_nets(taken, caplog, monkeypat
     assert count == 1 or "a step of Net is enough work for a core, or for several" in lines(caplog)[0]
 
 
-@pytest.mark.parametrize("limit", ["PARAMETERS", "OUTPUTS"])
+@pytest.mark.parametrize("limit", ["PARAMETERS", "OUTPUTS_FOR_CORES"])
 def test_they_are_those_of_nets_with_many_weights_and_of_nets_that_put_out_much(taken, monkeypatch, limit):
     monkeypatch.setattr(auto, limit, 10)
     fit(make_client(), engine="auto", workers=2)
     assert taken == ["Processes"]
+
+
+def test_one_core_keeps_nets_vectorised_that_several_would_share_out(taken, monkeypatch):
+    monkeypatch.setattr(auto, "OUTPUTS_FOR_CORES", 10)
+    fit(make_client(), engine="auto", workers=1)
+    assert taken == ["Vectorised"]
 
 
 def test_cores_are_counted_where_nobody_says(taken, monkeypatch):
