@@ -11,12 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Adam
 
 from command import forked
 from federations import MOMENTUM, NETS, Spy, blobs, fit, make_client, noisy, same_end
 from pfl_lightning.callbacks import FederatedCallback
-from pfl_lightning.engines import Processes, parent, processes
+from pfl_lightning.engines import LocalWork, Processes, parent, processes
 from pfl_lightning.engines.processes import taken_from
 from pfl_lightning.methods import WDR, FedAvg, FedBABU, FedPer, FedReMa, Local
 from sweeps import swept
@@ -201,10 +202,23 @@ def test_workers_are_gone_afterwards():
     assert not multiprocessing.active_children()
 
 
-class Sending(Waiting):
-    """Tells who it is, and sends more than a pipe holds."""
+def test_workers_of_two_lists_of_jobs_at_once_keep_their_results_apart():
+    engine = Processes(make_client(), LocalWork(), Precision())
 
-    sends = FedAvg.sends | {"ballast"}
+    def filled(number):
+        # this process leaves most of them to its worker
+        time.sleep(0.05 if os.getpid() == main else 0)
+        return torch.full((1000,), float(number))
+
+    main = os.getpid()
+    runs = [engine._fork(filled, [*range(first, first + 20)], 2) for first in (0, 100)]
+    values = [[float(result.unique()) for result, _ in both] for both in zip(*runs, strict=True)]
+    assert [sorted(column) for column in zip(*values, strict=True)] == [[*range(20)], [*range(100, 120)]]
+
+
+class Sending(Waiting):
+    """Tells who it is, and stays at work elsewhere."""
+
     line = -1
 
     def upload(self, data):

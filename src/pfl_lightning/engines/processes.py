@@ -62,7 +62,7 @@ class Processes(Sequential):
         # of a job, by what is done, of the last time: by itself, and with its share of forking and sending
         self._alone: dict[str, float] = {}
         self._forked: dict[str, float] = {}
-        # one a worker, from round to round
+        # those that no worker has, from round to round
         self._shelves: list[Shelf] = []
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
@@ -119,7 +119,7 @@ class Processes(Sequential):
         numbers = numbered(len(jobs))
         main = os.getpid()
         workers: dict[Connection, Worker] = {}
-        self._shelves += [Shelf() for _ in range(count - 1 - len(self._shelves))]
+        shelves = [self._shelves.pop() if self._shelves else Shelf() for _ in range(count - 1)]
 
         def work(sender: Connection, shelf: Shelf) -> None:
             end_with(main)
@@ -140,7 +140,7 @@ class Processes(Sequential):
                 yield result
 
         try:
-            for shelf in self._shelves[: count - 1]:
+            for shelf in shelves:
                 shelf.clear()
                 receiver, sender = context.Pipe(duplex=False)
                 worker = Worker(context.Process(target=work, args=(sender, shelf), daemon=True), shelf)
@@ -161,6 +161,7 @@ class Processes(Sequential):
                 receiver.close()
                 process.kill()
                 process.join()
+            self._shelves += shelves
 
     def _collect(self, workers: dict[Connection, Worker], at_once: bool) -> Iterator[Any]:
         """What the workers send, until all of them are done, or as far as it is there at once."""
