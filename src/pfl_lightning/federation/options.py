@@ -14,6 +14,7 @@ from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ENGINES, Engine, EngineMaker, LocalWork, Sharded, Vectorised
 from pfl_lightning.engines.evaluation import measured_names, metrics_of
 from pfl_lightning.engines.examples import calibrated
+from pfl_lightning.engines.mixed import say_who_loses
 from pfl_lightning.federation.staying import stay_on_device
 from pfl_lightning.nets.batch_norm import smallest_batch
 from pfl_lightning.privacy import DPSGD
@@ -188,11 +189,11 @@ class FederationOptions:
                 "trainer.precision=16-mixed scales losses of whole batches, and trainer.example_privacy takes them by "
                 "samples; take bf16-mixed or 32-true."
             )
-        engines = (
-            [engine(module, work, precision, self.workers, self.compile) for module in modules]
-            if isinstance(engine, type)
-            else list(engine(modules, work, precision))
-        )
+        if isinstance(engine, type):
+            engines = [engine(module, work, precision, self.workers, self.compile) for module in modules]
+            say_who_loses(engines)
+        else:
+            engines = list(engine(modules, work, precision))
         if ranks > 1 and self.client_states == "device":
             raise MisconfigurationException(
                 f"trainer.client_states='device' leaves clients on the device where they trained, and of "
