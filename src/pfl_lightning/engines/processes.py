@@ -141,7 +141,6 @@ class Processes(Sequential):
 
         try:
             for shelf in shelves:
-                shelf.clear()
                 receiver, sender = context.Pipe(duplex=False)
                 worker = Worker(context.Process(target=work, args=(sender, shelf), daemon=True), shelf)
                 worker.process.start()
@@ -161,6 +160,8 @@ class Processes(Sequential):
                 receiver.close()
                 process.kill()
                 process.join()
+            for shelf in shelves:
+                shelf.clear()
             self._shelves += shelves
 
     def _collect(self, workers: dict[Connection, Worker], at_once: bool) -> Iterator[Any]:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KEPT = 64 * 2**20
-"""Bytes that a shelf keeps from one worker to the next."""
+KEPT = 16 * 2**20
+"""Bytes that a shelf keeps from one worker to the next: of more, new pages are little beside the work."""
 
 
 class Shelf:
@@ -32,7 +32,7 @@ class Shelf:
         self._end = 0
 
     def clear(self) -> None:
-        """Makes it ready for another worker, which is not forked yet."""
+        """Makes it ready for another worker, when the one before is gone."""
         struct.pack_into("Q", self._fetched, 0, 0)
         if os.fstat(self._file.fileno()).st_size > KEPT:
             os.ftruncate(self._file.fileno(), KEPT)
