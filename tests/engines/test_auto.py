@@ -73,10 +73,11 @@ def test_they_are_those_of_nets_with_many_weights_and_of_nets_that_put_out_much(
     assert taken == ["Processes"]
 
 
-def test_one_core_keeps_nets_vectorised_that_several_would_share_out(taken, monkeypatch):
-    monkeypatch.setattr(auto, "OUTPUTS_FOR_CORES", 10)
+@pytest.mark.parametrize(("limit", "engine"), [("OUTPUTS_FOR_CORES", "Vectorised"), ("OUTPUTS", "Sequential")])
+def test_one_core_keeps_nets_vectorised_that_several_would_share_out(taken, monkeypatch, limit, engine):
+    monkeypatch.setattr(auto, limit, 10)
     fit(make_client(), engine="auto", workers=1)
-    assert taken == ["Vectorised"]
+    assert taken == [engine]
 
 
 def test_cores_are_counted_where_nobody_says(taken, monkeypatch):
