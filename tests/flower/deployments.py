@@ -4,6 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
+
 from local_grid import LocalGrid
 
 from federations import Run, blobs, make_trainer

@@ -3,7 +3,11 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import pytest
 import torch
+
+pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
+
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.proto.node_pb2 import NodeInfo
