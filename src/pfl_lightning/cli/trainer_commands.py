@@ -87,12 +87,7 @@ class SaveConfig(SaveConfigCallback):
         config = self.config.clone()
         # of the moment, and not of the run; the other commands, which take the file too, don't know it
         config.pop("resume_changed", None)
-        kept: dict[str, Any] = {"overwrite": True, "multifile": False}
-        try:
-            self.parser.save(config, path, skip_unset=False, **kept)
-        except TypeError:
-            # its name before jsonargparse 4.49
-            self.parser.save(config, path, skip_none=False, **kept)
+        self.parser.save(config, path, skip_unset=False, overwrite=True, multifile=False)
         for logger in trainer.loggers:
             logger.log_hyperparams(yaml.safe_load(path.read_text()))
 
