@@ -6,7 +6,9 @@ are flat vectors of one net's weights, w; in a round the server sends x and clie
 """
 
 import copy
+import itertools
 import math
+import statistics
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +20,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam
 
 from federations import CLASSES, FEATURES, HIDDEN, Blobs, fit, make_client, plain, points
+from pfl_lightning import WeightedAverage
 from pfl_lightning import methods as m
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.data import Partitioner
@@ -241,8 +244,8 @@ def found(record, path):
 
 
 def vector(record):
-    if isinstance(record, dict):
-        return torch.cat([vector(value) for value in record.values()])
+    if isinstance(record, (dict, list)):
+        return torch.cat([vector(value) for value in (record.values() if isinstance(record, dict) else record)])
     return torch.as_tensor(record, dtype=torch.float64).flatten()
 
 
@@ -873,6 +876,482 @@ def feddf(log, server_steps, batch_size, optimizer, ensemble):
             F.cross_entropy(logits(x, public), taught).backward()
             adam.step()
         x = x.detach()
+    return End(x)
+
+
+@replays(m.ControlVariates, m.SCAFFOLD, id="scaffold-1", own={"option": "I"}, server={"server_lr": 0.7})
+@replays(m.ControlVariates, m.SCAFFOLD, id="scaffold-2", own={"option": "II"}, server={"server_lr": 1.0})
+def scaffold(log, option, server_lr):
+    """Karimireddy et al., 2020, Algorithm 1: steps are corrected by the server's control variate less the own one."""
+    x, c, own = log.start, torch.zeros_like(log.start), log.everybody(torch.zeros_like(log.start))
+    for t, cohort in log.rounds():
+        y, new = dict.fromkeys(cohort, x), {}
+        for k in cohort:
+            batches = log.batches(t, k)
+            for a, b in batches:
+                y[k] = y[k] - LR * (slope(cross_entropy, y[k], a, b) + c - own[k])
+            if option == "I":
+                new[k] = slope(cross_entropy, x, *log.train(k))
+            else:
+                new[k] = own[k] - c + (x - y[k]) / (len(batches) * LR)
+        x = x + server_lr * (mean(y) - x)
+        c = c + sum(new[k] - own[k] for k in cohort) / len(log.n)
+        own = own | new
+    return End(x, kept={"own": own}, server={"control": c})
+
+
+@replays(m.FedProx, own={"mu": 0.4})
+def fedprox(log, mu):
+    """Li et al., 2020, equation 2."""
+
+    def near(w, a, b, x):
+        return cross_entropy(w, a, b) + mu / 2 * (w - x).square().sum()
+
+    x = log.start
+    for t, cohort in log.rounds():
+        x = mean({k: sgd(x, log.batches(t, k), near, x) for k in cohort}, log.n)
+    return End(x)
+
+
+@replays(m.Ditto, own={"personal_lambda": 0.5, "personal_epochs": 2})
+def ditto(log, personal_lambda, personal_epochs):
+    """Li et al., 2021, Algorithm 1: a personal model v near the global one, which is FedAvg's.
+
+    Each has batches of its own; officially both learn from the same ones, and clients count equally.
+    """
+
+    def near(v, a, b, x):
+        return cross_entropy(v, a, b) + personal_lambda / 2 * (v - x).square().sum()
+
+    x, v = log.start, log.everybody(log.start)
+    for t, cohort in log.rounds():
+        for k in cohort:
+            assert len(log.batches(t, k, "personal")) == personal_epochs * len(log.batches(t, k, "global"))
+            v[k] = sgd(v[k], log.batches(t, k, "personal"), near, x)
+        x = mean({k: sgd(x, log.batches(t, k, "global")) for k in cohort}, log.n)
+    return End(x, kept={"personal": v})
+
+
+@replays(
+    m.PFedMe,
+    WeightedAverage,
+    own={"moreau_lambda": 4.0, "personal_steps": 3, "personal_lr": 0.08},
+    server={"server_lr": 0.8, "weighting": "uniform"},
+)
+def pfedme(log, moreau_lambda, personal_steps, personal_lr, server_lr, weighting):
+    """Dinh et al., 2020, Algorithm 1: w goes towards theta, the minimum of a batch's loss near w.
+
+    A batch begins with the last one's theta, as in the official code, whose L2 term in the loss is left out.
+    """
+    x, theta = log.start, log.everybody(log.start)
+    for t, cohort in log.rounds():
+        w = dict.fromkeys(cohort, x)
+        for k in cohort:
+            theta[k] = x
+            for a, b in log.batches(t, k):
+                for _ in range(personal_steps):
+                    pull = moreau_lambda * (theta[k] - w[k])
+                    theta[k] = theta[k] - personal_lr * (slope(cross_entropy, theta[k], a, b) + pull)
+                w[k] = w[k] - LR * moreau_lambda * (w[k] - theta[k])
+        x = (1 - server_lr) * x + server_lr * mean(w)
+    return End(x, kept={"personal": {k: theta[k] for k in log.seen}})
+
+
+@replays(m.PerFedAvg, id="per_fedavg-fo", own={"alpha": 0.3, "variant": "FO", "delta": 0.1})
+@replays(m.PerFedAvg, id="per_fedavg-hf", own={"alpha": 0.3, "variant": "HF", "delta": 0.1})
+def per_fedavg(log, alpha, variant, delta):
+    """Fallah et al., 2020, Algorithm 1: what is trained is the model after a step of adaptation.
+
+    A batch is cut in the parts of the algorithm, one that is too small for them is learnt from as it is.
+    """
+    parts, x = 2 if variant == "FO" else 3, log.start
+    for t, cohort in log.rounds():
+        w = dict.fromkeys(cohort, x)
+        for k in cohort:
+            for a, b in log.batches(t, k):
+                if len(b) < parts:
+                    w[k] = sgd(w[k], [(a, b)])
+                    continue
+                ends = [part * len(b) // parts for part in range(parts + 1)]
+                one, two, *three = [(a[i:j], b[i:j]) for i, j in itertools.pairwise(ends)]
+                g = slope(cross_entropy, w[k] - alpha * slope(cross_entropy, w[k], *one), *two)
+                if three:
+                    ahead, behind = (slope(cross_entropy, w[k] + way * g, *three[0]) for way in (delta, -delta))
+                    g = g - alpha * (ahead - behind) / (2 * delta)
+                w[k] = w[k] - LR * g
+        x = mean(w, log.n)
+    last = len(log.cohorts)
+    adapted = {k: sgd(x, log.batches(last, k, "adapt"), lr=alpha) for k in log.everybody(x)}
+    return End(x, outputs={k: logits(w, log.split(k, "test")[0]) for k, w in adapted.items()})
+
+
+@replays(m.MOON, own={"mu": 1.5, "tau": 0.3})
+def moon(log, mu, tau):
+    """Li, He and Song, 2021, Algorithm 1: features stay near the received model's and leave the last own one's.
+
+    Officially a client's first model is contrasted with random weights, here with the received ones.
+    """
+
+    def contrast(w, a, b, x, last):
+        h, near, far = (features(v, a) for v in (w, x, last))
+        near, far = (torch.exp(F.cosine_similarity(h, other) / tau) for other in (near, far))
+        return cross_entropy(w, a, b) - mu * (near / (near + far)).log().mean()
+
+    x, last = log.start, {}
+    for t, cohort in log.rounds():
+        y = {k: sgd(x, log.batches(t, k), contrast, x, last.get(k, x)) for k in cohort}
+        last = last | y
+        x = mean(y, log.n)
+    return End(x, kept={"previous": {k: w[BODY] for k, w in last.items()}})
+
+
+@replays(m.FedRep, own={"head_epochs": 2})
+def fedrep(log, head_epochs):
+    """Collins et al., 2021, Algorithm 1: first the own classifier on the received features, then these under it."""
+    x, heads = log.start[BODY], log.everybody(log.start[HEAD])
+    for t, cohort in log.rounds():
+        y = {}
+        for k in cohort:
+            assert len(log.batches(t, k, "head")) == head_epochs * len(log.batches(t, k, "body"))
+            w = sgd(torch.cat([x, heads[k]]), log.batches(t, k, "head"), part=HEAD)
+            heads[k] = w[HEAD]
+            y[k] = sgd(w, log.batches(t, k, "body"), part=BODY)[BODY]
+        x = mean(y, log.n)
+    return End(x, kept={"net.classifier": heads})
+
+
+@replays(m.FedBABU, own={"finetune_epochs": 2})
+def fedbabu(log, finetune_epochs):
+    """Oh, Kim and Yun, 2022, Algorithm 1: bodies are trained under the initial classifier, and all before use.
+
+    Bodies count by samples, officially equally.
+    """
+    x, last = log.start, len(log.cohorts)
+    for t, cohort in log.rounds():
+        x = mean({k: sgd(x, log.batches(t, k, "body"), part=BODY) for k in cohort}, log.n)
+    tuned = {k: sgd(x, log.batches(last, k, "finetune")) for k in log.everybody(x)}
+    assert len(log.batches(last, 0, "finetune")) == finetune_epochs * len(log.batches(0, 0, "body"))
+    return End(x[BODY], outputs={k: logits(w, log.split(k, "test")[0]) for k, w in tuned.items()})
+
+
+@replays(m.LGFedAvg)
+def lg_fedavg(log):
+    """Liang et al., 2020, Algorithm 1: own bodies under an averaged classifier, which counts by samples here."""
+    x, bodies = log.start[HEAD], log.everybody(log.start[BODY])
+    for t, cohort in log.rounds():
+        y = {k: sgd(torch.cat([bodies[k], x]), log.batches(t, k)) for k in cohort}
+        bodies = bodies | {k: w[BODY] for k, w in y.items()}
+        x = mean({k: w[HEAD] for k, w in y.items()}, log.n)
+    return End(x, kept={"net.features": bodies})
+
+
+@replays(m.FedRoD, own={"gamma": 0.8})
+def fedrod(log, gamma):
+    """Chen and Chao, 2022: a balanced loss for the generic model, and what it leaves to the personal head."""
+
+    def balanced(w, a, b, k):
+        return F.cross_entropy(logits(w, a) + gamma * log.counts[k].log(), b)
+
+    def together(v, a, b, w):
+        return F.cross_entropy(logits(w, a) + classify(v, features(w, a)), b)
+
+    x, own = log.start, log.everybody(log.start)
+    for t, cohort in log.rounds():
+        y = dict.fromkeys(cohort, x)
+        for k in cohort:
+            for batch in log.batches(t, k):
+                own[k], y[k] = sgd(own[k], [batch], together, y[k], part=HEAD), sgd(y[k], [batch], balanced, k)
+        x = mean(y, log.n)
+    outputs = {k: logits(x, a) + classify(own[k], features(x, a)) for k in log.seen for a, _ in [log.split(k, "test")]}
+    return End(x, kept={"personal": {k: v[HEAD] for k, v in own.items()}}, outputs=outputs)
+
+
+@replays(
+    m.FedALA,
+    own={
+        "layers": 1,
+        "rand_percent": 100.0,
+        "eta": 2.0,
+        "threshold": 0.01,
+        "num_pre_loss": 3,
+        "max_passes": 30,
+        "ala_batch_size": 100,
+    },
+)
+def fedala(log, layers, rand_percent, eta, threshold, num_pre_loss, max_passes, ala_batch_size):
+    """Zhang et al., 2023, Algorithm 1: a round starts from a mix of the received and the own classifier, by entry.
+
+    The weights W are learnt on all samples at once here, so that their order doesn't count.
+    """
+
+    def mixed(W, x, own):
+        return torch.cat([x[BODY], own[HEAD] + (x - own)[HEAD] * W])
+
+    def of_weights(W, x, own, a, b):
+        return cross_entropy(mixed(W, x, own), a, b)
+
+    def started(k, x):
+        if k not in own:
+            return x
+        losses = []
+        for _ in range(max_passes if times[k] == 1 else 1):
+            losses.append(float(of_weights(W[k], x, own[k], *log.train(k))))
+            W[k] = (W[k] - eta * slope(of_weights, W[k], x, own[k], *log.train(k))).clamp(0, 1)
+            if len(losses) > num_pre_loss and statistics.pstdev(losses[-num_pre_loss:]) < threshold:
+                break
+        return mixed(W[k], x, own[k])
+
+    x, own, times = log.start, {}, log.everybody(0)
+    W = log.everybody(torch.ones_like(x[HEAD]))
+    for t, cohort in log.rounds():
+        y = {k: sgd(started(k, x), log.batches(t, k)) for k in cohort}
+        own = own | y
+        times = {k: count + (k in y) for k, count in times.items()}
+        x = mean(y, log.n)
+    kept = {"own": {k: w[HEAD] for k, w in own.items()}, "weights": dict(W)}
+    return End(x, kept=kept, outputs={k: logits(started(k, x), log.split(k, "test")[0]) for k in log.everybody(x)})
+
+
+@replays(m.CloudProx, m.FedAMP, id="fedamp", own={"mu": 0.4}, server={"alpha": 0.3, "sigma": 2.0, "min_own": 0.1})
+@replays(
+    m.CloudProx, m.FedAMP, id="fedamp-bounded", own={"mu": 0.4}, server={"alpha": 5.0, "sigma": 2.0, "min_own": 0.4}
+)
+def fedamp(log, mu, alpha, sigma, min_own):
+    """Huang et al., 2021, Algorithm 1: models are held near u, a mix of all by how near they are.
+
+    Own weights below a bound are raised to it; the paper asks for an alpha by which they aren't.
+    """
+
+    def near(w, a, b, u):
+        return cross_entropy(w, a, b) + mu / 2 * (w - u).square().sum()
+
+    w, u = {}, log.everybody(log.start)
+    for t, cohort in log.rounds():
+        w = w | {k: sgd(w.get(k, log.start), log.batches(t, k), near, u[k]) for k in cohort}
+        for k in w:
+            xi = {j: alpha / sigma * math.exp(-float((w[k] - w[j]).square().sum()) / sigma) for j in w if j != k}
+            scale = min(1.0, (1 - min_own) / sum(xi.values()))
+            xi = {j: scale * weight for j, weight in xi.items()}
+            u[k] = (1 - sum(xi.values())) * w[k] + sum(weight * w[j] for j, weight in xi.items())
+    return End(sent=u, kept={"net": w})
+
+
+@replays(m.FedFomo, m.AffinityPool, id="fedfomo", own={"norm": "l2"}, server={"num_models": 2})
+@replays(m.FedFomo, m.AffinityPool, id="fedfomo-l1", own={"norm": "l1"}, server={"num_models": 1})
+def fedfomo(log, norm, num_models):
+    """Zhang et al., 2021, Algorithm 1: a round starts from what lowers the own validation loss, by how much it does."""
+    w, old, sent = log.everybody(log.start), log.everybody(log.start), {}
+    P = {k: log.everybody(0.0) for k in w}
+    for t, cohort in log.rounds():
+        y = {}
+        for k in cohort:
+            chosen = sorted(sent.keys() - {k}, key=lambda j, k=k: (-P[k][j], j))[:num_models]
+            models = {j: sent[j] for j in chosen} | {k: w[k]}
+            before = cross_entropy(old[k], *log.split(k, "val"))
+            gains = {}
+            for j, model in models.items():
+                distance = (model - old[k]).norm(p=1 if norm == "l1" else 2)
+                gains[j] = float((before - cross_entropy(model, *log.split(k, "val"))) / (distance + 1e-5))
+                P[k][j] += gains[j]
+            helpful = {j: gain for j, gain in gains.items() if gain > 0}
+            if helpful:
+                w[k] = sum(gain / sum(helpful.values()) * models[j] for j, gain in helpful.items())
+            old[k] = w[k]
+            y[k] = sgd(w[k], log.batches(t, k))
+        w, sent = w | y, sent | y
+    return End(kept={"net": sent, "old": {k: old[k] for k in sent}})
+
+
+@replays(m.APPLE, own={"rho_lr": 0.05, "mu": 0.3, "penalty_share": 0.75})
+def apple(log, rho_lr, mu, penalty_share):
+    """Luo and Wu, 2022: a client's model mixes the cores of all; it learns its own core and the weights rho.
+
+    All cores start from one model; officially each is drawn by itself.
+    """
+
+    def of_mix(rho, cores, a, b):
+        return cross_entropy(rho @ cores, a, b)
+
+    p = torch.tensor(log.n, dtype=torch.float64) / sum(log.n)
+    p = p.float().double()  # which is what travels
+    cores, rho, R = torch.stack([log.start] * len(log.n)), log.everybody(p), penalty_share * len(log.cohorts)
+    for t, cohort in log.rounds():
+        fade = (1 + math.cos(math.pi * t / R)) / 2 if t < R else 0.0
+        new = cores.clone()
+        for k in cohort:
+            held = cores.clone()
+            for a, b in log.batches(t, k):
+                g = slope(cross_entropy, rho[k] @ held, a, b)
+                moved = rho[k] - rho_lr * (held @ g + fade * mu * (rho[k] - p))
+                held[k] -= LR * rho[k][k] * g
+                rho[k] = moved
+            new[k] = held[k]
+        cores = new
+    kept = {"net": {k: cores[k] for k in log.seen}, "rho": {k: rho[k] for k in log.seen}}
+    return End(kept=kept, outputs={k: logits(rho[k] @ cores, log.split(k, "test")[0]) for k in log.everybody(0)})
+
+
+def prototypes(log, models, known):
+    """The mean feature of each class over clients that have it, by their samples of it; else as before."""
+    known = dict(known)
+    for c in range(CLASSES):
+        held = {k: log.counts[k][c] for k in models if log.counts[k][c]}
+        if held:
+            mass = sum(held.values())
+            parts = [(log.train(k), n) for k, n in held.items()]
+            means = [features(models[k], a[b == c]).mean(0) for k, ((a, b), _) in zip(held, parts, strict=True)]
+            known[c] = sum(n / mass * h for h, (_, n) in zip(means, parts, strict=True))
+    return known
+
+
+@replays(m.FedProto, own={"align_lambda": 2.0})
+def fedproto(log, align_lambda):
+    """Tan et al., 2022: models stay; features are drawn to the mean feature of their class, and classified by it."""
+
+    def aligned(w, a, b, known):
+        h = features(w, a)
+        aim = torch.stack([known.get(int(c), own.detach()) for c, own in zip(b, h, strict=True)])
+        return F.cross_entropy(classify(w, h), b) + align_lambda * (h - aim).square().mean()
+
+    w, known = log.everybody(log.start), {}
+    for t, cohort in log.rounds():
+        y = {k: sgd(w[k], log.batches(t, k), aligned, known) for k in cohort}
+        w, known = w | y, prototypes(log, y, known)
+    g = torch.stack([known[c] for c in range(CLASSES)])
+    outputs = {k: -(features(w[k], log.split(k, "test")[0])[:, None] - g).square().sum(2) for k in log.everybody(0)}
+    return End(kept={"net": {k: w[k] for k in log.seen}}, server={"means": known}, outputs=outputs)
+
+
+@replays(m.PACClient, m.FedPAC, id="fedpac", own={"align_lambda": 1.5, "head_epochs": 2, "head_lr": 0.3})
+def fedpac(log, align_lambda, head_epochs, head_lr):
+    """Xu et al., 2023: features drawn to prototypes, and each client's own combination of all classifiers."""
+
+    def aligned(w, a, b, aims):
+        return cross_entropy(w, a, b) + align_lambda * (features(w, a) - aims[b]).square().mean()
+
+    def statistics_of(k, w):
+        (a, b), pi = log.train(k), log.counts[k] / log.n[k]
+        h = features(w, a)
+        mu = torch.stack([h[b == c].mean(0) if pi[c] else torch.zeros(HIDDEN) for c in range(CLASSES)]).double()
+        square = torch.stack([h[b == c].square().sum(1).mean() if pi[c] else pi[c] for c in range(CLASSES)])
+        H = pi[:, None] * mu
+        return mu, H, (pi @ square - H.square().sum()) / log.n[k]
+
+    def combination(k, H, V):
+        """The point of the simplex with the least bias and variance, by trying all of its faces."""
+        ids = list(H)
+        apart = torch.stack([(H[k] - H[j]).flatten() for j in ids])
+        P, best = torch.diag(torch.stack([V[j] for j in ids])) + apart @ apart.T, None
+        for size in range(1, len(ids) + 1):
+            for face in map(list, itertools.combinations(range(len(ids)), size)):
+                alpha = torch.zeros(len(ids), dtype=torch.float64)
+                inner = torch.linalg.solve(P[face][:, face], torch.ones(size, dtype=torch.float64))
+                alpha[face] = inner / inner.sum()
+                if (alpha >= 0).all() and (best is None or alpha @ P @ alpha < best @ P @ best):
+                    best = alpha
+        best = torch.where(best < 1e-3, 0, best)
+        return dict(zip(ids, best / best.sum(), strict=True))
+
+    x, heads, known = log.start, log.everybody(log.start[HEAD]), {}
+    for t, cohort in log.rounds():
+        y, H, V = {}, {}, {}
+        for k in cohort:
+            w = torch.cat([x[BODY], heads[k]])
+            mu, H[k], V[k] = statistics_of(k, w)
+            aims = torch.stack([known.get(c, mu[c]) for c in range(CLASSES)])
+            assert len(log.batches(t, k, "head")) == head_epochs * len(log.batches(t, k, "body"))
+            w = sgd(w, log.batches(t, k, "head"), lr=head_lr, part=HEAD)
+            y[k] = sgd(w, log.batches(t, k, "body"), *((aligned, aims) if known else ()), part=BODY)
+        x, known = mean(y, log.n), prototypes(log, y, known)
+        for k in cohort:
+            heads[k] = sum(alpha * y[j][HEAD] for j, alpha in combination(k, H, V).items())
+    return End(x, sent={k: torch.cat([x[BODY], head]) for k, head in heads.items()})
+
+
+@replays(m.FedAvg, m.CFL, id="cfl", local_epochs=3, server={"eps1": 0.5, "eps2": 0.1, "warmup": 1})
+def cfl(log, eps1, eps2, warmup):
+    """Sattler, Mueller and Samek, 2020: clusters that are at rest while their clients aren't are cut in two.
+
+    By complete linkage, as in the official code; who stays away is judged by its last update.
+    """
+
+    def cut(members, change):
+        groups = [[k] for k in members if k in change]
+
+        def distance(pair):
+            return max(1 - F.cosine_similarity(change[i], change[j], dim=0) for i in pair[0] for j in pair[1])
+
+        while len(groups) > 2:
+            one, other = min(itertools.combinations(groups, 2), key=distance)
+            groups = [group for group in groups if group not in (one, other)] + [sorted(one + other)]
+        max(sorted(groups), key=len).extend(k for k in members if k not in change)
+        return sorted(map(sorted, groups))
+
+    clusters, model, change = [list(range(len(log.n)))], log.everybody(log.start), {}
+    for t, cohort in log.rounds():
+        y = {k: sgd(model[k], log.batches(t, k)) for k in cohort}
+        change |= {k: y[k] - model[k] for k in cohort}
+        parts = []
+        for members in clusters:
+            changes = {k: change[k] for k in members if k in change}
+            rests = bool(changes) and mean(changes).norm() < eps1 and max(map(torch.norm, changes.values())) > eps2
+            parts += cut(members, changes) if rests and len(changes) > 2 and t >= warmup else [members]
+        clusters = parts
+        for members in clusters:
+            if here := {k: y[k] for k in members if k in y}:
+                model |= dict.fromkeys(members, mean(here))
+    assert len(clusters) > 1
+    return End(sent=model)
+
+
+@replays(m.IFCA, m.ClusterModels, id="ifca", local_epochs=3, server={"num_clusters": 2})
+def ifca(log, num_clusters):
+    """Ghosh et al., 2020, Algorithm 1, model averaging: a client trains that of some models that fits it best."""
+
+    def chosen(k):
+        losses = [cross_entropy(model, *log.train(k)) for model in models]
+        return losses.index(min(losses))
+
+    models = [vector(model) for model in log.server["models"]]
+    for t, cohort in log.rounds():
+        choice = {k: chosen(k) for k in cohort}
+        y = {k: sgd(models[j], log.batches(t, k)) for k, j in choice.items()}
+        for j in range(num_clusters):
+            if own := {k: y[k] for k in cohort if choice[k] == j}:
+                models[j] = mean(own, log.n)
+    outputs = {k: logits(models[chosen(k)], log.split(k, "test")[0]) for k in log.everybody(0)}
+    return End(server={"models": torch.cat(models)}, outputs=outputs)
+
+
+@replays(m.FedAvg, m.FedDisco, id="feddisco", server={"a": 0.4, "b": 0.1})
+def feddisco(log, a, b):
+    """Ye et al., 2023: clients count by samples, less for how far their classes are from balance."""
+    x = log.start
+    for t, cohort in log.rounds():
+        y = {k: sgd(x, log.batches(t, k)) for k in cohort}
+        q = {k: log.counts[k] / log.n[k] for k in cohort}
+        d = {k: float(torch.xlogy(q[k], q[k] * CLASSES).sum()) for k in cohort}
+        n = sum(log.n[k] for k in cohort)
+        x = mean(y, {k: max(0.0, log.n[k] / n - a * d[k] / sum(d.values()) + b) for k in cohort})
+    return End(x)
+
+
+@replays(m.FedAvg, m.LDAWA, id="ldawa", local_epochs=2, server={"warmup": 1})
+def ldawa(log, warmup):
+    """Rehman et al., 2023: each tensor of a client counts by its cosine with the global one; nothing is made up for."""
+    x = log.start
+    for t, cohort in log.rounds():
+        y = {k: sgd(x, log.batches(t, k)) for k in cohort}
+        if t < warmup:
+            x = mean(y, log.n)
+            continue
+        tensors = zip(split(x), *(split(y[k]) for k in cohort), strict=True)
+        x = torch.cat(
+            [
+                sum(F.cosine_similarity(own.flatten(), old.flatten(), dim=0) * own.flatten() for own in new) / len(new)
+                for old, *new in tensors
+            ]
+        )
     return End(x)
 
 
