@@ -7,6 +7,8 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from federations import (
+    CLASSES,
+    HIDDEN,
     Spy,
     blobs,
     check_batches_of_one,
@@ -16,6 +18,7 @@ from federations import (
     fit,
     make_client,
     noisy,
+    points,
     set_up,
 )
 from pfl_lightning import WeightedAverage
@@ -77,6 +80,32 @@ def test_two_rounds_of_two_clients_by_a_second_implementation():
     for name, tensor in body.items():
         torch.testing.assert_close(ours[f"net.features.{name}"], tensor, rtol=0, atol=1e-12)
     assert run.rows[-1]["server/max_share"] == pytest.approx(max(slopes) / sum(slopes))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_the_alignment_leaves_running_statistics_and_modes_as_they_are(engine):
+    """In the second round clients align and train nothing else, so that a change would be the alignment's."""
+
+    class AlignOnly(FedAS):
+        def local_phases(self):
+            return super().local_phases()[:1] if self.has_personal else super().local_phases()
+
+    run = fit(make_client(AlignOnly, net=noisy, align_lr=0.5), blobs(24, 24), max_rounds=2, engine=engine)
+    first = fit(make_client(AlignOnly, net=noisy, align_lr=0.5), blobs(24, 24), max_rounds=1, engine=engine)
+    assert not equal(run.weights["net.features.0.weight"], first.weights["net.features.0.weight"])
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        torch.testing.assert_close(run.weights[f"net.features.1.{name}"], first.weights[f"net.features.1.{name}"])
+
+
+def test_the_alignment_is_in_evaluation_mode():
+    client, (x, y) = make_client(FedAS, net=noisy), points(9, seed=1)
+    client.phase = client.local_phases()[0]
+    client.aims.take({c: torch.full((HIDDEN,), float(c)) for c in range(CLASSES)})
+    client.eval()
+    expected = client.training_step((x, y), 0)["loss"]
+    client.train()
+    assert torch.equal(client.training_step((x, y), 0)["loss"], expected)
+    assert all(layer.training for layer in client.net.modules())
 
 
 def test_clients_are_evaluated_by_the_model_that_they_trained_last():

@@ -22,6 +22,7 @@ from pfl_lightning.methods.copies import copy_net
 from pfl_lightning.methods.fedper import FedPer
 from pfl_lightning.methods.personal_net import PersonalNet
 from pfl_lightning.nets import Net, feature_size
+from pfl_lightning.nets.modes import kept_modes
 
 
 class FedAS(PersonalNet, FedPer):
@@ -37,8 +38,13 @@ class FedAS(PersonalNet, FedPer):
     gradient of their mean loss, in evaluation mode; it grows with the samples, and falls with the size of batches. A
     client is evaluated by the model that it trained last, which stays with it.
 
-    In the official code all clients compute :math:`F_k` in each round, and batches are shuffled and whole; FL-bench
-    aligns means of batches. What the paper's tables were made with could not be verified.
+    The alignment runs in evaluation mode, as in the official code from its second round on: BatchNorm's running
+    statistics, by which :math:`\mu_c` were computed, are used and stand still.
+
+    The official code aligns the server's own model in place, client after client: each begins with a body that is
+    already aligned with the clients before it, and the order of clients counts. Here each aligns a copy of what the
+    server sent, as the paper has it. There all clients compute :math:`F_k` in each round, and batches are shuffled and
+    whole; FL-bench aligns means of batches. The settings behind the paper's tables could not be verified.
     Source: Yang, Huang and Ye, 2024 (https://github.com/xiyuanyang45/FedAS).
 
     Args:
@@ -107,11 +113,13 @@ class FedAS(PersonalNet, FedPer):
         )
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """The alignment's loss, or the task's."""
+        """Return the alignment's loss, or the task's."""
         if self.phase.name != "align":
             return super().training_step(batch, batch_idx)
         x, target = batch
-        h = self.net.features(x)
+        with kept_modes(self.net.features):
+            self.net.features.eval()
+            h = self.net.features(x)
         squares = (h - self.aims(target, default=h.detach())).square().mean(1)
         counts = F.one_hot(target, self.num_classes).sum(0)
         return {"loss": (squares / counts[target]).sum()}
