@@ -13,13 +13,16 @@ from federations import (
     blobs,
     check_batches_of_one,
     check_order_and_resume,
+    drawn_update,
     equal,
     fit,
     make_client,
     noisy,
     points,
+    set_up,
 )
-from pfl_lightning.methods import FedAvg, FedDBE
+from pfl_lightning.aggregators.means import CoordinateMedian
+from pfl_lightning.methods import DomainConsensus, FedAvg, FedDBE
 
 PLAIN = partial(SGD, lr=0.2)
 
@@ -76,6 +79,63 @@ def test_the_first_round_only_reports():
 def test_the_consensus_is_that_of_the_first_round_for_ever():
     first, last = (fit(make_client(FedDBE), max_rounds=rounds).federation.aggregator.state for rounds in (1, 3))
     assert equal(first["consensus"], last["consensus"])
+
+
+def test_clients_report_when_they_first_take_part_and_the_consensus_is_the_mean_over_them():
+    spy = Spy()
+    run = fit(make_client(FedDBE), max_rounds=8, clients_per_round=1, callbacks=[spy])
+    assert len(set(map(tuple, spy.cohorts[:3]))) > 1
+    reports = {}
+    for updates in spy.updates:
+        for client, update in updates.items():
+            reports.setdefault(client, update)
+    total = sum(int(update["num_samples"]) for update in reports.values())
+    mean = sum(int(update["num_samples"]) / total * update["feature_mean"] for update in reports.values())
+    torch.testing.assert_close(run.federation.aggregator.state["consensus"]["mean"], mean)
+
+
+def aggregator_of(model, **settings):
+    return set_up(DomainConsensus(**settings), model)
+
+
+def report(model, client, size=10):
+    mean = torch.full((HIDDEN,), float(client))
+    return drawn_update(model, client, size, feature_mean=mean)
+
+
+@pytest.mark.parametrize("weighting, second", [("samples", (1 * 10 + 4 * 30) / 40), ("uniform", 2.5)])
+def test_a_late_client_is_sent_the_consensus_once_it_has_reported(weighting, second):
+    model = make_client(FedDBE)
+    ours, plain = aggregator_of(model, weighting=weighting), aggregator_of(model, weighting=weighting)
+    ours.aggregate({1: report(model, 1)}, 0)
+    assert ours.download(1)["consensus"] and not ours.download(3)["consensus"]
+    ours.aggregate({1: report(model, 7), 3: report(model, 4, size=30)}, 1)
+    for client in (1, 3):
+        torch.testing.assert_close(ours.download(client)["consensus"]["mean"], torch.full((HIDDEN,), second))
+    # the model of a late client counts
+    plain.state |= {"consensus": {"mean": torch.zeros(HIDDEN)}, "reported": {1: 1.0, 3: 1.0}}
+    plain.aggregate({1: report(model, 7), 3: report(model, 4, size=30)}, 1)
+    assert equal(ours.global_model(), plain.global_model())
+    assert equal(ours.welcome(4, None), ours.download(1)) and not ours.download(0)["consensus"]
+
+
+def test_a_rule_sees_what_all_have_reported():
+    model = make_client(FedDBE)
+    ours = aggregator_of(model, mean=CoordinateMedian())
+    ours.aggregate({0: report(model, 5), 1: report(model, 1)}, 0)
+    ours.aggregate({1: report(model, 8), 2: report(model, 90)}, 1)
+    assert ours.state["consensus"]["mean"].tolist() == [5.0] * HIDDEN
+
+
+def test_the_consensus_of_an_earlier_versions_checkpoint_stays_as_it_is():
+    model = make_client(FedDBE)
+    ours = aggregator_of(model)
+    ours.aggregate({1: report(model, 1)}, 0)
+    del ours.state["reported"], ours.state["reports"]
+    before = ours.download(3)["consensus"]
+    assert before
+    ours.aggregate({3: report(model, 3)}, 1)
+    assert equal(ours.download(3)["consensus"], before)
 
 
 def test_the_gradient_of_the_regulariser_is_kappa_mu_times_the_distance():

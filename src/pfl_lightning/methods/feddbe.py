@@ -31,9 +31,12 @@ class FedDBE(FedAvg):
     mass at first, and the gradient is :math:`\mu` times as large, as in the official code; an unbiased mean is left
     out. The bias stays with its client and starts at 0. A client is evaluated with its bias and the received model.
 
-    The first round is not one of learning: clients train without bias and regulariser, and report r, whose mean by
-    samples is the consensus for the whole run; what they trained is thrown away. In the paper all clients report; here
-    those of the first round do.
+    The first round is not one of learning: its clients train without bias and regulariser, and report r, whose mean by
+    samples is the consensus; their models are thrown away. In the paper and its official code all clients report then,
+    and the consensus is fixed for the whole run, as it is here where all take part. Where some stay away, a client
+    reports in the first round that it takes part in: it trains without bias and regulariser there too, which would hold
+    its features at the others' mean, and the consensus becomes the mean over all who have reported. Its model counts,
+    as no more rounds shall be lost. A client that joins when the federation is over reports nothing.
     Source: Zhang et al., 2023 (https://arxiv.org/abs/2311.14975), whose official code has the defaults for a CNN on
     Fashion-MNIST; the paper's for other data and nets could not be verified.
 
@@ -100,11 +103,12 @@ class FedDBE(FedAvg):
 
 
 class DomainConsensus(WeightedAverage):
-    r"""Takes the mean of the first round's features, and from then on averages models.
+    r"""Average the models, and keep the mean of the features that clients report when they first take part.
 
     .. math:: \bar g = \sum_k p_k r_k
 
-    Both means go by the ``mean`` where one is given.
+    over all who have reported. The models of the first round don't count. Where a ``mean`` is given, models and
+    features go by it, and the server keeps each client's r, so that the rule sees all of them at each report.
     Source: Zhang et al., 2023 (https://arxiv.org/abs/2311.14975). Takes the arguments of `WeightedAverage`.
     """
 
@@ -114,26 +118,54 @@ class DomainConsensus(WeightedAverage):
     sums_only = True
 
     def setup(self, server: Server) -> None:
-        """Starts from the common initial model, without a consensus."""
+        """Start from the common initial model, without a consensus."""
         if self.mean is not None:
             check_models_alone(self.mean, self.name, "features")
         super().setup(server)
-        self.state["consensus"] = {}
+        # reported: by how much each client counts in the consensus, by id
+        self.state |= {"consensus": {}, "reported": {}, "reports": {}}
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """The consensus where there is none, else the mean of the models."""
-        if not updates or self.state["consensus"]:
-            return super().aggregate(updates, round)
-        p = client_weights(updates, self.weighting)
+        """Average the models unless it is the first round, and take the features of new clients into the consensus."""
+        begun = bool(self.state["consensus"])
+        logs = super().aggregate(updates, round) if begun or not updates else {}
+        if new := {client: update for client, update in updates.items() if not self._has_reported(client)}:
+            self._take(new)
+            logs |= {"consensus_norm": float(torch.linalg.vector_norm(self.state["consensus"]["mean"]))}
+        return logs
+
+    def _has_reported(self, client: int) -> bool:
+        """Return whether the consensus has a client's features; it is fixed in checkpoints that don't know of whom."""
+        return bool(self.state["consensus"]) and client in self.state.get("reported", (client,))
+
+    def _take(self, new: Updates) -> None:
+        """Take features into the consensus.
+
+        Args:
+            new: updates of clients who report for the first time, by id, at least one.
+        """
+        before = sum(self.state["reported"].values())
+        counts = {c: float(update["num_samples"]) if self.weighting == "samples" else 1.0 for c, update in new.items()}
+        self.state["reported"] |= counts
         if self.mean is None:
-            mean = torch.stack([p[client] * update["feature_mean"] for client, update in updates.items()]).sum(0)
+            p = client_weights(new, self.weighting)
+            mean = torch.stack([p[client] * update["feature_mean"] for client, update in new.items()]).sum(0)
+            if before:
+                share = sum(counts.values()) / (before + sum(counts.values()))
+                mean = torch.lerp(self.state["consensus"]["mean"].to(mean), mean, share)
         else:
-            sent = {client: {"mean": update["feature_mean"]} for client, update in updates.items()}
+            self.state["reports"] |= {client: {"mean": update["feature_mean"]} for client, update in new.items()}
+            sent = self.state["reports"]
+            total = before + sum(counts.values())
+            p = {client: self.state["reported"][client] / total for client in sent}
             none = {"mean": torch.zeros_like(next(iter(sent.values()))["mean"])}
             mean = self.averaging.entries(sent, p, none, self.state["means"], ["mean"]).entries["mean"]
         self.state["consensus"] = {"mean": mean}
-        return {"consensus_norm": float(torch.linalg.vector_norm(mean))}
 
     def download(self, client: int) -> Message:
-        """The model, and the consensus if there is one."""
+        """Return the model, and the consensus for a client that it has the features of."""
+        return super().download(client) | {"consensus": self.state["consensus"] if self._has_reported(client) else {}}
+
+    def welcome(self, client: int, update: Message | None) -> Message:
+        """Return the model and the consensus."""
         return super().download(client) | {"consensus": self.state["consensus"]}
