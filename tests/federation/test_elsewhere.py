@@ -33,9 +33,9 @@ class Elsewhere(Sequential):
         super().__init__(*args, **kwargs)
         self.states = {}
 
-    def become(self, job):
+    def become(self, job, training=False):
         kept = self.states[job.state.kept] if job.state.kept else job.state
-        return super().become(job._replace(state=kept))
+        return super().become(job._replace(state=kept), training)
 
     def run(self, jobs):
         for outcome in super().run(jobs):

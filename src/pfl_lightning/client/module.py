@@ -43,7 +43,9 @@ class ClientModule(Phased):
 
     Engines call `on_download` and `upload` in evaluation mode, without gradients and in full precision, and tell the
     module where it is: ``client_id``, ``round`` (from 0), ``num_rounds`` (of the run), ``phase``, its
-    ``learning_rate``, ``steps_done`` (batches trained in this round), and ``requested`` (of the `offers`).
+    ``learning_rate``, ``steps_done`` (batches trained in this round), and ``requested`` (of the `offers`). While
+    `on_download` runs, ``training_follows`` and ``evaluation_follows`` tell the purpose of the download, so that it can
+    leave out a pass over the client's samples that only the other needs.
 
     As a LightningModule it is complete: a plain ``lightning.Trainer`` can train it further or predict with it.
 
@@ -121,6 +123,7 @@ class ClientModule(Phased):
         self._logged: dict[str, Tensor] | None = None
         self.client_id = self.round = self.steps_done = 0
         self.num_rounds, self.learning_rate = 1, 0.0
+        self.training_follows = self.evaluation_follows = True
         self._buffer_names = frozenset(name for name, _ in self.named_buffers())
         self.common_names = frozen_names(self, "net")
         checked_optimizer(optimizer, list(self.parameters()), "model.optimizer")
@@ -203,7 +206,11 @@ class ClientModule(Phased):
         return not self.is_shared(name) and name not in self.common_names
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Takes what the server sent; the personal entries are already in place.
+        """Take what the server sent; the personal entries are already in place.
+
+        It is called before local training and before each evaluation of the model as received: what takes a pass over
+        the client's samples and serves one of the two alone is best left out where ``training_follows`` or
+        ``evaluation_follows`` is false. `evaluation_phases` count as training.
 
         Args:
             payload: the aggregator's payload for this client.

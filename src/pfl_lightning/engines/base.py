@@ -11,6 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torchmetrics import Metric
 
 from pfl_lightning.client import ClientModule, Phase
+from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import ClientData, LastBatch, Samples, Split
 from pfl_lightning.engines.evaluation import evaluate, metrics_of
 from pfl_lightning.engines.heap import keep_freed
@@ -227,15 +228,28 @@ class Engine(ABC):
         samples = samples.to(self.device, cast(torch.dtype, self.module.dtype))
         return evaluate(self.module, samples, self.metrics, self.forward_context)
 
-    def become(self, job: Job) -> ClientData:
-        """Makes the module the job's client, as it stands when the round begins; returns its data, where it trains."""
+    def become(self, job: Job, training: bool = False) -> ClientData:
+        """Make the module the job's client, as it stands when the round begins; return its data, where it trains.
+
+        Args:
+            job: the client's work.
+            training: whether local training follows; else the client is evaluated as it is.
+        """
         module = self.module
         self.set_turn(job)
         data = self.data_of(job)
         self._seed(job.seed)
         self.set_mode(training=False)
-        with torch.no_grad():
-            module.receive(job.state.personal, job.payload, data)
+        vars(module).update(
+            training_follows=training or overrides(module, "evaluation_phases"),
+            evaluation_follows=not training or bool(job.evaluate),
+        )
+        try:
+            with torch.no_grad():
+                module.receive(job.state.personal, job.payload, data)
+        finally:
+            # whoever else lets the module receive something may do both with it
+            vars(module).update(training_follows=True, evaluation_follows=True)
         return data
 
     def set_turn(self, job: Job, steps_done: int = 0) -> None:

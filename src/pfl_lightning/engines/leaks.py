@@ -16,6 +16,7 @@ ENGINES_OWN = {
     *vars(LightningModule()),
     *("_hparams_initial", "_hparams_name", "_made_with"),
     *("_logged", "client_id", "learning_rate", "phase", "round", "steps_done"),
+    *("training_follows", "evaluation_follows"),
 }
 """Attributes of client modules that are Lightning's, that tell how one was made, or that engines set."""
 

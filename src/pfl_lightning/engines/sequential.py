@@ -82,7 +82,7 @@ class Sequential(Engine):
         start = time.perf_counter()
         module = self.module
         with self.leaks.of("on_download"):
-            data = self.become(job)
+            data = self.become(job, training=True)
         self.set_mode(training=True)
         generator = torch.Generator().manual_seed(job.seed)
         state = ClientState()

@@ -94,7 +94,7 @@ class Remote(Engine):
         """Metrics of one client, at its site."""
         return dict(self.evaluate_all([job])).get(job.client, {})
 
-    def become(self, job: Job) -> ClientData:
+    def become(self, job: Job, training: bool = False) -> ClientData:
         """Refused: nobody can be a client here.
 
         Raises:

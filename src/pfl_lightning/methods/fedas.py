@@ -85,8 +85,10 @@ class FedAS(PersonalNet, FedPer):
         self.aims = ClassVectors(self.num_classes, feature_size(self.net))  # mu_c
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Takes the body, and finds what to align it with."""
+        """Take the body, and before training the class means to align it with."""
         super().on_download(payload, data)
+        if not self.training_follows:
+            return
         known = data is not None and bool(self.has_personal) and len(data.train) > 0
         self.aims.take(
             class_means(self.personal.features, data.train, data.classes, self.num_classes) if known and data else {}

@@ -60,9 +60,9 @@ class PACClient(AlternateAlignment):
         self.own = ClassVectors(self.num_classes, feature_size(self.net) + 1)
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Takes the model and the prototypes, and the client's statistics by them."""
+        """Take the model and the prototypes, and before training the client's statistics by them."""
         super().on_download(payload, data)
-        if data is None:
+        if data is None or not self.training_follows:
             return
         self.own.take(class_means(self._features_and_square, data.train, data.classes, self.num_classes))
         if payload["prototypes"]:

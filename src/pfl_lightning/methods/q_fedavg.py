@@ -20,8 +20,8 @@ from pfl_lightning.methods.fedavg import FedAvg
 class QFedAvg(FedAvg):
     r"""Trains as `FedAvg`, and tells how the received model fared on all of its training samples.
 
-    The mean loss is taken in evaluation mode, whenever a client receives a model: one more pass over its samples. Takes
-    the arguments of `FedAvg`. Source: Li et al., 2020, Algorithm 2 (https://arxiv.org/abs/1905.10497).
+    The mean loss is taken in evaluation mode, before the client trains: one more pass over its samples. Takes the
+    arguments of `FedAvg`. Source: Li et al., 2020, Algorithm 2 (https://arxiv.org/abs/1905.10497).
     """
 
     sends = FedAvg.sends | {"received_loss", "learning_rate"}
@@ -32,9 +32,9 @@ class QFedAvg(FedAvg):
         self.register_buffer("received_loss", torch.tensor(0.0), persistent=False)  # F_k
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Takes the model, and its loss."""
+        """Take the model, and its loss before training."""
         super().on_download(payload, data)
-        if data is not None:
+        if data is not None and self.training_follows:
             self.received_loss.fill_(mean_loss(self, data.train, self.task))
 
     def upload(self, data: ClientData) -> Message:

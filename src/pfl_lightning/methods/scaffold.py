@@ -62,11 +62,11 @@ class ControlVariates(ClientModule):
         return vector
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Takes x and c."""
+        """Take x and c, and before training the gradient at x under option I."""
         super().on_download(payload, data)
         self.correction.copy_(payload["control"]).sub_(self.own)
         self.received.copy_(self.vector())
-        if self.option == "I" and data is not None:
+        if self.option == "I" and data is not None and self.training_follows:
             self.gradient.copy_(self.mean_gradient(data.train))
 
     def mean_gradient(self, part: Samples) -> Tensor:

@@ -155,7 +155,7 @@ class Vectorised(Engine):
         """Trains the clients of a block in a stack of their own."""
         start = time.perf_counter()
         refuse_gradients_of_one(self.module)
-        block = Block.of_members(*self.hand_over.receive(jobs, layout, slots))
+        block = Block.of_members(*self.hand_over.receive(jobs, layout, slots, training=True))
         self.trainer.train(block, layout, slots)
         block.seconds = (time.perf_counter() - start) / len(jobs)
         return block
@@ -181,7 +181,7 @@ class Vectorised(Engine):
         if len(jobs) == 1 or not self.evaluator.usable:
             return None
         try:
-            members, entries, _ = self.hand_over.receive(jobs, layout, slots)
+            members, entries, _ = self.hand_over.receive(jobs, layout, slots, training=False)
         except Unvectorisable:
             self.evaluator.usable = False
             return None

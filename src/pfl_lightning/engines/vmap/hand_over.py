@@ -49,13 +49,16 @@ class HandOver:
     # In
 
     @torch.no_grad()
-    def receive(self, jobs: list[Job], layout: Layout, slots: Slots) -> tuple[list[Member], StateDict, list[Phase]]:
-        """The clients in the order of the jobs, their stacked parameters and buffers, and their common phases.
+    def receive(
+        self, jobs: list[Job], layout: Layout, slots: Slots, training: bool
+    ) -> tuple[list[Member], StateDict, list[Phase]]:
+        """Return the clients in the order of the jobs, their stacked parameters and buffers, and their common phases.
 
         Args:
             jobs: their work in this round.
             layout: the module's.
             slots: the module's.
+            training: whether local training follows, as for `Engine.become`.
 
         Raises:
             Unvectorisable: if the clients can't be in one block.
@@ -68,7 +71,7 @@ class HandOver:
         members = [Member(job, data_of(job), Stream(device, job.seed)) for job in jobs]
         put_together([member.data for member in members])
         received = self._receive_at_once(members, signature, slots)
-        return members, *(received or self._receive_one_by_one(members, signature, slots))
+        return members, *(received or self._receive_one_by_one(members, signature, slots, training))
 
     def _receive_at_once(
         self, members: list[Member], signature: BlockSignature, slots: Slots
@@ -114,7 +117,7 @@ class HandOver:
         return stacks, phases
 
     def _receive_one_by_one(
-        self, members: list[Member], signature: BlockSignature, slots: Slots
+        self, members: list[Member], signature: BlockSignature, slots: Slots, training: bool
     ) -> tuple[StateDict, list[Phase]]:
         """Becomes one client after another, each in a row of the stack: what hooks change is changed there."""
         stacks = {name: repeated(tensor, len(members)) for name, tensor in slots.current().items()}
@@ -122,7 +125,7 @@ class HandOver:
             entries = {name: stack[row] for name, stack in stacks.items()}
             with slots.holding(entries):
                 with self.sequential.leaks.of("on_download"):
-                    self.sequential.become(arrived)
+                    self.sequential.become(arrived, training)
                 phases = self.module.local_phases()
                 own = slots.current()
                 signature.admit(phases, own)
