@@ -114,7 +114,7 @@ def test_an_optimizer_that_cannot_be_used_is_refused_by_its_setting(optimizer, w
         ),
         (partial(ExponentialLR, gamma=-1), r"ExponentialLR gives round 2 the learning rate -0\.1"),
         (
-            partial(OneCycleLR, max_lr=1, total_steps=2),
+            partial(OneCycleLR, max_lr=1, total_steps=2, cycle_momentum=False),
             "OneCycleLR can't go on after round 3 .*: Tried to step",
         ),
     ],

@@ -15,7 +15,15 @@ from pfl_lightning.choices import check_choices
 from pfl_lightning.client.architectures import made_with_others
 from pfl_lightning.client.arguments import arguments_of_init, live
 from pfl_lightning.client.entries import copy_entries, frozen_names, saved_client
-from pfl_lightning.client.optimizers import check_first_rate, checked_optimizer
+from pfl_lightning.client.optimizers import (
+    Configured,
+    check_first_rate,
+    check_optimizer,
+    check_schedule,
+    checked_optimizer,
+    parts_of,
+    restricted,
+)
 from pfl_lightning.client.phased import Phased
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
@@ -56,7 +64,8 @@ class ClientModule(Phased):
             ``block`` the first clients the first network, the next ones the second, in blocks of one size.
         input_shape: shape of one sample, without the batch. On the command line it and the task come from the data.
         num_classes: number of classes of the task, where that is to classify.
-        optimizer: builds the local optimizer from the trained parameters.
+        optimizer: builds the local optimizer from the trained parameters; not used where a subclass overrides
+            `configure_optimizers`, which then gives it.
         lr_scheduler: builds the schedule of the learning rate from the optimizer; it steps once a round.
         optimizer_lifetime: ``round`` starts each round with a new one; ``run`` lets its state live on with the client.
         buffers: what becomes of the floating buffers of the net (BatchNorm's running statistics): ``average`` shares
@@ -127,7 +136,8 @@ class ClientModule(Phased):
         self._buffer_names = frozenset(name for name, _ in self.named_buffers())
         self.common_names = frozen_names(self, "net")
         checked_optimizer(optimizer, list(self.parameters()), "model.optimizer")
-        check_first_rate(self.configure_optimizers)
+        # not a subclass's own: what that reads may not be there yet
+        check_first_rate(lambda: parts_of(ClientModule.configure_optimizers(self), "model"))
 
     @property
     def num_classes(self) -> int:
@@ -251,20 +261,69 @@ class ClientModule(Phased):
         return self.task.metrics()
 
     def local_optimizer(self, phase: Phase, parameters: list[nn.Parameter]) -> Optimizer:
-        """A new optimizer for one phase of local training.
+        """Return a new optimizer for one phase of local training.
+
+        It is the setting ``optimizer``'s or, where a subclass overrides `configure_optimizers`, that method's, without
+        the parameters that the phase doesn't train.
 
         Args:
             phase: the phase.
             parameters: those that it trains.
+
+        Raises:
+            MisconfigurationException: if `configure_optimizers` gives an optimizer of none of them.
         """
-        return self.optimizer(parameters)
+        if not self._configures_optimizers():
+            return self.optimizer(parameters)
+        return restricted(self.configured(), parameters, phase.name)
 
     def configure_optimizers(self) -> Any:
-        """What Lightning sees: an optimizer that carries the learning rate, and its schedule if there is one."""
+        """Return the optimizer of all parameters that carries the learning rate, and its schedule if there is one.
+
+        An override is what clients train by: one optimizer, with one schedule or none, in any of Lightning's forms. The
+        schedule steps once a round. It is called for each client and phase, so let it be quick and draw nothing.
+        """
         optimizer = self.optimizer([p for p in self.parameters() if p.requires_grad])
         if self.lr_scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
+
+    def _configures_optimizers(self) -> bool:
+        """Return whether `configure_optimizers` is overridden, by the class or in the object."""
+        own = type(self).configure_optimizers is not ClientModule.configure_optimizers
+        return own or "configure_optimizers" in vars(self)
+
+    def configured(self) -> Configured:
+        """Return the optimizer and the schedule that `configure_optimizers` makes, and the rates without the schedule.
+
+        Raises:
+            MisconfigurationException: if it makes others than one optimizer and at most one schedule.
+        """
+        if self._configures_optimizers():
+            return parts_of(self.configure_optimizers(), f"{type(self).__name__}.configure_optimizers")
+        made = parts_of(self.configure_optimizers(), "model")
+        # some schedules set rates of their own, such as OneCycleLR, and engines multiply the optimizer's
+        plain = self.optimizer([p for p in self.parameters() if p.requires_grad])
+        return made._replace(rates=[group["lr"] for group in plain.param_groups])
+
+    def check_optimizers(self, rounds: int) -> None:
+        """Check that clients can train by what `configure_optimizers` gives.
+
+        Args:
+            rounds: rounds to be run; 0 looks at no rate of the schedule yet.
+
+        Raises:
+            MisconfigurationException: if the optimizer can't be used, or its schedule not as long.
+        """
+        made = self.configured()
+        if self._configures_optimizers():
+            check_optimizer(made.optimizer, self.parameters(), made.source)
+            if self.lr_scheduler is not None and made.scheduler is None:
+                raise MisconfigurationException(
+                    f"{made.source} gives no schedule, so that model.lr_scheduler has no effect; leave it out, or "
+                    "return {'optimizer': ..., 'lr_scheduler': self.lr_scheduler(optimizer)}."
+                )
+        check_schedule(made, rounds)
 
     def predict_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
         """Logits of a batch of inputs, or of inputs and targets."""

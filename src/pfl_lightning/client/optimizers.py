@@ -1,10 +1,10 @@
-"""Whether optimizers and schedules of the learning rate can be used, found out before the first round."""
+"""Local optimizers and schedules of the learning rate, as client modules give them, and their checks."""
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
-from math import inf, isfinite
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from math import inf, isclose, isfinite
+from typing import Any, NamedTuple
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import OptimizerCallable
@@ -18,8 +18,101 @@ PLATEAU = (
 )
 
 
+class Configured(NamedTuple):
+    """An optimizer and its schedule.
+
+    Args:
+        optimizer: the optimizer; a schedule may have changed its rates already.
+        scheduler: the schedule of its learning rate, or None.
+        rates: the learning rate of each of its groups without the schedule.
+        source: the method or setting that they are from, for messages.
+    """
+
+    optimizer: Optimizer
+    scheduler: Any
+    rates: list[float]
+    source: str = "model"
+
+    @property
+    def factors(self) -> list[float]:
+        """By what the schedule multiplies the learning rate of each group now; 1.0 where that rate is 0."""
+        pairs = zip(self.optimizer.param_groups, self.rates, strict=True)
+        return [group["lr"] / rate if rate else 1.0 for group, rate in pairs]
+
+
+def parts_of(returned: Any, source: str) -> Configured:
+    """Return the one optimizer and the schedule of what a ``configure_optimizers`` returned.
+
+    Args:
+        returned: one of Lightning's forms: an optimizer, a dict with ``optimizer`` and perhaps ``lr_scheduler``, a list
+            with one of these, or a list of optimizers and a list of schedules.
+        source: name of the method.
+
+    Raises:
+        MisconfigurationException: if there is no optimizer, or several, or a schedule that doesn't count rounds.
+    """
+    lists = isinstance(returned, (list, tuple)) and len(returned) == 2 and isinstance(returned[0], (list, tuple))
+    optimizers, schedulers = returned if lists else (returned, [])
+    optimizers = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    if len(optimizers) == 1 and isinstance(optimizers[0], Mapping):
+        schedulers = optimizers[0].get("lr_scheduler") or []
+        optimizers = [optimizers[0].get("optimizer")]
+    schedulers = list(schedulers) if isinstance(schedulers, (list, tuple)) else [schedulers]
+    if len(optimizers) != 1 or not isinstance(optimizers[0], Optimizer) or len(schedulers) > 1:
+        kinds = ", ".join(type(part).__name__ for part in [*optimizers, *schedulers])
+        raise MisconfigurationException(
+            f"{source} returns {kinds or 'nothing'}, and local training has one optimizer and at most one schedule; "
+            "return one, or override local_optimizer(phase, parameters), which is asked for each phase."
+        )
+    scheduler = schedulers[0] if schedulers else None
+    if isinstance(scheduler, Mapping):
+        interval, frequency = scheduler.get("interval", "epoch"), scheduler.get("frequency", 1)
+        if interval != "epoch" or frequency != 1:
+            raise MisconfigurationException(
+                f"{source}: a schedule steps once a round, and not at interval={interval!r}, frequency={frequency}; "
+                "leave the two out."
+            )
+        scheduler = scheduler.get("scheduler")
+    [optimizer] = optimizers
+    # a schedule has changed the rate already
+    rates = [
+        group["lr"] if scheduler is None else group.get("initial_lr", group["lr"]) for group in optimizer.param_groups
+    ]
+    return Configured(optimizer, scheduler, rates, source)
+
+
+def restricted(made: Configured, parameters: Iterable[nn.Parameter], phase: str) -> Optimizer:
+    """Return an optimizer, as it is without its schedule, of those of its parameters that a phase trains.
+
+    Args:
+        made: the optimizer, new, and its schedule; changed in place.
+        parameters: those that the phase trains.
+        phase: name of the phase, for the message.
+
+    Raises:
+        MisconfigurationException: if it has none of them.
+    """
+    optimizer, wanted = made.optimizer, {id(parameter) for parameter in parameters}
+    groups = []
+    for group, rate in zip(optimizer.param_groups, made.rates, strict=True):
+        own = [parameter for parameter in group["params"] if id(parameter) in wanted]
+        for parameter in group["params"]:
+            if id(parameter) not in wanted:
+                # Adagrad has a state of each parameter from the start
+                optimizer.state.pop(parameter, None)
+        if own:
+            groups.append(group | {"params": own, "lr": rate})
+    if not groups:
+        raise MisconfigurationException(
+            f"{made.source} gives an optimizer of none of the parameters that phase {phase!r} trains; give it all that "
+            "the module has, or set model.optimizer in its place."
+        )
+    optimizer.param_groups = groups
+    return optimizer
+
+
 def checked_optimizer(build: OptimizerCallable, parameters: list[nn.Parameter], setting: str) -> Optimizer:
-    """An optimizer whose settings are in range.
+    """Return an optimizer whose settings are in range.
 
     Args:
         build: makes it.
@@ -27,15 +120,40 @@ def checked_optimizer(build: OptimizerCallable, parameters: list[nn.Parameter], 
         setting: its dotted name.
 
     Raises:
-        MisconfigurationException: if it refuses its settings, one of them is NaN or infinite, or it needs more than
-            gradients.
+        MisconfigurationException: if it refuses its settings, or `check_optimizer` refuses it.
     """
+    if isinstance(build, Optimizer):
+        name = type(build).__name__
+        raise MisconfigurationException(
+            f"{setting}={name}(...) is an optimizer of certain parameters, and each client makes its own; give what "
+            f"builds one, such as partial({name}, lr={build.defaults.get('lr', 0.01)})."
+        )
     if not callable(build):
         raise MisconfigurationException(f"{setting}={build} is no optimizer; name a class of torch.optim, such as SGD.")
     try:
         optimizer = build(parameters)
     except (TypeError, ValueError) as error:
         raise MisconfigurationException(f"{setting}: {error}.") from error
+    check_optimizer(optimizer, parameters, setting)
+    return optimizer
+
+
+def check_optimizer(optimizer: Any, parameters: Iterable[nn.Parameter], setting: str) -> None:
+    """Check that clients can train by an optimizer.
+
+    Args:
+        optimizer: what is to be one.
+        parameters: what it may train.
+        setting: the setting or method that it is from, for the message.
+
+    Raises:
+        MisconfigurationException: if it is none, one of its settings is NaN or infinite, it needs more than gradients,
+            or it has parameters of something else.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise MisconfigurationException(
+            f"{setting} builds a {type(optimizer).__name__} and no optimizer; name a class of torch.optim, such as SGD."
+        )
     for group in optimizer.param_groups:
         refuse_infinite({name: value for name, value in group.items() if name != "params"}, setting)
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -44,7 +162,28 @@ def checked_optimizer(build: OptimizerCallable, parameters: list[nn.Parameter], 
             f"{setting}={type(optimizer).__name__} computes the loss again in each step, which clients don't offer; "
             "take another class of torch.optim, such as SGD or Adam."
         )
-    return optimizer
+    check_own_parameters(optimizer, parameters, setting)
+
+
+def check_own_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter], owner: str) -> None:
+    """Check that an optimizer trains nothing but what it was given.
+
+    Args:
+        optimizer: the optimizer.
+        parameters: what it may train.
+        owner: the setting or method that it is from, for the message.
+
+    Raises:
+        MisconfigurationException: if it has other parameters.
+    """
+    known = {id(parameter) for parameter in parameters}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise MisconfigurationException(
+                    f"{owner} has a parameter of shape {list(parameter.shape)} that it wasn't given to train; build "
+                    "the optimizer from the parameters that are passed in."
+                )
 
 
 def refuse_infinite(settings: Mapping[str, Any], owner: str) -> None:
@@ -55,30 +194,41 @@ def refuse_infinite(settings: Mapping[str, Any], owner: str) -> None:
                 raise MisconfigurationException(f"{owner}.{name}={value} must be finite.")
 
 
-def check_schedule(configured: Any, rounds: int) -> None:
-    """Goes through the schedule of a run's learning rate.
+def check_schedule(made: Configured, rounds: int) -> None:
+    """Go through the schedule of a run's learning rate.
 
     Args:
-        configured: a new optimizer with its schedule, as `ClientModule.configure_optimizers` gives them; nothing else
-            will use them.
+        made: a new optimizer with its schedule, which nothing else will use.
         rounds: rounds to be run; 0 looks at no rate yet.
 
     Raises:
-        MisconfigurationException: if the schedule waits for a metric, ends before the run does, or gives a rate that
-            is negative, NaN or infinite.
+        MisconfigurationException: if the schedule waits for a metric, moves more than one learning rate, ends before
+            the run does, or gives a rate that is negative, NaN or infinite.
     """
-    scheduler = configured.get("lr_scheduler") if isinstance(configured, Mapping) else None
+    scheduler = made.scheduler
+    setting = "model.lr_scheduler" if made.source == "model" else f"{made.source}: lr_scheduler"
     if isinstance(scheduler, ReduceLROnPlateau):
-        raise MisconfigurationException(PLATEAU)
+        raise MisconfigurationException(PLATEAU.replace("model.lr_scheduler", setting))
     if not isinstance(scheduler, LRScheduler):
         return
-    name = f"model.lr_scheduler={type(scheduler).__name__}"
+    name = f"{setting}={type(scheduler).__name__}"
+    if getattr(scheduler, "cycle_momentum", False):
+        raise MisconfigurationException(
+            f"{name} with cycle_momentum=True moves the momentum too, and clients follow the learning rate alone; give "
+            "it cycle_momentum=False."
+        )
     for round in range(1, rounds + 1):
-        rate = configured["optimizer"].param_groups[0]["lr"]
+        rate = made.optimizer.param_groups[0]["lr"]
         if not 0 <= rate < inf:
             raise MisconfigurationException(
                 f"{name} gives round {round} the learning rate {rate}; give it settings by which rates stay finite and "
                 "not negative."
+            )
+        first, *others = made.factors
+        if not all(isclose(factor, first, rel_tol=1e-6) for factor in others):
+            raise MisconfigurationException(
+                f"{name} multiplies the learning rates of parameter groups by different factors in round {round}, "
+                f"{', '.join(f'{factor:g}' for factor in made.factors)}, and a round has one; give all the same."
             )
         try:
             with warnings.catch_warnings():
@@ -93,11 +243,11 @@ def check_schedule(configured: Any, rounds: int) -> None:
             ) from error
 
 
-def check_first_rate(configure: Callable[[], Any]) -> None:
-    """Makes an optimizer and its schedule.
+def check_first_rate(configure: Callable[[], Configured]) -> None:
+    """Make an optimizer and its schedule.
 
     Args:
-        configure: a client module's ``configure_optimizers``.
+        configure: makes them by a client module's settings.
 
     Raises:
         MisconfigurationException: if the schedule refuses its settings, or its first rate can't be used.

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pfl_lightning.client.module import ClientModule
+from pfl_lightning.client.optimizers import check_own_parameters
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.engines.base import Job
 from pfl_lightning.messages import tree_map
@@ -20,7 +21,7 @@ def local_optimizer(module: ClientModule, phase: Phase, job: Job, parameters: li
         parameters: those that the phase trains.
 
     Raises:
-        MisconfigurationException: if it trains none.
+        MisconfigurationException: if it trains none, or its optimizer has others.
     """
     if not parameters:
         raise MisconfigurationException(
@@ -29,6 +30,7 @@ def local_optimizer(module: ClientModule, phase: Phase, job: Job, parameters: li
             "the net as a whole, such as FedAvg."
         )
     optimizer = module.local_optimizer(phase, parameters)
+    check_own_parameters(optimizer, parameters, f"{type(module).__name__}.local_optimizer({phase.name!r})")
     factor = job.lr_factor if phase.scheduled else 1.0
     rates = [group["lr"] * factor for group in optimizer.param_groups]
     if phase.name in job.state.optimizers:

@@ -15,7 +15,6 @@ from pfl_lightning.aggregators.base import Aggregator, Server
 from pfl_lightning.client.common import common_parameters, personal_entries, shared_entries, whole_model
 from pfl_lightning.client.hooks import check_hooks
 from pfl_lightning.client.module import ClientModule
-from pfl_lightning.client.optimizers import check_schedule
 from pfl_lightning.contract.aggregator_memory import Remembered
 from pfl_lightning.contract.guarantee import check_example_level, check_guarantee
 from pfl_lightning.contract.messages import check_payload
@@ -138,8 +137,7 @@ class FederationBase(LightningModule):
             with threads_for(module):
                 check_task(module, self.data)
             module.num_rounds = self.trainer.max_epochs or 1
-        if self._fitting:
-            check_schedule(self.client.configure_optimizers(), cast(int, self.trainer.max_epochs))
+        self.client.check_optimizers(cast(int, self.trainer.max_epochs) if self._fitting else 0)
         rounds = rounds_of(self.options, self.trainer, self.data.num_clients)
         self.settings = settings_of(self._architectures, self.aggregator, self.data, rounds)
         if self.seed is not None:

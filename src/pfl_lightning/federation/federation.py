@@ -27,9 +27,17 @@ class Federation(FederationBase):
     ``FederatedTrainer`` makes it from a client module. Takes the arguments of `FederationBase`.
     """
 
+    _first_factor = 1.0
+
     def configure_optimizers(self) -> Any:
-        """The optimizer that carries the round's learning rate, and its schedule; engines read the rate."""
-        return self.client.configure_optimizers()
+        """Return the optimizer that carries the round's learning rate, and its schedule; engines read the rate."""
+        made = self.client.configured()
+        rate = made.rates[0]
+        # 1 but for schedules that set rates of their own, such as OneCycleLR
+        self._first_factor = made.optimizer.param_groups[0].get("initial_lr", rate) / rate if rate else 1.0
+        return (
+            made.optimizer if made.scheduler is None else {"optimizer": made.optimizer, "lr_scheduler": made.scheduler}
+        )
 
     # Training
 
@@ -97,7 +105,8 @@ class Federation(FederationBase):
     def _read_rate(self) -> None:
         """Takes the round's learning rate from the optimizer that the schedule moves."""
         group = self.trainer.optimizers[0].param_groups[0]
-        self.lr_factor = group["lr"] / group["initial_lr"] if group.get("initial_lr") else 1.0
+        moved = group["lr"] / group["initial_lr"] if group.get("initial_lr") else 1.0
+        self.lr_factor = moved * self._first_factor
 
     def _taken(self, outcomes: dict[int, Outcome], expected: int) -> dict[int, Outcome]:
         """The outcomes that the aggregator gets, with their metrics in the row; others are warned of and counted."""

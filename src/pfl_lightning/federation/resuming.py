@@ -14,11 +14,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
-from torch.optim import Optimizer
 
 from pfl_lightning.aggregators.base import Aggregator
 from pfl_lightning.client.arguments import kept_arguments
 from pfl_lightning.client.module import ClientModule
+from pfl_lightning.client.optimizers import Configured
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.federation.options import FederationOptions
 
@@ -59,7 +59,7 @@ def settings_of(
         **flat("trainer", rounds),
         **flat("model", own),
         "model.net": "\n".join(str(module.net) for module in architectures),
-        **optimizer_of(client.configure_optimizers()),
+        **optimizer_of(client.configured()),
         **flat("aggregator", aggregator),
         **flat("data", data),
     }
@@ -96,13 +96,9 @@ def attacks_of(trainer: Trainer) -> list[str]:
     ]
 
 
-def optimizer_of(configured: Any) -> Settings:
-    """The local optimizer with its settings, of each group if there are several, and the schedule with its own."""
-    optimizer, scheduler = configured, None
-    if isinstance(configured, Mapping):
-        optimizer, scheduler = configured["optimizer"], configured.get("lr_scheduler")
-    if not isinstance(optimizer, Optimizer):
-        return {}
+def optimizer_of(made: Configured) -> Settings:
+    """Return the local optimizer's settings, of each group if there are several, and those of its schedule."""
+    optimizer, scheduler = made.optimizer, made.scheduler
     # a schedule has moved the rate already
     groups = [group | {"lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]
     name, schedule = "model.optimizer", "model.lr_scheduler"

@@ -168,7 +168,8 @@ class APPLE(ClientModule):
     def local_optimizer(self, phase: Phase, parameters: list[nn.Parameter]) -> Optimizer:
         """The configured one, with a learning rate of their own for the relationships."""
         core = [parameter for parameter in parameters if parameter is not self.rho]
-        optimizer = self.optimizer([{"params": core}, {"params": [self.rho], "lr": self.rho_lr}])
+        optimizer = super().local_optimizer(phase, core)
+        optimizer.add_param_group({"params": [self.rho], "lr": self.rho_lr})
         optimizer.param_groups[0]["lr"] *= len(self.rho) if self.pfllib else 1
         return optimizer
 
