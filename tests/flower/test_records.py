@@ -9,11 +9,25 @@ pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or n
 from deployments import NODES, deploy, grid_of
 from local_grid import LocalGrid
 
-from federations import Blobs, Pause, blobs, equal, fit, load, make_client, make_trainer, noisy, untimed
+from federations import (
+    CLASSES,
+    FEATURES,
+    Blobs,
+    Pause,
+    blobs,
+    equal,
+    fit,
+    load,
+    make_client,
+    make_trainer,
+    noisy,
+    untimed,
+)
 from pfl_lightning.flower.client_app import Worker, app_of
 from pfl_lightning.flower.site import Site
 from pfl_lightning.flower.states import StateVersions
-from pfl_lightning.methods import FedPer
+from pfl_lightning.methods import FedMD, FedPer
+from pfl_lightning.runs.checkpoint_io import save
 from tasks_and_data import OfKind, client_of, kinds
 
 make = partial(make_client, FedPer, net=noisy)
@@ -104,6 +118,28 @@ def test_every_task_can_be_deployed(tmp_path, task):
     assert equal(here.weights, there.weights)
     # with metrics of all clients' samples, of which each site tells its part
     assert untimed(here.rows) == untimed(there.rows)
+
+
+def test_what_is_sent_once_stays_at_the_site(tmp_path):
+    own = partial(make_client, FedMD, initial_epochs=1, distill_batch_size=4)
+    there = deploy(grid_of(own, tmp_path, max_rounds=2), own, max_rounds=2)
+    inputs, answers = 4 * 4 * 9 * FEATURES, 4 * 4 * 9 * CLASSES
+    assert [row["bytes/down"] for row in there.rows] == [inputs, answers]
+    # evaluations are told the answers of the round
+    assert [row["bytes/evaluate"] for row in there.rows] == [answers, answers]
+    for state in (tmp_path / "12" / "3").rglob("*.pt"):
+        assert load(state)["once"]["public"].shape == (9, FEATURES)
+
+
+def test_a_site_that_has_lost_what_is_sent_once_says_so(tmp_path):
+    own = partial(make_client, FedMD, initial_epochs=1, distill_batch_size=4)
+    grid = grid_of(own, tmp_path / "sites", max_rounds=2)
+    deploy(grid, own, tmp_path, callbacks=[Pause(1)], max_rounds=2)
+    for path in (tmp_path / "sites" / "12").rglob("*.pt"):
+        save(load(path) | {"once": {}}, path)
+    with pytest.warns(UserWarning, match="its site has no public, which the server sends once"):
+        run = deploy(grid, own, tmp_path, ckpt_path="last", max_rounds=2)
+    assert run.rows[1]["clients_refused"] == 2
 
 
 def test_a_round_tells_what_sites_took(tmp_path):

@@ -5,7 +5,21 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from federations import CLASSES, NETS, Blobs, Spy, blobs, check_order_and_resume, equal, fit, make_client, points
+from federations import (
+    CLASSES,
+    FEATURES,
+    NETS,
+    Blobs,
+    Pause,
+    Spy,
+    blobs,
+    check_order_and_resume,
+    equal,
+    fit,
+    make_client,
+    points,
+    same_end,
+)
 from pfl_lightning import Server
 from pfl_lightning.data import Samples
 from pfl_lightning.methods import Consensus, FedMD, Local
@@ -103,6 +117,31 @@ def test_different_nets_agree():
 
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(SHORT, tmp_path)
+
+
+def test_public_samples_travel_to_a_client_once_however_late_it_comes(tmp_path):
+    inputs, answers = 4 * 9 * FEATURES, 4 * 9 * CLASSES
+    spy, settings = Spy(), {"clients_per_round": 2, "max_rounds": 5}
+    run = fit(make_client(SHORT), callbacks=[spy], **settings)
+    met, expected = set(), []
+    for round, cohort in enumerate(spy.cohorts):
+        expected.append(inputs * len(set(cohort) - met) + answers * len(cohort) * (round > 0))
+        met |= set(cohort)
+    assert [row["bytes/down"] for row in run.rows] == expected
+    assert len(met) > 2 and 2 * answers in expected
+    fit(make_client(SHORT), root=tmp_path, callbacks=[Pause(2)], **settings)
+    assert same_end(run, fit(make_client(SHORT), root=tmp_path, ckpt_path="last", **settings))
+
+
+def test_a_client_that_diverged_is_sent_public_samples_again():
+    class Diverging(FedMD):
+        def training_step(self, batch, batch_idx):
+            values = super().training_step(batch, batch_idx)
+            return values | {"loss": values["loss"] * (float("nan") if self.round == 0 and self.client_id == 1 else 1)}
+
+    run = fit(make_client(partial(Diverging, initial_epochs=2, distill_epochs=0)), max_rounds=2)
+    assert run.rows[0]["clients_diverged"] == 1
+    assert run.rows[1]["bytes/down"] == 4 * 9 * FEATURES + 4 * 4 * 9 * CLASSES
 
 
 def test_clients_of_one_class_batches_of_one_and_one_client_alone_end_finite():

@@ -31,6 +31,7 @@ class AggregatorList(Aggregator):
         self.aggregators = aggregators
         self.needs = frozenset().union(*(aggregator.needs for aggregator in aggregators))
         self.sends = frozenset(entries)
+        self.sends_once = frozenset().union(*(aggregator.sends_once for aggregator in aggregators))
         self.requires = frozenset().union(*(aggregator.requires for aggregator in aggregators))
         self.sums_only = all(aggregator.sums_only for aggregator in aggregators)
         self.meets_newcomers = any(aggregator.meets_newcomers for aggregator in aggregators)

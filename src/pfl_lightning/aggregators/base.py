@@ -74,6 +74,9 @@ class Aggregator:
     """Entries that it reads from updates; an instance may set its own by its settings."""
     sends: frozenset[str] = frozenset()
     """Entries of its payloads."""
+    sends_once: frozenset[str] = frozenset()
+    """Entries of its payloads that never change, and that clients keep: they travel to a client in the rounds up to the
+    first whose update the server takes. `download` gives them in any case."""
     requires: frozenset[str] = frozenset()
     """What it can't do without, as `ClientModule.requires`."""
     caches: frozenset[str] = frozenset()

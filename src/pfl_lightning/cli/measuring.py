@@ -60,8 +60,8 @@ class Traffic(FederatedCallback):
     classes: bool
 
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
-        """Looks at a payload."""
-        self.down = list(federation.aggregator.download(cohort[0]))
+        """Note what a payload has, without what travels once."""
+        self.down = [n for n in federation.aggregator.download(cohort[0]) if n not in federation.aggregator.sends_once]
 
     def on_aggregate_start(self, trainer: Trainer, federation: Federation, updates: Updates) -> None:
         """Looks at the updates."""
@@ -124,7 +124,9 @@ def describe(method: Method) -> dict[str, str]:
     federation = fit(method, data, CNN, traffic, max_rounds=2)
     model = num_bytes(CNN(data.input_shape, data.num_classes).state_dict())
     own = len({digest(federation.aggregator.download(client)) for client in range(CLIENTS)}) > 1
-    personal = federation.clients[0].personal
+    payload = federation.aggregator.download(0)
+    kept = {name: payload[name] for name in federation.aggregator.sends_once if name in payload}
+    personal = federation.clients[0].personal | kept
     # flags and counters are named only where there is nothing else
     named = [name for name, tensor in personal.items() if tensor.numel() > 1] or personal
     parts = dict.fromkeys(name.removeprefix("net.").split(".")[0] for name in named)

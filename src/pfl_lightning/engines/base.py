@@ -81,12 +81,14 @@ class ClientState:
         optimizers: ``state_dict`` of each phase's optimizer, where they live for the run.
         scaler: state of the loss scaler under ``16-mixed``.
         kept: name that the client's site has given to all of this, where it is kept there and not here.
+        once: entries of a payload that travel once, where the client is at a site; elsewhere each payload has them.
     """
 
     personal: StateDict = field(default_factory=dict)
     optimizers: dict[str, Any] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
     kept: str | None = None
+    once: Message = field(default_factory=dict)
 
 
 class Job(NamedTuple):
@@ -101,6 +103,8 @@ class Job(NamedTuple):
         seed: seed of its batches and of its dropout.
         lr_factor: the round's learning rate over the configured one.
         evaluate: the splits to evaluate on after training.
+        once: names of the payload's entries that travel once.
+        has_once: whether the client has kept these from an earlier round.
     """
 
     client: int
@@ -111,6 +115,15 @@ class Job(NamedTuple):
     seed: int
     lr_factor: float = 1.0
     evaluate: tuple[Split, ...] = ()
+    once: frozenset[str] = frozenset()
+    has_once: bool = False
+
+    @property
+    def travelling(self) -> Message:
+        """The payload without what the client has kept from an earlier round."""
+        if not self.has_once:
+            return self.payload
+        return {name: entry for name, entry in self.payload.items() if name not in self.once}
 
 
 Evaluated: TypeAlias = tuple[int, dict[str, dict[str, float]]]

@@ -187,7 +187,9 @@ class FederationBase(LightningModule):
         state = self.clients.get(client) or ClientState(self.initial[self.architecture_of(client)])
         seed = derive_seed(cast(int, self.seed), "train", self.round, client)
         payload = self.aggregator.download(client)
-        return Job(client, self.round, state, payload, self.data.client(client), seed, self.lr_factor, evaluate)
+        once = self.aggregator.sends_once
+        data, has_once = self.data.client(client), bool(once) and client in self.clients
+        return Job(client, self.round, state, payload, data, seed, self.lr_factor, evaluate, once, has_once)
 
     def welcome(self, client: int, update: Message | None = None) -> Message:
         """What the server has for a new client.

@@ -91,14 +91,11 @@ class Federation(FederationBase):
             for started in listeners:
                 started(self.trainer, self, client)
             job = self.job(client, self.options.splits_after)
+            sent = job.travelling
             # what many are sent is looked at once
-            if (
-                known is None
-                or job.payload.keys() != known.keys()
-                or any(job.payload[k] is not known[k] for k in known)
-            ):
+            if known is None or sent.keys() != known.keys() or any(sent[k] is not known[k] for k in known):
                 check_payload(job.payload, client, self.aggregator, self._shared)
-                known, size = job.payload, num_bytes(job.payload)
+                known, size = sent, num_bytes(sent)
             self.metrics["bytes/down"] += size
             yield job
 

@@ -66,7 +66,7 @@ class Participation:
 
         def job_of(client: int, splits: tuple[Split, ...]) -> Job:
             job = self.job_of(client, splits)
-            self.sent += num_bytes(job.payload)
+            self.sent += num_bytes(job.travelling)
             return job
 
         measured = self.measure(clients, ("train",), job_of)

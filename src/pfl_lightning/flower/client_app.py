@@ -37,6 +37,7 @@ JOB = {
     "withheld": "",
     "kept": "",
     "live": "",
+    "once": "",
 }
 """What a server tells of a client's work; several names stand with spaces between them."""
 IDS = 1 << 31
@@ -95,10 +96,10 @@ class Worker:
 
     def _trained(self, job: Job, outcome: Outcome, live: list[str]) -> Records:
         """What goes to the server of a client that has trained; what stays is on the disk then."""
-        client, state, name = job.client, outcome.state, ""
+        client, state, name = job.client, replace(outcome.state, once=job.state.once), ""
         if outcome.finite:
             self.site.check_update(outcome.update, type(self.modules[0]).__name__)
-            if state.personal or state.optimizers or state.scaler:
+            if state.personal or state.optimizers or state.scaler or state.once:
                 name = self.states.keep(client, state, job.state.kept, live)
         answer = {
             "round": job.round,
@@ -152,7 +153,11 @@ class Worker:
         begun = ClientState(self._personal[row["architecture"]])
         # with its name, as the version that follows it has to know it
         state = replace(self.states.load(client, row["kept"]), kept=row["kept"]) if row["kept"] else begun
-        payload = unpack(content, f"{client}/payload")
+        payload, once = unpack(content, f"{client}/payload"), row["once"].split()
+        if lost := sorted(set(once) - payload.keys() - state.once.keys()):
+            raise Refused(f"client {client}: its site has no {' and '.join(lost)}, which the server sends once.")
+        payload |= {name: state.once[name] for name in once if name not in payload}
+        state = replace(state, once={name: payload[name] for name in once})
         splits = cast(tuple[Split, ...], tuple(row["evaluate"].split()))
         return Job(client, row["round"], state, payload, data, row["seed"], row["lr_factor"], splits)
 

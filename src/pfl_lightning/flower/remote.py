@@ -83,7 +83,7 @@ class Remote(Engine):
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
         """Yields metrics as sites answer; clients whose aren't as they should be are left out with a warning."""
         asked = {job.client: job for job in jobs}
-        self._evaluated += sum(num_bytes(job.payload) for job in asked.values())
+        self._evaluated += sum(num_bytes(sent_to(job)) for job in asked.values())
         for client, content in self._ask(MessageType.EVALUATE, asked):
             try:
                 yield client, self._metrics(self._answer(content, client), "after")
@@ -132,11 +132,12 @@ class Remote(Engine):
                 "withheld": " ".join(sorted(self.module.withheld)),
                 "kept": job.state.kept or "",
                 "live": " ".join(sorted(live.get(client, set()))),
+                "once": " ".join(sorted(job.once & job.payload.keys())),
             }
             for client, job in asked.items()
         }
         round = next(iter(asked.values())).round + 1
-        yield from self.link.ask(kind, str(round), jobs, {client: job.payload for client, job in asked.items()})
+        yield from self.link.ask(kind, str(round), jobs, {client: sent_to(job) for client, job in asked.items()})
 
     def _answer(self, content: RecordDict, client: int) -> dict[str, Any]:
         """What a client's site tells, as a dict of anything."""
@@ -174,6 +175,11 @@ class Remote(Engine):
         # of a client with whom nothing stays there is nothing to keep
         state = ClientState(kept=answer["kept"] or None)
         return Outcome(client, update, state, answer["metrics"], answer["finite"], after, answer["seconds"])
+
+
+def sent_to(job: Job) -> Message:
+    """The part of a job's payload that travels; all of it where the site keeps no state that could have the rest."""
+    return job.travelling if job.state.kept else job.payload
 
 
 def is_nested(value: Any) -> bool:

@@ -94,8 +94,8 @@ class FedDBE(FedAvg):
         return outputs
 
     def upload(self, data: ClientData) -> Message:
-        """The model, and the running mean of the features."""
-        return super().upload(data) | {"feature_mean": self.running}
+        """Return the model, and the running mean of the features where the server lacks it, else zeros."""
+        return super().upload(data) | {"feature_mean": self.running * (1 - self.reached)}
 
     def configure_aggregator(self) -> Aggregator:
         """FedDBE's server."""

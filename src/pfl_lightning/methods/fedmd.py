@@ -80,7 +80,8 @@ class Consensus(Aggregator):
     """Teaches everybody the plain mean of what the clients of the last round answered to public samples.
 
     The public samples are those of the data module's ``server_samples``, whose labels play no part. They travel as they
-    are stored, wherever clients can make the net's inputs of that, and are no part of the state.
+    are stored, wherever clients can make the net's inputs of that, and are no part of the state. A client keeps them:
+    they travel to it once, and the mean of the answers in each round.
     Source: Li and Wang, 2019 (https://arxiv.org/abs/1910.03581).
 
     Raises:
@@ -89,6 +90,7 @@ class Consensus(Aggregator):
 
     needs = frozenset({"predictions"})
     sends = frozenset({"public", "targets"})
+    sends_once = frozenset({"public"})
     sums_only = True
 
     def setup(self, server: Server) -> None:

@@ -78,7 +78,8 @@ class KTpFL(KnowledgeCoefficients):
 
     The mix is of the last predictions of all clients that have answered so far. The public samples are those of the
     data module's ``server_samples``, the same in each round, whose labels play no part. They travel as they are stored,
-    a byte a colour and pixel, wherever clients can make the net's inputs of that. They are no part of the state.
+    a byte a colour and pixel, wherever clients can make the net's inputs of that. They are no part of the state. They
+    travel in each round: this is what the comparison in FedClassAvg's paper counts, and `Consensus` sends them once.
     Source: Zhang et al., 2021 (https://arxiv.org/abs/2111.02862). Takes the arguments of `KnowledgeCoefficients`.
 
     Raises:
