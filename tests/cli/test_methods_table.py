@@ -103,6 +103,9 @@ def test_what_travels_and_stays_is_measured(rows):
     assert by_name["Local"]["stays"] == "1.00 features, classifier"
     assert (by_name["FedAvg"]["up"], by_name["FedAvg"]["stays"]) == ("1.00 weights", "nothing")
     assert (by_name["FedPer"]["up"], by_name["FedPer"]["stays"]) == ("0.99 weights", "0.01 classifier")
+    assert by_name["FedBN"]["stays"].endswith(" features") and by_name["FedBN"]["up"] != by_name["FedAvg"]["up"]
+    # the public samples have come in the first round, and stay
+    assert by_name["FedMD"]["down"] == "<0.01 targets" and by_name["FedMD"]["stays"].endswith(", public")
     assert (by_name["FedAvg"]["down"], by_name["cwFedAvg"]["down"]) == ("1.00 weights", "1.00 weights of its own")
     assert (by_name["FedAvg"]["different nets"], by_name["FedProto"]["different nets"]) == ("no", "yes")
     assert "class counts" in by_name["FedDisco"]["needs"] and "server" in by_name["FedLAW"]["needs"]

@@ -16,12 +16,17 @@ from torch.optim import SGD
 
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.cli.methods_table import CLIENTS
+from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule, Pathological, Samples, Split
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.messages import Updates, digest, num_bytes
+from pfl_lightning.methods.fedbn import FedBN
 from pfl_lightning.methods.registry import METHODS, Method
-from pfl_lightning.nets import CNN, MLP
+from pfl_lightning.nets import CNN, MLP, CifarResNet
 from pfl_lightning.trainer import FederatedTrainer
+
+NETS: dict[type[ClientModule], Any] = {FedBN: CifarResNet}
+"""Nets of client modules that are about layers that the CNN hasn't."""
 
 
 class Crowd(FederatedDataModule):
@@ -120,9 +125,9 @@ def describe(method: Method) -> dict[str, str]:
     Args:
         method: the method.
     """
-    data, traffic = Crowd(), Traffic()
-    federation = fit(method, data, CNN, traffic, max_rounds=2)
-    model = num_bytes(CNN(data.input_shape, data.num_classes).state_dict())
+    data, traffic, net = Crowd(), Traffic(), NETS.get(method.client, CNN)
+    federation = fit(method, data, net, traffic, max_rounds=2)
+    model = num_bytes(net(data.input_shape, data.num_classes).state_dict())
     own = len({digest(federation.aggregator.download(client)) for client in range(CLIENTS)}) > 1
     payload = federation.aggregator.download(0)
     kept = {name: payload[name] for name in federation.aggregator.sends_once if name in payload}

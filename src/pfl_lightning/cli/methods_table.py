@@ -19,11 +19,12 @@ SHORT = ("method", "paper", "configuration", "up", "stays")
 """The columns of the short table."""
 
 NOTE = f"""\
-Measured, with the defaults, in the second round of {CLIENTS} clients that all take part, with the CNN and 10 classes:
-what a client and round sends up and down, and what stays with the client between rounds, in bytes as a multiple of the
-model's. "Of its own" says that clients receive different things; "classes" that what a client sends shows which classes
-it holds, and "class counts" how many samples of each; "different nets" that clients can have networks of different
-bodies whose features have one width. In all methods some clients can stay away from a round."""
+Measured, with the defaults, in the second round of {CLIENTS} clients that all take part, with 10 classes and the CNN
+(FedBN: CifarResNet, whose BatchNorm layers stay): what a client and round sends up and down, and what stays with the
+client between rounds, in bytes as a multiple of the model's. "Of its own" says that clients receive different things;
+"classes" that what a client sends shows which classes it holds, and "class counts" how many samples of each; "different
+nets" that clients can have networks of different bodies whose features have one width. In all methods some clients can
+stay away from a round."""
 
 
 def markdown(rows: Sequence[Mapping[str, str]]) -> str:
