@@ -35,8 +35,9 @@ class APFL(PersonalNet, FedAvg):
     client; v starts from the common initial model.
 
     The official code moves :math:`\alpha` by a surrogate of its derivative, and pulls it to 0 with a further term;
-    here it is the derivative. It takes v's step at the w after its step. The share at the start, and how often the
-    paper's tables moved it, could not be verified.
+    here it is the derivative. It takes v's step at the w after its step. Its parameters begin with a share of 0.5 and
+    don't adapt it unless they are told to (``adaptive: false``); which of the two the paper's tables had could not be
+    verified.
     Source: Deng et al., 2020, Algorithm 1 (https://arxiv.org/abs/2003.13461).
 
     Args:

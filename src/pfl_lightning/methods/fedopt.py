@@ -110,10 +110,11 @@ class FedAdagrad(ServerSteps):
         x \leftarrow x + \eta_s \frac{m}{\sqrt v + \tau}
 
     There is no correction of bias, and :math:`\tau` is outside of the root. Clients count by their samples, as in the
-    paper's experiments, where its algorithm has them all alike. The defaults are those of Flower's strategies, which
-    follow the paper, whose text was not at hand; its tables have learning rates that are tuned for each task. In the
-    first rounds every entry moves by up to :math:`\eta_s`, however little clients changed it: where that undoes what
-    they have learned, and the loss is higher than before, :math:`\eta_s` is to be smaller, such as 0.01.
+    paper's experiments, where its algorithm has them all alike. The defaults are those of ``flwr.serverapp``, which
+    follow the paper, whose text was not at hand; Flower's older strategies of FedAdagrad and FedAdam have a
+    :math:`\tau` of 1e-9. The paper's tables have learning rates that are tuned for each task. In the first rounds every
+    entry moves by up to :math:`\eta_s`, however little clients changed it: where that undoes what they have learned,
+    and the loss is higher than before, :math:`\eta_s` is to be smaller, such as 0.01.
     Source: Reddi et al., 2021, Algorithm 2 (https://arxiv.org/abs/2003.00295).
 
     Args:

@@ -24,7 +24,8 @@ class FedPHP(FedAvg):
 
     :math:`y_k` is the model that is trained from the received one and sent, and :math:`z_s` the outputs of the history
     :math:`s_k`, which never leaves its client. Running statistics are mixed as parameters are. A client is evaluated by
-    :math:`s_k` as soon as it has taken part; until then the received model stands for it.
+    :math:`s_k` as soon as it has taken part; until then the received model stands for it, and is its first teacher. In
+    the official code the first teacher is a net with random weights.
 
     The official code has also a variant that compares features by a multi-kernel MMD, which is left out; PFLlib has
     that alone, counts rounds of the federation, and evaluates the received model.
