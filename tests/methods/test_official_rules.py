@@ -1355,6 +1355,66 @@ def ldawa(log, warmup):
     return End(x)
 
 
+@replays(
+    m.FedAS,
+    m.FisherAverage,
+    id="fedas",
+    own={"align_epochs": 2, "align_lr": 0.2, "align_batch_size": 6, "fisher_batch_size": 5},
+)
+def fedas(log, align_epochs, align_lr, align_batch_size, fisher_batch_size):
+    """Yang, Huang and Ye, 2024: received bodies are aligned with the own last one, and count by slopes of losses.
+
+    Each aligns what the server sent; in the official code, which aligns the server's own model, clients begin with
+    what those before them have aligned.
+    """
+
+    def apart(w, a, b, aims):
+        squares = (features(w, a) - aims[b]).square().mean(1)
+        return sum(squares[b == c].mean() for c in b.unique())
+
+    x, own, heads = log.start[BODY], {}, log.everybody(log.start[HEAD])
+    for t, cohort in log.rounds():
+        y, F_k = {}, {}
+        for k in cohort:
+            w, (a, b) = torch.cat([x, heads[k]]), log.train(k)
+            if k in own:
+                h = features(own[k], a)
+                aims = torch.stack([h[b == c].mean(0) for c in range(CLASSES)])
+                w = sgd(w, log.batches(t, k, "align"), apart, aims, lr=align_lr, part=BODY)
+                assert len(log.batches(t, k, "align")) == align_epochs * math.ceil(len(b) / align_batch_size)
+            own[k] = sgd(w, log.batches(t, k))
+            y[k], heads[k] = own[k][BODY], own[k][HEAD]
+            parts = zip(a.split(fisher_batch_size), b.split(fisher_batch_size), strict=True)
+            F_k[k] = sum(slope(cross_entropy, own[k], *part).square().sum() for part in parts)
+        x = mean(y, F_k)
+    outputs = {k: logits(w, log.split(k, "test")[0]) for k, w in own.items()}
+    return End(x, kept={"personal": own, "net.classifier": heads}, outputs=outputs)
+
+
+@replays(m.FedMD, own={"initial_epochs": 2, "distill_epochs": 3, "distill_batch_size": 100})
+def fedmd(log, initial_epochs, distill_epochs, distill_batch_size):
+    """Li and Wang, 2019: models stay; each fits the mean logits for public samples, then learns its own ones.
+
+    Officially a model's training begins with the labels of the public samples, and with its own ones until nothing is
+    gained, for which a number of passes stands here.
+    """
+
+    def error(w, a, consensus):
+        return (logits(w, a) - consensus).abs().mean()
+
+    w, public, consensus = {}, log.run.data.server_data().x.double(), None
+    for t, cohort in log.rounds():
+        for k in cohort:
+            passes = 1 if k in w else initial_epochs
+            assert len(log.batches(t, k)) == passes * math.ceil(log.n[k] / log.run.data.batch_size)
+            w[k] = w.get(k, log.start)
+            if consensus is not None:
+                w[k] = sgd(w[k], [(public, consensus)] * distill_epochs, error)
+            w[k] = sgd(w[k], log.batches(t, k))
+        consensus = mean({k: logits(w[k], public) for k in cohort})
+    return End(kept={"net": w}, server={"consensus": consensus})
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("record", "replay", "near"), REPLAYS)
 def test_a_run_is_what_its_method_s_rule_makes_of_its_batches(record, replay, near):
