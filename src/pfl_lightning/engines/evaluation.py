@@ -3,15 +3,33 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from torchmetrics import Metric, MetricCollection
-from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, MultilabelAccuracy
+from torchmetrics import ClasswiseWrapper, Metric, MetricCollection
+from torchmetrics.classification import (
+    BinaryAccuracy,
+    BinaryAveragePrecision,
+    BinaryCohenKappa,
+    BinaryMatthewsCorrCoef,
+    BinaryPrecisionRecallCurve,
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassAveragePrecision,
+    MulticlassCohenKappa,
+    MulticlassMatthewsCorrCoef,
+    MulticlassPrecisionRecallCurve,
+    MultilabelAccuracy,
+    MultilabelAUROC,
+    MultilabelAveragePrecision,
+    MultilabelMatthewsCorrCoef,
+    MultilabelPrecisionRecallCurve,
+)
+from torchmetrics.utilities import dim_zero_cat
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import CHUNK, Samples
@@ -25,6 +43,20 @@ POOLED = "_pooled"
 """Ends the name of a metric of all clients' samples, of which a client has a share."""
 OUTPUTS = 2**24
 """Numbers that a net may put out at once in an evaluation: 64 MiB in single precision."""
+
+CURVES = (BinaryPrecisionRecallCurve, MulticlassPrecisionRecallCurve, MultilabelPrecisionRecallCurve)
+"""What AUROC, average precision and other areas under curves of torchmetrics derive from."""
+PRECISIONS = (BinaryAveragePrecision, MulticlassAveragePrecision, MultilabelAveragePrecision)
+MEANS = (MulticlassAUROC, MultilabelAUROC, MulticlassAveragePrecision, MultilabelAveragePrecision)
+"""Means over classes of areas under curves."""
+AGREEMENTS = (
+    BinaryCohenKappa,
+    BinaryMatthewsCorrCoef,
+    MulticlassCohenKappa,
+    MulticlassMatthewsCorrCoef,
+    MultilabelMatthewsCorrCoef,
+)
+"""Agreement beyond chance, of which targets of a single class tell nothing."""
 
 
 def metrics_of(module: ClientModule) -> MetricCollection:
@@ -54,12 +86,21 @@ def metrics_of(module: ClientModule) -> MetricCollection:
 
 
 def computed(metrics: MetricCollection) -> dict[str, Any]:
-    """What metrics have come to, by name; of pooled ones their states.
+    """Return the values of metrics by name, and the states of pooled ones.
+
+    A value is of the classes for which it is defined; see `defined`.
 
     Raises:
         MisconfigurationException: if one isn't a number.
     """
-    values = metrics.compute()
+    values = dict(metrics.compute())
+    for name, metric in metrics.items(copy_state=False):
+        if name in values:
+            values[name] = defined(metric, values[name])
+        elif isinstance(metric, ClasswiseWrapper):
+            names = [key if key in values else f"{name}_{key}" for key in metric.compute()]
+            of_classes = defined(metric.metric, torch.stack([values[key] for key in names]))
+            values |= zip(names, of_classes, strict=True)
     states = {name: state_of(metric) for name, metric in metrics.items() if name.endswith(POOLED)}
     values = own_values(values)
     for name, value in values.items():
@@ -70,6 +111,62 @@ def computed(metrics: MetricCollection) -> dict[str, Any]:
                 "torchmetrics.ClasswiseWrapper, which names the value of each class."
             )
     return {name: float(value) for name, value in values.items()} | states
+
+
+def defined(metric: Metric, value: Any) -> Any:
+    """Return the value of a metric over those classes for which samples define it; NaN where there is none.
+
+    torchmetrics gives 0 for a class that no sample has, or that all have, and takes it into the mean over classes. Here
+    an average precision needs a sample of its class, and any other area under a curve, such as AUROC, one of another
+    class as well; a mean is over the classes that have what is needed. Cohen's kappa and Matthews' correlation need
+    samples of two classes. Other metrics, and those with a ``compute`` of their own, are left as they are.
+
+    Args:
+        metric: a metric to which samples have been added.
+        value: its value, or its values of all classes ``[classes]``.
+    """
+    if not isinstance(value, Tensor) or not type(metric).compute.__module__.startswith("torchmetrics."):
+        return value
+    nan = torch.full(value.shape, torch.nan)
+    if isinstance(metric, AGREEMENTS):
+        confusion = metric.confmat.flatten(0, -3).sum(0) if metric.confmat.dim() > 2 else metric.confmat
+        return value if (confusion.sum(1) > 0).sum() > 1 else nan
+    if not isinstance(metric, CURVES):
+        return value
+    counts = occurrences(metric)
+    average = getattr(metric, "average", None)
+    if average == "micro":
+        counts = counts.sum(0, keepdim=True)
+    known = counts[:, 1] > 0 if isinstance(metric, PRECISIONS) else (counts > 0).all(1)
+    if known.all():
+        return value
+    if value.numel() == len(known):
+        return value.masked_fill(~known.view_as(value), torch.nan)
+    if not isinstance(metric, MEANS):
+        return nan
+    metric.average = None
+    # the class's own, as the object's remembers its result
+    of_classes = cast(Any, type(metric)).compute(metric)[known]
+    metric.average = average
+    weights = counts[known, 1] if average == "weighted" else torch.ones_like(of_classes)
+    return (of_classes * weights).sum() / weights.sum()
+
+
+def occurrences(metric: Metric) -> Tensor:
+    """Return how many samples don't have each class, and how many do, ``[classes, 2]``.
+
+    Args:
+        metric: one of `CURVES`; where it is of two classes, there is one row.
+    """
+    if metric.thresholds is not None:
+        counts: Tensor = metric.confmat[0].sum(-1)  # type: ignore[index]
+        return counts.view(-1, 2)
+    target = dim_zero_cat(metric.target)
+    if isinstance(metric, MulticlassPrecisionRecallCurve):
+        having = torch.bincount(target, minlength=metric.num_classes)
+        return torch.stack([len(target) - having, having], 1)
+    target = target.reshape(len(target), -1)
+    return torch.stack([(target == 0).sum(0), (target == 1).sum(0)], 1)
 
 
 def measured_names(metrics: MetricCollection) -> list[str]:
