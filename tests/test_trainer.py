@@ -7,15 +7,7 @@ import lightning
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    Callback,
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelPruning,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader
@@ -56,22 +48,6 @@ def test_arguments_without_a_meaning_are_refused_with_advice(settings):
 @pytest.mark.parametrize("name", sorted(set(MEANINGLESS) - {"max_epochs"}))
 def test_lightning_s_own_defaults_of_them_are_accepted(name):
     make_trainer(**{name: inspect.signature(lightning.Trainer).parameters[name].default})
-
-
-@pytest.mark.parametrize(
-    "callback",
-    [
-        BatchSizeFinder,
-        LearningRateFinder,
-        partial(GradientAccumulationScheduler, scheduling={0: 2}),
-        partial(ModelPruning, "l1_unstructured"),
-        partial(StochasticWeightAveraging, swa_lrs=0.1),
-    ],
-)
-def test_callbacks_that_need_the_trainer_s_own_steps_are_refused(callback):
-    callback = callback()
-    with pytest.raises(MisconfigurationException, match=f"{type(callback).__name__} works on"):
-        make_trainer(callbacks=[callback])
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
+from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    Callback,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelCheckpoint,
-    ModelPruning,
-    ModelSummary,
-    ProgressBar,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import Strategy
@@ -43,13 +33,34 @@ from pfl_lightning.runs.client_states import MappedCheckpointIO
 from pfl_lightning.runs.folder import checkpoint_of_run
 from pfl_lightning.runs.run_folders import RunFolders
 
-REFUSED_CALLBACKS = (
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelPruning,
-    StochasticWeightAveraging,
-)
+OWN_STEPS = "works on the Trainer's own optimizer steps or weights, and a federation has none"
+REFUSED_CALLBACKS = {
+    "BaseFinetuning": (
+        "freezes layers of the Trainer's own optimizer, and clients have theirs; freeze them in the net by "
+        "requires_grad_(False), or let the client module's local_phases say what is trained"
+    ),
+    "BasePredictionWriter": (
+        "writes what trainer.predict gives; give it to the lightning.Trainer by which a model of load_from_checkpoint "
+        "predicts"
+    ),
+    "BatchSizeFinder": f"{OWN_STEPS}; set data.batch_size",
+    "GradientAccumulationScheduler": f"{OWN_STEPS}; set data.batch_size",
+    "LearningRateFinder": f"{OWN_STEPS}; set model.optimizer.lr",
+    "ModelPruning": f"{OWN_STEPS}; leave it out",
+    "SpikeDetection": (
+        "looks at the loss of a step of the Trainer, whose step is a round; take "
+        "EarlyStopping(monitor='train/loss', check_finite=True)"
+    ),
+    "StochasticWeightAveraging": f"{OWN_STEPS}; leave it out",
+    "ThroughputMonitor": (
+        "counts the Trainer's batches, and a round is one of all clients; see time/train in the record, or take "
+        "FlopCounter"
+    ),
+    "WeightAveraging": f"{OWN_STEPS}; leave it out",
+}
+"""Why callbacks of Lightning's, and their subclasses, can't be used, and what can; others work on rounds as epochs."""
+STEP_HOOKS = "on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step"
+"""Hooks of callbacks that are about steps of the Trainer's own optimizer, and never called."""
 REPORTS = (WandbReport, TensorBoardReport)
 """What trackers show of a run, where they log."""
 ACCELERATORS: dict[str, tuple[type[Accelerator], ...]] = {
@@ -84,16 +95,42 @@ def refuse_meaningless(max_rounds: int, arguments: dict[str, Any]) -> None:
         if value is not None and value != parameters[name].default:
             raise MisconfigurationException(f"trainer.{name}={value} means nothing in a federation: {advice}.")
     for callback in as_list(arguments.get("callbacks")):
-        if isinstance(callback, REFUSED_CALLBACKS):
-            raise MisconfigurationException(
-                f"trainer.callbacks: {type(callback).__name__} works on the Trainer's own optimizer steps or weights, "
-                "and a federation has none; leave it out."
-            )
+        check_callback(callback)
         own = isinstance(callback, ModelCheckpoint) and not isinstance(callback, (BestCheckpoint, LastCheckpoint))
         if own and callback.dirpath is None and callback.filename in ("best", "last"):
             raise MisconfigurationException(
                 f"trainer.callbacks: ModelCheckpoint filename={callback.filename} is that of a checkpoint that every "
                 "run keeps; leave it out, or give it another filename or a dirpath."
+            )
+
+
+def check_callback(callback: Any) -> None:
+    """Check that a callback can do its work in a federation.
+
+    Args:
+        callback: one of ``trainer.callbacks``.
+
+    Raises:
+        MisconfigurationException: if it is no callback, or one that would do nothing or fail.
+    """
+    if not isinstance(callback, Callback):
+        made = isinstance(callback, type) and issubclass(callback, Callback)
+        name = callback.__name__ if isinstance(callback, type) else repr(callback)
+        raise MisconfigurationException(
+            f"trainer.callbacks: {name} is a class; give an instance, {name}(...)."
+            if made
+            else f"trainer.callbacks: {name} is no callback; give an instance of a subclass of Callback."
+        )
+    name = type(callback).__name__
+    for refused, reason in REFUSED_CALLBACKS.items():
+        # an older Lightning lacks some
+        if isinstance(callback, getattr(callbacks, refused, ())):
+            raise MisconfigurationException(f"trainer.callbacks: {name} {reason}.")
+    for hook in STEP_HOOKS.split():
+        if getattr(type(callback), hook) is not getattr(Callback, hook) or hook in vars(callback):
+            raise MisconfigurationException(
+                f"trainer.callbacks: {name}.{hook} would never be called, as clients' steps are not the Trainer's; let "
+                "the client module's adjust_gradients, on_after_backward or on_before_optimizer_step do its work."
             )
 
 
