@@ -30,6 +30,7 @@ from pfl_lightning.client.common import common_parameters, trained_parameters, w
 from pfl_lightning.messages import detached, digest, num_bytes, tensors
 from pfl_lightning.methods import (
     APPLE,
+    GPFL,
     IFCA,
     MOON,
     CloudProx,
@@ -37,13 +38,21 @@ from pfl_lightning.methods import (
     ControlVariates,
     Ditto,
     FedALA,
+    FedAS,
     FedAvg,
+    FedBABU,
+    FedBN,
     FedClassAvg,
+    FedCP,
     FedFomo,
+    FedGH,
     FedLAW,
     FedPer,
     FedProx,
     FedRep,
+    FedRoD,
+    LGFedAvg,
+    Local,
     PFedMe,
 )
 from pfl_lightning.nets import Net
@@ -191,18 +200,93 @@ def test_statistics_of_frozen_layers_move_and_travel(engine):
     assert kept["net.features.1.running_mean"].any() and watch.sent == 4 * HEAD
 
 
-def test_what_a_method_freezes_later_is_its_own():
+def frozen_late(method):
+    """A method whose constructor freezes a layer of the net when it is built."""
+
+    class Late(method):
+        def __init__(self, **settings):
+            super().__init__(**settings)
+            self.net.features[0].requires_grad_(False)
+
+    return Late
+
+
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    [(FedPer, "sequential"), (FedPer, "processes"), (FedPer, "vectorised"), (APPLE, "sequential")],
+)
+def test_what_a_subclass_freezes_is_common_too(method, engine):
+    settings = {"max_rounds": 2, "engine": engine}
+    first = fit(make_client(method, net=half_frozen), **settings)
+    late = fit(make_client(frozen_late(method), net=trained_twice), **settings)
+    assert late.model.common_names == first.model.common_names
+    assert equal(late.federation.aggregator.state, first.federation.aggregator.state)
+    assert equal(late.weights, first.weights)
+
+
+def trained_twice(input_shape, num_classes):
+    """As `half_frozen`, and nothing is frozen."""
+    return half_frozen(input_shape, num_classes).requires_grad_(True)
+
+
+def test_what_is_frozen_before_fit_is_common_and_its_run_goes_on(tmp_path):
+    def made(seed=3):
+        model = make_client(FedPer, seed=seed, net=trained_twice)
+        model.net.features[0].requires_grad_(False)
+        return model
+
+    whole = fit(made(), max_rounds=4)
+    paused = fit(made(), root=tmp_path, callbacks=[Pause(2)], max_rounds=4)
+    assert WEIGHT in paused.model.common_names
+    assert not any(WEIGHT in payload["weights"] for payload in load(paused.last)["federation"]["payloads"].values())
+    resumed = fit(made(seed=8), root=tmp_path, ckpt_path="last", resume_changed=True, max_rounds=4)
+    assert same_end(whole, resumed)
+    loaded = frozen_late(FedPer).load_from_checkpoint(paused.last, client=1, net=trained_twice, weights_only=True)
+    assert equal(loaded.state_dict()[WEIGHT], whole.weights[WEIGHT])
+
+
+def test_another_run_counts_what_is_frozen_then():
+    model = make_client(net=trained_twice)
+    assert not fit(model, max_rounds=1).model.common_names
+    model.net.features[0].requires_grad_(False)
+    spy = Spy()
+    fit(model, max_rounds=1, callbacks=[spy])
+    assert WEIGHT not in spy.updates[0][0]["weights"] and "net.features.2.weight" in spy.updates[0][0]["weights"]
+    model.net.requires_grad_(True)
+    assert not fit(model, max_rounds=1).model.common_names
+
+
+@pytest.mark.parametrize("method", [Ditto, FedProx, MOON, ControlVariates])
+def test_what_is_frozen_when_it_has_been_copied_is_refused(method):
+    with pytest.raises(MisconfigurationException, match=r"^model\.net=Net: requires_grad of net\.features\.0\.bias "):
+        fit(make_client(frozen_late(method), net=trained_twice))
+
+
+def test_a_phase_that_fails_leaves_nothing_frozen():
+    class Failing(FedRep):
+        fails = True
+
+        def training_step(self, batch, batch_idx):
+            if self.fails:
+                raise ZeroDivisionError
+            return super().training_step(batch, batch_idx)
+
+    model = make_client(Failing)
+    with pytest.raises(ZeroDivisionError):
+        fit(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_modules_of_its_own_that_a_method_freezes_stay_its_own():
     class Teacher(FedAvg):
         def __init__(self, **kwargs):
             super().__init__(**kwargs)
             self.teacher = nn.Linear(2, 2).requires_grad_(False)
-            self.net.classifier.bias.requires_grad_(False)
 
     model = make_client(Teacher)
     done = fit(model, max_rounds=1)
     assert not model.common_names
     assert list(done.federation.clients[0].personal) == ["teacher.weight", "teacher.bias"]
-    assert "net.classifier.bias" in done.federation.aggregator.state["weights"]
 
 
 def test_it_is_common_whatever_a_method_says_of_it():
@@ -306,6 +390,49 @@ def test_something_must_be_trained():
     for engine in ("sequential", "vectorised"):
         with pytest.raises(MisconfigurationException, match=r"all that FedRep trains in its phase 'body' is frozen"):
             fit(make_client(FedRep, net=frozen_body), engine=engine)
+
+
+def frozen_head(input_shape, num_classes):
+    net = plain(input_shape, num_classes)
+    net.classifier.requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize("method", [FedPer, FedBABU, FedRep, FedAS, FedRoD, FedCP])
+def test_a_method_that_would_keep_nothing_is_refused(method):
+    with pytest.raises(MisconfigurationException, match=r"^model\.net=Net: all that .*FedAvg\.$"):
+        fit(make_client(method, net=frozen_head))
+
+
+@pytest.mark.parametrize("method", [LGFedAvg, FedGH, FedClassAvg])
+def test_features_that_would_stay_and_are_frozen_are_refused(method):
+    settings = {"contrastive": False} if method is FedClassAvg else {}
+    with pytest.raises(MisconfigurationException, match=r"^model\.net=Net: all that .* such as net\.features"):
+        fit(make_client(method, net=frozen_body, **settings))
+
+
+def linear(input_shape, num_classes):
+    """A classifier of the inputs themselves."""
+    return Net(nn.Identity(), nn.Linear(input_shape[0], num_classes))
+
+
+@pytest.mark.parametrize(("method", "net"), [(FedPer, linear), (FedPer, frozen_body), (LGFedAvg, frozen_head)])
+def test_a_method_that_would_share_nothing_says_so(method, net):
+    with pytest.warns(UserWarning, match=rf"^model\.net=Net: .*{method.__name__} would share"):
+        done = fit(make_client(method, net=net), max_rounds=1)
+    if method is FedPer:
+        alone = fit(make_client(Local, net=net), max_rounds=1)
+        assert [row["val/acc"] for row in done.rows] == [row["val/acc"] for row in alone.rows]
+
+
+def test_methods_that_have_both_say_nothing(recwarn):
+    for method in (FedAvg, FedPer, LGFedAvg, FedRoD, Ditto, Local):
+        fit(make_client(method), max_rounds=1)
+    # which keep statistics, and a condition for features
+    fit(make_client(FedBN, net=frozen_norm), max_rounds=1)
+    fit(make_client(GPFL, net=frozen_head), max_rounds=1)
+    fit(make_client(FedAvg, net=half_frozen, buffers="local"), max_rounds=1)
+    assert not [warning for warning in recwarn if "would share" in str(warning.message)]
 
 
 def test_the_central_model_is_tested_with_them():

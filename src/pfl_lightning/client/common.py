@@ -1,4 +1,4 @@
-"""What of a client module travels, what stays, and what is common: frozen from the start, and there once for all."""
+"""Entries of a client module that travel, that stay, and that are common: frozen, and there once for all clients."""
 
 from collections.abc import Mapping
 
@@ -24,7 +24,8 @@ def personal_entries(client: ClientModule, entries: Mapping[str, Tensor]) -> Sta
 
 
 def common_parameters(client: ClientModule) -> dict[str, nn.Parameter]:
-    """The parameters that are common, by the first name of each."""
+    """Return the parameters that are common, by the first name of each."""
+    rely_on(client, "net")
     return {name: parameter for name, parameter in client.named_parameters() if name in client.common_names}
 
 
@@ -35,8 +36,20 @@ def trained_parameters(client: ClientModule, path: str) -> dict[str, nn.Paramete
         client: the client module.
         path: the part's name in it, such as ``net.classifier``.
     """
+    rely_on(client, path)
     part = client.get_submodule(path)
     return {name: p for name, p in part.named_parameters() if f"{path}.{name}" not in client.common_names}
+
+
+def rely_on(client: ClientModule, path: str) -> None:
+    """Note that something is made by what is common in a part: until the federation is set up, that may not change.
+
+    Args:
+        client: the client module.
+        path: the part's name in it.
+    """
+    if not client.settled:
+        client.relied_on.add(f"{path}.")
 
 
 def whole_model(client: ClientModule) -> StateDict:

@@ -46,8 +46,9 @@ class ClientModule(Phased):
     **A client is its** ``state_dict``. Engines run many clients through one module, so all that a client owns is an
     entry of it, *shared* (travels), *personal* (stays with its client between rounds), or both. What each download
     makes anew is a buffer registered with ``persistent=False``. Nothing in other attributes survives a round. What the
-    net has frozen when it is built (``requires_grad=False``) is *common*: it exists once, never travels or changes.
-    Buffers of frozen layers are as others: running statistics move, and `buffers` says what becomes of them.
+    net has frozen when the federation is set up (``requires_grad=False``) is *common*: it exists once, never travels or
+    changes; a parameter that is frozen after that stands still, and travels. Buffers of frozen layers are as others:
+    running statistics move, and `buffers` says what becomes of them.
 
     Engines call `on_download` and `upload` in evaluation mode, without gradients and in full precision, and tell the
     module where it is: ``client_id``, ``round`` (from 0), ``num_rounds`` (of the run), ``phase``, its
@@ -135,6 +136,7 @@ class ClientModule(Phased):
         self.training_follows = self.evaluation_follows = True
         self._buffer_names = frozenset(name for name, _ in self.named_buffers())
         self.common_names = frozen_names(self, "net")
+        self.relied_on, self.settled = set[str](), False
         checked_optimizer(optimizer, list(self.parameters()), "model.optimizer")
         # not a subclass's own: what that reads may not be there yet
         check_first_rate(lambda: parts_of(ClientModule.configure_optimizers(self), "model"))
@@ -159,6 +161,24 @@ class ClientModule(Phased):
     def architecture_of(self, client: int, num_clients: int) -> int:
         """Which of the ``architectures`` a client has, by its id and the number of clients."""
         return client % len(self.nets) if self.assign_nets == "turn" else client // -(-num_clients // len(self.nets))
+
+    def settle_common(self) -> None:
+        """Take as common what the net has frozen now, in the constructor of a subclass or before ``trainer.fit`` too.
+
+        Raises:
+            MisconfigurationException: if a copy or a vector of the net, made since, has it otherwise.
+        """
+        copies = {name for name in self.common_names if not name.startswith("net.")}
+        now = frozen_names(self, "net")
+        changed = now ^ (self.common_names - copies)
+        if late := sorted(name for name in changed if name.startswith(tuple(self.relied_on))):
+            raise MisconfigurationException(
+                f"model.net={type(self.net).__name__}: requires_grad of {late[0]} was changed after "
+                f"{type(self).__name__} had copied what the net trains; let the class or function that builds the net "
+                "set it."
+            )
+        self.common_names = now | copies
+        self.settled = True
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs ``[n, ...]``, as the task has them, of inputs ``[n, *input_shape]``: evaluation and prediction."""
@@ -361,6 +381,7 @@ class ClientModule(Phased):
         if client is not None:
             saved = saved_client(checkpoint_path, client, model.architecture_of, model.device)
             model = model.architectures()[saved.architecture].to(model.device)
+            model.settle_common()
             model.assign(saved.common)
             model.receive(saved.personal, saved.payload, data=None)
         return model

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.client import ClientModule
@@ -78,6 +79,46 @@ def check_tied(client: ClientModule) -> None:
                 f"shares, and {name}, which stays with each client; give a net that doesn't tie the two, or take a "
                 "method that shares all of it, such as FedAvg."
             )
+
+
+def check_split(client: ClientModule) -> None:
+    """Check that a method which keeps a part of the model with each client has a part to keep, and one to share.
+
+    A part that is frozen is common to all clients, so that it counts for neither. Where nothing is left to share, a
+    warning says that clients train alone, as in comparisons on a net that a method can't cut.
+
+    Args:
+        client: the client module.
+
+    Raises:
+        MisconfigurationException: if all that it keeps is frozen.
+    """
+    common, name, net = client.common_names, type(client).__name__, type(client.net).__name__
+    entries = client.state_dict()
+    parameters = dict(client.named_parameters(remove_duplicate=False))
+    # by the method's own rule, of which what is frozen is an exception
+    client.common_names = frozenset()
+    try:
+        shared = {entry for entry in parameters if client.is_shared(entry)}
+        personal = {entry for entry, t in entries.items() if t.is_floating_point() and client.is_personal(entry)}
+        # of the net, what FedAvg keeps too, such as by buffers='local'
+        usual = {entry for entry in personal if entry.startswith("net.") and not ClientModule.is_shared(client, entry)}
+    finally:
+        client.common_names = common
+    kept = personal - usual
+    if own := {entry for entry in kept if entry.startswith("net.")}:
+        # beside these, copies that no step trains remember a model, and are none
+        kept = own | {entry for entry in kept if entry not in parameters or parameters[entry].requires_grad}
+    if kept and kept <= common:
+        raise MisconfigurationException(
+            f"model.net={net}: all that {name} keeps with each client, such as {min(kept)}, is frozen "
+            "(requires_grad=False), so that nothing would be personal; leave some of it trainable, or take FedAvg."
+        )
+    if "weights" in client.sends and not shared - common:
+        reason = "frozen (requires_grad=False)" if shared else "not there"
+        rank_zero_warn(
+            f"model.net={net}: all parameters that {name} would share are {reason}, so that each client trains alone."
+        )
 
 
 def check_common(modules: Sequence[ClientModule], shared: Sequence[StateDict]) -> None:

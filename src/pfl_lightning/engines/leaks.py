@@ -15,7 +15,7 @@ from pfl_lightning.contract.attributes import Attributes, version
 ENGINES_OWN = {
     *vars(LightningModule()),
     *("_hparams_initial", "_hparams_name", "_made_with"),
-    *("_logged", "client_id", "learning_rate", "phase", "round", "steps_done"),
+    *("_logged", "client_id", "learning_rate", "phase", "relied_on", "round", "steps_done"),
     *("training_follows", "evaluation_follows"),
 }
 """Attributes of client modules that are Lightning's, that tell how one was made, or that engines set."""
@@ -59,8 +59,8 @@ class Leaks:
         method = type(self.module).__name__
         if moved := [name for name, count in self._versions().items() if count != frozen[name]]:
             raise MisconfigurationException(
-                f"{method}: {what} changes {moved[0]}, which all clients have in common, as the net has frozen it when "
-                "it is built (requires_grad=False); let it require a gradient there, or make it a buffer."
+                f"{method}: {what} changes {moved[0]}, which all clients have in common, as the net has frozen it "
+                "(requires_grad=False); let it require a gradient there, or make it a buffer."
             )
         caches = {f"{method}.{name}" for name in self.module.caches}
         if name := self._attributes.changed(before, now, caches):

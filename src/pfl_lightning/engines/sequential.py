@@ -4,7 +4,7 @@ import math
 import operator
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, islice, repeat
 from typing import Any, TypeAlias, cast
 
@@ -140,26 +140,23 @@ class Sequential(Engine):
         parameters = layout.trained(phase)
         trained = list(parameters.values())
         frozen = [parameter for name, parameter in layout.parameters.items() if name not in parameters]
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-        optimizer = local_optimizer(module, phase, job, trained)
-        scaler = self._scaler(state.scaler or job.state.scaler)
-        steps = []
-        if phase.data is not None:
-            part = phase.data
-        if privacy is not None:
-            steps = self._private_steps(privacy, part, phase, parameters, optimizer, generator)
-        else:
-            for index, (x, y) in enumerate(self._batches(part, phase, layout.smallest_batch, generator)):
-                with self.forward_context():
-                    values = step_values(module, (x, y), index)
-                forget_gradients(trained)
-                self._step(values["loss"], optimizer, scaler, parameters)
-                steps.append((rows_in(y), {name: value.detach() for name, value in values.items()}))
-        # momentum would go on moving a parameter by zeros whose next phase freezes it
-        forget_gradients(trained)
-        for parameter in frozen:
-            parameter.requires_grad_(True)
+        with standing_still(frozen):
+            optimizer = local_optimizer(module, phase, job, trained)
+            scaler = self._scaler(state.scaler or job.state.scaler)
+            steps = []
+            if phase.data is not None:
+                part = phase.data
+            if privacy is not None:
+                steps = self._private_steps(privacy, part, phase, parameters, optimizer, generator)
+            else:
+                for index, (x, y) in enumerate(self._batches(part, phase, layout.smallest_batch, generator)):
+                    with self.forward_context():
+                        values = step_values(module, (x, y), index)
+                    forget_gradients(trained)
+                    self._step(values["loss"], optimizer, scaler, parameters)
+                    steps.append((rows_in(y), {name: value.detach() for name, value in values.items()}))
+            # momentum would go on moving a parameter by zeros whose next phase freezes it
+            forget_gradients(trained)
         if module.optimizer_lifetime == "run":
             state.optimizers[phase.name] = self.work.kept(optimizer.state_dict())
         if scaler is not None:
@@ -257,6 +254,18 @@ class Sequential(Engine):
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         for name, gradient in adjusted_gradients(self.module, gradients).items():
             parameters[name].grad = gradient
+
+
+@contextmanager
+def standing_still(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Make a context in which parameters require no gradient; an error in it doesn't leave them so for a later run."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
 
 
 def forget_gradients(parameters: list[nn.Parameter]) -> None:

@@ -18,7 +18,7 @@ from pfl_lightning.client.module import ClientModule
 from pfl_lightning.contract.aggregator_memory import Remembered
 from pfl_lightning.contract.guarantee import check_example_level, check_guarantee
 from pfl_lightning.contract.messages import check_payload
-from pfl_lightning.contract.pairing import check_common, check_finite, check_pair, check_tied
+from pfl_lightning.contract.pairing import check_common, check_finite, check_pair, check_split, check_tied
 from pfl_lightning.contract.task import check_requirements, check_task
 from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ClientState, Engine, Job
@@ -81,7 +81,9 @@ class FederationBase(LightningModule):
         check_requirements(client, self.aggregator)
         check_tells(client, options.cohort)
         for module in self._architectures:
+            module.settle_common()
             check_tied(module)
+            check_split(module)
             module.requested = (module.offers & self.aggregator.needs) | options.cohort.asks
             module.withheld = module.sends - self.aggregator.needs if self.aggregator.guarantee else frozenset()
         self.save_hyperparameters(dict(client.hparams))

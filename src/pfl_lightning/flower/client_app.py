@@ -60,6 +60,8 @@ class Worker:
     def __init__(self, trainer: FederatedTrainer, client: ClientModule, site: Site, states: StateVersions) -> None:
         self.trainer, self.site, self.states = trainer, site, states
         self.modules = client.architectures()
+        for module in self.modules:
+            module.settle_common()
         self.initial = initial_of(self.modules)
         self._personal = [personal_entries(module, whole_model(module)) for module in self.modules]
 

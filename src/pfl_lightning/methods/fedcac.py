@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, inner_products, mean_model
+from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.methods.fedavg import FedAvg
@@ -44,9 +45,10 @@ class FedCAC(FedAvg):
         self.received = Frozen(self.learnable().items())  # x_k
 
     def learnable(self) -> StateDict:
-        """The parameters that travel, by all of their names."""
+        """Return the parameters that are trained and travel, by all of their names."""
+        trained = {id(parameter) for parameter in trained_parameters(self, "net").values()}
         named = self.named_parameters(remove_duplicate=False)
-        return {name: parameter for name, parameter in named if self.is_shared(name)}
+        return {name: p for name, p in named if id(p) in trained and self.is_shared(name)}
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Remembers the received model."""
