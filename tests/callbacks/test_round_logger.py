@@ -1,12 +1,18 @@
 import json
+import math
+import random
+import sys
+from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
-from federations import Spy, blobs, fit, make_client, read_csv
+from federations import Spy, blobs, fit, load, make_client, read_csv, untimed
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import FedPer
-from pfl_lightning.runs.report import append_row, columns_of, write_rows
+from pfl_lightning.runs.report import PackedRows, append_row, columns_of, write_rows
 
 ALWAYS = {
     "round",
@@ -151,3 +157,65 @@ def test_callbacks_get_the_test_at_the_end_before_fit_ends(tmp_path):
     }
     selected = run.logger.summary["selected"]
     assert (tested.selected["round"], tested.selected["test/acc"]) == (selected["round"], selected["test/acc"])
+
+
+class Calls(Callback):
+    """Counts the calls that Python makes in each round, from its start to that of the next one."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_train_epoch_start(self, *args: Any) -> None:
+        self.counts.append(0)
+        sys.setprofile(self.count)
+
+    def count(self, frame: Any, event: str, arg: Any) -> None:
+        self.counts[-1] += event in ("call", "c_call")
+
+    def on_train_end(self, *args: Any) -> None:
+        sys.setprofile(None)
+
+
+def test_a_round_costs_the_same_however_many_there_were(tmp_path):
+    calls = Calls()
+    try:
+        fit(make_client(), blobs(8, 8), tmp_path, max_rounds=40, callbacks=[calls])
+    finally:
+        sys.setprofile(None)
+    early, late = sorted(calls.counts[5:12])[3], sorted(calls.counts[-8:-1])[3]
+    assert late <= 1.01 * early
+
+
+def a_row(round: int) -> dict[str, Any]:
+    values = {name: random.random() for name in TIMES} | {"val/acc": math.inf if round % 7 else 0.1}
+    return {"round": round, "cohort": " ".join(map(str, range(round % 5))), "lr": 0.1, **values, "a\u2028b": None}
+
+
+def test_rows_are_packed_once_and_stay_exactly_as_they_were(tmp_path):
+    packed = PackedRows()
+    rows: list[dict[str, Any]] = []
+    for round in range(1, 1201):
+        rows.append(a_row(round))
+        state = packed.state(rows)
+        if rows[0].pop("lr", None):
+            # what was packed isn't looked at again
+            given = state
+    torch.save(state, tmp_path / "state")
+    saved = load(tmp_path / "state")
+    assert (tmp_path / "state").stat().st_size < 1200 * 150
+    assert saved["packed"].numel() and saved["lines"] and len(saved["lines"]) < PackedRows.SIZE
+    unpacked = PackedRows.unpacked(saved)
+    assert unpacked == PackedRows.unpacked(given) + rows[1:]
+    assert [list(row) for row in unpacked[1:]] == [list(row) for row in rows[1:]]
+
+
+def test_a_record_of_lists_is_resumed(tmp_path):
+    """Checkpoints of earlier versions hold a list of rows."""
+    whole = fit(make_client(), root=tmp_path / "whole", max_rounds=3)
+    half = fit(make_client(), root=tmp_path / "half", max_rounds=2)
+    checkpoint = load(half.last)
+    checkpoint["callbacks"]["RoundLogger"]["rows"] = half.rows
+    torch.save(checkpoint, tmp_path / "earlier.ckpt")
+    resumed = fit(make_client(), root=tmp_path / "elsewhere", ckpt_path=tmp_path / "earlier.ckpt", max_rounds=3)
+    assert untimed(resumed.rows) == untimed(whole.rows)
+    assert untimed(read_csv(resumed.folder / "rounds.csv")) == untimed(read_csv(whole.folder / "rounds.csv"))

@@ -18,8 +18,10 @@ from pfl_lightning.federation.final_test import FinalTest
 from pfl_lightning.messages import digest
 from pfl_lightning.runs.folder import run_folder
 from pfl_lightning.runs.report import (
+    PackedRows,
     Row,
     append_row,
+    columns_of,
     environment,
     further,
     numbers,
@@ -54,16 +56,21 @@ class RoundLogger(FederatedCallback):
         self.clients: list[Row] = []
         self.summary: dict[str, Any] = {}
         self.fingerprints: dict[str, str] = {}
+        self._packed = PackedRows()
+        self._columns: set[str] = set()
         self._seconds = 0.0
         self._start = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows so far, the seconds that they took, and what they began with."""
-        return {"rows": self.rows, "seconds": self._elapsed(), "fingerprints": self.fingerprints}
+        """Return the rows so far, the seconds that they took, and fingerprints of partition and initial nets."""
+        packed = self._packed.state(self.rows)
+        return {"rows": packed, "seconds": self._elapsed(), "fingerprints": self.fingerprints}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from earlier rows."""
-        self.rows, self._seconds = list(state_dict["rows"]), state_dict["seconds"]
+        """Go on from earlier rows."""
+        rows, self._seconds = state_dict["rows"], state_dict["seconds"]
+        # checkpoints of earlier versions hold a list
+        self.rows, self._packed = rows if isinstance(rows, list) else PackedRows.unpacked(rows), PackedRows()
         self.fingerprints = dict(state_dict["fingerprints"])
 
     def _elapsed(self) -> float:
@@ -114,7 +121,8 @@ class RoundLogger(FederatedCallback):
         if not row or (self.rows and self.rows[-1]["round"] == row["round"]):
             return
         self.rows.append(dict(row))
-        if len(self.rows) == 1 or set(row) - {name for earlier in self.rows[:-1] for name in earlier}:
+        # not by a look at all rows: a round costs the same however many there were
+        if not self._columns.issuperset(row):
             self._write(trainer)
         elif folder := run_folder(trainer):
             append_row(folder / "rounds.csv", row)
@@ -203,5 +211,6 @@ class RoundLogger(FederatedCallback):
         return {"round": row["round"], validation: row[validation], test: tested.get(test), **shown(tested, monitor)}
 
     def _write(self, trainer: Trainer) -> None:
+        self._columns = set(columns_of(self.rows))
         if folder := run_folder(trainer):
             write_rows(folder / "rounds.csv", self.rows)

