@@ -66,8 +66,9 @@ class Aggregator:
 
     The base class sends nothing and learns nothing: the server of clients that don't communicate. A method overrides
     `aggregate` and `download`, keeps all that it remembers in `state` (tensors, numbers, strings, and dicts and
-    lists of them: it goes into the checkpoint as it is) and names the entries it `needs` from an update and `sends`
-    in a payload, so that a pair of client and aggregator that doesn't fit is refused before the first round.
+    lists of them: it goes into the checkpoint as it is, and another type is refused in the first round; NumPy's numbers
+    become Python's) and names the entries it `needs` from an update and `sends` in a payload, so that a pair of client
+    and aggregator that doesn't fit is refused before the first round.
     """
 
     needs: frozenset[str] = frozenset()

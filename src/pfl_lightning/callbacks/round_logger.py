@@ -6,7 +6,9 @@ from dataclasses import asdict
 from statistics import fmean, pstdev
 from typing import Any, cast
 
+import numpy as np
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 
@@ -43,6 +45,26 @@ def shown(metrics: Row, monitor: Monitor) -> Row:
     return own | {name: metrics[name] for name in (f"test/global_{monitor.metric}",) if name in metrics}
 
 
+def plain_entry(column: str, value: Any) -> Any:
+    """Return an entry of a row as a plain number or text, which files and checkpoints give back as it was.
+
+    Args:
+        column: the entry's name.
+        value: a number, also NumPy's or a tensor's only one, a text, or None.
+
+    Raises:
+        MisconfigurationException: if it is something else.
+    """
+    if isinstance(value, (np.generic, torch.Tensor)):
+        value = value.tolist()
+    if type(value) not in (int, float, str, bool, type(None)):
+        raise MisconfigurationException(
+            f"federation.metrics[{column!r}] is of the type {type(value).__name__}, and a record has numbers and texts "
+            "only; give one of them."
+        )
+    return value
+
+
 class RoundLogger(FederatedCallback):
     """Writes ``rounds.csv``, ``clients.csv`` and ``summary.json`` into the run's folder; logs one record a round.
 
@@ -68,9 +90,8 @@ class RoundLogger(FederatedCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from earlier rows."""
-        rows, self._seconds = state_dict["rows"], state_dict["seconds"]
-        # checkpoints of earlier versions hold a list
-        self.rows, self._packed = rows if isinstance(rows, list) else PackedRows.unpacked(rows), PackedRows()
+        self.rows, self._packed = PackedRows.unpacked(state_dict["rows"]), PackedRows()
+        self._seconds = state_dict["seconds"]
         self.fingerprints = dict(state_dict["fingerprints"])
 
     def _elapsed(self) -> float:
@@ -120,7 +141,8 @@ class RoundLogger(FederatedCallback):
         row = federation.metrics
         if not row or (self.rows and self.rows[-1]["round"] == row["round"]):
             return
-        self.rows.append(dict(row))
+        row = {name: plain_entry(name, value) for name, value in row.items()}
+        self.rows.append(row)
         # not by a look at all rows: a round costs the same however many there were
         if not self._columns.issuperset(row):
             self._write(trainer)

@@ -17,6 +17,7 @@ from pfl_lightning.messages import Updates
 from pfl_lightning.methods.fedrema import FedReMa
 from pfl_lightning.methods.relevance import Relevance
 from pfl_lightning.plots.similarity import plot_gaps, plot_peer_counts, plot_peers, plot_similarity
+from pfl_lightning.runs.report import PackedRows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -71,22 +72,24 @@ class SimilarityPictures(Pictures):
         self.delta, self.temperature = delta, temperature
         self.rows: list[dict[str, Any]] = []
         self.similarities: dict[int, Tensor] = {}
+        self._packed = PackedRows()
         self._judge: Relevance | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What was seen so far."""
-        return {"rows": self.rows, "similarities": self.similarities}
+        """Return the rows so far and the kept similarities."""
+        return {"rows": self._packed.state(self.rows), "similarities": self.similarities}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from what was seen earlier."""
-        self.rows, self.similarities = list(state_dict["rows"]), dict(state_dict["similarities"])
+        """Go on from earlier rows and similarities."""
+        self.rows, self._packed = PackedRows.unpacked(state_dict["rows"]), PackedRows()
+        self.similarities = dict(state_dict["similarities"])
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Finds what to compare by, and the true groups."""
         super().on_fit_start(trainer, pl_module)
         federation = cast(Federation, pl_module)
         if federation.round == 0:
-            self.rows, self.similarities = [], {}
+            self.rows, self.similarities, self._packed = [], {}, PackedRows()
         data = federation.data
         group_of = getattr(data.partitioner, "group_of", None)
         self._groups = [group_of(k, data.num_clients) for k in range(data.num_clients)] if group_of else None

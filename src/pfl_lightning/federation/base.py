@@ -23,7 +23,7 @@ from pfl_lightning.contract.task import check_requirements, check_task
 from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ClientState, Engine, Job
 from pfl_lightning.engines.threads import threads_for
-from pfl_lightning.federation.checkpoint import check_same, saved_states
+from pfl_lightning.federation.checkpoint import check_same, saved_states, storable
 from pfl_lightning.federation.evaluation import Evaluations
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.participation import Participation, check_tells
@@ -178,6 +178,17 @@ class FederationBase(LightningModule):
         self.aggregator.setup(Server(clients, self._shared, self.client, self.data, seed, known, sampling))
         self._remembered = Remembered(self.aggregator, self.architectures)
         self.options.cohort.setup(self.sizes(range(self.data.num_clients), "train"))
+        self._keep_storable()
+
+    def _keep_storable(self) -> None:
+        """Turn NumPy's numbers in what server and cohort remember; refuse what no checkpoint could give back.
+
+        The running state is turned, and not only the saved one: a resumed run goes on with the same bits.
+        """
+        for owner, name in ((self.aggregator, self.aggregator.name), (self.options.cohort, "trainer.cohort")):
+            state = owner.state
+            if (kept := storable(state, f"{name}.state")) is not state:
+                owner.state = kept
 
     def job(self, client: int, evaluate: tuple[Split, ...] = ()) -> Job:
         """A client's work in the coming round.
@@ -274,8 +285,14 @@ class FederationBase(LightningModule):
         self.clients = {client: ClientState(**saved) for client, saved in state["clients"].items()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the federation."""
+        """Add the federation, and look at the types of everything in the checkpoint, which is complete by now.
+
+        Raises:
+            MisconfigurationException: if something in it, such as a callback's state, could not be read back.
+        """
         checkpoint["federation"] = {**self.federation_state(), "settings": self.settings}
+        for name in checkpoint:
+            checkpoint[name] = storable(checkpoint[name], name, settings="hyper_parameters" in name)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores the federation."""

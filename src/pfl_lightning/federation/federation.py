@@ -11,9 +11,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.contract.messages import check_payload, sound_updates
-from pfl_lightning.engines import Job, Outcome
+from pfl_lightning.engines import ClientState, Job, Outcome
 from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.federation.base import FederationBase
+from pfl_lightning.federation.checkpoint import storable
 from pfl_lightning.federation.evaluation import undisturbed
 from pfl_lightning.federation.metrics import new_row, training_metrics
 from pfl_lightning.federation.outcomes import enough, finite, unrefused
@@ -140,10 +141,13 @@ class Federation(FederationBase):
             keep_own(self.aggregator.state, updates)
         # states change here and not while clients train: an interrupted round leaves none behind
         for client, outcome in taken.items():
-            self.clients[client] = outcome.state
+            own = vars(outcome.state)
+            kept = storable(own, f"client {client}'s state")
+            self.clients[client] = outcome.state if kept is own else ClientState(**kept)
             if self.options.splits_after:
                 self.evaluations.after[client] = outcome.after
         self.participation.remember(taken, self.round)
+        self._keep_storable()
         self.metrics["bytes/down"] += self.participation.sent
         self.metrics["bytes/up"] += self.participation.told
         self.metrics["time/aggregate"] = time.perf_counter() - start

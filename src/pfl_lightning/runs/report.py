@@ -84,8 +84,10 @@ class PackedRows:
         return {"packed": self._packed, "lines": self._lines}
 
     @staticmethod
-    def unpacked(state: Mapping[str, Any]) -> list[Row]:
-        """Return the rows that `state` was made of."""
+    def unpacked(state: Mapping[str, Any] | list[Row]) -> list[Row]:
+        """Return the rows that `state` was made of; checkpoints of earlier versions hold a list of them."""
+        if isinstance(state, list):
+            return list(state)
         text = gzip.decompress(state["packed"].numpy().tobytes()).decode() + state["lines"]
         return [json.loads(line) for line in text.splitlines()]
 

@@ -1,0 +1,152 @@
+"""Everything in a checkpoint can be read back, or the run ends before a round is lost."""
+
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from datetime import datetime, timedelta
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.optim import SGD
+
+from federations import Pause, blobs, equal, fit, load, make_client, same_end
+from pfl_lightning import WeightedAverage
+from pfl_lightning.callbacks import FederatedCallback
+from pfl_lightning.federation.checkpoint import storable
+from pfl_lightning.methods import FedProx
+from pfl_lightning.selection import Uniform
+
+
+class Keeping(WeightedAverage):
+    """Keeps something from its set-up, or from the first aggregation on."""
+
+    def __init__(self, value: Any, at_once: bool = False) -> None:
+        super().__init__()
+        self.value, self.at_once = value, at_once
+
+    def setup(self, server):
+        super().setup(server)
+        if self.at_once:
+            self.state["mine"] = {"x": self.value}
+
+    def aggregate(self, updates, round):
+        self.state["mine"] = {"x": self.value}
+        return super().aggregate(updates, round)
+
+
+class Kind(Enum):
+    A = 1
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+@pytest.mark.parametrize(
+    ("value", "advice"),
+    [
+        (np.ones(2), "tensor"),
+        (np.array(1.0), "tensor"),
+        (deque([1]), "list"),
+        (defaultdict(int, {1: 2}), "dict"),
+        (frozenset([1]), "list"),
+        (datetime(2026, 1, 1), "isoformat"),
+        (timedelta(1), "seconds"),
+        (Path("x"), "text"),
+        (Pair(1, 2), "tuple"),
+        (Kind.A, "value"),
+        (range(3), "numbers"),
+        (object(), "numbers"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("at_once", [True, False], ids=["set-up", "aggregation"])
+def test_what_cannot_be_read_back_ends_the_run_before_its_first_round_is_over(value, advice, at_once):
+    with pytest.raises(MisconfigurationException, match=rf"Keeping.state\['mine'\]\['x'\].*{type(value).__name__}"):
+        fit(make_client(), aggregator=Keeping(value, at_once))
+    with pytest.raises(MisconfigurationException, match=advice):
+        storable([value], "state")
+
+
+PLAIN = {
+    "texts": ["a", b"b", None, True, 2**70, 1j],
+    "dicts": OrderedDict(a=Counter("aab"), b={1: (1, {2, 3})}),
+    "tensors": [torch.ones(2), torch.nn.Parameter(torch.ones(1)), torch.Size([2]), torch.float64],
+}
+
+
+def test_what_can_be_read_back_is_left_as_it_is(tmp_path):
+    assert storable(PLAIN, "state") is PLAIN
+    torch.save(PLAIN, tmp_path / "plain")
+    assert equal(load(tmp_path / "plain"), PLAIN)
+
+
+@pytest.mark.parametrize(
+    "number", [np.float64(0.1), np.float32(0.1), np.int64(3), np.bool_(True), np.str_("a")], ids=lambda n: str(n.dtype)
+)
+def test_numbers_of_numpy_become_python_s_in_the_running_state(number):
+    state = fit(make_client(), aggregator=Keeping(number), max_rounds=1).federation.aggregator.state
+    assert type(state["mine"]["x"]) is type(number.item()) and state["mine"]["x"] == number
+    (key,) = storable({number: 1}, "state")
+    assert type(key) is type(number.item())
+
+
+class Drifting(WeightedAverage):
+    """Counts in NumPy's float32, in which a number is another one than in Python's."""
+
+    def aggregate(self, updates, round):
+        share = self.state.get("share", np.float32(0.1))
+        self.state["share"] = np.float32(share) + np.float64(share) / 3
+        return super().aggregate(updates, round) | {"share": np.float32(share)}
+
+
+class Late(Uniform):
+    def remember(self, told, round):
+        self.state["last"] = np.int64(round)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised", "processes"])
+def test_numbers_of_numpy_do_not_change_a_resumed_run(engine, tmp_path):
+    def go(root: Path, **settings: Any) -> Any:
+        optimizer = partial(SGD, lr=np.float64(0.1), momentum=0.9)
+        model = make_client(FedProx, mu=np.float64(0.5), optimizer=optimizer, optimizer_lifetime="run")
+        data = blobs(24, 16, val_fraction=np.float64(0.2), root=Path("data"))
+        return fit(model, data, root, Drifting(), engine=engine, cohort=Late(), **settings)
+
+    whole = go(tmp_path / "whole")
+    go(tmp_path / "half", callbacks=[Pause(2)])
+    assert same_end(whole, go(tmp_path / "half", ckpt_path="last"))
+    assert type(whole.rows[-1]["server/share"]) is float
+
+
+class Forgetful(Uniform):
+    def remember(self, told, round):
+        self.state["seen"] = deque([round])
+
+
+class Noting(FederatedCallback):
+    def state_dict(self):
+        return {"seen": deque()}
+
+
+class Listing(FederatedCallback):
+    def on_aggregate_end(self, trainer, federation, logs):
+        federation.metrics["listed"] = [1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"cohort": Forgetful()}, r"trainer.cohort.state\['seen'\]"),
+        ({"callbacks": [Noting()]}, r"callbacks\['Noting'\]\['seen'\]"),
+        ({"callbacks": [Listing()]}, r"metrics\['listed'\]"),
+    ],
+    ids=["cohort", "callback", "record"],
+)
+def test_cohorts_and_callbacks_are_held_to_it_too(settings, named, tmp_path):
+    with pytest.raises(MisconfigurationException, match=named):
+        fit(make_client(), root=tmp_path, max_rounds=2, **settings)
+    assert not list(tmp_path.rglob("last.ckpt"))
