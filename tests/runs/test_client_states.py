@@ -1,4 +1,7 @@
 import gc
+import os
+import signal
+import socket
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Adam
 
+from command import forked
 from federations import (
     Run,
     blobs,
@@ -24,6 +28,7 @@ from federations import (
     read_csv,
     same_end,
 )
+from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.engines import ClientState
 from pfl_lightning.federation import staying
 from pfl_lightning.federation.options import FederationOptions
@@ -175,6 +180,51 @@ def test_their_files_go_with_them(tmp_path, monkeypatch):
     assert not list((folder / "states").iterdir()) and not list((tmp_path / "temporary").iterdir())
     # by which the newest run is found
     assert folder.stat().st_mtime_ns == changed
+
+
+class Killed(FederatedCallback):
+    """Kills the process in the second round, while the states of the clients are new and no checkpoint has them."""
+
+    def on_aggregate_end(self, trainer: Any, federation: Any, logs: Any) -> None:
+        if federation.round == 1:
+            Path(trainer.log_dir, "checkpoints", "best.ckpt.partial").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised", "processes"])
+@pytest.mark.parametrize("states", ["memory", "disk"])
+def test_what_a_killed_run_has_left_goes_when_it_goes_on(engine, states, tmp_path):
+    killed = forked(partial(run, tmp_path / "run", "disk", callbacks=[Killed()], engine=engine))
+    killed.join()
+    (folder,) = (tmp_path / "run").glob("*/*")
+    (left,) = (folder / "states").iterdir()
+    assert killed.exitcode == -signal.SIGKILL and list(left.iterdir())
+    # those of an evaluation, of a version that named no process, and of another host
+    alive, earlier, elsewhere = (
+        left.with_name(name) for name in (f"states-{os.getppid()}-{socket.gethostname()}-x", "states-x", "states-1-a-x")
+    )
+    for each in (alive, earlier, elsewhere):
+        each.mkdir()
+    resumed = run(tmp_path / "run", states, engine=engine, ckpt_path="last")
+    assert same_end(run(tmp_path / "whole", "memory", engine=engine), resumed)
+    own = {path.parent for path in files(resumed)}
+    assert len(own) == (states == "disk") and set((folder / "states").iterdir()) == {alive, *own}
+    assert not list(folder.rglob("*.partial"))
+    del resumed
+    gc.collect()
+    assert list((folder / "states").iterdir()) == [alive]
+
+
+def test_states_of_ended_processes_go_from_the_system_s_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ended = forked(os.getpid)
+    ended.join()
+    names = [f"pfl-lightning-states-{p}-{socket.gethostname()}-x" for p in (ended.pid, os.getppid())]
+    for name in [*names, "states-x"]:
+        (tmp_path / name).mkdir()
+    states = DiskStates(None, {})
+    assert {names[1], "states-x"} < {path.name for path in tmp_path.iterdir()} and len(list(tmp_path.iterdir())) == 3
+    del states
 
 
 def test_runs_in_memory_keep_no_files(tmp_path):

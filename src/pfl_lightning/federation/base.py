@@ -32,7 +32,7 @@ from pfl_lightning.messages import Message, StateDict, detached
 from pfl_lightning.methods.registry import method_of
 from pfl_lightning.privacy import Release
 from pfl_lightning.runs.client_states import DiskStates
-from pfl_lightning.runs.folder import run_folder
+from pfl_lightning.runs.folder import STATES, run_folder
 from pfl_lightning.seeds import derive_seed
 
 
@@ -170,7 +170,7 @@ class FederationBase(LightningModule):
             return states
         run = run_folder(self.trainer)
         # in a folder that stays: files that come and go directly in the run's would make it look newer than it is
-        return DiskStates(run and run / "states", states)
+        return DiskStates(run and run / STATES, states)
 
     def _set_up_server(self, seed: int) -> None:
         clients, rounds = self.data.num_clients, self.trainer.max_epochs or -1

@@ -1,8 +1,6 @@
 """Clients' states on the disk, for federations whose clients together are larger than the memory."""
 
 import os
-import shutil
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from itertools import count
@@ -14,6 +12,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from pfl_lightning.engines import ClientState
 from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO, save
+from pfl_lightning.runs.folder import remove_states, states_folder
 
 
 class DiskStates(MutableMapping[int, ClientState]):
@@ -29,10 +28,8 @@ class DiskStates(MutableMapping[int, ClientState]):
     """
 
     def __init__(self, folder: Path | None, states: Mapping[int, ClientState]) -> None:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        self._folder = tempfile.mkdtemp(prefix="states-", dir=folder)
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._folder = states_folder(folder)
+        weakref.finalize(self, remove_states, self._folder)
         self._files: dict[int, str] = {}
         self._numbers = count()
         self.update(states)

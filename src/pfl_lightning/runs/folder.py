@@ -2,17 +2,25 @@
 
 import errno
 import os
+import re
+import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
-from pfl_lightning.runs.locks import LOCK, is_locked
+from pfl_lightning.runs.locks import LOCK, is_alive, is_locked
+from pfl_lightning.runs.whole_files import PARTIAL
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+STATES = "states"
+"""The folder within a run's in which clients' states are, and the beginning of the names in it."""
+OWN_STATES: set[str] = set()
+"""Folders of clients' states that this process uses."""
 
 
 @contextmanager
@@ -25,8 +33,64 @@ def at_work(trainer: Trainer) -> Iterator[None]:
     with explained(Path(trainer.log_dir or trainer.default_root_dir)):
         folder = run_folder(trainer)
         # Weights & Biases give a new run a folder that nobody else can have
-        with nullcontext() if folder is None or trainer.loggers[0].version is None else held(folder):
+        if folder is None or trainer.loggers[0].version is None:
             yield
+            return
+        with held(folder):
+            remove_leftovers(folder)
+            yield
+
+
+def states_folder(parent: Path | None) -> str:
+    """Make a folder for clients' states, whose name tells the process that uses it.
+
+    Args:
+        parent: the folder that it is made in, and which is made if need be; None takes the system's for temporary
+            files, and removes what ended processes of this host have left there.
+    """
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+    prefix = STATES if parent is not None else f"pfl-lightning-{STATES}"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}-*") if parent is None else ():
+        host, process = user_of(left)
+        if host == socket.gethostname() and not is_alive(process):
+            remove_states(str(left))
+    made = tempfile.mkdtemp(prefix=f"{prefix}-{os.getpid()}-{socket.gethostname()}-", dir=parent)
+    OWN_STATES.add(os.path.realpath(made))
+    return made
+
+
+def remove_states(folder: str) -> None:
+    """Remove what `states_folder` has made."""
+    shutil.rmtree(folder, ignore_errors=True)
+    OWN_STATES.discard(os.path.realpath(folder))
+
+
+def user_of(states: Path) -> tuple[str, int]:
+    """Return host and process of what `states_folder` has made; no host for a name that doesn't tell them.
+
+    >>> user_of(Path("states-71-node-3-x1y2")), user_of(Path("states-x1y2"))
+    (('node-3', 71), ('', 0))
+    """
+    found = re.search(rf"{STATES}-(\d+)-(.*)-", states.name)
+    return (found[2], int(found[1])) if found else ("", 0)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed process has left in a run's folder: clients' states, and files that were being written.
+
+    Args:
+        folder: held by this process, so that no run of another one is at work there; states that an evaluation of a
+            living process of this host has there stay.
+    """
+    for left in (folder / STATES).glob(f"{STATES}-*"):
+        host, process = user_of(left)
+        # in a container every process has the same number, so that of this one tells nothing
+        alive = host == socket.gethostname() and process != os.getpid() and is_alive(process)
+        if not alive and os.path.realpath(left) not in OWN_STATES:
+            remove_states(str(left))
+    for partial in folder.rglob(f"*{PARTIAL}"):
+        partial.unlink(missing_ok=True)
 
 
 def run_folder(trainer: Trainer) -> Path | None:

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+PARTIAL = ".partial"
+"""Ending of the name of a file that is being written."""
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -13,7 +16,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Args:
         path: the file; readers see the old one or the new one.
     """
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}{PARTIAL}")
     try:
         yield partial
         os.replace(partial, path)
