@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -62,7 +61,8 @@ class FederatedTrainer(RunFolders):
             ``val_after/…`` and ``test_after/…``. A client is evaluated on both splits right after its training, and its
             metrics are kept, in checkpoints too, until it trains again; nobody trains for an evaluation.
         test_every_round: whether the test splits, and the server's model on the central test set where there is one,
-            are evaluated every round, which the papers' protocol asks for; else only at the end of ``fit``.
+            are evaluated every round, which the papers' protocol asks for, or as often as ``check_val_every_n_epoch``
+            says, whether or not clients have validation samples; else only at the end of ``fit``.
         monitor: the metric that selects the best round, such as ``val/f1``; None takes the task's, such as ``val/acc``.
         min_clients: usable updates that a round needs; one with fewer leaves the federation as it is.
         gradient_clip_val: largest norm or value of a client's gradients, above 0; None or 0 doesn't clip.
@@ -75,8 +75,8 @@ class FederatedTrainer(RunFolders):
         default_root_dir: where runs are kept, each in a folder ``METHOD-DATA/version_N``.
         **kwargs: Lightning's Trainer's arguments. Without a logger a CSVLogger writes beside the record. The round
             with the best ``monitor`` is kept as ``best.ckpt`` and the last one as ``last.ckpt``, whatever other
-            ModelCheckpoint there is; none with ``enable_checkpointing=False``. ``limit_val_batches`` and
-            ``limit_test_batches`` are of clients: so many, or such a share of them, are validated or tested.
+            ModelCheckpoint there is; none with ``enable_checkpointing=False``. ``limit_val_batches=0`` leaves
+            validation out.
 
     Raises:
         MisconfigurationException: if a value is out of its range, or if an argument means nothing in a federation.
@@ -126,10 +126,8 @@ class FederatedTrainer(RunFolders):
         fill_defaults(kwargs, default_root_dir, client_states)
         check_machine(kwargs)
         super().__init__(max_epochs=max_rounds, default_root_dir=default_root_dir, **kwargs)
-        # these are of clients, who come in one batch
-        val, test = self.limit_val_batches, self.limit_test_batches
-        self.rounds = replace(self.rounds, limit_val_batches=val, limit_test_batches=test)
-        self.limit_val_batches, self.limit_test_batches = float(val > 0), float(test > 0)
+        # fast_dev_run gives 1, a number of batches, for which settings say 1.0 otherwise
+        self.limit_val_batches = float(self.limit_val_batches)
         if self.world_size > 1:
             check_ranks(self.strategy, self.rounds.engine_class, self.world_size)
 

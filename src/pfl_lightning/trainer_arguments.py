@@ -94,6 +94,19 @@ def refuse_meaningless(max_rounds: int, arguments: dict[str, Any]) -> None:
         value = arguments.get(name)
         if value is not None and value != parameters[name].default:
             raise MisconfigurationException(f"trainer.{name}={value} means nothing in a federation: {advice}.")
+    for name in ("limit_val_batches", "limit_test_batches"):
+        value = arguments.get(name)
+        none = name == "limit_val_batches" and value == 0
+        # 1 is one batch, and 1.0 all of them
+        if value is not None and not none and not (isinstance(value, float) and value == 1):
+            raise MisconfigurationException(
+                f"trainer.{name}={value} would evaluate some clients for all: they come in one batch; leave it out"
+                + (", or give 0 for no validation." if name == "limit_val_batches" else ".")
+            )
+    if (dev := arguments.get("fast_dev_run")) not in (None, False, True):
+        raise MisconfigurationException(
+            f"trainer.fast_dev_run={dev} is a number of batches, and a round is one batch; give true for one round."
+        )
     for callback in as_list(arguments.get("callbacks")):
         check_callback(callback)
         own = isinstance(callback, ModelCheckpoint) and not isinstance(callback, (BestCheckpoint, LastCheckpoint))

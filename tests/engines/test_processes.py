@@ -266,11 +266,6 @@ def test_a_worker_that_is_told_to_end_passes_it_on():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_fewer_clients_may_be_evaluated():
-    one, other = (fit(make_client(), engine=e, workers=2, limit_val_batches=2) for e in ("sequential", "processes"))
-    assert same_end(one, other)
-
-
 def test_a_device_without_forks_is_refused(monkeypatch):
     monkeypatch.setattr("multiprocessing.get_all_start_methods", lambda: ["spawn"])
     with pytest.raises(MisconfigurationException, match=r"trainer\.engine=processes forks .* take engine=vectorised"):

@@ -144,12 +144,6 @@ def test_without_validation_the_last_round_is_of_all_clients_too():
     assert set(tested) == {0, 1, 2, 3} and len(run.rows) == 3
 
 
-def test_only_so_many_clients_are_validated_where_limited():
-    run = fit(make_client(), evaluate="after", limit_val_batches=2, clients_per_round=1)
-    kept = {client: run.federation.evaluations.after[client] for client in (0, 1)}
-    assert run.rows[-1]["val/loss"] == summary(run, kept, "val")["loss"]
-
-
 def test_a_checkpoint_without_such_metrics_is_refused(tmp_path):
     fit(make_client(), root=tmp_path, max_rounds=1)
     for act in ("fit", "test"):

@@ -106,16 +106,41 @@ def test_a_federation_without_validation_or_test_parts_runs():
     assert run.logger.summary["final"]["test/acc"] is None
 
 
-@pytest.mark.parametrize("limit", [2, 0.5])
-def test_only_so_many_clients_are_validated_where_limited(limit):
-    validated = []
+@pytest.mark.parametrize(
+    ("data", "settings"),
+    [({"val_fraction": 0}, {}), ({}, {"limit_val_batches": 0})],
+    ids=["no-samples", "no-validation"],
+)
+@pytest.mark.parametrize("engine", ["sequential", "vectorised", "processes"])
+def test_rounds_are_tested_without_validation_too(data, settings, engine, tmp_path):
+    watch = WatchedMetric()
+    settings = {"test_every_round": True, "engine": engine, **settings}
+    run = fit(make_client(FedPer), blobs(**data), tmp_path, callbacks=[watch], **settings)
+    assert all({"test/acc", "test/acc_worst", "time/evaluate"} <= set(row) for row in run.rows)
+    assert not any(name.startswith("val/") for row in run.rows for name in row)
+    assert [row["test/acc"] for row in run.rows] == pytest.approx(watch.seen)
+    best = run.logger.summary["best_on_test"]
+    assert best["test/acc"] == max(row["test/acc"] for row in run.rows)
+    if data:
+        return
+    validated = fit(make_client(FedPer), test_every_round=True, engine=engine)
+    assert [row["test/acc"] for row in run.rows] == [row["test/acc"] for row in validated.rows]
 
-    class Watch(Callback):
-        def on_validation_end(self, trainer, federation):
-            validated.append(set(federation.evaluations.results["val"]))
 
-    fit(make_client(), limit_val_batches=limit, callbacks=[Watch()])
-    assert validated == [{0, 1}] * 3
+class WatchedMetric(Callback):
+    """Looks for the metric where callbacks that monitor it do."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_epoch_end(self, trainer, federation):
+        self.seen.append(float(trainer.callback_metrics["test/acc"]))
+
+
+@pytest.mark.parametrize("data", [{}, {"val_fraction": 0}], ids=["validated", "not-validated"])
+def test_rounds_are_tested_as_often_as_they_are_validated(data):
+    run = fit(make_client(), blobs(**data), test_every_round=True, check_val_every_n_epoch=2, max_rounds=4)
+    assert ["test/acc" in row for row in run.rows] == [False, True] * 2
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -179,12 +179,11 @@ class Federation(FederationBase):
 
     def validation_step(self, clients: list[int], batch_idx: int) -> None:
         """Evaluates all clients on their validation splits; on their test splits too where rounds ask."""
-        own = self.options.limited(clients, self.options.limit_val_batches)
-        self.evaluations.evaluate(own, self.options.validation_splits)
+        self.evaluations.evaluate(clients, self.options.validation_splits)
 
     def test_step(self, clients: list[int], batch_idx: int) -> None:
         """Evaluates all clients on their test splits."""
-        self.evaluations.evaluate(self.options.limited(clients, self.options.limit_test_batches), ("test",))
+        self.evaluations.evaluate(clients, ("test",))
 
     def on_validation_epoch_end(self) -> None:
         """Summarises over clients into the round's row of metrics and for callbacks."""
@@ -192,6 +191,18 @@ class Federation(FederationBase):
         if "val" not in self.evaluations.results:
             # checkpoints want to know it, of a round in which no client could be asked too
             summary[f"val/{self.monitor.metric}"] = math.nan
+        self._end_evaluation(summary)
+
+    def on_train_batch_end(self, outputs: Any, clients: list[int], batch_idx: int) -> None:
+        """Test a round where rounds are tested and Lightning has nothing to validate: it skips its loop then."""
+        every = self.trainer.check_val_every_n_epoch or 1
+        validates = self.trainer.limit_val_batches and len(self.data.val_dataloader())
+        if self.options.test_every_round and not validates and self.round % every == 0:
+            self.on_validation_epoch_start()
+            self.evaluations.evaluate(clients, ("test",))
+            self._end_evaluation(self.evaluations.summary())
+
+    def _end_evaluation(self, summary: dict[str, float]) -> None:
         if self._fitting:
             if self.options.test_every_round:
                 summary |= self.test_global()
@@ -221,7 +232,8 @@ class Federation(FederationBase):
         # while fitting, loggers get the whole record of the round at once, from a callback
         for name, value in summary.items():
             shown = name.endswith((f"/{self.monitor.metric}", f"/global_{self.monitor.metric}"))
-            self.log(name, value, prog_bar=shown and self._fitting, logger=not self._fitting, batch_size=1)
+            bar, logger = shown and self._fitting, not self._fitting
+            self.log(name, value, prog_bar=bar, logger=logger, on_step=False, on_epoch=True, batch_size=1)
 
     # Callbacks
 

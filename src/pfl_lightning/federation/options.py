@@ -49,8 +49,6 @@ class FederationOptions:
     clip: float | None = None
     clip_algorithm: Literal["norm", "value"] = "norm"
     client_states: ClientStates = "memory"
-    limit_val_batches: int | float = 1.0
-    limit_test_batches: int | float = 1.0
     monitor: str | None = None
     min_clients: int = 1
     cohort: Selection = field(default_factory=Uniform)
@@ -200,19 +198,6 @@ class FederationOptions:
                 f"trainer.devices={ranks} it is another one in each round; take client_states='memory'."
             )
         return [Sharded(engine, trainer.global_rank, ranks) for engine in engines] if ranks > 1 else engines
-
-    @staticmethod
-    def limited(clients: list[int], limit: int | float) -> list[int]:
-        """The first of some clients.
-
-        >>> FederationOptions.limited([4, 5, 6, 7], 3), FederationOptions.limited([4, 5, 6, 7], 0.5)
-        ([4, 5, 6], [4, 5])
-
-        Args:
-            clients: their ids.
-            limit: how many, or which share of them; at least one.
-        """
-        return clients[: limit if isinstance(limit, int) else max(1, int(limit * len(clients)))]
 
     def after_name(self, split: str) -> str:
         """Under which name the evaluation after local training of ``val``, ``test``, … is recorded."""

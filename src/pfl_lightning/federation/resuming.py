@@ -83,7 +83,7 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int) ->
         **clip,
         "precision": trainer.precision,
         "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
-        "limit_val_batches": options.limit_val_batches,
+        "limit_val_batches": trainer.limit_val_batches,
     }
 
 
