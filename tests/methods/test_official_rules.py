@@ -1,8 +1,11 @@
-"""Each method once more, by hand: what its paper or its official code does, on the batches that a run's clients saw.
+"""Runs of the methods beside their published algorithms, written by hand and replayed on the batches of the run.
 
-A replay is a function below a `@replays` that names the method and its settings. It is plain arithmetic on weights in
-float64: five clients of unequal size, each without one of the three classes, of whom three take part in a round. Models
-are flat vectors of one net's weights, w; in a round the server sends x and client k ends with y[k].
+A replay is a function below a `@replays`, which names the method and its settings. It is plain arithmetic on weights in
+float64, and shares no code with the method. Five clients of unequal size, each without one of the three classes, make
+four rounds of three clients; one of them never takes part, and one comes back after a round without it. Models are flat
+vectors w of one net's weights. In a round the server sends x, and the model of client k after its training is y[k].
+
+Docstrings name the differences from the official code: the replay then does as the method's own docstring says.
 """
 
 import copy
@@ -33,7 +36,7 @@ CLIENTS = (24, 14, 38, 29, 19)
 
 
 class Lacking(Partitioner):
-    """Client k has no sample of class k modulo their number, and more of the later one of the two others."""
+    """Give client k no sample of class k modulo their number, and more of the later one of the two others."""
 
     def split(self, classes, num_clients, rng):
         pools = [list(rng.permutation(rows)) for rows in classes]
@@ -55,7 +58,7 @@ BODY, HEAD = slice(0, HIDDEN * (FEATURES + 1)), slice(HIDDEN * (FEATURES + 1), N
 
 
 def split(w):
-    """Matrix and bias of the body, and of the classifier."""
+    """Return matrix and bias of the body, and of the classifier."""
     sizes = [HIDDEN * FEATURES, HIDDEN, CLASSES * HIDDEN, CLASSES]
     a, b, c, d = w.split(sizes)
     return a.view(HIDDEN, FEATURES), b, c.view(CLASSES, HIDDEN), d
@@ -79,17 +82,17 @@ def cross_entropy(w, x, y):
     return F.cross_entropy(logits(w, x), y)
 
 
-# What local training is made of
+# Local training
 
 
 def slope(loss, w, *given):
-    """The gradient of a loss(w, *given) in w."""
+    """Return the gradient of a loss(w, *given) in w."""
     w = w.detach().requires_grad_()
     return torch.autograd.grad(loss(w, *given), w)[0]
 
 
 def sgd(w, batches, loss=cross_entropy, *given, lr=LR, part=slice(None)):
-    """Plain gradient descent by a loss(w, x, y, *given), of all weights or, if a part is named, of these alone."""
+    """Descend by the gradients of a loss(w, x, y, *given) in all weights or, if a part is named, in these alone."""
     for x, y in batches:
         step = torch.zeros_like(w)
         step[part] = lr * slope(loss, w, x, y, *given)[part]
@@ -98,7 +101,7 @@ def sgd(w, batches, loss=cross_entropy, *given, lr=LR, part=slice(None)):
 
 
 def step(p, lr, loss, *given):
-    """One step of gradient descent by a loss(p, *given) of weights by name."""
+    """Make one step of gradient descent by a loss(p, *given) of weights by name."""
     p = {name: t.detach().requires_grad_() for name, t in p.items()}
     slopes = torch.autograd.grad(loss(p, *given), list(p.values()))
     return {name: t.detach() - lr * g for (name, t), g in zip(p.items(), slopes, strict=True)}
@@ -113,7 +116,7 @@ def layer_norm(p, layer, h):
 
 
 def mean(models, n=None):
-    """The mean of models by client id, by their samples n or, without these, plainly."""
+    """Return the mean of models by client id, weighted by their samples n or, without these, plain."""
     first = next(iter(models.values()))
     if isinstance(first, dict):
         return {name: mean({k: model[name] for k, model in models.items()}, n) for name in first}
@@ -122,23 +125,23 @@ def mean(models, n=None):
 
 
 def kl(teacher, student):
-    """Mean over rows of KL(softmax(teacher) || softmax(student)); the teacher is a constant."""
+    """Return the mean over rows of KL(softmax(teacher) || softmax(student)); the teacher is a constant."""
     p = teacher.detach().softmax(1)
     return (p * (p.log() - student.log_softmax(1))).sum(1).mean()
 
 
 def drawn(random, draw, *given):
-    """What draw(*given) gives under a state of torch's generator."""
+    """Call draw(*given) under a state of torch's generator."""
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(random)
         return draw(*given)
 
 
-# The run, and what is to be replayed of it
+# The run and its record
 
 
 class Recorder(FederatedCallback):
-    """Keeps cohorts, and what the server knew before the first round."""
+    """Keep the cohorts, and the aggregator's state before the first round."""
 
     def __init__(self):
         self.cohorts, self.server = [], {}
@@ -150,7 +153,7 @@ class Recorder(FederatedCallback):
 
 
 class Log:
-    """A run's facts, from which a replay starts.
+    """The record of a run, from which a replay starts.
 
     Attributes:
         cohorts: ids of the clients of each round.
@@ -159,8 +162,8 @@ class Log:
         server: the aggregator's state before the first round.
         n: training samples of each client.
         counts: the same by class.
-        seen: ids of those who ever took part.
-        seed: of the run.
+        seen: ids of the clients that ever took part.
+        seed: seed of the run.
         steps: inputs, labels and the random state of each training step, by round, client and phase.
     """
 
@@ -175,7 +178,7 @@ class Log:
         self.counts = [torch.bincount(self.train(k)[1], minlength=CLASSES).double() for k in clients]
 
     def output(self, client):
-        """Of a client's model for its test samples; what it trains on before that is among the steps."""
+        """Return a client's outputs for its test samples; batches of its evaluation phases are among the steps."""
         federation, model = self.run.federation, self.run.model
         engine, job = federation.engines[0], federation.job(client)
         data, phases = engine.become(job), model.evaluation_phases()
@@ -189,14 +192,14 @@ class Log:
         return enumerate(self.cohorts)
 
     def batches(self, round, client, phase="train"):
-        """What the client's training steps saw in a phase of its local work."""
+        """Return the batches of a phase of a client's local work."""
         return [(x, y) for x, y, _ in self.steps[round, client, phase]]
 
     def everybody(self, value):
         return dict.fromkeys(range(len(self.n)), value)
 
     def class_means(self, models):
-        """Mean features of each client's classes by its model, side by side, and their classes."""
+        """Return the mean features of each client's classes by its model, side by side, and their classes."""
         pairs = []
         for k, w in models.items():
             x, y = self.train(k)
@@ -213,14 +216,14 @@ class Log:
 
 @dataclass
 class End:
-    """Where a replay ends, for comparison.
+    """The end of a replay, for comparison with the run's.
 
     Args:
         model: the global model.
-        sent: what each client would receive next, by its id.
-        kept: what stays with clients: by the name of the entries, or what these begin with, by client id.
-        server: parts of the aggregator's state by name, those within others by names with dots.
-        outputs: of some clients' models for their test samples, by client id.
+        sent: the model in each client's next payload, by client id.
+        kept: personal entries, by their name or its beginning and then by client id.
+        server: parts of the aggregator's state, by their paths.
+        outputs: clients' outputs for their test samples, by client id.
     """
 
     model: torch.Tensor | None = None
@@ -231,12 +234,12 @@ class End:
 
 
 def within(entries, name):
-    """Entries that are in a module, by their names in it."""
+    """Return the entries of a module, by their names in it."""
     return {own.removeprefix(f"{name}."): t for own, t in entries.items() if own.startswith(f"{name}.")}
 
 
 def found(record, path):
-    """What is at a path into nested records, as a vector: an entry, or all whose names begin with it and a dot."""
+    """Return an entry of nested records by a path like ``weights/net.features``, or all within it, as a vector."""
     for name in path.split("/"):
         within = {own: value for own, value in record.items() if str(own).startswith(f"{name}.")}
         record = next((value for own, value in record.items() if str(own) == name), within)
@@ -253,17 +256,17 @@ REPLAYS = []
 
 
 def replays(client, aggregator=None, id=None, local_epochs=1, own=None, server=None, net=plain, near=1e-8):
-    """Registers a replay of a method.
+    """Register a replay of a method.
 
     Args:
         client: the client module's class.
         aggregator: the aggregator's class; None takes the client's own.
         id: the test's name; None takes the replay's.
-        local_epochs: of the run.
+        local_epochs: passes over the samples in a round.
         own: settings of the client module, which the replay takes by the same names.
         server: settings of the aggregator, likewise.
-        net: what builds the net.
-        near: how near the replay comes to the run.
+        net: the network's factory.
+        near: the tolerance, absolute and relative.
     """
 
     def register(replay):
@@ -276,7 +279,7 @@ def replays(client, aggregator=None, id=None, local_epochs=1, own=None, server=N
 
 
 def recorded(client, aggregator, local_epochs, own, server):
-    """A run of four rounds, logged."""
+    """Run four rounds, and return their record."""
     steps = defaultdict(list)
 
     class Logged(client):
@@ -296,6 +299,8 @@ def recorded(client, aggregator, local_epochs, own, server):
         local_epochs=local_epochs,
         max_rounds=4,
         precision="64-true",
+        check_val_every_n_epoch=4,
+        accelerator="cpu",
     )
     return Log(run, recorder, entries, steps)
 
@@ -414,7 +419,7 @@ def q_fedavg(log, q):
 
 @replays(m.FedNTD, local_epochs=2, own={"beta": 0.7, "temperature": 2.0})
 def fedntd(log, beta, temperature):
-    """Lee et al., 2022: the received model teaches what it says of the classes that a sample is not of."""
+    """Lee et al., 2022: the received model teaches its probabilities of the classes that a sample is not of."""
 
     def loss(w, a, b, x):
         others = ~F.one_hot(b, CLASSES).bool()
@@ -465,7 +470,7 @@ def fml(log, alpha, beta):
 
 @replays(m.FedPHP, own={"weight": 0.3, "temperature": 4.0, "momentum": 0.9, "participation": 0.6})
 def fedphp(log, weight, temperature, momentum, participation):
-    """Li et al., 2021: the history s teaches the received model, and takes in what comes of it.
+    """Li et al., 2021: the history s teaches the received model, and takes the trained one in.
 
     Officially the first history is a net with weights of its own; here the received model stands for it.
     """
@@ -488,7 +493,7 @@ def fedphp(log, weight, temperature, momentum, participation):
 
 
 def normalised(input_shape, num_classes):
-    """With BatchNorm."""
+    """A net with BatchNorm."""
     body = nn.Sequential(nn.Linear(input_shape[0], HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Tanh())
     return Net(body, nn.Linear(HIDDEN, num_classes))
 
@@ -601,7 +606,7 @@ def fedcp(log, mmd):
 def fedcac(log, tau, beta):
     """Wu et al., 2023: entries that a client's data depend on are averaged over those who depend on the same ones.
 
-    Rounds count from 1, as in the official code; who stays away keeps its mask and what was averaged for it.
+    Rounds count from 1, as in the official code; a client that stays away keeps its mask and its last mean.
     """
 
     def critical(change, y):
@@ -705,7 +710,7 @@ def fedgh(log, server_epochs, batch_size, optimizer):
     },
 )
 def pfedhn(log, lr, embedding_lr, momentum, weight_decay, clip, hidden, layers, embedding_size):
-    """Shamsian et al., 2021: a hypernetwork, which learns from what training changes in the models that it makes.
+    """Shamsian et al., 2021: a hypernetwork learns from the changes that training makes to its models.
 
     Officially one client is in a round; of more, all gradients are at the round's start, and each makes a step.
     """
@@ -960,9 +965,9 @@ def pfedme(log, moreau_lambda, personal_steps, personal_lr, server_lr, weighting
 @replays(m.PerFedAvg, id="per_fedavg-fo", own={"alpha": 0.3, "variant": "FO", "delta": 0.1})
 @replays(m.PerFedAvg, id="per_fedavg-hf", own={"alpha": 0.3, "variant": "HF", "delta": 0.1})
 def per_fedavg(log, alpha, variant, delta):
-    """Fallah et al., 2020, Algorithm 1: what is trained is the model after a step of adaptation.
+    """Fallah et al., 2020, Algorithm 1: training is for the model after one step of adaptation.
 
-    A batch is cut in the parts of the algorithm, one that is too small for them is learnt from as it is.
+    A batch is cut into the algorithm's parts; one that is too small for them is learnt from as it is.
     """
     parts, x = 2 if variant == "FO" else 3, log.start
     for t, cohort in log.rounds():
@@ -1047,7 +1052,7 @@ def lg_fedavg(log):
 
 @replays(m.FedRoD, own={"gamma": 0.8})
 def fedrod(log, gamma):
-    """Chen and Chao, 2022: a balanced loss for the generic model, and what it leaves to the personal head."""
+    """Chen and Chao, 2022: a balanced loss for the generic model, and its errors for the personal head."""
 
     def balanced(w, a, b, k):
         return F.cross_entropy(logits(w, a) + gamma * log.counts[k].log(), b)
@@ -1139,7 +1144,7 @@ def fedamp(log, mu, alpha, sigma, min_own):
 @replays(m.FedFomo, m.AffinityPool, id="fedfomo", own={"norm": "l2"}, server={"num_models": 2})
 @replays(m.FedFomo, m.AffinityPool, id="fedfomo-l1", own={"norm": "l1"}, server={"num_models": 1})
 def fedfomo(log, norm, num_models):
-    """Zhang et al., 2021, Algorithm 1: a round starts from what lowers the own validation loss, by how much it does."""
+    """Zhang et al., 2021, Algorithm 1: a round starts from the models that lower the own validation loss."""
     w, old, sent = log.everybody(log.start), log.everybody(log.start), {}
     P = {k: log.everybody(0.0) for k in w}
     for t, cohort in log.rounds():
@@ -1173,7 +1178,7 @@ def apple(log, rho_lr, mu, penalty_share):
         return cross_entropy(rho @ cores, a, b)
 
     p = torch.tensor(log.n, dtype=torch.float64) / sum(log.n)
-    p = p.float().double()  # which is what travels
+    p = p.float().double()  # it travels in float32
     cores, rho, R = torch.stack([log.start] * len(log.n)), log.everybody(p), penalty_share * len(log.cohorts)
     for t, cohort in log.rounds():
         fade = (1 + math.cos(math.pi * t / R)) / 2 if t < R else 0.0
@@ -1192,7 +1197,7 @@ def apple(log, rho_lr, mu, penalty_share):
 
 
 def prototypes(log, models, known):
-    """The mean feature of each class over clients that have it, by their samples of it; else as before."""
+    """Return the mean feature of each class over the clients that have it, by their samples; else the last one."""
     known = dict(known)
     for c in range(CLASSES):
         held = {k: log.counts[k][c] for k in models if log.counts[k][c]}
@@ -1238,7 +1243,7 @@ def fedpac(log, align_lambda, head_epochs, head_lr):
         return mu, H, (pi @ square - H.square().sum()) / log.n[k]
 
     def combination(k, H, V):
-        """The point of the simplex with the least bias and variance, by trying all of its faces."""
+        """Find the point of the simplex with the least bias and variance, by trying all of its faces."""
         ids = list(H)
         apart = torch.stack([(H[k] - H[j]).flatten() for j in ids])
         P, best = torch.diag(torch.stack([V[j] for j in ids])) + apart @ apart.T, None
@@ -1268,11 +1273,12 @@ def fedpac(log, align_lambda, head_epochs, head_lr):
     return End(x, sent={k: torch.cat([x[BODY], head]) for k, head in heads.items()})
 
 
-@replays(m.FedAvg, m.CFL, id="cfl", local_epochs=3, server={"eps1": 0.5, "eps2": 0.1, "warmup": 1})
+@replays(m.FedAvg, m.CFL, id="cfl", local_epochs=3, server={"eps1": 0.6, "eps2": 0.1, "warmup": 0})
+@replays(m.FedAvg, m.CFL, id="cfl-late", server={"eps1": 0.6, "eps2": 0.1, "warmup": 3})
 def cfl(log, eps1, eps2, warmup):
     """Sattler, Mueller and Samek, 2020: clusters that are at rest while their clients aren't are cut in two.
 
-    By complete linkage, as in the official code; who stays away is judged by its last update.
+    By complete linkage, as in the official code; a client that stays away is judged by its last update.
     """
 
     def cut(members, change):
@@ -1306,7 +1312,7 @@ def cfl(log, eps1, eps2, warmup):
 
 @replays(m.IFCA, m.ClusterModels, id="ifca", local_epochs=3, server={"num_clusters": 2})
 def ifca(log, num_clusters):
-    """Ghosh et al., 2020, Algorithm 1, model averaging: a client trains that of some models that fits it best."""
+    """Ghosh et al., 2020, Algorithm 1, model averaging: a client trains the one of several models that fits it best."""
 
     def chosen(k):
         losses = [cross_entropy(model, *log.train(k)) for model in models]
@@ -1338,7 +1344,7 @@ def feddisco(log, a, b):
 
 @replays(m.FedAvg, m.LDAWA, id="ldawa", local_epochs=2, server={"warmup": 1})
 def ldawa(log, warmup):
-    """Rehman et al., 2023: each tensor of a client counts by its cosine with the global one; nothing is made up for."""
+    """Rehman et al., 2023: each tensor of a client counts by its cosine with the global one; weights don't sum to 1."""
     x = log.start
     for t, cohort in log.rounds():
         y = {k: sgd(x, log.batches(t, k)) for k in cohort}
@@ -1364,8 +1370,8 @@ def ldawa(log, warmup):
 def fedas(log, align_epochs, align_lr, align_batch_size, fisher_batch_size):
     """Yang, Huang and Ye, 2024: received bodies are aligned with the own last one, and count by slopes of losses.
 
-    Each aligns what the server sent; in the official code, which aligns the server's own model, clients begin with
-    what those before them have aligned.
+    Each aligns a copy of the server's model; the official code aligns the server's own one, client after client, so
+    that the order of clients counts.
     """
 
     def apart(w, a, b, aims):
@@ -1419,6 +1425,9 @@ def fedmd(log, initial_epochs, distill_epochs, distill_batch_size):
 @pytest.mark.parametrize(("record", "replay", "near"), REPLAYS)
 def test_a_run_is_what_its_method_s_rule_makes_of_its_batches(record, replay, near):
     log = record()
+    came = {k: [t for t, cohort in log.rounds() if k in cohort] for k in log.everybody(0)}
+    assert [] in came.values(), "a client never takes part"
+    assert any(late - early > 1 for rounds in came.values() for early, late in itertools.pairwise(rounds))
     check(log, replay(log), near)
 
 
