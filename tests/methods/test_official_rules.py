@@ -1421,6 +1421,64 @@ def fedmd(log, initial_epochs, distill_epochs, distill_batch_size):
     return End(kept={"net": w}, server={"consensus": consensus})
 
 
+@replays(m.FedLC, id="fedlc-one", own={"tau": 0.8, "absent": "one"})
+@replays(m.FedLC, id="fedlc-out", own={"tau": 0.8, "absent": "out"})
+def fedlc(log, tau, absent):
+    """Zhang et al., 2022: logits are lowered by margins that are wider for a client's rarer classes.
+
+    The softmax is the ordinary one; in the paper its sum leaves the true class out. An absent class counts as one
+    sample, or is out of the softmax, as by the formula itself.
+    """
+
+    def calibrated(w, a, b, k):
+        n = log.counts[k].clamp_min(1) if absent == "one" else log.counts[k]
+        return F.cross_entropy(logits(w, a) - tau * n**-0.25, b)
+
+    x = log.start
+    for t, cohort in log.rounds():
+        x = mean({k: sgd(x, log.batches(t, k), calibrated, k) for k in cohort}, log.n)
+    return End(x)
+
+
+@replays(m.FedDBE, m.DomainConsensus, id="feddbe", own={"kappa": 5.0, "mu": 0.4})
+@replays(m.FedDBE, m.DomainConsensus, id="feddbe-batch", own={"kappa": 5.0, "mu": 1.0})
+def feddbe(log, kappa, mu):
+    """Zhang et al., 2023: an own bias of features, whose running mean r is held at everybody's.
+
+    Officially all clients report r before the first round; here a client reports it where it first takes part, without
+    bias and regulariser, and the first round's models are thrown away.
+    """
+
+    def biased(w, a, b, bias, r, consensus):
+        h = features(w, a)
+        r = (1 - mu) * r + mu * h.mean(0)
+        return F.cross_entropy(classify(w, h + bias), b) + kappa / 2 * (r - consensus).square().mean()
+
+    def of_bias(bias, w, a, b):
+        return F.cross_entropy(classify(w, features(w, a) + bias), b)
+
+    zeros, reports = torch.zeros(HIDDEN, dtype=torch.float64), {}
+    x, bias = log.start, log.everybody(zeros)
+    for t, cohort in log.rounds():
+        y, new = dict.fromkeys(cohort, x), {}
+        for k in cohort:
+            r = zeros
+            for a, b in log.batches(t, k):
+                reached = (1 - mu) * r + mu * features(y[k], a).mean(0)
+                if k in reports:
+                    moved = bias[k] - LR * slope(of_bias, bias[k], y[k], a, b)
+                    y[k] = sgd(y[k], [(a, b)], biased, bias[k], r, mean(reports, log.n))
+                    bias[k] = moved
+                else:
+                    y[k] = sgd(y[k], [(a, b)])
+                r = reached
+            if k not in reports:
+                new[k] = r
+        x, reports = mean(y, log.n) if reports else x, reports | new
+    outputs = {k: classify(x, features(x, log.split(k, "test")[0]) + bias[k]) for k in log.everybody(0)}
+    return End(x, kept={"bias": bias}, server={"consensus/mean": mean(reports, log.n)}, outputs=outputs)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("record", "replay", "near"), REPLAYS)
 def test_a_run_is_what_its_method_s_rule_makes_of_its_batches(record, replay, near):
