@@ -49,6 +49,11 @@ class Stack:
         return {name: stack.shape[1:] for name, stack in self.entries.items()}
 
     @cached_property
+    def types(self) -> dict[str, torch.dtype]:
+        """Types of a client's tensors, by name."""
+        return {name: stack.dtype for name, stack in self.entries.items()}
+
+    @cached_property
     def bytes_of_a_row(self) -> int:
         """What a client's tensors take on the wire."""
         return sum(stack[0].nbytes for stack in self.entries.values())

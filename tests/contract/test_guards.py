@@ -14,7 +14,7 @@ from federations import Spy, blobs, equal, fit, make_client, noisy, same_end
 from pfl_lightning import Aggregator, FederatedTrainer, WeightedAverage
 from pfl_lightning.contract.attributes import content
 from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised
-from pfl_lightning.methods import FedAWA, FedPer
+from pfl_lightning.methods import FedAWA, FedDisco, FedPer
 from pfl_lightning.methods.fedavg import FedAvg
 
 ENGINES = [Sequential, Processes, Vectorised, Auto]
@@ -445,11 +445,31 @@ def misshapen(update):
     return update | {"weights": update["weights"] | {"net.classifier.bias": torch.zeros(4)}}
 
 
+def changed(name, change):
+    """An update whose entry of a name is changed."""
+    return lambda update: update | {name: change(update[name])}
+
+
+def as_integers(weights):
+    return weights | {"net.classifier.bias": weights["net.classifier.bias"].long()}
+
+
+def in_half(weights):
+    return {name: tensor.half() for name, tensor in weights.items()}
+
+
 WRONG = [
     (without_bias, "weights without net.classifier.bias"),
     (misshapen, r"weights whose net.classifier.bias has the shape \(4,\) and not \(3,\)"),
     (lambda update: {"num_samples": update["num_samples"]}, "no weights"),
     (lambda update: None, "a NoneType and no dict"),
+    (changed("weights", as_integers), r"weights whose net.classifier.bias is of type torch.int64 and not torch.float3"),
+    (changed("weights", in_half), r"weights whose .* is of type torch.float16 and not torch.float32"),
+    (changed("num_samples", lambda count: -count), "num_samples=-.* and no tensor of one integer from 1 up"),
+    (changed("num_samples", lambda count: 0 * count), "num_samples=0 and"),
+    (changed("num_samples", lambda count: count / 2), "num_samples=.* and"),
+    (changed("num_samples", lambda count: count.repeat(2)), "num_samples=tensor.* and"),
+    (changed("num_samples", int), "num_samples=.* and"),
 ]
 
 
@@ -469,6 +489,32 @@ def test_a_wrong_update_leaves_its_client_out_and_is_counted(change, reason):
 def test_updates_that_are_all_wrong_end_the_run(change, reason):
     with pytest.raises(MisconfigurationException, match=f"client 0: Uploading.upload gave {reason}"):
         fit(make_client(uploading(change, range(4))))
+
+
+def test_numbers_of_a_class_are_not_negative():
+    counted = uploading(changed("class_counts", lambda counts: counts - 100), range(4))
+    with pytest.raises(MisconfigurationException, match=r"client 0: Uploading\.upload gave class_counts=.* from 0 up"):
+        fit(make_client(counted), aggregator=FedDisco())
+
+
+@pytest.mark.parametrize("engine", [Sequential, Vectorised])
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
+def test_updates_have_the_type_of_the_precision(engine, precision):
+    run = fit(make_client(), engine=engine, precision=precision, max_rounds=2)
+    assert [row["clients"] for row in run.rows] == [4, 4]
+
+
+def test_a_server_may_send_more_digits_and_no_integers():
+    class Wider(WeightedAverage):
+        kind = torch.float64
+
+        def download(self, client):
+            return {"weights": {name: tensor.to(self.kind) for name, tensor in self.state["weights"].items()}}
+
+    assert equal(fit(make_client(), aggregator=Wider()).weights, fit(make_client()).weights)
+    Wider.kind = torch.int64
+    with pytest.raises(MisconfigurationException, match=r"Wider\.download\(0\) gave weights whose .* another type"):
+        fit(make_client(), aggregator=Wider())
 
 
 class Absent(Sequential):

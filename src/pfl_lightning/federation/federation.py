@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from pfl_lightning.client.common import trained_parameters
+from pfl_lightning.client.common import shared_entries, trained_parameters
 from pfl_lightning.contract.messages import check_payload, sound_updates
 from pfl_lightning.engines import ClientState, Job, Outcome
 from pfl_lightning.engines.evaluation import own_values
@@ -114,7 +114,9 @@ class Federation(FederationBase):
         private = bool(self.aggregator.guarantee)
         sound = finite(accepted, round, 0 if private else expected)
         updates = {client: outcome.update for client, outcome in sound.items()}
-        usable = sound_updates(updates, self.aggregator, type(self.client).__name__, self._shared)
+        # as they stand, under the Trainer's precision
+        shared = shared_entries(self.client, self.client.state_dict())
+        usable = sound_updates(updates, self.aggregator, type(self.client).__name__, shared)
         taken = {client: sound[client] for client in usable}
         if expected and not private:
             taken = enough(taken, round, self.options.min_clients)
