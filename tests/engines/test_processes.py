@@ -18,6 +18,7 @@ from command import forked
 from federations import MOMENTUM, NETS, Spy, blobs, fit, make_client, noisy, same_end
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.engines import LocalWork, Processes, parent, processes
+from pfl_lightning.engines.errors import ClientsLost
 from pfl_lightning.engines.processes import taken_from
 from pfl_lightning.methods import WDR, FedAvg, FedBABU, FedPer, FedReMa, Local
 from sweeps import swept
@@ -157,6 +158,28 @@ class Buggy(Waiting):
         return values
 
 
+class Leaving(Waiting):
+    """Its worker ends as if it were done, with a client that it has trained."""
+
+    def upload(self, data):
+        if os.getpid() != self.main:
+            os._exit(0)
+        return super().upload(data)
+
+
+class LeavingLater(FedAvg):
+    """The same in the evaluation, which begins with the next round's first client."""
+
+    main = None
+
+    def forward(self, x):
+        LeavingLater.main = self.main or os.getpid()
+        if os.getpid() != self.main:
+            os._exit(0)
+        time.sleep(0.02)
+        return super().forward(x)
+
+
 class Signalled(Waiting):
     """A worker that gets a signal."""
 
@@ -173,8 +196,10 @@ class Signalled(Waiting):
     ("method", "error", "says"),
     [
         (Refusing, MisconfigurationException, r"^model\.x=1 must be 2\.$"),
-        (Buggy, RuntimeError, "in a worker process:(.|\n)*KeyError: 'lost'"),
-        (Signalled, RuntimeError, r"died with exit code -9 .* resume with --ckpt_path last"),
+        (Buggy, KeyError, "lost"),
+        (Leaving, ClientsLost, r"no result of clients? \d.* in the training in round 1; .*os\._exit"),
+        (LeavingLater, ClientsLost, r"no result of clients? \d.* in the evaluation after round \d; .*os\._exit"),
+        (Signalled, ClientsLost, r"died with exit code -9 .* resume with --ckpt_path last"),
     ],
 )
 def test_what_goes_wrong_in_a_worker_is_told(method, error, says):
@@ -241,7 +266,12 @@ def test_workers_end_with_a_main_process_that_is_killed(platform, monkeypatch):
     monkeypatch.setattr(parent, "sys", SimpleNamespace(platform=platform))
     reader, writer = os.pipe()
     monkeypatch.setattr(Sending, "line", writer)
-    main = forked(partial(fit, make_client(Sending), engine="processes", workers=2, callbacks=[Pausing()]))
+
+    def run():
+        Waiting.main = os.getpid()
+        fit(make_client(Sending), engine="processes", workers=2, callbacks=[Pausing()])
+
+    main = forked(run)
     os.close(writer)
     pids = {int(os.read(reader, 8)) for _ in range(3)}
     assert main.pid in pids and len(pids) == 2

@@ -98,6 +98,8 @@ def spoiling(change):
 class Without(Sequential):
     """Never hears from client 2 in the first round."""
 
+    may_miss_clients = True
+
     def run(self, jobs):
         return (outcome for outcome in super().run(jobs) if outcome.client != CLIENT or self.module.round)
 

@@ -6,6 +6,7 @@ from traceback import walk_tb
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from pfl_lightning.engines.errors import ClientsLost
 from pfl_lightning.federation.outcomes import TrainingDiverged
 
 OF_SETTINGS = {
@@ -29,7 +30,7 @@ def mistake(error: BaseException) -> str | None:
     """
     root = list(causes(error))[-1]
     for cause in causes(error):
-        if isinstance(cause, (MisconfigurationException, TrainingDiverged)):
+        if isinstance(cause, (MisconfigurationException, TrainingDiverged, ClientsLost)):
             return one_line(about(cause))
         if type(cause).__module__.startswith("wandb.errors"):
             reason = str(cause).splitlines()[0].removesuffix(".")

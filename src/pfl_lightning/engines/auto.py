@@ -54,7 +54,7 @@ class Auto(Engine):
             return
         done = set()
         try:
-            for outcome in self._chosen(jobs[0]).run(jobs):
+            for outcome in self._chosen(jobs[0]).complete("training", jobs):
                 done.add(outcome.client)
                 yield outcome
         except Unvectorisable as error:
@@ -66,7 +66,7 @@ class Auto(Engine):
         jobs = iter(jobs)
         # as they come: what a client is sent is made when its job is
         for first in jobs:
-            yield from self._chosen(first).evaluate_all(chain([first], jobs))
+            yield from self._chosen(first).complete("evaluation", chain([first], jobs))
 
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
         """Trains as the engine that was taken does."""

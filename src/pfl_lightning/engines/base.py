@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast, overload
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -13,6 +13,7 @@ from torchmetrics import Metric
 from pfl_lightning.client import ClientModule, Phase
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import ClientData, LastBatch, Samples, Split
+from pfl_lightning.engines.errors import ClientsLost, during, moment, named
 from pfl_lightning.engines.evaluation import evaluate, metrics_of
 from pfl_lightning.engines.heap import keep_freed
 from pfl_lightning.messages import Message, StateDict, detached, tree_map
@@ -167,6 +168,11 @@ class Engine(ABC):
         compile: whether local steps are compiled, by engines that can.
     """
 
+    may_miss_clients: ClassVar[bool] = False
+    """Whether clients may be gone, as those at sites; elsewhere one without a result is an error."""
+    when_clients_miss: ClassVar[str] = "let its run() and evaluate_all() give each job's client once"
+    """Advice for the message about clients that have no result."""
+
     def __init__(
         self,
         module: ClientModule,
@@ -193,9 +199,60 @@ class Engine(ABC):
         """The context of forward passes under the Trainer's precision."""
         return self.precision.forward_context()
 
+    @overload
+    def complete(self, phase: Literal["training"], jobs: Iterable[Job]) -> Iterator[Outcome]: ...
+
+    @overload
+    def complete(self, phase: Literal["evaluation"], jobs: Iterable[Job]) -> Iterator[Evaluated]: ...
+
+    def complete(self, phase: Literal["training", "evaluation"], jobs: Iterable[Job]) -> Iterator[Outcome | Evaluated]:
+        """Yield the results of `run` or `evaluate_all`, and count them against the jobs.
+
+        Whoever asks an engine for results asks here, so that no client is lost or counted twice without a word.
+
+        Args:
+            phase: ``training`` runs `run`, ``evaluation`` `evaluate_all`.
+            jobs: of different clients.
+
+        Raises:
+            ClientsLost: if a client has no result where `may_miss_clients` is False, or if one has several, or was not
+                asked for.
+        """
+        jobs = iter(jobs)
+        missing: set[int] = set()
+        when = ""
+
+        def asked() -> Iterator[Job]:
+            nonlocal when
+            for job in jobs:
+                missing.add(job.client)
+                # an evaluation's is the job of the round to come
+                when = when or moment(phase, job.round - (phase == "evaluation"))
+                yield job
+
+        results: Iterable[Outcome | Evaluated] = (
+            self.run(asked()) if phase == "training" else self.evaluate_all(asked())
+        )
+        engine = f"trainer.engine={type(self).__name__}"
+        for result in results:
+            client = result[0]
+            if client not in missing:
+                raise ClientsLost(
+                    f"{engine} gave a result of client {client} in the {phase} {when} that nobody had asked "
+                    f"for, or a second one; {self.when_clients_miss}."
+                )
+            missing.remove(client)
+            yield result
+        # of an engine that has stopped before the last job
+        missing.update(job.client for job in asked())
+        if missing and not self.may_miss_clients:
+            raise ClientsLost(
+                f"{engine} gave no result of {named(sorted(missing))} in the {phase} {when}; {self.when_clients_miss}."
+            )
+
     @abstractmethod
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
-        """Trains each job's client and yields its outcome, in any order; a client that is gone has none."""
+        """Train each job's client and yield its outcome, in any order; `complete` counts them."""
 
     @abstractmethod
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
@@ -206,10 +263,12 @@ class Engine(ABC):
 
         A method's `ClientModule.evaluation_phases` come first; what the model is without them is ``SPLIT_received``.
         """
-        return self.evaluate_present(job, self.become(job))
+        # it is the job of the round to come
+        with during("evaluation", job.round - 1, job.client):
+            return self.evaluate_present(job, self.become(job))
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
-        """Evaluates each job's client and yields its id and metrics, in any order; a client that is gone has none."""
+        """Evaluate each job's client and yield its id and metrics, in any order; `complete` counts them."""
         for job in jobs:
             yield job.client, self.evaluate(job)
 
@@ -258,7 +317,7 @@ class Engine(ABC):
             evaluation_follows=not training or bool(job.evaluate),
         )
         try:
-            with torch.no_grad():
+            with torch.no_grad(), during("download", job.round, job.client):
                 module.receive(job.state.personal, job.payload, data)
         finally:
             # whoever else lets the module receive something may do both with it

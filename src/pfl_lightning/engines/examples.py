@@ -1,13 +1,11 @@
 """Gradients of single samples, bounded and added up: what one step of differentially private training is made of."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.func import grad, vmap
 
@@ -16,7 +14,7 @@ from pfl_lightning.client.phases import Phase
 from pfl_lightning.data.trees import split
 from pfl_lightning.engines.base import LocalWork
 from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.steps import reason_of, step_values
+from pfl_lightning.engines.steps import step_values
 from pfl_lightning.messages import StateDict, tree_map
 from pfl_lightning.privacy.accountant import Release
 
@@ -164,27 +162,6 @@ def added(one: StateDict, other: StateDict) -> StateDict:
 def whole(gradients: Tensor, finite: Tensor) -> Tensor:
     """Gradients of samples ``[m, ...]``, with zeros for those that aren't finite, as zero times infinity is none."""
     return torch.where(finite.view(-1, *[1] * (gradients.dim() - 1)), gradients, 0)
-
-
-@contextmanager
-def computable(module: ClientModule) -> Iterator[None]:
-    """Says why a step can't be made of single samples, where it can't.
-
-    Args:
-        module: the client module.
-
-    Raises:
-        MisconfigurationException: in the place of torch's error.
-    """
-    try:
-        yield
-    except (MisconfigurationException, torch.cuda.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise MisconfigurationException(
-            f"trainer.example_privacy takes the gradient of each sample, and {type(module).__name__}'s training_step "
-            f"can't be computed so: {reason_of(error)}; leave it out, or let the step be free of what samples share."
-        ) from error
 
 
 def noised(sums: StateDict, noise: Tensor, entries: Mapping[str, Tensor], expected: float | Tensor) -> StateDict:

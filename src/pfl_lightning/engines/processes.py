@@ -8,7 +8,6 @@ import statistics
 import struct
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -18,6 +17,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.engines.base import Evaluated, Job, Outcome
+from pfl_lightning.engines.errors import ClientsLost, Failure
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.parent import end_with
 from pfl_lightning.engines.sequential import Sequential
@@ -51,6 +51,11 @@ class Processes(Sequential):
     workers and to hear from them is done in this process. A worker that dies ends the run with a message; the last
     checkpoint stands. However this process ends, its workers end with it.
     """
+
+    when_clients_miss = (
+        "a worker process ended in the middle of its work with exit code 0, as by os._exit(0) in a hook or a library; "
+        "take that call out, or find it with trainer.engine=sequential, where it ends the run at once"
+    )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -135,8 +140,8 @@ class Processes(Sequential):
 
         def arrived(at_once: bool) -> Iterator[tuple[Result, float]]:
             for result in self._collect(workers, at_once):
-                if isinstance(result, Exception):
-                    raise result
+                if isinstance(result, Failure):
+                    result.throw("a worker process")
                 yield result
 
         try:
@@ -178,7 +183,7 @@ class Processes(Sequential):
                         # as all of its group, of which this process only hears later
                         signal.raise_signal(signal.SIGTERM)
                     if process.exitcode:
-                        raise RuntimeError(
+                        raise ClientsLost(
                             f"a worker process of engine=processes died with exit code {process.exitcode} "
                             "(-9: killed, often for lack of memory); resume with --ckpt_path last, or with fewer "
                             "trainer.workers."
@@ -222,7 +227,7 @@ def cores() -> int:
 
 
 def timed(function: Callable[[Job], Any], job: Job) -> Any:
-    """What a function makes of a job with the seconds that took, or the exception that it ends with.
+    """Return what a function makes of a job with the seconds that took, or the `Failure` that it ends with.
 
     Args:
         function: what is done.
@@ -231,8 +236,5 @@ def timed(function: Callable[[Job], Any], job: Job) -> Any:
     start = time.perf_counter()
     try:
         return function(job), time.perf_counter() - start
-    except MisconfigurationException as error:
-        return error
-    except Exception:
-        # as text, since an exception loses its traceback on the way
-        return RuntimeError(f"in a worker process:\n{traceback.format_exc()}")
+    except Exception as error:
+        return Failure.of(error)

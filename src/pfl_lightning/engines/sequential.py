@@ -5,10 +5,12 @@ import operator
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any, TypeAlias, cast
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,7 +19,8 @@ from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import ClientData, Samples, epoch_order
 from pfl_lightning.data.trees import rows_in
 from pfl_lightning.engines.base import ClientState, Engine, Job, Outcome
-from pfl_lightning.engines.examples import Draws, ExampleGradients, computable, noised, releases_of
+from pfl_lightning.engines.errors import computed, during
+from pfl_lightning.engines.examples import Draws, ExampleGradients, noised, releases_of
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.leaks import Leaks
 from pfl_lightning.engines.local_optimizer import local_optimizer
@@ -87,7 +90,7 @@ class Sequential(Engine):
         generator = torch.Generator().manual_seed(job.seed)
         state = ClientState()
         steps: list[Step] = []
-        with self.leaks.of("training_step"):
+        with self.leaks.of("training_step"), during("training", job.round, job.client):
             phases = module.local_phases()
             for phase in phases:
                 privacy = None if phase.stays else self.work.example_privacy
@@ -109,18 +112,20 @@ class Sequential(Engine):
             start: when its work began.
         """
         self.set_mode(training=False)
-        with torch.no_grad(), self.leaks.of("upload"):
+        with torch.no_grad(), self.leaks.of("upload"), during("upload", job.round, job.client):
             update = detached(self.module.upload(data))
         if layout.personal:
             own = self.module.state_dict()
             state.personal = self.work.kept({name: own[name] for name in layout.personal})
+        with during("evaluation", job.round, job.client):
+            after = self.evaluate_present(job, data)
         return Outcome(
             client=job.client,
             update=update,
             state=state,
             metrics=metrics,
             finite=all(map(math.isfinite, metrics.values())) and is_finite(update) and is_finite(state.personal),
-            after=self.evaluate_present(job, data),
+            after=after,
             seconds=time.perf_counter() - start,
         )
 
@@ -188,9 +193,13 @@ class Sequential(Engine):
             totals: dict[str, Tensor] = {}
             if count := len(rows):
                 chosen = part.take(rows)
-                with self.forward_context(), computable(self.module):
-                    taken = torch.ones(count, device=self.device)
-                    sums, totals = gradients.sums(entries, (chosen.x, chosen.y), taken, index)
+                batch, taken = (chosen.x, chosen.y), torch.ones(count, device=self.device)
+                with self.forward_context():
+                    sums, totals = computed(
+                        partial(gradients.sums, entries, batch, taken, index),
+                        partial(step_values, self.module, batch, index),
+                        self._without_examples,
+                    )
             steps.append((count, {name: total / count for name, total in totals.items()}))
             for name, gradient in noised(sums, noise, parameters, draws.expected).items():
                 parameters[name].grad = gradient
@@ -198,6 +207,14 @@ class Sequential(Engine):
                 self._adjust(parameters)
             optimizer.step()
         return steps
+
+    def _without_examples(self, reason: str) -> MisconfigurationException:
+        """The refusal of a step that has no gradients of single samples."""
+        return MisconfigurationException(
+            f"trainer.example_privacy takes the gradient of each sample, and {type(self.module).__name__}'s "
+            f"training_step can't be computed so: {reason}; leave it out, or let the step be free of what samples "
+            "share."
+        )
 
     def _batches(self, part: Samples, phase: Phase, smallest: int, generator: torch.Generator) -> Iterator[Batch]:
         """The batches of a phase: an order an epoch, gathered at once and cut into views."""

@@ -1,9 +1,9 @@
 """Clients shared out to the ranks of several devices: each trains its share, and all know all results."""
 
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import distributed
@@ -11,8 +11,7 @@ from torch import distributed
 from pfl_lightning.client import Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.engines.base import Engine, Evaluated, Job, Outcome
-
-Result = TypeVar("Result")
+from pfl_lightning.engines.errors import ClientsLost, Failure
 
 
 class Sharded(Engine):
@@ -40,41 +39,50 @@ class Sharded(Engine):
         jobs = list(jobs)
         ranks_of = deal([job.data.size("train") for job in jobs], self.ranks)
         own = [job for job, rank in zip(jobs, ranks_of, strict=True) if rank == self.rank]
-        outcomes = {outcome.client: outcome for outcome in self._gathered(lambda: list(self.engine.run(own)))}
+        outcomes = {outcome.client: outcome for outcome in self._gathered("training", own)}
         return (outcomes[job.client] for job in jobs)
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
         """Evaluates each job's client on one of the ranks."""
         own = islice(jobs, self.rank, None, self.ranks)
-        yield from self._gathered(lambda: list(self.engine.evaluate_all(own)))
+        yield from self._gathered("evaluation", own)
 
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
         """Trains on every rank that asks for it."""
         self.engine.adapt(phases, job, data)
 
-    def _gathered(self, function: Callable[[], list[Result]]) -> list[Result]:
-        """What the function gives on all ranks; raises on all of them what it raises on one."""
+    def _gathered(self, phase: Literal["training", "evaluation"], own: Iterable[Job]) -> list[Any]:
+        """Return the results of all ranks; raise on all of them the error that one has, the first one's of several.
+
+        Args:
+            phase: ``training`` or ``evaluation``.
+            own: this rank's jobs.
+        """
+        error: Exception | None = None
+        mine: list[Any] | Failure
         try:
-            own: list[Result] | Exception = function()
-        except Exception as error:
-            own = error
+            mine = list(self.engine.complete(phase, own))
+        except Exception as raised:
+            error, mine = raised, Failure.of(raised)
         buffer = io.BytesIO()
         # unlike pickle it saves storages that tensors share once
-        torch.save(own, buffer)
+        torch.save(mine, buffer)
         everybody: list[bytes] = [b""] * self.ranks
         try:
             distributed.all_gather_object(everybody, buffer.getvalue(), group=self._group)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self.rank} lost another one of this run's {self.ranks} ranks; checkpoints stand: go on with "
-                "--ckpt_path last, on any number of devices."
-            ) from error
+        except RuntimeError as lost:
+            raise ClientsLost(
+                f"rank {self.rank} lost another one of this run's {self.ranks} ranks in the {phase} of a round; "
+                "checkpoints stand: go on with --ckpt_path last, on any number of devices."
+            ) from lost
         # its own too, so that all ranks compute with the same
-        parts = [unpacked(data) for data in everybody]
-        for part in parts:
-            if isinstance(part, Exception):
-                raise part
-        return [result for part in parts if not isinstance(part, Exception) for result in part]
+        parts: list[list[Any] | Failure] = [unpacked(data) for data in everybody]
+        for rank, part in enumerate(parts):
+            if isinstance(part, Failure):
+                if error is not None and rank == self.rank:
+                    raise error
+                part.throw(f"rank {rank}")
+        return [result for part in parts if isinstance(part, list) for result in part]
 
 
 def unpacked(data: bytes) -> Any:

@@ -95,7 +95,7 @@ class Evaluations:
             return {
                 client: metrics
                 for engine, own in self.engines_of(clients)
-                for client, metrics in engine.evaluate_all(job_of(client, splits) for client in own)
+                for client, metrics in engine.complete("evaluation", (job_of(client, splits) for client in own))
             }
 
     def keep_initial(self, clients: Iterable[int], trained: Container[int]) -> None:

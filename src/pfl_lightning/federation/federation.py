@@ -62,7 +62,7 @@ class Federation(FederationBase):
         listeners = self._listeners("on_client_fit_end")
         start = time.perf_counter()
         for engine, own in self.engines_of(cohort):
-            for outcome in engine.run(self._jobs(own)):
+            for outcome in engine.complete("training", self._jobs(own)):
                 outcomes[outcome.client] = outcome
                 if not outcome.refused:
                     for ended in listeners:

@@ -124,9 +124,12 @@ def local_work(
     return {
         outcome.client: outcome
         for engine, own in federation.engines_of(list(payloads))
-        for outcome in engine.run(
-            job_of(federation, client, states[client], payloads[client], purpose, round, tuple(SPLITS))
-            for client in own
+        for outcome in engine.complete(
+            "training",
+            (
+                job_of(federation, client, states[client], payloads[client], purpose, round, tuple(SPLITS))
+                for client in own
+            ),
         )
     }
 

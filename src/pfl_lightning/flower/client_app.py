@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from flwr.app import Context, Message, RecordDict
@@ -86,7 +86,7 @@ class Worker:
         device = self.trainer.strategy.root_device.type
         # as in Lightning's loop, where a federation's rounds are; engines enter autocast for forward passes
         with self.trainer.precision_plugin.train_step_context(), torch.autocast(device, enabled=False):
-            for job, outcome in self._results(told, content, records, lambda engine, jobs: engine.run(jobs)):
+            for job, outcome in self._results(told, content, records, "training"):
                 with failing(records, [job.client]):
                     records |= self._trained(job, outcome, told[job.client]["live"].split())
                     trained.append(job)
@@ -119,7 +119,7 @@ class Worker:
         told: Told = unpack(content, "jobs", {0: JOB}, IDS)
         records: Records = {}
         with undisturbed():
-            evaluated = self._results(told, content, records, lambda engine, jobs: engine.evaluate_all(jobs))
+            evaluated = self._results(told, content, records, "evaluation")
             for job, (client, metrics) in evaluated:
                 with failing(records, [client]):
                     self._keep_model(job, told)
@@ -132,7 +132,7 @@ class Worker:
             keep_model(self.states, job, self.modules, told[job.client]["architecture"])
 
     def _results(
-        self, told: Told, content: RecordDict, records: Records, work: Callable[[Engine, list[Job]], Iterable[Any]]
+        self, told: Told, content: RecordDict, records: Records, phase: Literal["training", "evaluation"]
     ) -> Iterator[tuple[Job, Any]]:
         """What engines make of a message's jobs; the reasons of those that fail are put among the records."""
         jobs: dict[int, dict[int, Job]] = {}
@@ -145,7 +145,7 @@ class Worker:
                 engine.module.requested = frozenset(told[min(own)]["requested"].split())
                 engine.module.withheld = frozenset(told[min(own)]["withheld"].split())
                 self.site.check_method(engine.module)
-                for result in work(engine, list(own.values())):
+                for result in engine.complete(phase, list(own.values())):
                     yield own[result.client if isinstance(result, Outcome) else result[0]], result
 
     def _job(self, client: int, row: Mapping[str, Any], content: RecordDict) -> Job:

@@ -42,6 +42,8 @@ class Remote(Engine):
             look.
     """
 
+    may_miss_clients = True
+
     def __init__(
         self,
         modules: Sequence[ClientModule],

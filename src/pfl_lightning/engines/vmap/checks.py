@@ -1,8 +1,9 @@
 """What can't be done for many clients at once, and would be wrong in silence."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -11,8 +12,14 @@ from pfl_lightning.client.hooks import overrides
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.contract.attributes import Look
+from pfl_lightning.engines.errors import computed, during
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.leaks import attributes_of
+from pfl_lightning.engines.slots import Slots
+from pfl_lightning.engines.vmap.block import Member
+from pfl_lightning.messages import StateDict
+
+Result = TypeVar("Result")
 
 
 class Unvectorisable(MisconfigurationException):
@@ -135,3 +142,36 @@ def refuse_gradients_of_one(module: ClientModule) -> None:
             "its on_after_backward or on_before_optimizer_step sees the gradients of one client, where "
             "adjust_gradients sees those of any",
         )
+
+
+def vectorised(
+    module: ClientModule,
+    slots: Slots,
+    member: Member,
+    entries: StateDict,
+    at_once: Callable[[], Result],
+    alone: Callable[[], Any],
+) -> Result:
+    """Return what code of the client module gives for many clients at once.
+
+    Args:
+        module: the client module.
+        slots: the module's.
+        member: the first client.
+        entries: parameters and buffers, a row for each client.
+        at_once: computes the result.
+        alone: runs the same code for the first client, whose entries are then in the module's slots.
+
+    Raises:
+        Unvectorisable: if the code can't be run so, and can for the first client by itself. An error that this client
+            has too is raised as it is.
+    """
+
+    def first() -> None:
+        job = member.job
+        vars(module).update(client_id=job.client, round=job.round, steps_done=member.steps)
+        with slots.holding({name: stack[0].detach().clone() for name, stack in entries.items()}):
+            with during("training", job.round, job.client):
+                alone()
+
+    return computed(at_once, first, partial(Unvectorisable, module))

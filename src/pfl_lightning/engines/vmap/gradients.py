@@ -1,20 +1,19 @@
 """One training step of stacked clients: what it returns, and the gradients of its loss."""
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
 from pfl_lightning.client.module import Batch, ClientModule
 from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.steps import reason_of, step_values
+from pfl_lightning.engines.steps import step_values
 from pfl_lightning.engines.vmap.block import Block, Member, Rows
-from pfl_lightning.engines.vmap.checks import Unvectorisable
+from pfl_lightning.engines.vmap.checks import vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled, Values
 from pfl_lightning.engines.vmap.dropout import DeviceStates, Streams, default_generators
 from pfl_lightning.engines.vmap.mapping import mapped
 from pfl_lightning.engines.vmap.scales import Scales
-from pfl_lightning.messages import StateDict
+from pfl_lightning.messages import StateDict, tree_map
 
 
 class Differentiator:
@@ -138,12 +137,14 @@ class Differentiator:
             streams.classes = batch[1] if self.module.task.has_classes else None
             return self.slots.call(training_step, entries, batch, index)
 
-        try:
+        def at_once() -> dict[str, Tensor]:
             with self.precision.forward_context(), streams:
-                values = mapped(one, entries, batch, len(members))
-        except (MisconfigurationException, torch.cuda.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise Unvectorisable(self.module, reason_of(error)) from error
+                return mapped(one, entries, batch, len(members))
+
+        def alone() -> None:
+            with self.precision.forward_context():
+                training_step(tree_map(lambda stack: stack[0], batch), index)
+
+        values = vectorised(self.module, self.slots, members[0], entries, at_once, alone)
         states.move(streams.states)
         return values

@@ -16,6 +16,7 @@ from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import put_together
 from pfl_lightning.engines.base import ClientState, Job, Outcome
+from pfl_lightning.engines.errors import during
 from pfl_lightning.engines.examples import releases_of
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.sequential import Sequential
@@ -95,7 +96,8 @@ class HandOver:
                 assigned.append(known.setdefault(given, {}))
                 if not assigned[-1]:
                     self.sequential.set_turn(member.job)
-                    module.receive(personal, payload, member.data)
+                    with during("download", member.job.round, member.job.client):
+                        module.receive(personal, payload, member.data)
         if any(entries.keys() != own.keys() for entries in known.values()):
             return None
         columns = {name: [entries[name] for entries in assigned] for name in own}
@@ -211,7 +213,8 @@ class HandOver:
                 own = Row(stack, row) if shared else {}
                 self.sequential.set_turn(member.job, member.steps)
                 # made for this update, but for the row, as `ClientModule.upload` has it
-                updates.append(self.module.upload(member.data))
+                with during("upload", member.job.round, member.job.client):
+                    updates.append(self.module.upload(member.data))
         return arrived_together(updates, self.sequential.device)
 
     def _upload_one_by_one(self, block: Block, slots: Slots) -> list[Message]:
@@ -223,7 +226,8 @@ class HandOver:
             self.sequential.set_turn(member.job, member.steps)
             member.stream.restore()
             with slots.holding(entries):
-                with self.sequential.leaks.of("upload"):
+                job = member.job
+                with self.sequential.leaks.of("upload"), during("upload", job.round, job.client):
                     update = dict(self.module.upload(member.data))
                 take_over(slots.current(), entries)
             weights = update.get("weights")
@@ -246,7 +250,8 @@ class HandOver:
             slots.copy_row(block.entries, row)
         member.stream.restore()
         self.sequential.set_mode(training=False)
-        return self.sequential.evaluate_present(member.job, member.data)
+        with during("evaluation", member.job.round, member.job.client):
+            return self.sequential.evaluate_present(member.job, member.data)
 
 
 @contextmanager

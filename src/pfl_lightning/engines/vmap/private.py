@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import vmap
@@ -16,10 +15,10 @@ from pfl_lightning.engines.base import LocalWork
 from pfl_lightning.engines.examples import Draws, ExampleGradients, Values, noised
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.steps import reason_of
+from pfl_lightning.engines.steps import step_values
 from pfl_lightning.engines.vmap.block import Block
-from pfl_lightning.engines.vmap.checks import Unvectorisable
-from pfl_lightning.messages import StateDict
+from pfl_lightning.engines.vmap.checks import vectorised
+from pfl_lightning.messages import StateDict, tree_map
 from pfl_lightning.privacy.dp_sgd import DPSGD
 
 
@@ -133,11 +132,14 @@ class PrivateDifferentiator:
         def one(entries: StateDict, batch: Batch, taken: Tensor) -> tuple[StateDict, Values]:
             return self.examples.sums(entries, batch, taken, index)
 
-        try:
+        module, batch = self.sequential.module, self.block.batch(step.samples)
+
+        def at_once() -> tuple[StateDict, Values]:
             with self.sequential.forward_context():
-                sums: tuple[StateDict, Values] = vmap(one)(entries, self.block.batch(step.samples), step.taken)
-        except (MisconfigurationException, torch.cuda.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise Unvectorisable(self.sequential.module, reason_of(error)) from error
-        return sums
+                return vmap(one)(entries, batch, step.taken)
+
+        def alone() -> None:
+            with self.sequential.forward_context():
+                step_values(module, tree_map(lambda stack: stack[0], batch), index)
+
+        return vectorised(module, self.examples.slots, self.block.members[0], entries, at_once, alone)

@@ -7,7 +7,6 @@ from typing import cast
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import vmap
@@ -16,13 +15,14 @@ from torch.optim import Optimizer
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import epoch_order
+from pfl_lightning.engines.errors import during
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.local_optimizer import local_optimizer
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.steps import adjusted_gradients, reason_of
+from pfl_lightning.engines.steps import adjusted_gradients
 from pfl_lightning.engines.vmap.block import Block, Plan, batches_of
-from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable
+from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled
 from pfl_lightning.engines.vmap.gradients import Differentiator
 from pfl_lightning.engines.vmap.optimizers import ELEMENTWISE, SKIPPING, StackOptimizers, can_skip
@@ -61,10 +61,11 @@ class BlockTrainer:
             Unvectorisable: if a step can't be computed for many clients at once.
         """
         self.sequential.set_mode(training=True)
+        round = block.members[0].job.round
         with self.attributes.without_turn():
             for phase in block.phases:
                 before = self.attributes.look()
-                with self.sequential.leaks.of("training_step"):
+                with self.sequential.leaks.of("training_step"), during("training", round, *block.rows):
                     self._train_phase(phase, block, layout, slots)
                 self.attributes.refuse_changes(before, "its steps change {}, which is no buffer")
 
@@ -190,13 +191,14 @@ class BlockTrainer:
         def one(entries: StateDict, gradients: StateDict) -> StateDict:
             return slots.call(adjusted_gradients, entries, self.module, gradients)
 
-        try:
-            adjusted: StateDict = vmap(one)({name: stack[:rows] for name, stack in block.entries.items()}, gradients)
-        except (MisconfigurationException, torch.cuda.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise Unvectorisable(self.module, reason_of(error)) from error
-        return adjusted
+        def at_once() -> StateDict:
+            entries = {name: stack[:rows] for name, stack in block.entries.items()}
+            return vmap(one)(entries, gradients)
+
+        def alone() -> None:
+            adjusted_gradients(self.module, {name: stack[0] for name, stack in gradients.items()})
+
+        return vectorised(self.module, slots, block.members[0], block.entries, at_once, alone)
 
     def _clip(self, gradients: StateDict) -> None:
         """Clips each client's gradients as torch does."""
