@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pfl_lightning.data.datamodule import FederatedDataModule
 from pfl_lightning.data.image_tree import find_images
-from pfl_lightning.data.images import image_size, read_image
+from pfl_lightning.data.images import checked_size, image_size, read_image
 
 SLOW_FILES = 5000
 """From this number of files on, reading shows its progress."""
@@ -46,11 +46,7 @@ class ImageFolder(FederatedDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(root=root, **kwargs)
-        pixels = (size, size) if isinstance(size, int) else size
-        if pixels is not None and not _is_size(pixels):
-            raise MisconfigurationException(
-                f"data.size={size!r} must be at least 1 pixel, or (height, width) of at least 1"
-            )
+        pixels = checked_size(size)
         if channels not in (1, 3):
             raise MisconfigurationException(f"data.channels={channels} must be 1 (grey) or 3 (RGB)")
         self.classes, self._files = find_images(Path(root, self.folder))
@@ -87,8 +83,3 @@ class ImageFolder(FederatedDataModule):
         tops = [path.relative_to(base).parts[0] for path, _ in self._files]
         test = next((name for name in ("test", "val") if name in tops and name not in self.classes), None)
         return torch.tensor([row for row, top in enumerate(tops) if top == test], dtype=torch.int64)
-
-
-def _is_size(pixels: Any) -> bool:
-    is_pair = isinstance(pixels, (tuple, list)) and len(pixels) == 2
-    return is_pair and all(isinstance(side, int) and side >= 1 for side in pixels)
