@@ -94,7 +94,7 @@ def test_other_kinds_of_data_are_refused(net, shape):
 
 
 def test_word_numbers_are_refused_where_they_cannot_be_looked_up():
-    with pytest.raises(MisconfigurationException, match=r"^net MLP takes no torch.int64 inputs; net FastText"):
+    with pytest.raises(MisconfigurationException, match=r"^net MLP takes no torch.int64 inputs; .*net FastText"):
         MLP((4,), 3)(torch.tensor([[2, 5, 2, 0]]))
     with pytest.raises(MisconfigurationException, match=r"^net FastText has vocab_size=5 .* set model.net.vocab_size"):
         FastText((4,), 3, vocab_size=5)(torch.tensor([[2, 5, 2, 0]]))

@@ -49,13 +49,25 @@ def check_task(module: ClientModule, data: FederatedDataModule) -> None:
             module.eval()
             outputs = module(samples.x)
             features = module.net.features(samples.x) if "vector features" in module.requires else None
-    except RuntimeError as error:
+    except MisconfigurationException:
+        raise
+    except Exception as error:
         built, given = tuple(module.hparams.get("input_shape", ())), tuple(data.input_shape)
-        if built == given:
+        if isinstance(error, RuntimeError) and built != given:
+            raise MisconfigurationException(
+                f"model.input_shape={built}, and samples of {type(data).__name__} are {given}, which {name} can't "
+                "take; make the client module with input_shape=data.input_shape."
+            ) from error
+        if not type(module.net).__module__.startswith("pfl_lightning.nets."):
+            # a user's own net may have an error of its own
             raise
+        x = samples.x
+        kind = f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        reason = " ".join(str(error).split())[:100]
         raise MisconfigurationException(
-            f"model.input_shape={built}, and samples of {type(data).__name__} are {given}, which {name} can't take; "
-            "make the client module with input_shape=data.input_shape."
+            f"model.net={name} can't take the samples of {type(data).__name__}, which are {kind} ({reason}); give "
+            "images as floats or uint8 [n, channels, height, width], quantities as floats [n, features], and texts as "
+            "int64 [n, positions], or take another net."
         ) from error
     module.task.check_outputs(outputs, samples.y, name)
     if "vector features" in module.requires and not (isinstance(features, Tensor) and features.dim() == 2):

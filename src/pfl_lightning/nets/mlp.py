@@ -47,5 +47,7 @@ class FlattenQuantities(nn.Flatten):
     def forward(self, x: Tensor) -> Tensor:
         """Vectors ``[n, d]`` of inputs ``[n, *input_shape]``."""
         if not x.is_floating_point():
-            raise MisconfigurationException(f"net MLP takes no {x.dtype} inputs; net FastText takes texts.")
+            raise MisconfigurationException(
+                f"net MLP takes no {x.dtype} inputs; make floats of quantities, or take net FastText for texts."
+            )
         return super().forward(x)
