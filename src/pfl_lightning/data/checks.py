@@ -8,13 +8,15 @@ from numbers import Integral, Real
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from pfl_lightning.data.batches import LastBatch
-from pfl_lightning.data.trees import Tree, leaves_of
+from pfl_lightning.data.loaded import Loaded
+from pfl_lightning.data.trees import Tree, cell, first_not_finite, leaves_of
 from pfl_lightning.tasks import Task
 
 ClientSplit = Literal["random", "stratified", "time", "given"]
@@ -22,6 +24,9 @@ ClientSplit = Literal["random", "stratified", "time", "given"]
 
 ClientTest = Literal["own", "original"]
 """What clients are tested on: a split of their own samples, or samples of the original test half."""
+
+MAPPED = 2**30
+"""Bytes of a memory map up to which all of it is checked when it is loaded; a larger one is checked as it is read."""
 
 
 def is_share(value: Any) -> bool:
@@ -134,24 +139,64 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise MisconfigurationException(f"data.{sentence.format(**settings)}")
 
 
-def check_pool(x: Tree, y: Tree, task: Task) -> None:
-    """Check that a loaded pool has a target of the task for each input.
+def check_pool(loaded: Loaded, task: Task, owner: str) -> None:
+    """Check that a loaded pool has a target of the task for each input, and numbers that a net can take.
+
+    Memory maps above `MAPPED` bytes, and inputs read in other ways, are checked when they are read; see `take`.
 
     Args:
-        x: Inputs, shape [N, ...], or a tree of such tensors.
-        y: Targets, shape [N, ...], or a tree of such tensors.
+        loaded: The pool, with inputs of shape [N, ...] and targets of shape [N, ...], or trees of such tensors.
         task: What is predicted.
+        owner: The data module's class, for the message.
 
     Raises:
-        MisconfigurationException: The pool is empty, or inputs and targets do not fit.
+        MisconfigurationException: The pool is empty, inputs and targets do not fit, or one is NaN or infinite.
     """
-    rows = [len(leaf) for tree in (x, y) for leaf in leaves_of(tree)]
+    rows = [len(leaf) for tree in (loaded.x, loaded.y) for leaf in leaves_of(tree)]
     if not rows or min(rows) != max(rows) or max(rows) == 0:
-        found = ", ".join(map(str, rows)) or "no"
+        found = ", ".join(map(str, dict.fromkeys(rows))) or "no"
         raise MisconfigurationException(
             f"load() returned tensors of {found} rows; return at least one input and one target for each"
         )
-    task.check(y, "load()")
+    for x in leaves_of(loaded.x):
+        if 0 in (shape := getattr(x, "shape", (1,))):
+            raise MisconfigurationException(
+                f"{owner}: x has the shape {list(shape)}; give at least one number a sample"
+            )
+    check_finite(loaded, loaded.x, "x", owner)
+    if not task.allows_nan:
+        check_finite(loaded, loaded.y, "y", owner)
+    task.check(loaded.y, "load()")
+
+
+def check_finite(loaded: Loaded, tree: Tree, name: str, owner: str) -> None:
+    """Check that inputs or targets are free of NaN, of infinity, and of numbers beyond single precision.
+
+    Args:
+        loaded: The pool.
+        tree: Its inputs or targets.
+        name: ``x`` or ``y``, for the message.
+        owner: The data module's class, for the message.
+
+    Raises:
+        MisconfigurationException: One isn't; the message names its row, its column, and the client that holds it.
+    """
+    if isinstance(tree, Mapping):
+        for key, part in tree.items():
+            check_finite(loaded, part, f"{name}[{key!r}]", owner)
+    elif type(tree) in (list, tuple):
+        for index, part in enumerate(tree):
+            check_finite(loaded, part, f"{name}[{index}]", owner)
+    elif isinstance(tree, Tensor) or (isinstance(tree, np.ndarray) and tree.nbytes <= MAPPED):
+        if (place := first_not_finite(tree)) is None:
+            return
+        row, whose = place[0], ""
+        holders = np.asarray(loaded.client)
+        if holders.shape == (len(loaded),):
+            whose = f" (number {int((holders[: row + 1] == holders[row]).sum())} of client {holders[row]})"
+        raise MisconfigurationException(
+            f"{owner}: {cell(name, tree[place].item(), place)}{whose}; correct this sample, or leave it out"
+        )
 
 
 def check_strata(strata: Tensor | None, count: int, task: Task, partitioner: object = None) -> tuple[Tensor, int]:
@@ -173,12 +218,37 @@ def check_strata(strata: Tensor | None, count: int, task: Task, partitioner: obj
                 "has none; take IID or Natural, or let the data module's strata give a group for each sample"
             )
         return torch.zeros(count, dtype=torch.int64), 1
-    if strata.shape != (count,) or strata.dtype != torch.int64 or strata.min() < 0:
+    is_tensor = isinstance(strata, Tensor)
+    if not is_tensor or strata.shape != (count,) or strata.dtype != torch.int64 or strata.min() < 0:
+        what = f"{strata.dtype} of shape {list(strata.shape)}" if is_tensor else f"a {type(strata).__name__}"
         raise MisconfigurationException(
-            f"strata() gave {strata.dtype} of shape {list(strata.shape)}; return an int64 number from 0 up for each of "
-            f"{count} samples"
+            f"strata() gave {what}; return an int64 number from 0 up for each of {count} samples"
         )
     return strata, task.outputs if task.has_classes else int(strata.max()) + 1
+
+
+def rows_of_test_half(positions: Tensor, count: int, owner: str) -> Tensor:
+    """Return which samples of a pool are of the original test half, shape [count].
+
+    Args:
+        positions: Their positions, as the data module has them.
+        count: Number of samples.
+        owner: The data module's class, for the message.
+
+    Raises:
+        MisconfigurationException: They are no positions in the pool.
+    """
+    if not isinstance(positions, Tensor) or positions.dim() != 1 or positions.dtype != torch.int64:
+        what = type(positions).__name__
+        if isinstance(positions, Tensor):
+            what = f"{positions.dtype} of shape {list(positions.shape)}"
+        raise MisconfigurationException(f"{owner}.original_test is {what}; give int64 positions of shape [n]")
+    if len(positions) and (positions.min() < 0 or positions.max() >= count):
+        raise MisconfigurationException(
+            f"{owner}.original_test has positions from {int(positions.min())} to {int(positions.max())}; give "
+            f"positions from 0 to {count - 1}"
+        )
+    return torch.zeros(count, dtype=torch.bool).index_fill(0, positions, True)
 
 
 def check_enough(max_samples: int, count: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -26,6 +26,10 @@ def column_of(name: str, values: Sequence[Any] | NDArray[Any], count: int) -> ND
         MisconfigurationException: There is another number of values, or one is missing.
     """
     given: Any = values.detach().cpu().numpy() if isinstance(values, Tensor) else values
+    if not isinstance(given, Iterable):
+        raise MisconfigurationException(
+            f"load() returned a {type(given).__name__} as the {name} column; give one value a sample"
+        )
     if not hasattr(given, "dtype"):
         # as they are: among texts, NumPy would make a text of a NaN
         given = _objects(list(given))

@@ -125,6 +125,10 @@ class FederatedDataModule(Holdings, ABC):
     @property
     def task(self) -> Task:
         """What is predicted, known without `setup`; by default ``Classification(num_classes)``."""
+        if not hasattr(self, "num_classes"):
+            raise MisconfigurationException(
+                f"{type(self).__name__} says neither num_classes nor task; set one, such as task = Regression()"
+            )
         return Classification(self.num_classes)
 
     @abstractmethod
@@ -167,6 +171,10 @@ class FederatedDataModule(Holdings, ABC):
         """
         if self._pool is not None:
             return
+        if not isinstance(self.task, Task):
+            raise MisconfigurationException(
+                f"{type(self).__name__}.task={self.task!r} must be a task of pfl_lightning.tasks, such as Regression()"
+            )
         pool = prepared(self, as_loaded(self.load()))
         if self.public is not None:
             name = type(self).__name__

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import numpy as np
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 from torch import Tensor
@@ -18,6 +16,7 @@ from pfl_lightning.data.checks import (
     check_halves,
     check_pool,
     check_strata,
+    rows_of_test_half,
     warn_of_one_class,
 )
 from pfl_lightning.data.client_splits import cut_of
@@ -29,7 +28,7 @@ from pfl_lightning.data.partitioners import Partitioner
 from pfl_lightning.data.pool import Pool
 from pfl_lightning.data.samples import Samples
 from pfl_lightning.data.splits import stratified_rows
-from pfl_lightning.data.trees import Tree, narrowed, read, take
+from pfl_lightning.data.trees import Tree, mapped, narrowed, read, take, with_leaves
 from pfl_lightning.tasks import Task
 
 
@@ -72,17 +71,9 @@ def as_loaded(loaded: Loaded | tuple[Tree, Tree]) -> Loaded:
                 f"load() returned a {type(loaded).__name__}; return inputs and targets, or Loaded(x, y, client=...)"
             )
         loaded = Loaded(*loaded)
-    x = _mapped(loaded.x, lambda leaf: torch.as_tensor(leaf) if type(leaf) is np.ndarray else leaf)
-    y = _mapped(loaded.y, lambda leaf: leaf if isinstance(leaf, Tensor) else read(leaf, slice(None)))
+    x = with_leaves(loaded.x, "x of load()")
+    y = mapped(with_leaves(loaded.y, "y of load()"), lambda leaf: read(leaf, slice(None)))
     return Loaded(x, y, loaded.client, loaded.split, loaded.time)
-
-
-def _mapped(tree: Tree, function: Callable[[Any], Any]) -> Tree:
-    if isinstance(tree, dict):
-        return {name: _mapped(part, function) for name, part in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_mapped(part, function) for part in tree)
-    return function(tree)
 
 
 def prepared(data: Asked, loaded: Loaded) -> Pool:
@@ -96,7 +87,7 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
         MisconfigurationException: The samples are wrong, or cannot be divided as asked.
     """
     name, task, count = type(data).__name__, data.task, len(loaded)
-    check_pool(loaded.x, loaded.y, task)
+    check_pool(loaded, task, name)
     owners = _column("client", loaded.client, count, needed=getattr(data.partitioner, "by_owner", False))
     given = _column("split", loaded.split, count, needed=data.client_split in (None, "given"))
     times = _column("time", loaded.time, count, needed=data.client_split == "time")
@@ -105,7 +96,7 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
     found = data.strata(loaded.y)
     strata, groups = check_strata(found, count, task, data.partitioner)
     samples = Samples(loaded.x, loaded.y)
-    is_test = torch.zeros(count, dtype=torch.bool).index_fill(0, data.original_test, True)
+    is_test = rows_of_test_half(data.original_test, count, name)
     if data.max_samples is not None:
         check_enough(data.max_samples, groups)
         kept = stratified_rows(strata, data.max_samples, groups, data.seed)
@@ -158,7 +149,7 @@ def _column(name: str, values: Any, count: int, needed: bool) -> NDArray[Any] | 
     """A column that is looked at; of others only the length is checked."""
     if values is None:
         return None
-    if needed:
+    if needed or not hasattr(values, "__len__"):
         return column_of(name, values, count)
     if len(values) != count:
         column_of(name, np.zeros(len(values)), count)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.data.checks import check_pool, check_strata
+from pfl_lightning.data.checks import check_pool, check_strata, rows_of_test_half
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.preparation import as_loaded
 from pfl_lightning.data.samples import Samples
@@ -61,8 +60,8 @@ def public_samples(public: PublicData, count: int, seed: int, owner: str, input_
         loaded = as_loaded(public.load())
     except MisconfigurationException as error:
         raise MisconfigurationException(str(error).replace("data.root", "data.public.root")) from error
-    check_pool(loaded.x, loaded.y, public.task)
-    rows = torch.ones(len(loaded), dtype=torch.bool).index_fill(0, public.original_test, False).nonzero().flatten()
+    check_pool(loaded, public.task, name)
+    rows = (~rows_of_test_half(public.original_test, len(loaded), name)).nonzero().flatten()
     if count > len(rows):
         raise MisconfigurationException(
             f"data.public_samples={count} must be at most the {len(rows)} samples that {name} has outside its original "

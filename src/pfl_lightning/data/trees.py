@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Number
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -15,6 +18,11 @@ from pfl_lightning.messages import tensors, tree_map
 
 Tree: TypeAlias = Any
 """A tensor ``[n, ...]``, or a dict, tuple or list of trees; what else has a length and takes ``[rows]`` is a leaf."""
+
+LARGEST = torch.finfo(torch.float32).max
+"""Largest number in single precision, in which nets compute."""
+BLOCK = 2**20
+"""Numbers that are looked at together, so that a check needs no copy of a whole pool."""
 
 
 def rows_in(tree: Tree) -> int:
@@ -41,6 +49,20 @@ def leaves_of(tree: Tree) -> Iterator[Any]:
         yield tree
 
 
+def mapped(tree: Tree, function: Callable[[Any], Any]) -> Tree:
+    """Return a tree of what a function makes of each leaf, be it a tensor or another.
+
+    Args:
+        tree: of any leaves.
+        function: takes a leaf.
+    """
+    if isinstance(tree, Mapping):
+        return {name: mapped(part, function) for name, part in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(mapped(part, function) for part in tree)
+    return function(tree)
+
+
 def take(tree: Tree, rows: Tensor | slice) -> Tree:
     """Some of the samples.
 
@@ -58,20 +80,180 @@ def take(tree: Tree, rows: Tensor | slice) -> Tree:
         return {name: take(part, rows) for name, part in tree.items()}
     if type(tree) in (list, tuple):
         return type(tree)(take(part, rows) for part in tree)
-    return read(tree, rows)
+    # inputs that stay in their files are checked here, as all others are when they are loaded
+    found = read(tree, rows)
+    if (place := first_not_finite(found)) is not None:
+        wanted = np.arange(len(tree))[rows] if isinstance(rows, slice) else rows.cpu().numpy()
+        leaf, row = tree, int(wanted[place[0]])
+        while isinstance(leaf, Rows):
+            leaf, row = leaf.leaf, int(leaf.rows[row])
+        where = cell("x", found[place].item(), (row, *place[1:]))
+        raise MisconfigurationException(f"{where}; correct this sample, or leave it out")
+    return found
 
 
 def read(leaf: Any, rows: Tensor | slice) -> Tensor:
-    """Some rows of a leaf that is no tensor, each read once and in ascending order, as files like it.
+    """Return some rows of a leaf; of one that is no tensor each is read once and in ascending order, as files like it.
 
     Args:
-        leaf: what gives an array or a tensor for ``leaf[positions]``.
+        leaf: a tensor, or what gives an array or a tensor for ``leaf[positions]``.
         rows: their positions.
     """
+    if isinstance(leaf, Tensor):
+        return leaf[rows]
     wanted = np.arange(len(leaf))[rows] if isinstance(rows, slice) else rows.cpu().numpy()
     each, places = np.unique(wanted, return_inverse=True)
-    found = torch.as_tensor(leaf[each])
+    found = as_tensor(leaf[each])
+    if len(found) != len(each):
+        raise MisconfigurationException(
+            f"{type(leaf).__name__} gave {len(found)} rows for {len(each)} positions; let it give a row for each"
+        )
     return found if np.array_equal(each, wanted) else found[torch.from_numpy(places)]
+
+
+def as_tensor(values: Any, name: str = "a data set") -> Tensor:
+    """Return an array or a list of numbers as a tensor, without a copy where its type allows it.
+
+    Numbers of the other byte order and of extended precision, which torch doesn't know, are converted.
+
+    >>> as_tensor(np.array([1, 2], dtype=">i4")), as_tensor([0.5, 1.5])
+    (tensor([1, 2], dtype=torch.int32), tensor([0.5000, 1.5000], dtype=torch.float64))
+
+    Args:
+        values: An array, a tensor, or a list of numbers or of such lists.
+        name: Their name in the error message.
+
+    Raises:
+        MisconfigurationException: The values aren't numbers, or the lists differ in length.
+    """
+    if isinstance(values, Tensor):
+        return values
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise MisconfigurationException(f"{name} has rows of different lengths; give rows of one length") from None
+    check_type(array.dtype, name)
+    if array.dtype.kind in "fc" and array.dtype.itemsize > (8 if array.dtype.kind == "f" else 16):
+        array = array.astype(np.float64 if array.dtype.kind == "f" else np.complex128)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    # torch warns of memory that it may not write to, such as a data frame's
+    return torch.as_tensor(array if array.flags.writeable else array.copy())
+
+
+def check_type(dtype: Any, name: str) -> None:
+    """Check that an array is of numbers.
+
+    Args:
+        dtype: The type of its elements; anything but a NumPy type passes.
+        name: Name of the array in the error message.
+
+    Raises:
+        MisconfigurationException: The elements are texts, dates, records or Python objects.
+    """
+    if isinstance(dtype, np.dtype) and dtype.kind not in "biufc":
+        raise MisconfigurationException(f"{name} is of type {dtype}; make numbers of it, such as float32")
+
+
+def with_leaves(tree: Tree, name: str) -> Tree:
+    """Return a tree whose leaves are tensors, or have rows that can be read.
+
+    Arrays in memory, data frames and lists of numbers become tensors; memory maps and readers stay as they are.
+
+    Args:
+        tree: A tensor, an array, a data frame, a list of numbers, or a dict, tuple or list of trees.
+        name: Its name in error messages.
+
+    Raises:
+        MisconfigurationException: A leaf has no rows, or isn't of numbers.
+    """
+    if isinstance(tree, Mapping):
+        return {key: with_leaves(part, f"{name}[{key!r}]") for key, part in tree.items()}
+    if type(tree) in (list, tuple) and not is_table(tree):
+        return type(tree)(with_leaves(part, f"{name}[{index}]") for index, part in enumerate(tree))
+    # a column of a data frame takes labels of rows, and not their positions
+    leaf = tree.to_numpy() if hasattr(tree, "to_numpy") else tree
+    if type(leaf) in (list, tuple, np.ndarray):
+        leaf = as_tensor(leaf, name)
+    if isinstance(leaf, Tensor):
+        if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_meta:
+            kind = "meta" if leaf.is_meta else "quantized" if leaf.is_quantized else str(leaf.layout)[6:]
+            raise MisconfigurationException(f"{name} is a {kind} tensor; give a dense one")
+        leaf = leaf.detach() if leaf.requires_grad else leaf
+    elif isinstance(leaf, (str, bytes)) or not (has_length(leaf) and hasattr(leaf, "__getitem__")):
+        raise MisconfigurationException(f"{name} is a {type(leaf).__name__}; give an array or a tensor, a row a sample")
+    else:
+        check_type(getattr(leaf, "dtype", None), name)
+    if getattr(leaf, "ndim", 1) == 0:
+        raise MisconfigurationException(f"{name} is a single number; give an array or a tensor, a row a sample")
+    return leaf
+
+
+def has_length(leaf: Any) -> bool:
+    """Whether a leaf has rows that can be counted; sparse matrices of SciPy refuse to say."""
+    try:
+        return len(leaf) >= 0
+    except TypeError:
+        return hasattr(leaf, "ndim") and leaf.ndim == 0
+
+
+def is_table(values: Sequence[Any]) -> bool:
+    """Tell a list of numbers, or of such lists, from one of arrays; also a tuple of numbers.
+
+    >>> is_table([[1, 2], [3, 4]]), is_table((1, 2)), is_table(([1, 2], [3, 4])), is_table([torch.zeros(2)])
+    (True, True, False, False)
+
+    Args:
+        values: The list or tuple.
+    """
+    first: Any = values[0] if values else None
+    while type(values) is list and type(first) is list:
+        first = first[0] if first else None
+    is_single = isinstance(first, (Tensor, np.ndarray)) and first.ndim == 0
+    return is_single or first is None or isinstance(first, (Number, np.generic, str, bytes))
+
+
+def first_not_finite(leaf: Any) -> tuple[int, ...] | None:
+    """Return the position of the first NaN, infinity or number beyond single precision; None where there is none.
+
+    >>> first_not_finite(torch.tensor([[0.0, 1.0], [2.0, torch.inf]])), first_not_finite(torch.tensor([3.0]))
+    ((1, 1), None)
+
+    Args:
+        leaf: A tensor, or a memory map, of which some rows are read at a time.
+    """
+    is_floating = leaf.is_floating_point() or leaf.is_complex() if isinstance(leaf, Tensor) else leaf.dtype.kind in "fc"
+    if not is_floating or 0 in leaf.shape:
+        return None
+    step = max(1, BLOCK // math.prod(leaf.shape[1:]))
+    for start in range(0, len(leaf), step):
+        block = read(leaf, slice(start, start + step))
+        if block.is_complex():
+            block = torch.view_as_real(block).abs().amax(-1)
+        elif block.itemsize == 1:
+            block = block.float()
+        # one pass without a copy, where `isfinite` takes ten times as long
+        low, high = (float(bound) for bound in torch.aminmax(block))
+        if not (low >= -LARGEST and high <= LARGEST):
+            row, *place = (~(block.abs() <= LARGEST)).nonzero()[0].tolist()
+            return (start + row, *place)
+    return None
+
+
+def cell(name: str, value: complex, place: Sequence[int]) -> str:
+    """Return the words for a number that no net can take, and for its place.
+
+    >>> cell("x", float("nan"), (17, 3))
+    'x is nan in row 17, column 3'
+
+    Args:
+        name: Name of the array.
+        value: The number.
+        place: Its position, the row first.
+    """
+    where = f", column {place[1]}" if len(place) == 2 else f" at {list(place[1:])}" if len(place) > 2 else ""
+    large = ", beyond single precision," if math.isfinite(abs(value)) else ""
+    return f"{name} is {value}{large} in row {place[0]}{where}"
 
 
 class Rows:
@@ -100,11 +282,7 @@ def narrowed(tree: Tree, rows: Tensor) -> Tree:
         tree: of any leaves.
         rows: their positions, ascending.
     """
-    if isinstance(tree, Mapping):
-        return {name: narrowed(part, rows) for name, part in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(narrowed(part, rows) for part in tree)
-    return take(tree, rows) if isinstance(tree, Tensor) else Rows(tree, rows)
+    return mapped(tree, lambda leaf: take(leaf, rows) if isinstance(leaf, Tensor) else Rows(leaf, rows))
 
 
 def split(tree: Tree, sizes: int | list[int], dim: int = 0) -> Iterator[Tree]:

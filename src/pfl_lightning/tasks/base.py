@@ -33,6 +33,9 @@ class Task(ABC):
     has_classes: ClassVar[bool] = False
     """Whether a sample has one class, by which methods and partitioners tell samples apart."""
 
+    allows_nan: ClassVar[bool] = False
+    """Whether NaN in a target stands for a value that is missing, which the task's loss and metrics leave out."""
+
     def __post_init__(self) -> None:
         if self.outputs < 1:
             raise MisconfigurationException(f"task {self} must have at least 1 output.")

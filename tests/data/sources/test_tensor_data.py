@@ -147,7 +147,7 @@ def test_integers_are_classes(dtype):
         ({"y": "y.txt"}, r"data.y='y.txt' must be a .npy or .pt file"),
         ({"x": X[:0]}, "data.x has no samples"),
         ({"x": X[:59]}, r"tensors of 59, 60 rows"),
-        ({"y": np.r_[Y[:59], np.nan]}, "1 targets that are NaN"),
+        ({"y": np.r_[Y[:59], np.nan]}, "y is nan in row 59"),
         ({"client": None}, "TensorData doesn't say who holds its samples"),
     ],
     ids=str,

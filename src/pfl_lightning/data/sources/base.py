@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.data.datamodule import FederatedDataModule
 from pfl_lightning.data.inputs import net_inputs
 from pfl_lightning.data.partitioners import Natural, Partitioner
-from pfl_lightning.data.trees import Tree, read
+from pfl_lightning.data.trees import Tree, mapped, read, with_leaves
 from pfl_lightning.messages import tree_map
 from pfl_lightning.tasks import Task
 
@@ -35,6 +36,11 @@ class OwnedData(FederatedDataModule):
         partitioner: Partitioner = Natural(),  # noqa: B008 - immutable, and a literal for --print_config
         **kwargs: Any,
     ) -> None:
+        if not isinstance(task, Task):
+            raise MisconfigurationException(
+                f"data.task={getattr(task, '__name__', repr(task))} must be a task of pfl_lightning.tasks, such as "
+                "Regression() or Classification(num_classes=10)"
+            )
         super().__init__(num_clients=num_clients, partitioner=partitioner, **kwargs)
         self._task = task
         if task.has_classes:
@@ -59,13 +65,17 @@ def single(values: Tensor) -> Tensor:
     return values.float() if values.dtype == torch.float64 else values
 
 
-def targets_of(values: Any) -> Tensor:
-    """Targets as tasks take them: integers as int64, quantities in single precision.
+def targets_of(values: Tree) -> Tree:
+    """Return targets as tasks take them: integers as int64, quantities in single precision.
 
     Args:
-        values: An array, a tensor, or what gives one for ``values[positions]``.
+        values: An array, a list of numbers, a tensor, or what gives one for ``values[positions]``; or a tree of such.
     """
-    y = values if isinstance(values, Tensor) else read(values, slice(None))
+    return mapped(with_leaves(values, "y"), lambda leaf: target_of(read(leaf, slice(None))))
+
+
+def target_of(y: Tensor) -> Tensor:
+    """Return a tensor of targets as tasks take it; see `targets_of`."""
     whole = not (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool)
     return y.long() if whole else single(y)
 

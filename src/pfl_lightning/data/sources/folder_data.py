@@ -11,11 +11,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 
 from pfl_lightning.data.image_tree import SUFFIXES
-from pfl_lightning.data.images import image_size, read_image
+from pfl_lightning.data.images import checked_size, image_size, read_image
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.sources.base import OwnedData, resident, targets_of
 from pfl_lightning.data.sources.tensor_data import opened
-from pfl_lightning.data.trees import read
+from pfl_lightning.data.trees import read, with_leaves
 from pfl_lightning.tasks import Classification, Task
 
 WANTED = "give a folder with a folder a client, each with folders of images by class, or with x and y as .npy or .pt"
@@ -29,7 +29,7 @@ class FolderData(OwnedData):
     Args:
         root: Folder of the clients' folders. It is looked into right away.
         task: What is predicted; None, where there are images, is their class.
-        size: Resize images to so many pixels, (height, width); None keeps them as they are.
+        size: Resize images to so many pixels, a square or (height, width); None keeps them as they are.
         channels: 3 for RGB, 1 for grey images.
         **kwargs: Settings of `FederatedDataModule`; ``download`` has no effect.
 
@@ -41,10 +41,11 @@ class FolderData(OwnedData):
         self,
         root: str,
         task: Task | None = None,
-        size: tuple[int, int] | None = None,
+        size: int | tuple[int, int] | None = None,
         channels: Literal[1, 3] = 3,
         **kwargs: Any,
     ) -> None:
+        pixels = checked_size(size)
         folders = client_folders(Path(root))
         self._arrays = [arrays_of(folder) for folder in folders]
         self._images: list[tuple[Path, str, str]] = []
@@ -60,7 +61,7 @@ class FolderData(OwnedData):
         super().__init__(Classification(len(self.classes)) if task is None else task, root=root, **kwargs)
         self._names = [folder.name for folder in folders]
         if self._images:
-            self._reader = ImageFiles([path for path, _, _ in self._images], channels, size)
+            self._reader = ImageFiles([path for path, _, _ in self._images], channels, pixels)
             self.input_shape = self._reader.shape
         else:
             self._files = ArrayFiles([pair[0] for pair in self._arrays if pair])
@@ -105,7 +106,10 @@ def arrays_of(folder: Path) -> tuple[Any, Any] | None:
     for suffix in (".npy", ".pt"):
         paths = [folder / f"{name}{suffix}" for name in ("x", "y")]
         if all(path.is_file() for path in paths):
-            x, y = (opened("root", path) for path in paths)
+            x, y = (with_leaves(opened("root", path), str(path)) for path in paths)
+            for path, leaf in zip(paths, (x, y), strict=True):
+                if not hasattr(leaf, "shape"):
+                    raise MisconfigurationException(f"{path} holds a {type(leaf).__name__}; give one array or tensor")
             if len(x) != len(y):
                 raise MisconfigurationException(f"{folder} has {len(x)} x and {len(y)} y; give a y for each x")
             return x, y

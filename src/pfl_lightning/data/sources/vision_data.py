@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.sources.base import OwnedData, resident, targets_of
+from pfl_lightning.data.trees import as_tensor
 from pfl_lightning.tasks import Task
 
 
@@ -60,7 +61,7 @@ class VisionData(OwnedData):
             y = [self._dataset[position][1] for position in range(count)]
         owners = [self._owner(position) for position in range(count)] if callable(self._owner) else self._owner
         num_bytes = count * self._leaf[np.arange(1)].nbytes
-        return Loaded(resident(self._leaf, num_bytes), targets_of(torch.as_tensor(np.asarray(y))), owners)
+        return Loaded(resident(self._leaf, num_bytes), targets_of(as_tensor(y, "data.targets")), owners)
 
 
 class Decoded:
