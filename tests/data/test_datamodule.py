@@ -512,3 +512,17 @@ def test_parts_are_views_by_their_place():
     assert parts.to("cpu", torch.float64)[0].x.dtype == torch.float64
     with pytest.raises(IndexError):
         parts[3]
+
+
+class Flipped(Numbered):
+    def load(self):
+        x, y = super().load()
+        return x.float(), y
+
+    def transform(self, x):
+        return x * (1 - 2 * (torch.rand(len(x), 1) < 0.5))
+
+
+def test_a_random_transform_is_refused():
+    with pytest.raises(MisconfigurationException, match=r"Flipped\.transform .*training_step"):
+        ready(Flipped)

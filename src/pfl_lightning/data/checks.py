@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from pfl_lightning.data.batches import LastBatch
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.trees import Tree, cell, first_not_finite, leaves_of
+from pfl_lightning.messages import tensors
 from pfl_lightning.tasks import Task
 
 ClientSplit = Literal["random", "stratified", "time", "given"]
@@ -27,6 +29,14 @@ ClientTest = Literal["own", "original"]
 
 MAPPED = 2**30
 """Bytes of a memory map up to which all of it is checked when it is loaded; a larger one is checked as it is read."""
+
+SAMPLES, READINGS = 16, 4
+"""Samples that are read or transformed to see whether that is random, and how often."""
+NO_RANDOM = (
+    "clients train and are tested on the same inputs, so take random transforms out, and draw them in the client "
+    "module's training_step"
+)
+"""What a user of random transforms can do."""
 
 
 def is_share(value: Any) -> bool:
@@ -197,6 +207,18 @@ def check_finite(loaded: Loaded, tree: Tree, name: str, owner: str) -> None:
         raise MisconfigurationException(
             f"{owner}: {cell(name, tree[place].item(), place)}{whose}; correct this sample, or leave it out"
         )
+
+
+def differs(draw: Callable[[], Tree]) -> bool:
+    """Tell whether a function returns other tensors from one call to the next; random states are left as they are.
+
+    Args:
+        draw: Returns a tree of tensors.
+    """
+    with isolate_rng():
+        # copies, as it may work in place
+        first, *others = ([tensor.nan_to_num() for tensor in tensors(draw())] for _ in range(READINGS))
+    return any(not torch.equal(one, again) for other in others for one, again in zip(first, other, strict=True))
 
 
 def check_strata(strata: Tensor | None, count: int, task: Task, partitioner: object = None) -> tuple[Tensor, int]:

@@ -10,12 +10,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.data.batches import LastBatch
-from pfl_lightning.data.checks import ClientSplit, ClientTest, check_settings
+from pfl_lightning.data.checks import NO_RANDOM, SAMPLES, ClientSplit, ClientTest, check_settings, differs
 from pfl_lightning.data.holdings import Holdings
 from pfl_lightning.data.hyper_parameters import unsaved_arguments
 from pfl_lightning.data.inputs import net_inputs
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.partitioners import Dirichlet, Partitioner
+from pfl_lightning.data.pool import Pool
 from pfl_lightning.data.preparation import as_loaded, prepared
 from pfl_lightning.data.public import public_samples
 from pfl_lightning.data.trees import Tree
@@ -155,6 +156,8 @@ class FederatedDataModule(Holdings, ABC):
     def transform(self, x: Tree) -> Tree:
         """Make inputs ready for the net, each by itself: uint8 images become (x / 255 - 0.5) / 0.5, others stay.
 
+        Clients train and are tested on the same result, which must not be random.
+
         Args:
             x: Some inputs of the pool, shape [n, ...], of one client or of several, on the CPU or on a GPU.
         """
@@ -176,8 +179,18 @@ class FederatedDataModule(Holdings, ABC):
                 f"{type(self).__name__}.task={self.task!r} must be a task of pfl_lightning.tasks, such as Regression()"
             )
         pool = prepared(self, as_loaded(self.load()))
+        self._check_transform(pool)
         if self.public is not None:
             name = type(self).__name__
             self._public = public_samples(self.public, self.public_samples, self.seed, name, self.input_shape)
         self._pool = pool
         self.num_clients = len(pool.division.clients) - pool.division.newcomers
+
+    def _check_transform(self, pool: Pool) -> None:
+        """Refuse a `transform` of a user's that is random."""
+        if type(self).transform.__module__.startswith("pfl_lightning."):
+            return
+        few = pool.samples.take(slice(SAMPLES)).x
+        if differs(lambda: self.transform(tree_map(torch.clone, few))):
+            name = type(self).__name__
+            raise MisconfigurationException(f"{name}.transform gives other inputs at each call; {NO_RANDOM}")

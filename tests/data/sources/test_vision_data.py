@@ -5,8 +5,10 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from PIL import Image
+from torch.utils.data import ConcatDataset, Subset
+from torchvision import transforms
 from torchvision.datasets import FakeData, ImageFolder
-from torchvision.transforms import Compose, Resize, ToTensor
+from torchvision.transforms import Compose, Resize, ToTensor, v2
 
 from pfl_lightning.data import VisionData
 from pfl_lightning.data.sources import base
@@ -76,3 +78,57 @@ def test_torchvision_s_own(tmp_path):
 def test_what_cannot_be_is_refused_in_a_sentence(dataset, says):
     with pytest.raises(MisconfigurationException, match=says):
         ready(dataset)
+
+
+def fake(*parts):
+    return FakeData(40, (3, 6, 6), 2, Compose([*parts, ToTensor()]))
+
+
+def noisy(image):
+    return torch.from_numpy(np.array(image)) + torch.rand(())
+
+
+def sometimes(image):
+    return image.transpose(0) if torch.rand(()) < 0.3 else image
+
+
+RANDOM = {
+    "flip": fake(transforms.RandomHorizontalFlip()),
+    "rare": fake(transforms.RandomGrayscale(0.001)),
+    "crop": fake(transforms.RandomCrop(6, padding=2)),
+    "nested": fake(Compose([Compose([transforms.RandomRotation(9)])])),
+    "v2": fake(v2.Compose([v2.RandomVerticalFlip(0.1)])),
+    "sequential": fake(torch.nn.Sequential(transforms.RandomAutocontrast())),
+    "jitter": fake(transforms.ColorJitter(0.5)),
+    "augment": fake(transforms.RandAugment()),
+    "trivial": fake(transforms.TrivialAugmentWide()),
+    "own": FakeData(40, (3, 6, 6), 2, noisy),
+    "own at times": fake(sometimes),
+    "subset": Subset(fake(transforms.RandomInvert()), range(40)),
+    "several": ConcatDataset([fake(), fake(transforms.RandomInvert())]),
+}
+
+
+@pytest.mark.parametrize("dataset", RANDOM.values(), ids=RANDOM)
+def test_random_transforms_are_refused(dataset):
+    state = torch.get_rng_state()
+    with pytest.raises(MisconfigurationException, match=r"data\.dataset=.*at each reading.*training_step"):
+        VisionData(dataset, Classification(2), lambda row: row // 10)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_transforms_that_draw_nothing_are_taken():
+    parts = [transforms.RandomHorizontalFlip(p=1.0), transforms.RandomInvert(p=0.0), transforms.CenterCrop(4)]
+    assert ready(fake(*parts)).part(0, "train").x.shape[1:] == (3, 4, 4)
+
+
+def test_a_target_transform_counts():
+    class Kept(Shades):
+        """A data set whose list of targets is not what its samples have."""
+
+        def __getitem__(self, row):
+            return super().__getitem__(row)[0], 1 - row % 2
+
+    data = ready(Kept())
+    part = data.part(0, "train")
+    assert (part.y == 1 - ((part.x[:, 0, 0, 0] + 1) * 127.5).round().long() % 2).all()
