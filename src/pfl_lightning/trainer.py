@@ -132,6 +132,11 @@ class FederatedTrainer(RunFolders):
             check_ranks(self.strategy, self.rounds.engine_class, self.world_size)
 
     @property
+    def joins(self) -> bool:
+        """Whether clients join: what Lightning takes for a test."""
+        return self._joining is not None
+
+    @property
     def global_step(self) -> int:
         """Rounds done: no optimizer of the Trainer's own steps."""
         federation = self.lightning_module
@@ -253,7 +258,8 @@ class FederatedTrainer(RunFolders):
 
         Args:
             model: the client module; None takes the federation of this Trainer.
-            datamodule: the clients' data, with ``new_clients``.
+            datamodule: the clients' data, with ``new_clients``; where clients have names, all those are new whose
+                names the federation doesn't know, and no others.
             epochs: passes over a new client's samples in each phase; None takes what the method makes in a round.
             rounds: how often a new client receives and trains; they are one where nothing stays with it in between.
             ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run that has them.

@@ -2,13 +2,27 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from federations import Blobs, Pause, Sizes, Spy, equal, fit, make_client, make_trainer, noisy, read_csv, same_end
+from federations import (
+    Blobs,
+    Pause,
+    Sizes,
+    Spy,
+    equal,
+    fit,
+    make_client,
+    make_trainer,
+    noisy,
+    points,
+    read_csv,
+    same_end,
+)
 from pfl_lightning import WeightedAverage
-from pfl_lightning.data import IID
+from pfl_lightning.data import IID, FederatedDataModule, Loaded, Natural
 from pfl_lightning.engines import Sequential
 from pfl_lightning.methods import (
     APPLE,
@@ -330,3 +344,137 @@ def test_a_newcomer_chooses_among_the_models_of_ifca(kept):
     models = run.federation.aggregator.state["models"]
     for job, outcome in kept:
         assert equal(job.payload["cluster_models"], models) and 0 <= int(outcome.update["cluster"]) < len(models)
+
+
+# Clients with names
+
+
+WARDS = ("a", "b", "c", "d", "e", "f")
+
+
+class Wards(FederatedDataModule):
+    """Wards with names, of which each has points of its own."""
+
+    num_classes, input_shape = 3, (6,)
+
+    def __init__(self, names="abcdef", shift=0, **settings):
+        settings = {"num_clients": None, "partitioner": Natural(), "batch_size": 5, "val_fraction": 0.2, **settings}
+        super().__init__(**settings)
+        self.wards, self.shift = names, shift
+
+    def load(self):
+        sizes = [20 + 2 * WARDS.index(name) + self.shift for name in self.wards]
+        seeds = [WARDS.index(name) + 10 * self.shift for name in self.wards]
+        parts = [points(size, seed) for size, seed in zip(sizes, seeds, strict=True)]
+        x, y = (torch.cat(part) for part in zip(*parts, strict=True))
+        return Loaded(x, y, client=np.repeat(list(self.wards), sizes))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return fit(make_client(FedPer), Wards("bdf"), tmp_path_factory.mktemp("named"))
+
+
+def evaluated_by(trainer):
+    return trainer.lightning_module.evaluations.results["test"]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised", "processes"])
+@pytest.mark.parametrize(
+    ("names", "settings"),
+    [("bdf", {}), ("db", {}), ("f", {}), ("abcdef", {"new_clients": 3, "seed": 3}), ("fbd", {"shift": 4})],
+    ids=["same", "two", "one", "drawn", "other-rows"],
+)
+def test_clients_are_tested_with_what_is_theirs_by_name(names, settings, engine, trained, tmp_path):
+    drawn = settings.get("new_clients")
+    if drawn:
+        # a draw that makes those new that haven't trained
+        seeds = (seed for seed in range(500) if known(Wards(names, **{**settings, "seed": seed})) == ["b", "d", "f"])
+        settings = {**settings, "seed": next(seeds)}
+    data, trainer = Wards(names, **settings), make_trainer(tmp_path, engine=engine)
+    trainer.test(make_client(FedPer), datamodule=data, ckpt_path=trained.last, verbose=False)
+    results = evaluated_by(trainer)
+    assert {data.client_names[client] for client in results} == set(names) & set("bdf")
+    for client, values in results.items():
+        name = data.client_names[client]
+        state = trained.federation.clients["bdf".index(name)]
+        trained.model.receive(state.personal, trained.federation.aggregator.download(client), None)
+        part = data.part(client, "test")
+        with torch.no_grad():
+            loss = float(trained.model.task.loss(trained.model.eval().net(part.x), part.y))
+        assert values["loss"] == pytest.approx(loss, rel=1e-4)
+
+
+def known(data):
+    data.setup()
+    return data.client_names[: data.num_clients]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"new_clients": 3}, {"new_clients": 2, "seed": 5}], ids=["all", "drawn", "few"]
+)
+def test_a_client_that_has_trained_is_never_new(settings, trained, kept, tmp_path, caplog):
+    data = Wards(**settings)
+    with caplog.at_level("INFO"):
+        make_trainer(tmp_path, engine=Keeping).join(make_client(FedPer), datamodule=data, ckpt_path=trained.last)
+    assert [data.client_names[client] for client in data.newcomers] == ["a", "c", "e"]
+    assert any("new are the 3 clients" in message and "a, c, e" in message for message in caplog.messages)
+    # ids up to 3 are those of the clients that have trained, and Keeping leaves these out
+    assert {job.client for job, _ in kept} == {4, 5} and data.num_clients == 3
+
+
+def test_where_everybody_has_trained_nobody_joins(trained, tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"leaves nobody to join"):
+        make_trainer(tmp_path).join(make_client(FedPer), datamodule=Wards("bd"), ckpt_path=trained.last)
+
+
+def test_the_trainer_that_has_trained_pairs_by_name_too():
+    run = fit(make_client(FedPer), Wards("bdf"))
+    before = copy.deepcopy(run.federation.clients)
+    with pytest.warns(UserWarning, match="client_split"):
+        run.trainer.test(run.model, datamodule=Wards("fd"), verbose=False)
+    assert set(evaluated_by(run.trainer)) == {1, 2} and equal(vars(run.federation.clients[2]), vars(before[2]))
+    run.trainer.join(run.model, datamodule=Wards())
+    assert list(run.trainer.datamodule.newcomers) == [3, 4, 5]
+
+
+@pytest.mark.parametrize("act", ["test", "validate"])
+def test_a_client_that_has_not_trained_has_nothing_to_be_evaluated_with(act, trained, tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"doesn't know the clients a, c.*trainer\.join"):
+        getattr(make_trainer(tmp_path), act)(make_client(FedPer), datamodule=Wards("abc"), ckpt_path=trained.last)
+
+
+def test_a_run_goes_on_with_its_own_clients_alone(trained, tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"client 0 is 'b' and 'a'"):
+        fit(make_client(FedPer), Equal("adf"), tmp_path, ckpt_path=fit_equal(tmp_path).last)
+    fit(make_client(FedPer), Equal("bdf"), tmp_path, ckpt_path=fit_equal(tmp_path).last, max_rounds=4)
+
+
+class Equal(Wards):
+    """Wards of one size."""
+
+    def load(self):
+        x, y = points(20 * len(self.wards), 0)
+        return Loaded(x, y, client=np.repeat(list(self.wards), 20))
+
+
+def fit_equal(root):
+    return fit(make_client(FedPer), Equal("bdf"), root)
+
+
+def test_clients_without_names_are_those_of_the_checkpoint_or_refused(tmp_path):
+    run = fit(make_client(FedPer), crowd(0, partitioner=IID()), tmp_path)
+    other = crowd(0, partitioner=IID(), seed=7)
+    with pytest.raises(MisconfigurationException, match=r"other samples .* no names"):
+        run.trainer.test(run.model, datamodule=other)
+    with pytest.raises(MisconfigurationException, match=r"other samples .* no names"):
+        make_trainer(tmp_path).test(make_client(FedPer), datamodule=other, ckpt_path=run.last)
+    run.trainer.test(run.model, datamodule=crowd(0, partitioner=IID()), verbose=False)
+    with pytest.raises(MisconfigurationException, match=r"have no names and those of data some"):
+        run.trainer.test(run.model, datamodule=Wards("abcd"))
+
+
+def test_metrics_that_were_kept_are_not_told_of_other_samples(tmp_path):
+    run = fit(make_client(FedPer), Wards("bdf"), evaluate="after")
+    with pytest.raises(MisconfigurationException, match=r"trainer\.evaluate=after .* other samples"):
+        run.trainer.test(run.model, datamodule=Wards("bdf", shift=4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -217,8 +218,26 @@ class Holdings(LightningDataModule):
         return ClientLoader([range(self.num_clients)])
 
     def _holds(self, split: Split, share: float) -> bool:
-        """Whether clients have samples of a split: all of them have, or none."""
-        return share > 0 if self._pool is None else self.size(0, split) > 0
+        """Whether clients have samples of a split: all of them have, or none, but for those that `arrange` adds."""
+        if self._pool is None:
+            return share > 0
+        return any(self.size(client, split) for client in range(self.num_clients))
+
+    def arrange(self, names: Sequence[str]) -> None:
+        """Give clients the ids that they have in a federation, by their names.
+
+        Clients of other names become newcomers, and names without a client here stand for clients without samples.
+
+        Args:
+            names: The names of the federation's clients, by id.
+        """
+        pool = self._ready()
+        held = dict(zip(self.client_names, pool.division.clients, strict=True))
+        nothing: dict[Split, Tensor] = {split: torch.empty(0, dtype=torch.int64) for split in ("train", "val", "test")}
+        others = [name for name in held if name not in set(names)]
+        clients = [held.get(name, nothing) for name in [*names, *others]]
+        pool.division = replace(pool.division, clients=clients, names=[*names, *others], newcomers=len(others))
+        self.num_clients = len(names)
 
     def _ready(self) -> Pool:
         if self._pool is None:

@@ -21,9 +21,10 @@ from pfl_lightning.contract.messages import check_payload
 from pfl_lightning.contract.pairing import check_common, check_finite, check_pair, check_split, check_tied
 from pfl_lightning.contract.task import check_requirements, check_task
 from pfl_lightning.data import FederatedDataModule, Split
+from pfl_lightning.data.description import fingerprint
 from pfl_lightning.engines import ClientState, Engine, Job
 from pfl_lightning.engines.threads import threads_for
-from pfl_lightning.federation.checkpoint import check_same, saved_states, storable
+from pfl_lightning.federation.checkpoint import check_same, pair_clients, saved_states, storable
 from pfl_lightning.federation.evaluation import Evaluations
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.participation import Participation, check_tells
@@ -71,6 +72,9 @@ class FederationBase(LightningModule):
         self.evaluations = Evaluations(options, self.engines_of, self.job, self.sizes, client.task, self.monitor)
         self.participation = Participation(options.cohort, self.evaluations.measure, self.job)
         self.settings: Settings = {}
+        self.trained: dict[str, Any] = {}
+        """What clients are paired by: their ``names`` and ``sizes``, the ``partition``'s fingerprint, ``settings``."""
+        self._met: FederatedDataModule | None = None
         self.resume_changed = self.changed = False
         self.spent: dict[int, list[Release]] = {}
         check_finite(client, self.aggregator)
@@ -143,7 +147,10 @@ class FederationBase(LightningModule):
         rounds = rounds_of(self.options, self.trainer, self.data.num_clients)
         self.settings = settings_of(self._architectures, self.aggregator, self.data, rounds)
         if self.seed is not None:
+            if self.data is not self._met:
+                self._meet(self.trained)
             return
+        self._keep_trained({})
         # every rank goes on with what the first one has drawn
         self.seed, states = self.trainer.strategy.broadcast(
             (torch.initial_seed(), [whole_model(module) for module in self._architectures])
@@ -163,6 +170,37 @@ class FederationBase(LightningModule):
         for client in self.data.newcomers:
             # now, and not when all rounds are done
             self.welcome(client)
+
+    def _keep_trained(self, saved: Mapping[str, Any]) -> None:
+        """Keep what tells the federation's clients from those of another data module.
+
+        Args:
+            saved: a checkpoint's entry ``federation``; what it lacks is taken of this data module.
+        """
+        data = self._met = self.data
+        self.trained = {
+            "names": data.client_names[: data.num_clients],
+            "sizes": list(self.sizes(range(data.num_clients), "train").values()),
+            "partition": fingerprint(data),
+            "settings": self.settings,
+        }
+        self.trained |= {name: saved[name] for name in self.trained if name in saved}
+
+    def _meet(self, saved: Mapping[str, Any]) -> bool:
+        """Pair the clients of the data module with those of a federation; return whether their ids have changed.
+
+        Raises:
+            MisconfigurationException: if they can't be paired, or metrics are kept that are of other samples.
+        """
+        use = "fit" if self._fitting else "join" if getattr(self.trainer, "joins", False) else "test"
+        changed = pair_clients(saved, self.data, use)
+        self._met, when = self.data, self.options.evaluate
+        if use == "test" and when != "before" and "partition" in saved and saved["partition"] != fingerprint(self.data):
+            raise MisconfigurationException(
+                f"trainer.evaluate={when} shows metrics that were kept when clients trained, and data holds other "
+                "samples than then; take before."
+            )
+        return changed
 
     def _kept(self, states: MutableMapping[int, ClientState]) -> MutableMapping[int, ClientState]:
         """Clients' states, where the Trainer keeps them."""
@@ -247,7 +285,7 @@ class FederationBase(LightningModule):
         clients = range(self.data.num_clients)
         return {
             "method": self.method,
-            "sizes": list(self.sizes(clients, "train").values()),
+            **{name: self.trained[name] for name in ("names", "sizes", "partition")},
             "round": self.round,
             "lr_factor": self.lr_factor,
             "seed": self.seed,
@@ -265,13 +303,17 @@ class FederationBase(LightningModule):
         }
 
     def load_federation_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state, checked for being one of this federation.
+        """Go on from a state, checked for being one of this federation.
 
         Raises:
-            MisconfigurationException: if it is of another method, number of clients or partition.
+            MisconfigurationException: if it is of another method, or its clients are others than those of data.
         """
+        check_same(state, self.method)
+        if self._meet(state) or state["seed"] != self.seed:
+            # what the server draws is a function of the run's seed, not of the process's
+            self._set_up_server(state["seed"])
+        self._keep_trained(state)
         sizes = self.sizes(range(self.data.num_clients), "train")
-        check_same(state, self.method, list(sizes.values()), self.data.new_clients)
         self.evaluations.load(state)
         self.round, self.lr_factor = state["round"], state["lr_factor"]
         self.seed, self.initial, self.start = state["seed"], state["initial"], state["start"]
@@ -299,9 +341,6 @@ class FederationBase(LightningModule):
         if "federation" not in checkpoint:
             raise MisconfigurationException("ckpt_path: the checkpoint is not of a federation.")
         state = checkpoint["federation"]
-        if state["seed"] != self.seed:
-            # what the server draws is a function of the run's seed, not of the process's
-            self._set_up_server(state["seed"])
         if self.options.client_states == "disk":
             # the file of a mapped checkpoint stays on the disk, replaced or not, for as long as a tensor is in it
             state = state | deepcopy({name: state[name] for name in ("initial", "start", "aggregator")})

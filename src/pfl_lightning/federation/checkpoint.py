@@ -10,9 +10,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from pfl_lightning.data import ClientData, Split
+from pfl_lightning.data import ClientData, FederatedDataModule, Split
+from pfl_lightning.data.description import fingerprint
 from pfl_lightning.engines import ClientState, Job
 from pfl_lightning.messages import CPU, Row, tensors, tree_map
 from pfl_lightning.seeds import derive_seed
@@ -94,23 +96,113 @@ def refuse(record: Any, name: str) -> Any:
     )
 
 
-def check_same(saved: Mapping[str, Any], method: str, sizes: Sequence[int], new_clients: float) -> None:
-    """Checks that a saved federation is of the same method and the same clients.
+def check_same(saved: Mapping[str, Any], method: str) -> None:
+    """Check that a saved federation is of the same method.
 
     Args:
         saved: the checkpoint's entry ``federation``.
         method: the name of this run's method.
-        sizes: training samples of this run's clients.
-        new_clients: this run's setting.
 
     Raises:
-        MisconfigurationException: if it is of another method, number of clients or partition.
+        MisconfigurationException: if it is of another one.
     """
     if saved["method"] != method:
         raise MisconfigurationException(
             f"ckpt_path: the checkpoint is of {saved['method']} and this run of {method}; "
             "resume with the configuration that it was made with."
         )
+
+
+def pair_clients(saved: Mapping[str, Any], data: FederatedDataModule, use: str) -> bool:
+    """Give clients of a data module the ids that they have in a federation, or refuse data that can't be paired.
+
+    Clients with names are paired by them. An evaluation may have other samples of theirs than the federation was
+    trained on, and of some clients alone; when clients join, new are those whose names the federation doesn't know.
+    Clients without names have to be the federation's: as many, with as many samples, and for an evaluation with the
+    same fingerprint of the partition.
+
+    Args:
+        saved: what is known of the federation, as in the checkpoint's entry ``federation``.
+        data: set up; its ids change where names ask for it.
+        use: ``fit``, ``test`` or ``join``.
+
+    Returns:
+        Whether ids have changed.
+
+    Raises:
+        MisconfigurationException: if clients can't be paired.
+    """
+    then, now = saved.get("names", []), data.client_names[: data.num_clients]
+    if then and now:
+        return pair_names(saved, data, use)
+    if bool(then) != bool(now) and "names" in saved:
+        one, other = ("names", "none") if then else ("no names", "some")
+        raise MisconfigurationException(
+            f"the checkpoint's clients have {one} and those of data {other}, so that they can't be paired; take data "
+            "whose clients are named as in the checkpoint's run."
+        )
+    check_sizes(saved, data)
+    # a state that is in no checkpoint has no settings, and those of earlier versions not this one
+    new = data.new_clients
+    earlier = saved["settings"].get("data.new_clients", 0) if "settings" in saved else new
+    if earlier != new:
+        raise MisconfigurationException(
+            f"ckpt_path: the checkpoint's run had data.new_clients={earlier} and this one {new}, of whom some may "
+            "have taken part in it; take what it had."
+        )
+    if use != "fit" and "partition" in saved and saved["partition"] != fingerprint(data):
+        raise MisconfigurationException(
+            "the clients of data hold other samples than the checkpoint's, and have no names to be paired by; take the "
+            "data, partitioner and data.seed that it was made with, or data that name their clients."
+        )
+    return False
+
+
+def pair_names(saved: Mapping[str, Any], data: FederatedDataModule, use: str) -> bool:
+    """Do what `pair_clients` does, for clients with names."""
+    then, every = saved["names"], data.client_names
+    now, drawn = every[: data.num_clients], every[data.num_clients :]
+    if use == "fit":
+        if then != now:
+            at = next((k for k, pair in enumerate(zip(then, now, strict=False)) if pair[0] != pair[1]), None)
+            other = f"{len(then)} and {len(now)}" if at is None else f"client {at} is {then[at]!r} and {now[at]!r}"
+            raise MisconfigurationException(
+                f"ckpt_path: the checkpoint's clients are others than those of data ({other}); resume with the data "
+                "that it was made with."
+            )
+        check_sizes(saved, data)
+        return False
+    if then == now:
+        # whoever was drawn as new has another name
+        return False
+    known = set(then)
+    new = [name for name in every if name not in known]
+    if use == "test" and (strange := [name for name in new if name not in drawn]):
+        raise MisconfigurationException(
+            f"the checkpoint doesn't know the clients {listed(strange)} of data; leave them out, or let them join by "
+            "trainer.join."
+        )
+    data.arrange(then)
+    if use == "test" and data.client_split not in ("given", "time"):
+        rank_zero_warn(
+            f"data.client_split={data.client_split}: random splits depend on a client's place among those of data, "
+            "which was another one in the checkpoint's run, so that samples to test on may have been trained on; give "
+            "the splits, by client_split=given or time, where the samples are the same."
+        )
+    if absent := known.difference(every):
+        rank_zero_info(f"data has no samples of {len(absent)} of the checkpoint's {len(then)} clients.")
+    if use == "join":
+        rank_zero_info(f"new are the {len(new)} clients whose names the checkpoint doesn't know: {listed(new)}.")
+    return True
+
+
+def check_sizes(saved: Mapping[str, Any], data: FederatedDataModule) -> None:
+    """Check that clients hold as many samples as in a federation.
+
+    Raises:
+        MisconfigurationException: if they don't, or are more or fewer clients.
+    """
+    sizes = [data.size(client, "train") for client in range(data.num_clients)]
     if len(saved["sizes"]) != len(sizes):
         raise MisconfigurationException(
             f"ckpt_path: the checkpoint has {len(saved['sizes'])} clients and data.num_clients={len(sizes)}."
@@ -120,13 +212,16 @@ def check_same(saved: Mapping[str, Any], method: str, sizes: Sequence[int], new_
             "ckpt_path: the checkpoint's clients hold other numbers of samples than those of data; "
             "resume with the data, partitioner and data.seed that it was made with."
         )
-    # a state that is in no checkpoint has no settings, and those of earlier versions not this one
-    then = saved["settings"].get("data.new_clients", 0) if "settings" in saved else new_clients
-    if then != new_clients:
-        raise MisconfigurationException(
-            f"ckpt_path: the checkpoint's run had data.new_clients={then} and this one {new_clients}, of whom some may "
-            "have taken part in it; take what it had."
-        )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return some of the names, and how many there are more.
+
+    >>> listed(["a", "b"]), listed(list("abcdefg"))
+    ('a, b', 'a, b, c, d, e and 2 more')
+    """
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 def saved_states(clients: Mapping[int, ClientState]) -> dict[int, Any]:

@@ -66,7 +66,7 @@ def join(federation: FederationBase, epochs: int | None = None, rounds: int = 1)
     if not newcomers:
         raise MisconfigurationException(
             f"data.new_clients={federation.data.new_clients} leaves nobody to join; take a number of clients, or a "
-            "share such as 0.2, before the federation is trained."
+            "share such as 0.2, before the federation is trained, or data with names that it doesn't know."
         )
     payloads = {client: federation.welcome(client) for client in newcomers}
     initial = {client: ClientState(federation.initial[federation.architecture_of(client)]) for client in newcomers}
