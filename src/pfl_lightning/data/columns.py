@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from datetime import date
 from typing import Any, get_args
 
 import numpy as np
@@ -12,6 +14,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pfl_lightning.data.samples import Split
+
+NUMBER = re.compile(
+    r"\s*[+-]?(?:(?:\d+|\d{1,3}(?:[.,' ]\d{3})+)(?:[.,]\d*)?|[.,]\d+|inf|infinity|nan)(?:e[+-]?\d+)?\s*%?\s*",
+    re.IGNORECASE,
+)
+"""A text that stands for a number, however it is written: with a decimal comma, in groups of thousands, in percent."""
+
+DATE = re.compile(r"\s*(?:\d{4}([-/.])\d{1,2}\1\d{1,2}|\d{1,2}([-/.])\d{1,2}\2(?:\d{4}|\d{2}))(?:[ T].*)?\s*")
+"""A text that stands for a date, perhaps one that doesn't exist, such as 2020-99-99."""
+
+
+SORTED_DATE = re.compile(r"\d{4}-\d{2}-\d{2}($|[ T]([01]\d|2[0-3])(:[0-5]\d){0,2}($|[^\d:]))")
+"""The beginning of a text that stands for a date, and perhaps a time of the day, and sorts as dates do."""
 
 
 def column_of(name: str, values: Sequence[Any] | NDArray[Any], count: int) -> NDArray[Any]:
@@ -71,6 +86,81 @@ def _is_missing(value: Any) -> bool:
     except TypeError:
         # pandas' NA is neither
         return True
+
+
+def mostly(pattern: re.Pattern[str], texts: Sequence[str], counts: NDArray[np.int64]) -> bool:
+    """Whether half of the rows, or half of the different texts, match a pattern as a whole.
+
+    >>> mostly(NUMBER, ["1", "2,5", "oops"], np.array([1, 1, 9]))
+    True
+    >>> mostly(NUMBER, ["1", "no", "yes"], np.array([1, 9, 9]))
+    False
+
+    Args:
+        pattern: The pattern.
+        texts: The different texts.
+        counts: The number of rows that have each.
+    """
+    found = np.fromiter((pattern.fullmatch(text) is not None for text in texts), dtype=bool, count=len(texts))
+    return bool(2 * found.sum() >= len(texts) or 2 * counts[found].sum() >= counts.sum())
+
+
+def check_times(times: NDArray[Any]) -> None:
+    """Check that times which are texts sort as the times do: dates as 2024-05-31, no texts among numbers.
+
+    Args:
+        times: One value a sample, none of which is missing.
+
+    Raises:
+        MisconfigurationException: A text is no date among dates or no number among numbers, or texts sort otherwise.
+    """
+    if times.dtype.kind not in "US":
+        return
+    values, rows, counts = np.unique(times.astype(str), return_index=True, return_counts=True)
+    texts = values.tolist()
+    if mostly(DATE, texts, counts):
+        kind, wrong = "date", [not _sorts(text) for text in texts]
+    elif mostly(NUMBER, texts, counts):
+        kind, wrong = "number", [not is_number(text) for text in texts]
+        if not any(wrong) and not np.all(np.diff(values.astype(np.float64)) >= 0):
+            wrong[0] = True
+    else:
+        return
+    if any(wrong):
+        first = min((row, text) for row, text, is_wrong in zip(rows.tolist(), texts, wrong, strict=True) if is_wrong)
+        advice = "give numbers and not texts" if kind == "number" else "write dates as 2024-05-31"
+        raise MisconfigurationException(
+            f"the time in row {first[0]} (counted from 0) is the text {first[1]!r}, which doesn't sort as a {kind}; "
+            f"correct it, or {advice}"
+        )
+
+
+def _sorts(text: str) -> bool:
+    """Whether a text is a date that exists, written so that texts sort as dates do."""
+    if SORTED_DATE.match(text) is None:
+        return False
+    try:
+        date.fromisoformat(text[:10])
+    except ValueError:
+        return False
+    return True
+
+
+def is_number(text: str, decimal: str = ".") -> bool:
+    """Whether a text is a number, as tables are read.
+
+    >>> is_number("0,5"), is_number("0,5", decimal=","), is_number("1_000")
+    (False, True, False)
+
+    Args:
+        text: The text.
+        decimal: The decimal separator.
+    """
+    try:
+        float(text.replace(".", "x").replace(",", ".") if decimal == "," else text)
+    except ValueError:
+        return False
+    return "_" not in text
 
 
 def numbered(column: NDArray[Any]) -> tuple[list[str], Tensor]:

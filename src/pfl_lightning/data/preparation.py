@@ -20,7 +20,7 @@ from pfl_lightning.data.checks import (
     warn_of_one_class,
 )
 from pfl_lightning.data.client_splits import cut_of
-from pfl_lightning.data.columns import check_splits, column_of, numbered
+from pfl_lightning.data.columns import check_splits, check_times, column_of, numbered
 from pfl_lightning.data.division import divide
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.newcomers import how_many, newcomers_last
@@ -93,6 +93,8 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
     times = _column("time", loaded.time, count, needed=data.client_split == "time")
     if given is not None:
         check_splits(given)
+    if times is not None:
+        check_times(times)
     found = data.strata(loaded.y)
     strata, groups = check_strata(found, count, task, data.partitioner)
     samples = Samples(loaded.x, loaded.y)
