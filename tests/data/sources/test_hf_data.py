@@ -9,7 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.data import HFData
 from pfl_lightning.data.sources import base
-from pfl_lightning.tasks import Classification
+from pfl_lightning.tasks import Classification, Regression
 
 datasets = pytest.importorskip("datasets", reason="needs the extra hf")
 
@@ -86,6 +86,25 @@ def test_images():
     data = ready(source, ("picture",), client="who", split_column=None)
     assert data.input_shape == (3, 4, 5) and data.client_names == ["0", "1"]
     assert sum(data.size(0, split) for split in ("train", "val", "test")) == 20
+
+
+@pytest.mark.parametrize("limit", [2**30, 0])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), None], ids=str)
+@pytest.mark.parametrize("column", ["values", "weight"])
+def test_numbers_that_are_not_finite_are_refused(monkeypatch, limit, bad, column):
+    monkeypatch.setattr(base, "RESIDENT", limit)
+    whole = made().to_dict()
+    whole[column][21] = [21.0, bad, 2.0] if column == "values" else bad
+    with pytest.raises(MisconfigurationException, match=rf"column '{column}' has (inf|nan) in row 21 \(count"):
+        ready(datasets.Dataset.from_dict(whole), [column]).part(2, "train")
+
+
+@pytest.mark.parametrize(("bad", "says"), [("text", "not of numbers"), (float("inf"), "has inf in row 3")])
+def test_targets_that_are_no_numbers_are_refused(bad, says):
+    target = ["a", "b", "a", "b"] * 10 if bad == "text" else [1.0, 2.0, 3.0, bad] * 10
+    whole = made().remove_columns("label").add_column("label", target)
+    with pytest.raises(MisconfigurationException, match=f"data.target: column 'label' .*{says}"):
+        HFData(whole, "label", Regression(), ["values"], "speaker").setup()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.data import LeafData
-from pfl_lightning.tasks import Classification
+from pfl_lightning.tasks import Classification, Regression
 
 USERS = {"ann": 9, "bob": 6, "eve": 12}
 
@@ -64,6 +64,18 @@ def test_letters_become_numbers(tmp_path):
     assert x.dtype == torch.int64 and {tuple(row) for row in x.tolist()} == {(0, 1, 2), (1, 2, 0)}
     with pytest.raises(MisconfigurationException, match=r"data.letters=null: x in .* are texts"):
         ready(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x", "y"])
+@pytest.mark.parametrize("bad", ["1e400", "NaN", "-Infinity"])
+def test_numbers_that_are_not_finite_are_refused(tmp_path, name, bad):
+    held = content({"ann": 9, "bob": 6})
+    for user in held["user_data"].values():
+        user["y"] = [float(y) for y in user["y"]]
+    held["user_data"]["bob"][name][4] = ["BAD"] * 4 if name == "x" else "BAD"
+    (tmp_path / "all.json").write_text(json.dumps(held).replace('"BAD"', bad))
+    with pytest.raises(MisconfigurationException, match=rf"{name} of user 'bob' in .*all\.json has .* in row 4"):
+        LeafData(str(tmp_path), Regression()).setup()
 
 
 def test_what_cannot_be_is_refused_in_a_sentence(tmp_path):

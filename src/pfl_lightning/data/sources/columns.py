@@ -7,7 +7,11 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from numpy.typing import NDArray
+from torch import Tensor
 
 
 def chosen_columns(
@@ -56,6 +60,31 @@ def check_column(setting: str, column: str, there: Sequence[str]) -> None:
         near = alike or get_close_matches(str(column), there, n=3)
         instead = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(there[:10])}"
         raise MisconfigurationException(f"data.{setting}: there is no column {column!r}; {instead}")
+
+
+def check_finite_column(values: Tensor, owner: str, rows: Sequence[int] | NDArray[np.int64] | None = None) -> None:
+    """Check that numbers are finite, also in single precision, in which nets take them.
+
+    Args:
+        values: The numbers, [rows, ...]; integers are not looked at.
+        owner: Name of the numbers for the message, such as ``column 'age' of patients.csv``.
+        rows: Position of each row in the data; None counts them from 0.
+
+    Raises:
+        MisconfigurationException: Some are NaN or infinite, or too large for single precision.
+    """
+    if not values.is_floating_point():
+        return
+    finite = values.to(torch.float32).isfinite().reshape(len(values), -1)
+    wrong = ~finite.all(1)
+    if wrong.any():
+        first = int(wrong.int().argmax())
+        value = values[first].reshape(-1)[~finite[first]][0].item()
+        row = first if rows is None else int(rows[first])
+        raise MisconfigurationException(
+            f"{owner} has {value} in row {row} (counted from 0), the first of {int(wrong.sum())} such rows, where "
+            "numbers must be finite in single precision; correct them, or leave these rows out"
+        )
 
 
 def package(name: str, extra: str, owner: str) -> Any:

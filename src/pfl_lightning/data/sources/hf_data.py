@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.sources.base import OwnedData, resident, targets_of
-from pfl_lightning.data.sources.columns import chosen_columns, package
+from pfl_lightning.data.sources.columns import check_finite_column, chosen_columns, package
 from pfl_lightning.tasks import Task
 
 
@@ -36,7 +36,7 @@ class HFData(OwnedData):
         **kwargs: Settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Raises:
-        MisconfigurationException: There is no such file or column.
+        MisconfigurationException: There is no such file or column, or numbers are missing or not finite.
     """
 
     def __init__(
@@ -61,7 +61,13 @@ class HFData(OwnedData):
 
     def load(self) -> Loaded:
         """Read targets and columns, and inputs if they are small."""
-        y = self._dataset.with_format("numpy", columns=[self._target])[:][self._target]
+        y = np.asarray(self._dataset.with_format("numpy", columns=[self._target])[:][self._target])
+        if y.dtype.kind not in "biuf":
+            raise MisconfigurationException(
+                f"data.target: column {self._target!r} is not of numbers of one shape; map it, for texts that are "
+                "classes by class_encode_column of the data set"
+            )
+        check_finite_column(torch.as_tensor(y), f"data.target: column {self._target!r}")
         columns = {
             name: None if column is None else list(self._dataset.with_format(None)[column])
             for name, column in self._others.items()
@@ -95,6 +101,8 @@ class ArrowRows:
                 f"data.features: column {wrong!r} is not of numbers of one shape; map the data set, or leave it out"
             )
         tensors = [torch.from_numpy(array) for array in arrays]
+        for column, tensor in zip(self.columns, tensors, strict=True):
+            check_finite_column(tensor, f"data.features: column {column!r}", positions)
         if len(tensors) == 1:
             # images have their channels last there
             is_image = tensors[0].dtype == torch.uint8 and tensors[0].dim() == 4

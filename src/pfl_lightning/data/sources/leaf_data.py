@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.sources.base import OwnedData, single, targets_of
+from pfl_lightning.data.sources.columns import check_finite_column
 from pfl_lightning.data.words import letter_numbers
 from pfl_lightning.tasks import Task
 
@@ -64,6 +65,8 @@ class LeafData(OwnedData):
             for user, inputs, targets in users_of(path):
                 x.append(self._numbers(inputs, "x").reshape(len(inputs), *self.input_shape))
                 y.append(targets_of(self._numbers(targets, "y")))
+                for name, values in (("x", x[-1]), ("y", y[-1])):
+                    check_finite_column(values, f"{name} of user {user!r} in {path}")
                 client += [user] * len(inputs)
                 split += [half] * len(inputs)
         return Loaded(torch.cat(x), torch.cat(y), client, split if self._files[0][0] else None)
