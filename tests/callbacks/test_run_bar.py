@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from federations import fit, make_client
+from federations import Blobs, blobs, fit, make_client
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.callbacks import RunBar, RunHead, run_bar
 from pfl_lightning.tasks import Monitor
@@ -162,3 +162,11 @@ def test_the_head_tells_what_runs(tmp_path, capsys):
     assert "data    Blobs, 4 clients with" in head and "rounds  1, each of 4 clients" in head
     assert re.search(r"net     \w+, \d+ parameters\n", head)
     assert head.endswith(f"files   {run.folder}")
+
+
+def test_the_head_has_the_lines_of_the_data(capsys):
+    class Told(Blobs):
+        head_lines = [("features", "6; codes of town (3 texts)")]
+
+    fit(make_client(), blobs(data=Told), max_rounds=1, enable_model_summary=True)
+    assert re.search(r"^data .*\nfeatures +6; codes of town \(3 texts\)\nnet ", capsys.readouterr().out, re.M)

@@ -34,6 +34,7 @@ class RunHead(Callback):
         lines = [
             ("method", f"{federation.method} (client {own}, aggregator {server})"),
             ("data", f"{type(data).__name__}, {clients} clients with {samples:,} training samples"),
+            *data.head_lines,
             ("net", "; ".join(dict.fromkeys(nets))),
             ("rounds", f"{trainer.max_epochs}, each of {options.cohort_size(clients)} clients"),
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pfl_lightning.data.batches import LastBatch
 from pfl_lightning.data.checks import NO_RANDOM, SAMPLES, ClientSplit, ClientTest, check_settings, differs
+from pfl_lightning.data.division import Division
 from pfl_lightning.data.holdings import Holdings
 from pfl_lightning.data.hyper_parameters import unsaved_arguments
 from pfl_lightning.data.inputs import net_inputs
@@ -18,7 +19,9 @@ from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.partitioners import Dirichlet, Partitioner
 from pfl_lightning.data.pool import Pool
 from pfl_lightning.data.preparation import as_loaded, prepared
+from pfl_lightning.data.preprocessing import FittedOn
 from pfl_lightning.data.public import public_samples
+from pfl_lightning.data.samples import Samples
 from pfl_lightning.data.trees import Tree
 from pfl_lightning.messages import tree_map
 from pfl_lightning.tasks import Classification, Task
@@ -121,6 +124,8 @@ class FederatedDataModule(Holdings, ABC):
         self.new_clients = new_clients
         self.client_split: ClientSplit | None = client_split
         self.resident = resident
+        self.preprocessing: dict[str, Any] = {}
+        """How raw values become inputs and targets, known after `setup`: plain values, which checkpoints hold."""
         check_settings({**vars(self), "num_clients": num_clients})
 
     @property
@@ -163,8 +168,41 @@ class FederatedDataModule(Holdings, ABC):
         """
         return tree_map(net_inputs, x)
 
+    def preprocess(self, samples: Samples, division: Division) -> Samples:
+        """Fit on training rows what depends on the data, and apply it to all rows; by default nothing changes.
+
+        `setup` calls it once, after the division. An override keeps what it has fitted in ``preprocessing``.
+
+        Args:
+            samples: The pool, as loaded.
+            division: Who holds which rows of it.
+        """
+        return samples
+
+    @property
+    def fitted_on(self) -> FittedOn:
+        """Whose rows decide how raw values become inputs and targets."""
+        return "nothing"
+
+    @property
+    def needs_all_clients(self) -> str:
+        """Why a site with its own rows alone would make other inputs of them, and the remedy; empty where it doesn't.
+
+        Known after `setup`.
+        """
+        return ""
+
+    @property
+    def head_lines(self) -> list[tuple[str, str]]:
+        """Lines on preprocessing that a run begins with, each a name and a text."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The entry of checkpoints: ``preprocessing``, where there is some."""
+        return {"preprocessing": self.preprocessing} if self.preprocessing else {}
+
     def setup(self, stage: str | None = None) -> None:
-        """Load, cut to ``max_samples``, partition and split; only the first call does something.
+        """Load, cut to ``max_samples``, partition, split and preprocess; only the first call does something.
 
         Args:
             stage: Ignored: all of Lightning's stages use the same pool.
@@ -179,6 +217,7 @@ class FederatedDataModule(Holdings, ABC):
                 f"{type(self).__name__}.task={self.task!r} must be a task of pfl_lightning.tasks, such as Regression()"
             )
         pool = prepared(self, as_loaded(self.load()))
+        pool.samples = self.preprocess(pool.samples, pool.division)
         self._check_transform(pool)
         if self.public is not None:
             name = type(self).__name__

@@ -8,6 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.data.checks import check_pool, check_strata, rows_of_test_half
+from pfl_lightning.data.division import Division
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.preparation import as_loaded
 from pfl_lightning.data.samples import Samples
@@ -26,6 +27,10 @@ class PublicData(Protocol):
     def task(self) -> Task:
         """What is predicted."""
 
+    @property
+    def needs_all_clients(self) -> str:
+        """Why rows of this data set alone make other inputs than clients have, and the remedy; else empty."""
+
     def prepare_data(self) -> None:
         """Fetch missing files."""
 
@@ -35,9 +40,12 @@ class PublicData(Protocol):
     def strata(self, y: Tree) -> Tensor | None:
         """The group of each sample."""
 
+    def preprocess(self, samples: Samples, division: Division) -> Samples:
+        """Fit on training rows, and apply to all rows."""
+
 
 def public_samples(public: PublicData, count: int, seed: int, owner: str, input_shape: tuple[int, ...]) -> Samples:
-    """Load another data set and choose what the server shall hold of it, as loaded.
+    """Load another data set and choose what the server shall hold of it, before its ``transform``.
 
     Args:
         public: The data set.
@@ -69,4 +77,7 @@ def public_samples(public: PublicData, count: int, seed: int, owner: str, input_
         )
     strata, groups = check_strata(public.strata(loaded.y), len(loaded), public.task)
     rows = rows[stratified_rows(strata[rows], count, groups, seed, draw=3)]
-    return Samples(loaded.x, loaded.y).take(rows)
+    samples = Samples(loaded.x, loaded.y).take(rows)
+    # the server learns from all of them, as a client does from its training rows
+    none = torch.empty(0, dtype=torch.int64)
+    return public.preprocess(samples, Division([{"train": torch.arange(count)}], none, none, []))
