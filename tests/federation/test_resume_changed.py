@@ -16,6 +16,7 @@ from command import QUICKSTART, QUIET, pfl, refusal
 from federations import FEATURES, Blobs, Run, Sizes, blobs, equal, fit, load, make_client, make_trainer, plain, read_csv
 from pfl_lightning.callbacks import ChannelsLast, SignFlip
 from pfl_lightning.data import Dirichlet
+from pfl_lightning.federation.resuming import changes, check_settings
 from pfl_lightning.methods import FedLAW, FedProx
 from pfl_lightning.nets import Net
 
@@ -103,6 +104,60 @@ def test_a_run_goes_on_with_other_settings_when_told_so(tmp_path, told):
     assert load(resumed.last)["federation"]["settings"]["model.mu"] == 0.5
     with pytest.raises(MisconfigurationException, match=r"model\.mu"):
         run(tmp_path, {}, 3, "last")
+
+
+class Centred(Blobs):
+    """Inputs whose preprocessing depends on what the test puts here."""
+
+    words = ("f", "m")
+    mean = (0.5, 0.25)
+
+    def preprocess(self, samples: Any, division: Any) -> Any:
+        self.preprocessing = {"categories": {"sex": list(self.words)}, "mean": {"age": list(self.mean)}}
+        return samples
+
+
+CENTRED = {"data": {"data": Centred}}
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"mean": (0.5, 0.75)}, "data.preprocessing.mean.age: [0.5, 0.25] then, [0.5, 0.75] now"),
+        ({"words": ("m", "f")}, 'data.preprocessing.categories.sex: ["f", "m"] then, ["m", "f"] now'),
+        ({"mean": [k / 3 for k in range(40)]}, None),
+    ],
+    ids=["mean", "vocabulary", "another number of clients"],
+)
+def test_data_that_would_be_preprocessed_otherwise_are_told(change, line, tmp_path, monkeypatch, told):
+    first = run(tmp_path, CENTRED)
+    assert load(first.last)["Centred"] == {"preprocessing": first.data.preprocessing}
+    run(tmp_path, CENTRED, 2, first.last)
+    for name, value in change.items():
+        monkeypatch.setattr(Centred, name, value)
+    with pytest.raises(MisconfigurationException, match=r"other settings of data\.preprocessing\."):
+        run(tmp_path, CENTRED, 3, first.last)
+    assert line is None or line in told()
+    with pytest.warns(UserWarning, match=r"inputs that were made otherwise \(data\.preprocessing\."):
+        make_trainer().test(make_client(FedProx, net=dropping), datamodule=blobs(data=Centred), ckpt_path=first.last)
+    run(tmp_path, CENTRED, 3, first.last, resume_changed=True)
+
+
+def test_checkpoints_from_before_preprocessing_was_kept_go_on(tmp_path, told):
+    first = run(tmp_path, CENTRED)
+    checkpoint = load(first.last)
+    del checkpoint["Centred"]
+    torch.save(checkpoint, tmp_path / "old.ckpt")
+    assert len(run(tmp_path, CENTRED, 2, tmp_path / "old.ckpt").rows) == 2
+    assert not [line for line in told() if line.endswith(" now")]
+
+
+def test_a_refusal_names_some_of_many_settings_and_long_lists_by_an_entry():
+    then = {"settings": {f"data.s{k}": k for k in range(30)} | {"data.long": list(range(50))}, "seed": 1}
+    now = {f"data.s{k}": k + 1 for k in range(30)} | {"data.long": [*range(49), 0]}
+    assert "data.long: 49 then, 0 now" in changes(then["settings"], now)
+    with pytest.raises(MisconfigurationException, match=r"data\.s0, .*data\.s9 and \d+ more; resume"):
+        check_settings(then, now, accepted=False)
 
 
 def test_a_refused_run_leaves_the_earlier_one_as_it_is(tmp_path):

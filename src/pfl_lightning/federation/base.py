@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from pfl_lightning.aggregators.base import Aggregator, Server
@@ -28,7 +29,15 @@ from pfl_lightning.federation.checkpoint import check_same, pair_clients, saved_
 from pfl_lightning.federation.evaluation import Evaluations
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.participation import Participation, check_tells
-from pfl_lightning.federation.resuming import Settings, check_rounds, check_settings, rounds_of, settings_of
+from pfl_lightning.federation.resuming import (
+    Settings,
+    changes,
+    check_rounds,
+    check_settings,
+    flat,
+    rounds_of,
+    settings_of,
+)
 from pfl_lightning.messages import Message, StateDict, detached
 from pfl_lightning.methods.registry import method_of
 from pfl_lightning.privacy import Release
@@ -346,11 +355,23 @@ class FederationBase(LightningModule):
             state = state | deepcopy({name: state[name] for name in ("initial", "start", "aggregator")})
         self.load_federation_state(state)
         self.clients = self._kept(self.clients)
+        # none in those of earlier versions, and of data that fit nothing
+        fitted = checkpoint.get(type(self.data).__qualname__, {}).get("preprocessing")
+        then, now = (flat("data.preprocessing", each if fitted else {}) for each in (fitted, self.data.preprocessing))
+        # a column that has no vocabulary any more, or has one now, has changed too
+        then, now = dict.fromkeys(now) | then, dict.fromkeys(then) | now
         if self._fitting:
             check_rounds(self.round, self.trainer.max_epochs)
             # another net is no change that a run could go on with
             self.load_state_dict(checkpoint["state_dict"])
-            self.changed = check_settings(state, self.settings, self.resume_changed)
+            if "settings" in state:
+                state = {**state, "settings": state["settings"] | then}
+            self.changed = check_settings(state, self.settings | now, self.resume_changed)
+        elif lines := changes(then, now):
+            rank_zero_warn(
+                f"ckpt_path: the checkpoint's model has learned from inputs that were made otherwise ({lines[0]}); "
+                "give it the data that it was trained with."
+            )
 
     def on_fit_end(self) -> None:
         """Leaves the global model in the client module."""

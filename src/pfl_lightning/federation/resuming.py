@@ -40,6 +40,10 @@ UNTOLD = {
     "_instantiator",
 }
 """Last parts of names of what can't matter, or is said by another setting."""
+MANY = 10
+"""Settings that a refusal names at most; a line says each of them before."""
+LONG = 80
+"""Letters of a list from which on only its first different entry is shown."""
 
 
 def settings_of(
@@ -177,12 +181,14 @@ def changes(then: Settings, now: Settings) -> list[str]:
 
 
 def shown(then: Any, now: Any) -> tuple[str, str]:
-    """Two different values as they are written, of texts with many lines the first that isn't the same."""
+    """Two different values as they are written; of texts with many lines, and long lists, the first different one."""
     if isinstance(then, str) and isinstance(now, str):
         pairs = zip_longest(then.splitlines(), now.splitlines(), fillvalue="nothing")
         one, other = next(((one, other) for one, other in pairs if one != other), (then, now))
         return one.strip(), other.strip()
     one, other = (value if isinstance(value, str) else json.dumps(value) for value in (then, now))
+    if isinstance(then, list) and isinstance(now, list) and len(then) == len(now) and len(one) > LONG:
+        return next(shown(each, its) for each, its in zip(then, now, strict=True) if each != its)
     return one, other
 
 
@@ -219,7 +225,8 @@ def check_settings(saved: Mapping[str, Any], now: Settings, accepted: bool) -> b
     for line in lines:
         rank_zero_info(line)
     if lines and not accepted:
-        names = ", ".join(line.split(":")[0] for line in lines)
+        named = [line.split(":")[0] for line in lines]
+        names = ", ".join(named[:MANY]) + (f" and {len(named) - MANY} more" if len(named) > MANY else "")
         raise MisconfigurationException(
             f"ckpt_path: the checkpoint's run had other settings of {names}; resume with those that it had, or go on "
             "with these by resume_changed=true."
