@@ -1,6 +1,8 @@
 import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -8,12 +10,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from federations import blobs, make_client
 from pfl_lightning import methods
 from pfl_lightning.client import ClientModule
-from pfl_lightning.data import FederatedDataModule
+from pfl_lightning.data import FederatedDataModule, TableData
+from pfl_lightning.flower.remote_data import remote_data
 from pfl_lightning.flower.site import ALWAYS, Site
 from pfl_lightning.flower.template import Refused
 from pfl_lightning.methods import FedAvg, FedProto, Local
 from pfl_lightning.methods.fedpac import PACClient
 from pfl_lightning.methods.scaffold import ControlVariates
+from pfl_lightning.tasks import Classification
 
 
 def data(*sizes: int) -> FederatedDataModule:
@@ -113,3 +117,79 @@ def test_the_page_names_all_that_methods_send():
     named = {name for row in rows for name in re.findall(r"\w+", row)}
     classes = [made for made in vars(methods).values() if isinstance(made, type) and issubclass(made, ClientModule)]
     assert named == frozenset().union(*(made.sends | made.offers | made.tells for made in classes)) - ALWAYS
+
+
+# Tables of the sites' own
+
+WORDS = {"classes": ["cold", "covid", "flu"], "categories": {"sex": ["m", "f"]}}
+
+
+def table_of(ills: list[str], sexes: list[str]) -> Any:
+    pandas = pytest.importorskip("pandas", reason="needs the extra tables")
+    rows = np.arange(24)
+    return pandas.DataFrame(
+        {
+            "age": 40.0 + rows,
+            "sex": np.array(sexes)[rows % len(sexes)],
+            "ill": np.array(ills)[rows % len(ills)],
+            "who": 0,
+        }
+    )
+
+
+SITES = [(["cold", "covid", "flu"], ["f", "m"]), (["covid", "flu"], ["f", "m"]), (["flu", "cold"], ["m"])]
+
+
+def joined(tables: list[Any]) -> Any:
+    pandas = pytest.importorskip("pandas", reason="needs the extra tables")
+    return pandas.concat(tables, ignore_index=True)
+
+
+def clinic(table: Any, **settings: Any) -> FederatedDataModule:
+    task = Classification(3)
+    module = TableData(
+        table, "ill", task, ["age", "sex"], "who", **{"test_fraction": 0.0, "val_fraction": 0.0, **settings}
+    )
+    module.setup()
+    return module
+
+
+@pytest.mark.parametrize("standardize", [None, "client"])
+def test_texts_have_the_same_numbers_at_every_site(standardize):
+    tables = [table_of(*held).assign(who=client) for client, held in enumerate(SITES)]
+    whole = clinic(joined(tables), **WORDS, standardize=standardize)
+    for client, table in enumerate(tables):
+        site = Site.of({"clients": str(client)}, clinic(table, **WORDS, standardize=standardize))
+        ours, theirs = site.client(client).train, whole.part(client, "train")
+        order, other = (torch.argsort(part.x[:, 0]) for part in (ours, theirs))
+        assert torch.equal(ours.x[order], theirs.x[other]) and torch.equal(ours.y[order], theirs.y[other])
+
+
+REFUSED = [
+    ({"categories": WORDS["categories"]}, r"column 'ill' is of texts.*data\.classes"),
+    ({"classes": WORDS["classes"]}, r"column 'sex' is of texts.*data\.categories\.sex"),
+    ({**WORDS, "standardize": "table"}, r"data\.standardize=table .* take client"),
+]
+
+
+@pytest.mark.parametrize(("settings", "says"), REFUSED)
+def test_a_site_alone_refuses_what_rows_of_all_clients_decide(settings, says):
+    own = clinic(table_of(*SITES[1]), **settings)
+    with pytest.raises(MisconfigurationException, match=says):
+        Site(own, [2])
+    # whoever has the tables of all clients gets what a simulation gets
+    both = joined([table_of(*held).assign(who=client) for client, held in enumerate(SITES)])
+    assert Site(clinic(both, **settings), [2]).size(2, "train") == 24
+
+
+@pytest.mark.parametrize(("settings", "says"), [*REFUSED, (WORDS, "")])
+def test_a_server_with_samples_of_its_own_refuses_it_too(settings, says):
+    own = {"num_clients": 1, "central_test": 0.25, **settings}
+    module = TableData(table_of(*SITES[0]), "ill", Classification(3), ["age", "sex"], "who", **own)
+    server = remote_data(module, {0: {"train": 24, "val": 0, "test": 0}})
+    if not says:
+        server.setup()
+        assert len(server.central_data()) == 6
+        return
+    with pytest.raises(MisconfigurationException, match=says):
+        server.setup()

@@ -19,6 +19,7 @@ class AtSites:
     central_test: Any
     server_fraction: float
     public: Any
+    needs_all_clients: str
     _pool: Any
     _sizes: Mapping[int, Mapping[str, int]]
 
@@ -28,10 +29,16 @@ class AtSites:
             super().prepare_data()  # type: ignore[misc]
 
     def setup(self, stage: str | None = None) -> None:
-        """Loads what the server needs for samples of its own, and nothing without."""
+        """Load what the server needs for samples of its own, and nothing without.
+
+        Raises:
+            MisconfigurationException: The samples depend on rows of all clients, which are at their sites.
+        """
         clients = self.num_clients
         if self._holds_some:
             super().setup(stage)  # type: ignore[misc]
+            if reason := self.needs_all_clients:
+                raise MisconfigurationException(reason)
         self.num_clients = clients
 
     @property

@@ -28,7 +28,8 @@ class Site:
         allow: entries of updates that may be sent beside ``weights`` and ``num_samples``, such as ``class_counts``.
 
     Raises:
-        MisconfigurationException: if the ids aren't those of clients of the data.
+        MisconfigurationException: if the ids aren't those of clients of the data, or the data are the site's own and
+            become inputs in a way that depends on rows of all sites.
     """
 
     def __init__(self, data: FederatedDataModule, clients: Sequence[int], allow: Iterable[str] = ()) -> None:
@@ -40,6 +41,8 @@ class Site:
                 f"clients={' '.join(map(str, clients))!r} don't fit the site's data, which have {data.num_clients} "
                 "clients; name each of these once by its id in the federation, or some of them by their own."
             )
+        if len(own) == data.num_clients and (reason := data.needs_all_clients):
+            raise MisconfigurationException(reason)
         self._own = dict(zip(clients, own, strict=True))
 
     @classmethod
