@@ -16,8 +16,13 @@ def test_patients_of_one_sex_and_age_band_are_a_client():
     assert all(ends[k + 1][1] < ends[k + 2][0] for k in range(0, 8, 2))
 
 
-def test_all_is_standardised():
-    x, y = (loaded := Diabetes().load()).x, loaded.y
-    assert x.dtype == y.dtype == torch.float32
-    assert torch.allclose(x.mean(0), torch.zeros(10), atol=1e-5) and torch.allclose(x.std(0), torch.ones(10), atol=0.01)
-    assert abs(float(y.mean())) < 1e-5 and abs(float(y.std()) - 1) < 0.01
+def test_all_is_standardised_by_training_patients():
+    data = Diabetes(test_fraction=0.4)
+    data.setup()
+    parts = {split: [data.part(client, split) for client in range(10)] for split in ("train", "test")}
+    for split, tolerance in (("train", 1e-5), ("test", 0.3)):
+        for values in (torch.cat([part.x for part in parts[split]]), torch.cat([part.y for part in parts[split]])):
+            assert values.dtype == torch.float32
+            assert values.mean(0).abs().max() < tolerance and (values.std(0, correction=0) - 1).abs().max() < tolerance
+            assert split == "train" or values.mean(0).abs().max() > 1e-3
+    assert data.fitted_on == "all clients" and 100 < data.preprocessing["mean"]["progression"] < 200

@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from pfl_lightning.data.division import Division
 from pfl_lightning.data.loaded import Loaded
+from pfl_lightning.data.preprocessing import FittedOn, standardized
+from pfl_lightning.data.samples import Samples
 from pfl_lightning.data.sources.base import OwnedData
 from pfl_lightning.tasks import Regression
 
@@ -18,8 +21,8 @@ BANDS = {35: "under 35", 45: "35 to 44", 55: "45 to 54", 65: "55 to 64", 200: "6
 class Diabetes(OwnedData):
     """442 patients, 10 measurements each, and how far their diabetes has gone a year later; needs no files.
 
-    Clients are patients of one sex and age band, 10 in all, of 22 to 72 patients each. Measurements and target are
-    standardised over all patients, also over those that are tested on.
+    Clients are patients of one sex and age band, 10 in all, of 22 to 72 patients each. Measurements and target have
+    mean 0 and deviation 1 over the training patients of all clients.
 
     Args:
         **kwargs: Settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
@@ -40,10 +43,23 @@ class Diabetes(OwnedData):
         age, sex = bunch.data[:, 0], bunch.data[:, 1].astype(int)
         bands = np.array(list(BANDS.values()))[np.searchsorted(list(BANDS), age, side="right")]
         owners = [f"sex {code}, {band}" for code, band in zip(sex, bands, strict=True)]
-        x, y = (torch.from_numpy(standardised(values)).float() for values in (bunch.data, bunch.target))
-        return Loaded(x, y, owners)
+        self.preprocessing = {"features": list(bunch.feature_names), "targets": ["progression"]}
+        return Loaded(torch.from_numpy(bunch.data), torch.from_numpy(bunch.target), owners)
 
+    def preprocess(self, samples: Samples, division: Division) -> Samples:
+        """Standardize measurements and target by the training patients of all clients.
 
-def standardised(values: Any) -> Any:
-    """Columns of mean 0 and standard deviation 1."""
-    return (values - values.mean(0)) / values.std(0)
+        Args:
+            samples: All patients.
+            division: Who holds which of them.
+        """
+        values, [(mean, deviation)] = standardized(torch.column_stack([samples.x, samples.y]), division, by="table")
+        names = self.preprocessing["features"] + self.preprocessing["targets"]
+        for name, numbers in (("mean", mean), ("deviation", deviation)):
+            self.preprocessing[name] = dict(zip(names, numbers.tolist(), strict=True))
+        return Samples(values[:, :-1].contiguous(), values[:, -1].contiguous())
+
+    @property
+    def fitted_on(self) -> FittedOn:
+        """Whose rows decide how raw values become inputs and targets."""
+        return "all clients"
