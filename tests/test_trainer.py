@@ -12,7 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader
 
-from federations import blobs, equal, fit, load, make_client, make_trainer, noisy
+from federations import Blobs, blobs, equal, fit, load, make_client, make_trainer, noisy
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.engines import Sequential
 from pfl_lightning.methods import FedBABU, FedPer
@@ -127,6 +127,17 @@ def test_other_modules_data_and_loaders_are_refused():
         make_trainer().fit(make_client())
     with pytest.raises(MisconfigurationException, match="data loaders hold no clients"):
         make_trainer().fit(make_client(), DataLoader([1]))
+    with pytest.raises(MisconfigurationException, match=r"^model=FedPer is a class; give an instance"):
+        make_trainer().fit(FedPer, datamodule=blobs())
+    with pytest.raises(MisconfigurationException, match=r"^datamodule=Blobs is a class; give an instance"):
+        make_trainer().fit(make_client(), datamodule=Blobs)
+
+
+def test_predict_says_what_predicts(tmp_path):
+    run = fit(make_client(FedPer), root=tmp_path, max_rounds=1)
+    for arguments in ((), (run.model, DataLoader([1]))):
+        with pytest.raises(MisconfigurationException, match=r"load_from_checkpoint\(.*client=.*lightning\.Trainer"):
+            run.trainer.predict(*arguments)
 
 
 def test_a_checkpoint_that_is_not_there_is_refused_for_evaluation(tmp_path):

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -244,6 +245,22 @@ class FederatedTrainer(RunFolders):
         federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
         with stoppable():
             return super().test(federation, datamodule=datamodule, ckpt_path=path, verbose=verbose)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to predict: there is a model for each client, and a plain ``lightning.Trainer`` predicts with any.
+
+        Args:
+            *args: as for ``lightning.Trainer.predict``.
+            **kwargs: the same by name.
+
+        Raises:
+            MisconfigurationException: always.
+        """
+        raise MisconfigurationException(
+            "FederatedTrainer.predict has a model for each client, and not one; load that of a client by the class "
+            "that was trained, such as model = FedPer.load_from_checkpoint(path, client=3), or the global one without "
+            "client=, and call lightning.Trainer().predict(model, dataloaders)."
+        )
 
     def join(
         self,

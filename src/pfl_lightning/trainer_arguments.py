@@ -161,6 +161,11 @@ def check_classes(model: Any, datamodule: Any, aggregator: Any) -> None:
         datamodule: to be the clients' data.
         aggregator: to be the server side, or None.
     """
+    for name, value, kind in (("model", model, ClientModule), ("datamodule", datamodule, FederatedDataModule)):
+        if isinstance(value, type) and issubclass(value, kind):
+            raise MisconfigurationException(
+                f"{name}={value.__name__} is a class; give an instance, {value.__name__}(...)."
+            )
     if not isinstance(model, ClientModule):
         raise MisconfigurationException(
             f"model={type(model).__name__} is not a client module; take one of pfl_lightning.methods, or a "

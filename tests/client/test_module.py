@@ -9,7 +9,7 @@ from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from federations import CLASSES, Spy, blobs, equal, fit, make_client, noisy, plain
+from federations import CLASSES, Spy, Wide, blobs, equal, fit, make_client, noisy, plain
 from pfl_lightning import Phase, WeightedAverage
 from pfl_lightning.methods import FedLAW, FedPer, FedProx
 from pfl_lightning.methods.fedavg import FedAvg
@@ -140,6 +140,30 @@ def test_what_is_none_of_the_choices_is_refused(name):
 def test_a_net_that_is_not_cut_is_refused():
     with pytest.raises(MisconfigurationException, match=r"^model\.net=Net has no modules for features and classifier"):
         make_client(net=Net)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"net": 3}, r"model\.net=3 builds no network"),
+        ({"net": [plain, "cnn"]}, r"model\.net='cnn' builds no network"),
+        ({"net": torch.nn.Linear(2, 2)}, r"model\.net=Linear\(\.\.\.\) is a network.*input_shape and num_classes"),
+        ({"task": "x"}, r"model\.task='x' is no task; give an instance"),
+        ({"task": Classification}, r"model\.task=Classification is no task; give an instance"),
+    ],
+)
+def test_something_else_than_a_net_or_a_task_is_refused_by_its_setting(settings, words):
+    with pytest.raises(MisconfigurationException, match=f"^{words}"):
+        make_client(**settings)
+
+
+def test_a_checkpoint_from_python_asks_for_its_net(tmp_path):
+    run = fit(make_client(net=Wide), root=tmp_path, max_rounds=1)
+    with pytest.raises(MisconfigurationException, match=r"run from Python, whose net, Wide, .*net=\.\.\."):
+        FedAvg.load_from_checkpoint(run.last)
+    # another mistake than this keeps its own error
+    with pytest.raises(RuntimeError, match=r"size mismatch|Missing key"):
+        FedAvg.load_from_checkpoint(run.last, net=plain)
 
 
 def test_a_client_module_trains_and_predicts_under_a_plain_trainer(tmp_path):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD
 
 from federations import Spy, blobs, equal, fit, make_client, noisy, same_end
-from pfl_lightning import Aggregator, FederatedTrainer, WeightedAverage
+from pfl_lightning import Aggregator, AggregatorList, FederatedTrainer, WeightedAverage
 from pfl_lightning.contract.attributes import content
 from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised
 from pfl_lightning.methods import FedAWA, FedDisco, FedPer
@@ -424,6 +424,38 @@ class Lacking(WeightedAverage):
 def test_payloads_that_do_not_cover_what_clients_share_are_refused(aggregator, reason):
     with pytest.raises(MisconfigurationException, match=rf"{aggregator.__name__}\.download\(0\) gave weights {reason}"):
         fit(make_client(), aggregator=aggregator())
+
+
+@pytest.mark.parametrize("engine", [Sequential, Vectorised])
+@pytest.mark.parametrize(
+    ("payload", "words"), [({}, r"gave client 2 no weights, which FedAvg needs"), (None, "gave client 2 a NoneType")]
+)
+def test_a_download_that_forgets_a_client_is_refused(payload, words, engine):
+    class Forgetful(WeightedAverage):
+        def download(self, client):
+            return payload if client == 2 else super().download(client)
+
+    with pytest.raises(MisconfigurationException, match=rf"^Forgetful {words}.*download"):
+        fit(make_client(), aggregator=Forgetful(), engine=engine)
+
+
+def test_an_error_in_download_keeps_its_own_words():
+    class Own(WeightedAverage):
+        def download(self, client):
+            return {"weights": {}[client]}
+
+    with pytest.raises(KeyError):
+        fit(make_client(), aggregator=Own())
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_an_aggregate_without_a_dict_is_refused(together):
+    class Silent(WeightedAverage):
+        def aggregate(self, updates, round):
+            super().aggregate(updates, round)
+
+    with pytest.raises(MisconfigurationException, match=r"^Silent\.aggregate returned a NoneType; return a dict"):
+        fit(make_client(), aggregator=AggregatorList([Silent()]) if together else Silent())
 
 
 def uploading(change, who):

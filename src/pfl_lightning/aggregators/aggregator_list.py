@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.aggregators.base import Aggregator, AnyAggregator, Server
+from pfl_lightning.aggregators.base import Aggregator, AnyAggregator, Server, checked_logs
 from pfl_lightning.messages import Message, StateDict, Updates
 
 
@@ -61,7 +61,7 @@ class AggregatorList(Aggregator):
         """Hands the updates to each, and returns what all of them log."""
         logs: dict[str, float] = {}
         for aggregator in self.aggregators:
-            logs |= aggregator.aggregate(updates, round)
+            logs |= checked_logs(aggregator.aggregate(updates, round), aggregator.name)
         return logs
 
     def download(self, client: int) -> Message:

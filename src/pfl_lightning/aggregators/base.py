@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.messages import Message, StateDict, Updates, detached
@@ -59,6 +61,23 @@ class Server:
         known = self.weights.keys() | self.module.common_names
         kept: StateDict = detached({n: t for n, t in self.module.state_dict().items() if n not in known})
         return kept
+
+
+def checked_logs(logs: Any, name: str) -> dict[str, float]:
+    """Return what an ``aggregate`` returned, if it is a dict of numbers for the record.
+
+    Args:
+        logs: what it returned.
+        name: of the aggregator.
+
+    Raises:
+        MisconfigurationException: if it is none.
+    """
+    if not isinstance(logs, dict):
+        raise MisconfigurationException(
+            f"{name}.aggregate returned a {type(logs).__name__}; return a dict of numbers for the record, or {{}}."
+        )
+    return logs
 
 
 class Aggregator:

@@ -60,6 +60,19 @@ class SavedClient:
     payload: Message
 
 
+def net_of_python(path: str | Path) -> str:
+    """Return the name of the net in a federation's checkpoint that doesn't hold what builds it; empty if it does.
+
+    Args:
+        path: the checkpoint.
+    """
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    if "federation" not in saved or "net" in saved.get("hyper_parameters", {}):
+        return ""
+    net: str = saved["federation"].get("settings", {}).get("model.net", "a network of its own")
+    return net.split("(")[0]
+
+
 def saved_client(
     path: str | Path, client: int, architecture_of: Callable[[int, int], int], device: torch.device
 ) -> SavedClient:

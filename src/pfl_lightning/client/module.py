@@ -14,7 +14,7 @@ from torchmetrics import Metric, MetricCollection
 from pfl_lightning.choices import check_choices
 from pfl_lightning.client.architectures import made_with_others
 from pfl_lightning.client.arguments import arguments_of_init, live
-from pfl_lightning.client.entries import copy_entries, frozen_names, saved_client
+from pfl_lightning.client.entries import copy_entries, frozen_names, net_of_python, saved_client
 from pfl_lightning.client.optimizers import (
     Configured,
     check_first_rate,
@@ -376,8 +376,19 @@ class ClientModule(Phased):
             *args: as for ``LightningModule.load_from_checkpoint``.
             **kwargs: the same, but ``weights_only=True`` where it isn't given; a run from Python needs ``net=`` and
                 ``optimizer=`` if they are not the defaults.
+
+        Raises:
+            MisconfigurationException: if ``net=`` is missing, or there is no such client.
         """
-        model = super().load_from_checkpoint(checkpoint_path, *args, **{"weights_only": True, **kwargs})
+        try:
+            model = super().load_from_checkpoint(checkpoint_path, *args, **{"weights_only": True, **kwargs})
+        except (MisconfigurationException, RuntimeError) as error:
+            if "net" not in kwargs and (built := net_of_python(checkpoint_path)):
+                raise MisconfigurationException(
+                    f"{checkpoint_path} is of a run from Python, whose net, {built}, isn't the default one; give what "
+                    f"built it: {cls.__name__}.load_from_checkpoint(path, net=...)."
+                ) from error
+            raise
         if client is not None:
             saved = saved_client(checkpoint_path, client, model.architecture_of, model.device)
             model = model.architectures()[saved.architecture].to(model.device)

@@ -107,6 +107,33 @@ def unlike(weights: Mapping[str, Tensor], shapes: Shapes) -> str:
     return f"weights whose {name} has the shape {tuple(given[name])} and not {tuple(shapes[name])}"
 
 
+def check_entries(payload: Any, client: int, aggregator: Aggregator, needs: frozenset[str], method: str) -> None:
+    """Check that a payload has something of what the client module needs, and weights if it needs them.
+
+    Other entries may come in later rounds, such as KT-pFL's targets once clients have answered.
+
+    Args:
+        payload: what `Aggregator.download` or `Aggregator.welcome` gave.
+        client: the client's id.
+        aggregator: the server side.
+        needs: what the client module needs.
+        method: name of the client module.
+
+    Raises:
+        MisconfigurationException: if it hasn't, or is no dict.
+    """
+    if not isinstance(payload, dict):
+        raise MisconfigurationException(
+            f"{aggregator.name} gave client {client} a {type(payload).__name__} and no dict of entries; let download "
+            "return one for every client."
+        )
+    if missing := sorted(needs if not payload else (needs - payload.keys()) & {"weights"}):
+        raise MisconfigurationException(
+            f"{aggregator.name} gave client {client} no {' and '.join(missing)}, which {method} needs; let download "
+            "give every client what `sends` names."
+        )
+
+
 def check_payload(payload: Message, client: int, aggregator: Aggregator, shared: StateDict) -> None:
     """Refuses a payload whose ``weights`` aren't the entries that clients share: others would stay the last client's.
 

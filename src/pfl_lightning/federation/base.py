@@ -18,7 +18,7 @@ from pfl_lightning.client.hooks import check_hooks
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.contract.aggregator_memory import Remembered
 from pfl_lightning.contract.guarantee import check_example_level, check_guarantee
-from pfl_lightning.contract.messages import check_payload
+from pfl_lightning.contract.messages import check_entries, check_payload
 from pfl_lightning.contract.pairing import check_common, check_finite, check_pair, check_split, check_tied
 from pfl_lightning.contract.task import check_requirements, check_task
 from pfl_lightning.data import FederatedDataModule, Split
@@ -247,6 +247,7 @@ class FederationBase(LightningModule):
         state = self.clients.get(client) or ClientState(self.initial[self.architecture_of(client)])
         seed = derive_seed(cast(int, self.seed), "train", self.round, client)
         payload = self.aggregator.download(client)
+        check_entries(payload, client, self.aggregator, self.client.needs, type(self.client).__name__)
         once = self.aggregator.sends_once
         data, has_once = self.data.client(client), bool(once) and client in self.clients
         return Job(client, self.round, state, payload, data, seed, self.lr_factor, evaluate, once, has_once)
@@ -268,6 +269,7 @@ class FederationBase(LightningModule):
                 f"data.new_clients={self.data.new_clients}: aggregator {self.aggregator.name} has nothing for a client "
                 "that it doesn't know; take 0, or let its welcome(client, update) say what new clients receive."
             ) from error
+        check_entries(payload, client, self.aggregator, self.client.needs, type(self.client).__name__)
         check_payload(payload, client, self.aggregator, self._shared)
         return payload
 

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 
+from pfl_lightning.aggregators.base import checked_logs
 from pfl_lightning.client.common import shared_entries, trained_parameters
 from pfl_lightning.contract.messages import check_payload, sound_updates
 from pfl_lightning.engines import ClientState, Job, Outcome
@@ -139,7 +140,7 @@ class Federation(FederationBase):
         self.call("on_aggregate_start", updates)
         start = time.perf_counter()
         with self._remembered.aggregation():
-            logs = self.aggregator.aggregate(updates, self.round)
+            logs = checked_logs(self.aggregator.aggregate(updates, self.round), self.aggregator.name)
             keep_own(self.aggregator.state, updates)
         # states change here and not while clients train: an interrupted round leaves none behind
         for client, outcome in taken.items():

@@ -36,14 +36,27 @@ NetFactory: TypeAlias = Callable[[tuple[int, ...], int], Net]
 
 
 def checked_list(net: list[NetFactory] | NetFactory) -> list[NetFactory]:
-    """What builds the networks of a federation, as a list.
+    """Return what builds the networks of a federation, as a list.
 
     Raises:
-        MisconfigurationException: if there is none.
+        MisconfigurationException: if there is none, or something that builds none.
     """
     if net == []:
         raise MisconfigurationException("model.net=[] has no network; give one, or a list of some.")
-    return net if isinstance(net, list) else [net]
+    nets = net if isinstance(net, list) else [net]
+    for each in nets:
+        if isinstance(each, nn.Module):
+            raise MisconfigurationException(
+                f"model.net={type(each).__name__}(...) is a network, and client modules build their own; give what "
+                "builds it, a class or a function of input_shape and num_classes, such as lambda shape, classes: "
+                "Net(features, classifier)."
+            )
+        if not callable(each):
+            raise MisconfigurationException(
+                f"model.net={each!r} builds no network; give a class of pfl_lightning.nets, such as CNN, or a function "
+                "of input_shape and num_classes."
+            )
+    return nets
 
 
 def checked_net(net: Net) -> Net:

@@ -41,11 +41,16 @@ def made(config: Task | Mapping[str, Any]) -> Task:
     Regression(quantities=2)
 
     Raises:
-        MisconfigurationException: if its class hasn't been imported: who writes a checkpoint is not to choose what is
-            imported and called where it is read.
+        MisconfigurationException: if it is neither, or its class hasn't been imported: who writes a checkpoint is not
+            to choose what is imported and called where it is read.
     """
     if isinstance(config, Task):
         return config
+    if not isinstance(config, Mapping) or "class_path" not in config:
+        name = config.__name__ if isinstance(config, type) else repr(config)
+        raise MisconfigurationException(
+            f"model.task={name} is no task; give an instance, such as data.task or Classification(10)."
+        )
     path = config["class_path"]
     if (kind := imported().get(path)) is None:
         raise MisconfigurationException(
