@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim import SGD
 
-from federations import Pause, blobs, equal, fit, load, make_client, same_end
+from federations import Pause, blobs, equal, fit, load, make_client, make_trainer, same_end
 from pfl_lightning import WeightedAverage
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.federation.checkpoint import storable
@@ -150,3 +150,38 @@ def test_cohorts_and_callbacks_are_held_to_it_too(settings, named, tmp_path):
     with pytest.raises(MisconfigurationException, match=named):
         fit(make_client(), root=tmp_path, max_rounds=2, **settings)
     assert not list(tmp_path.rglob("last.ckpt"))
+
+
+def emptied(entries):
+    entries.clear()
+
+
+def halved(entries):
+    del entries["aggregator"], entries["seed"]
+
+
+def replaced(entries):
+    entries["sizes"] = 3
+
+
+@pytest.mark.parametrize(
+    ("change", "named"), [(emptied, "method, sizes"), (halved, "seed, aggregator"), (replaced, "sizes")]
+)
+@pytest.mark.parametrize("states", ["memory", "disk"])
+def test_a_checkpoint_whose_federation_is_damaged_is_refused(change, named, states, tmp_path):
+    run = fit(make_client(), root=tmp_path, max_rounds=1)
+    checkpoint = load(run.last)
+    change(checkpoint["federation"])
+    torch.save(checkpoint, tmp_path / "damaged.ckpt")
+    for act in ("fit", "test", "join"):
+        trainer = make_trainer(tmp_path, client_states=states)
+        with pytest.raises(MisconfigurationException, match=f"federation has no {named}"):
+            getattr(trainer, act)(make_client(), datamodule=blobs(), ckpt_path=tmp_path / "damaged.ckpt")
+
+
+@pytest.mark.parametrize("entry", [None, [], 3, "text"])
+def test_a_federation_that_is_none_is_refused(entry, tmp_path):
+    checkpoint = load(fit(make_client(), root=tmp_path, max_rounds=1).last)
+    torch.save({**checkpoint, "federation": entry}, tmp_path / "damaged.ckpt")
+    with pytest.raises(MisconfigurationException, match="federation has no method"):
+        fit(make_client(), root=tmp_path, ckpt_path=tmp_path / "damaged.ckpt")

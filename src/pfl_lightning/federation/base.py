@@ -314,12 +314,11 @@ class FederationBase(LightningModule):
         }
 
     def load_federation_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, checked for being one of this federation.
+        """Go on from a state of this method.
 
         Raises:
-            MisconfigurationException: if it is of another method, or its clients are others than those of data.
+            MisconfigurationException: if its clients are others than those of data.
         """
-        check_same(state, self.method)
         if self._meet(state) or state["seed"] != self.seed:
             # what the server draws is a function of the run's seed, not of the process's
             self._set_up_server(state["seed"])
@@ -352,6 +351,7 @@ class FederationBase(LightningModule):
         if "federation" not in checkpoint:
             raise MisconfigurationException("ckpt_path: the checkpoint is not of a federation.")
         state = checkpoint["federation"]
+        check_same(state, self.method)
         if self.options.client_states == "disk":
             # the file of a mapped checkpoint stays on the disk, replaced or not, for as long as a tensor is in it
             state = state | deepcopy({name: state[name] for name in ("initial", "start", "aggregator")})

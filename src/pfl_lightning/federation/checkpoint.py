@@ -96,16 +96,36 @@ def refuse(record: Any, name: str) -> Any:
     )
 
 
-def check_same(saved: Mapping[str, Any], method: str) -> None:
-    """Check that a saved federation is of the same method.
+ENTRIES: dict[str, tuple[type, ...]] = {
+    "method": (str,),
+    "sizes": (list,),
+    "round": (int,),
+    "lr_factor": (float, int, Tensor),
+    "seed": (int,),
+    "initial": (list,),
+    "start": (dict,),
+    "aggregator": (dict,),
+    "clients": (dict,),
+}
+"""What every saved federation has, with the types of it."""
+
+
+def check_same(saved: Any, method: str) -> None:
+    """Check that a saved federation is whole, and of the same method.
 
     Args:
         saved: the checkpoint's entry ``federation``.
         method: the name of this run's method.
 
     Raises:
-        MisconfigurationException: if it is of another one.
+        MisconfigurationException: if something is missing in it, or it is of another method.
     """
+    entries = saved if isinstance(saved, Mapping) else {}
+    if lacking := [name for name, kind in ENTRIES.items() if not isinstance(entries.get(name), kind)]:
+        raise MisconfigurationException(
+            f"ckpt_path: the checkpoint's federation has no {listed(lacking)}; take another checkpoint, such as "
+            "best.ckpt or last.ckpt of the run."
+        )
     if saved["method"] != method:
         raise MisconfigurationException(
             f"ckpt_path: the checkpoint is of {saved['method']} and this run of {method}; "
