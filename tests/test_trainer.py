@@ -1,6 +1,7 @@
 import inspect
 import json
 import os
+import shutil
 from functools import partial
 
 import lightning
@@ -16,7 +17,7 @@ from federations import Blobs, blobs, equal, fit, load, make_client, make_traine
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.engines import Sequential
 from pfl_lightning.methods import FedBABU, FedPer
-from pfl_lightning.runs.folder import checkpoint_of_run
+from pfl_lightning.runs.folder import checkpoint_of_run, stamp
 from pfl_lightning.trainer_arguments import MEANINGLESS
 
 # Refusals
@@ -317,3 +318,45 @@ def test_an_evaluation_takes_the_newest_run_with_such_a_checkpoint_and_a_resumed
     assert checkpoint_of_run(tmp_path, "best", begun=False) == tmp_path / "version_0" / "checkpoints" / "best.ckpt"
     assert checkpoint_of_run(tmp_path, "best", begun=True) == tmp_path / "version_1" / "checkpoints" / "best.ckpt"
     assert checkpoint_of_run(tmp_path / "none", "best", begun=True) is None
+
+
+def marked(root, *names):
+    """Folders of runs, of which each wrote after the one before it."""
+    for name in names:
+        (root / name / "checkpoints").mkdir(parents=True)
+        for mark in ("rounds.csv", "checkpoints/last.ckpt"):
+            (root / name / mark).touch()
+        stamp(root / name)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_the_newest_run_is_told_by_its_own_record(begun, tmp_path):
+    def newest():
+        return checkpoint_of_run(tmp_path, "last", begun=begun).parents[1].name
+
+    marked(tmp_path, "version_1", "version_0")
+    assert newest() == "version_0"
+    # neither a look into the other's folder nor a copy makes another one newer
+    (tmp_path / "version_1" / "notes.txt").touch()
+    os.utime(tmp_path / "version_1", (2e9, 2e9))
+    for copy in ("a_copy", "version_7"):
+        shutil.copytree(tmp_path / "version_0", tmp_path / copy)
+    assert newest() == "version_0"
+    # of copies alone nobody can tell
+    shutil.rmtree(tmp_path / "version_0")
+    with pytest.raises(MisconfigurationException, match=r"a_copy/?.* or of .*version_7, .*same time"):
+        newest()
+    # one of them that goes on is the newest, and so is one that was renamed
+    stamp(tmp_path / "a_copy")
+    assert newest() == "a_copy"
+    os.rename(tmp_path / "a_copy", tmp_path / "other")
+    assert newest() == "other"
+
+
+def test_last_goes_on_with_the_run_that_wrote_last(tmp_path):
+    older, newer = (fit(make_client(), root=tmp_path, max_rounds=1).folder for _ in range(2))
+    os.utime(older, (2e9, 2e9))
+    assert fit(make_client(), root=tmp_path, max_rounds=2, ckpt_path="last").folder == newer
+    assert fit(make_client(), root=tmp_path, max_rounds=2, ckpt_path=older / "checkpoints/last.ckpt").folder == older
+    os.utime(newer, (2e9, 2e9))
+    assert fit(make_client(), root=tmp_path, max_rounds=3, ckpt_path="last").folder == older

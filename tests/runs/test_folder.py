@@ -3,8 +3,10 @@
 import errno
 import io
 import os
+import shutil
 import signal
 import time
+from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +15,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from command import QUIET, forked, refusal, wait_for
 from federations import fit, load, make_client, same_end
+from pfl_lightning import WeightedAverage
 from pfl_lightning.callbacks import FederatedCallback
+from pfl_lightning.methods import FedProx
 from pfl_lightning.runs.folder import explained, held
 
 
@@ -126,6 +130,41 @@ def test_a_full_disk_ends_a_run_in_a_sentence_and_leaves_its_checkpoints(tmp_pat
     (last,) = tmp_path.rglob("last.ckpt")
     assert load(last)["federation"]["round"] == 1
     assert same_end(fit(make_client(), root=tmp_path / "whole"), fit(make_client(), root=tmp_path, ckpt_path="last"))
+
+
+class Keeping(WeightedAverage):
+    """Keeps what no checkpoint could give back."""
+
+    def aggregate(self, updates, round):
+        self.state["seen"] = deque()
+        return super().aggregate(updates, round)
+
+
+@pytest.mark.parametrize("states", ["memory", "disk"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"clients_per_round": 9}, {"aggregator": Keeping()}, {"ckpt_path": "missing.ckpt"}, {"ckpt_path": "other.ckpt"}],
+    ids=["set-up", "first-round", "no-checkpoint", "other-settings"],
+)
+def test_what_is_refused_leaves_no_folder(settings, states, tmp_path):
+    shutil.copy(fit(make_client(FedProx, mu=0.5), root=tmp_path / "other", max_rounds=1).last, "other.ckpt")
+    for root, there in ((tmp_path / "runs", []), (tmp_path / "kept", ["notes.txt"])):
+        for name in there:
+            root.mkdir()
+            (root / name).touch()
+        with pytest.raises(MisconfigurationException):
+            fit(make_client(FedProx), root=root, client_states=states, **settings)
+        assert [path.name for path in root.rglob("*")] == there and root.exists() == bool(there)
+
+
+def test_what_is_refused_leaves_a_folder_that_was_there(tmp_path):
+    half = fit(make_client(), root=tmp_path, max_rounds=1)
+    before = contents(half.folder)
+    with pytest.raises(MisconfigurationException, match="clients_per_round"):
+        fit(make_client(), root=tmp_path, ckpt_path="last", clients_per_round=9)
+    # Lightning's CSVLogger empties its file before anything is checked; the next resumed run fills it again
+    before.pop(half.folder / "metrics.csv")
+    assert contents(half.folder) == before
 
 
 class Moves(FederatedCallback):

@@ -18,7 +18,7 @@ from pfl_lightning.data.description import described, fingerprint
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import FinalTest
 from pfl_lightning.messages import digest
-from pfl_lightning.runs.folder import run_folder
+from pfl_lightning.runs.folder import run_folder, stamp
 from pfl_lightning.runs.report import (
     PackedRows,
     Row,
@@ -148,6 +148,7 @@ class RoundLogger(FederatedCallback):
             self._write(trainer)
         elif folder := run_folder(trainer):
             append_row(folder / "rounds.csv", row)
+            stamp(folder)
         for logger in trainer.loggers:
             logger.log_metrics(numbers(row), step=row["round"])
             logger.save()
@@ -236,3 +237,4 @@ class RoundLogger(FederatedCallback):
         self._columns = set(columns_of(self.rows))
         if folder := run_folder(trainer):
             write_rows(folder / "rounds.csv", self.rows)
+            stamp(folder)

@@ -6,14 +6,16 @@ import re
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
 from pfl_lightning.runs.locks import LOCK, is_alive, is_locked
+from pfl_lightning.runs.standing import STAMP, Standing
 from pfl_lightning.runs.whole_files import PARTIAL
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -36,9 +38,19 @@ def at_work(trainer: Trainer) -> Iterator[None]:
         if folder is None or trainer.loggers[0].version is None:
             yield
             return
-        with held(folder):
-            remove_leftovers(folder)
-            yield
+        new = [place for place in (folder, *folder.parents) if not place.exists()]
+        try:
+            with held(folder):
+                remove_leftovers(folder)
+                yield
+        except MisconfigurationException:
+            if folder in new and not Standing(folder).rows:
+                # what is refused before its first round is done leaves nothing that a run could go on with
+                shutil.rmtree(folder, ignore_errors=True)
+                for place in new[1:]:
+                    with suppress(OSError):
+                        place.rmdir()
+            raise
 
 
 def states_folder(parent: Path | None) -> str:
@@ -162,7 +174,7 @@ def is_about(folder: Path, name: str) -> bool:
 
 
 def checkpoint_of_run(root: Path, name: str, begun: bool) -> Path | None:
-    """The checkpoint of the newest run.
+    """Return the checkpoint of the newest run: the one that wrote last, by its own `stamp`.
 
     Args:
         root: the folder of runs, each in a folder of its own.
@@ -172,10 +184,43 @@ def checkpoint_of_run(root: Path, name: str, begun: bool) -> Path | None:
 
     Returns:
         The file, which may not be there if ``begun``; None if there is no run.
+
+    Raises:
+        MisconfigurationException: if several runs wrote last, as copies of one did.
     """
     # a run that began has one of these; an evaluation leaves a folder without them
     marks = ("config.yaml", "rounds.csv") if begun else (f"checkpoints/{name}.ckpt",)
-    runs = {root / mark.relative_to(root).parts[0] for pattern in marks for mark in root.glob(f"*/{pattern}")}
-    # a run's folder is touched when files come into it, first of all when it starts
-    newest = max(runs, key=lambda run: run.stat().st_mtime, default=None)
-    return None if newest is None else newest / "checkpoints" / f"{name}.ckpt"
+    runs = sorted({root / mark.relative_to(root).parts[0] for pattern in marks for mark in root.glob(f"*/{pattern}")})
+    if not runs:
+        return None
+    written = {run: stamped(run) for run in runs}
+    latest = max(time for time, _ in written.values())
+    newest = [run for run in runs if written[run][0] == latest]
+    # a copy tells the name of the folder that it was made of
+    newest = [run for run in newest if written[run][1] == run.name] or newest
+    if not latest:
+        # earlier versions left no stamp: a run's folder is touched when files come into it, first when it starts
+        newest = [max(runs, key=lambda run: run.stat().st_mtime)]
+    if len(newest) > 1:
+        raise MisconfigurationException(
+            f"ckpt_path={name!r} could be of {' or of '.join(map(str, newest))}, which were written at the same time; "
+            "give the path of a checkpoint."
+        )
+    return newest[0] / "checkpoints" / f"{name}.ckpt"
+
+
+def stamp(folder: Path) -> None:
+    """Write the time into a run's folder, with the folder's name, so that the run that wrote last can be told.
+
+    The times of files and folders tell less: they change when a folder is copied, or looked into by other programs.
+    """
+    (folder / STAMP).write_text(f"{time.time()} {folder.name}\n")
+
+
+def stamped(folder: Path) -> tuple[float, str]:
+    """Return the time of a folder's `stamp`, 0 where there is none, and the name that the folder had."""
+    try:
+        written, _, name = (folder / STAMP).read_text().partition(" ")
+        return float(written), name.rstrip("\n")
+    except (OSError, ValueError):
+        return 0.0, ""

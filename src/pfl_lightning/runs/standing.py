@@ -16,7 +16,10 @@ from pfl_lightning.runs.locks import LOCK, at_work_in
 MARKS = ("rounds.csv", "config.yaml")
 """A folder with one of these is that of a run that has begun."""
 
-BEGINNING = {"config.yaml", "hparams.yaml", "rounds.csv", LOCK}
+STAMP = ".written"
+"""The file that tells when a run wrote last."""
+
+BEGINNING = {"config.yaml", "hparams.yaml", "rounds.csv", LOCK, STAMP}
 """What is written before the first round is done."""
 
 
