@@ -3,9 +3,9 @@
     pip install 'pfl-lightning[lora]'
     python examples/lora.py
 
-A small GPT-2 made from a configuration, nothing is downloaded; with ``from_pretrained`` in its place it is a trained
-one. Clients hold chapters of Python's manual, and learn the next character. What `peft` freezes is the same tensor for
-all clients: it isn't sent, kept, or stacked by the vectorised engine.
+A small GPT-2 made from a configuration, nothing is downloaded; with ``from_pretrained(...).train()`` in its place it is
+a trained one. Clients hold chapters of Python's manual, and learn the next character. What `peft` freezes is the same
+tensor for all clients: it isn't sent, kept, or stacked by the vectorised engine.
 """
 
 import string

@@ -189,13 +189,17 @@ class FederatedTrainer(RunFolders):
 
     def _run_stage(self) -> Any:
         """Ends a fit with the test of its models, while they are on their device, and hands it to the callbacks."""
-        if self._joining is not None:
-            # in the place of a test's own loop
-            return self._joining(cast(Federation, self.lightning_module))
-        results = super()._run_stage()
-        if self.state.fn == TrainerFn.FITTING and not self.fast_dev_run:  # type: ignore[attr-defined]
-            federation = cast(Federation, self.lightning_module)
-            federation.call("on_final_test", final_test(federation, best_checkpoint(self)))
+        federation = cast(Federation, self.lightning_module)
+        try:
+            if self._joining is not None:
+                # in the place of a test's own loop
+                return self._joining(federation)
+            results = super()._run_stage()
+            if self.state.fn == TrainerFn.FITTING and not self.fast_dev_run:  # type: ignore[attr-defined]
+                federation.call("on_final_test", final_test(federation, best_checkpoint(self)))
+        finally:
+            # whatever ended the run: a module that is left in evaluation mode would be taken for frozen by the next one
+            federation.release_modes()
         return results
 
     def validate(  # type: ignore[override]

@@ -6,6 +6,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from pfl_lightning.nets.modes import kept_modes
+
 
 def layer_conductance(
     model: nn.Module,
@@ -54,15 +56,12 @@ def layer_conductance(
         raise MisconfigurationException(f"there is no path between inputs of type {x.dtype}; give numbers that vary.")
     start = torch.zeros_like(x) if baseline is None else baseline.to(x).expand_as(x)
     shares = torch.linspace(0, 1, steps + 1, dtype=x.dtype, device=x.device).view(-1, *[1] * (x.dim() - 1))
-    training = model.training
-    model.eval()
-    try:
+    with kept_modes(model):
+        model.eval()
         rows = [
             _along_path(model, layer, torch.lerp(first, last, shares), int(label))
             for first, last, label in zip(start, x, target, strict=True)
         ]
-    finally:
-        model.train(training)
     return torch.stack(rows)
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast, overload
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from torch import nn
 from torchmetrics import Metric
 
 from pfl_lightning.client import ClientModule, Phase
@@ -188,7 +189,7 @@ class Engine(ABC):
         self.precision = precision
         self.workers = workers
         self.compile = compile
-        self._modules = list(module.modules())
+        self._sets_own_modes = any(type(m).train is not nn.Module.train for m in module.modules())
         self.metrics = metrics_of(module)
         for metric in self.metrics.modules():
             if isinstance(metric, Metric):
@@ -339,13 +340,22 @@ class Engine(ABC):
         return job.data.to(self.device, cast(torch.dtype, self.module.dtype))
 
     def set_mode(self, training: bool) -> None:
-        """Sets training or evaluation mode on the module and all in it, whatever its hooks have done to parts.
+        """Set training or evaluation mode on the module and all in it.
 
-        ``nn.Module.train`` calls itself on each submodule, which takes as long as a step of a small net.
+        What was in evaluation mode when the module was given is frozen and stays so, as under Lightning's own Trainer:
+        a BatchNorm layer after its ``eval()``, or what a net's own ``train()`` leaves out. `release` puts all back.
         """
-        for module in self._modules:
-            # past `nn.Module.__setattr__`, which looks for parameters first
-            vars(module)["training"] = training
+        modes = given_modes(self.module)
+        if self._sets_own_modes:
+            # the only way to what an override of `train` does
+            self.module.train(training)
+            for module, trained in modes:
+                if not trained:
+                    vars(module)["training"] = False
+            return
+        # past `nn.Module.train`, which calls itself on each submodule and takes as long as a step of a small net
+        for module, trained in modes:
+            vars(module)["training"] = training and trained
 
     def _seed(self, seed: int) -> None:
         """Seeds what dropout draws from; `torch.manual_seed` would also queue seeds for devices that aren't there."""
@@ -366,6 +376,24 @@ class Engine(ABC):
     def device(self) -> torch.device:
         """Where clients train."""
         return self.module.device
+
+
+def given_modes(module: ClientModule) -> list[tuple[nn.Module, bool]]:
+    """Return each module in a client module, with whether it was in training mode when engines first set its mode.
+
+    They are kept in the client module, as several engines may run it in turn.
+    """
+    table = vars(module)
+    if "_given_modes" not in table:
+        table["_given_modes"] = [(m, m.training) for m in module.modules()]
+    modes: list[tuple[nn.Module, bool]] = table["_given_modes"]
+    return modes
+
+
+def release(module: ClientModule) -> None:
+    """Put the modes of a client module back as they were given, when engines are done with it."""
+    for m, training in vars(module).pop("_given_modes", ()):
+        vars(m)["training"] = training
 
 
 EngineMaker: TypeAlias = Callable[[Sequence[ClientModule], LocalWork, Precision], Sequence[Engine]]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -35,6 +35,7 @@ from pfl_lightning.client import ClientModule
 from pfl_lightning.data import CHUNK, Samples
 from pfl_lightning.data.trees import Tree, rows_in
 from pfl_lightning.messages import StateDict, tensors
+from pfl_lightning.nets.modes import kept_modes
 from pfl_lightning.tasks import Classification, Task
 
 PADDING = -100
@@ -225,19 +226,18 @@ def evaluate(
         Values by name; under ``NAME_pooled`` what the samples add to a metric of all clients' samples.
     """
     task = module.task
-    training = module.training
-    if training:
-        module.eval()
     metrics.reset()
     losses = []
-    for x, target in samples.chunks(rows_at_once(task, samples.y)):
-        with forward_context():
-            outputs = module(x)
-        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        metrics.update(outputs, target)
-        losses.append(task.loss(outputs, target, "sum"))
-    if training:
-        module.train()
+    with kept_modes(module) if module.training else nullcontext():
+        # engines have done so, and it would take as long as a small net's outputs
+        if module.training:
+            module.eval()
+        for x, target in samples.chunks(rows_at_once(task, samples.y)):
+            with forward_context():
+                outputs = module(x)
+            outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+            metrics.update(outputs, target)
+            losses.append(task.loss(outputs, target, "sum"))
     return computed(metrics) | {"loss": mean_of(torch.stack(losses).sum(), task.weight(samples.y))}
 
 

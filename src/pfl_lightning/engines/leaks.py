@@ -15,7 +15,7 @@ from pfl_lightning.contract.attributes import Attributes, version
 ENGINES_OWN = {
     *vars(LightningModule()),
     *("_hparams_initial", "_hparams_name", "_made_with"),
-    *("_logged", "client_id", "learning_rate", "phase", "relied_on", "round", "steps_done"),
+    *("_given_modes", "_logged", "client_id", "learning_rate", "phase", "relied_on", "round", "steps_done"),
     *("training_follows", "evaluation_follows"),
 }
 """Attributes of client modules that are Lightning's, that tell how one was made, or that engines set."""

@@ -13,6 +13,7 @@ from pfl_lightning.aggregators.base import checked_logs
 from pfl_lightning.client.common import shared_entries, trained_parameters
 from pfl_lightning.contract.messages import check_payload, sound_updates
 from pfl_lightning.engines import ClientState, Job, Outcome
+from pfl_lightning.engines.base import given_modes, release
 from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.federation.base import FederationBase
 from pfl_lightning.federation.checkpoint import storable
@@ -49,6 +50,7 @@ class Federation(FederationBase):
         on_gpu = self.device.type == "cuda"
         with isolate_rng(include_cuda=on_gpu), torch.autocast(self.device.type, enabled=False):
             self._run_round(clients)
+        self.release_modes()
 
     def _run_round(self, clients: list[int]) -> None:
         self._read_rate()
@@ -179,6 +181,23 @@ class Federation(FederationBase):
     def on_validation_epoch_start(self) -> None:
         """Starts the clock."""
         self._evaluation_start = time.perf_counter()
+
+    def on_validation_model_eval(self) -> None:
+        """Set evaluation mode, and keep the modes that client modules were given in for the engines."""
+        for module in self._architectures:
+            given_modes(module)
+            module.eval()
+
+    def on_validation_model_train(self) -> None:
+        """Put the modes back."""
+        self.release_modes()
+
+    on_test_model_eval, on_test_model_train = on_validation_model_eval, on_validation_model_train
+
+    def release_modes(self) -> None:
+        """Put the modes of all client modules back as they were given: what was frozen by ``eval()`` stays so."""
+        for module in self._architectures:
+            release(module)
 
     def validation_step(self, clients: list[int], batch_idx: int) -> None:
         """Evaluates all clients on their validation splits; on their test splits too where rounds ask."""
