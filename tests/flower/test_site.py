@@ -5,10 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import blobs, make_client
 from pfl_lightning import methods
+from pfl_lightning.cli.reading import configured
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule, TableData
 from pfl_lightning.flower.remote_data import remote_data
@@ -180,6 +182,27 @@ def test_a_site_alone_refuses_what_rows_of_all_clients_decide(settings, says):
     # whoever has the tables of all clients gets what a simulation gets
     both = joined([table_of(*held).assign(who=client) for client, held in enumerate(SITES)])
     assert Site(clinic(both, **settings), [2]).size(2, "train") == 24
+
+
+def test_a_site_takes_the_vocabulary_of_the_app_and_a_path_of_its_own(tmp_path):
+    table_of(*SITES[1]).to_csv(tmp_path / "own.csv", index=False)
+    (tmp_path / "names.csv").write_text("age,sex,ill,who\n")
+    app = {"path": str(tmp_path / "names.csv"), "target": "ill", "client": "who", "num_clients": 3, **WORDS}
+    app["task"] = {"class_path": "Classification", "init_args": {"num_classes": 3}}
+    own = {"path": str(tmp_path / "own.csv"), "num_clients": 1}
+    model = {"model": {"class_path": "FedAvg", "init_args": {"net": {"class_path": "MLP"}}}}
+    args = []
+    for name, init_args in (("app", app), ("site", own)):
+        settings = {"data": {"class_path": "TableData", "init_args": init_args}} | (model if name == "app" else {})
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings))
+        args += ["--config", str(tmp_path / f"{name}.yaml")]
+        data = configured(args).datamodule
+        assert data.input_shape == (2,) and data.num_clients == init_args["num_clients"]
+    data.setup()
+    site = Site(data, [2])
+    assert (
+        site.client(2).train.y.unique().tolist() == [1, 2] and data.preprocessing["classes"]["ill"] == WORDS["classes"]
+    )
 
 
 @pytest.mark.parametrize(("settings", "says"), [*REFUSED, (WORDS, "")])
