@@ -114,6 +114,8 @@ class Aggregator:
     """Of whom it guarantees differential privacy: of a ``client``, or of nobody. Each class says so itself; updates
     then have only what it `needs`, and only client modules that fit are taken."""
 
+    fixed_sizes: bool = False
+    """Whether it takes the clients' numbers of samples once, before the first round; refused where these change."""
     meets_newcomers: bool = False
     """Whether what a new client receives depends on what it is like: it then makes one round of local work that
     nothing is kept of but its update, for `welcome`."""

@@ -51,6 +51,11 @@ def is_number_or_share(value: Any) -> bool:
     return is_share(value)
 
 
+def is_later_round(value: Any) -> bool:
+    """Whether a value is the number of a round that isn't the first one."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 2
+
+
 CONDITIONS: list[tuple[Callable[[Any], bool], str]] = [
     (lambda s: isinstance(s.root, (str, os.PathLike)), "root={root!r} must be a folder"),
     (lambda s: s.num_clients is None or s.num_clients >= 1, "num_clients={num_clients} must be at least 1"),
@@ -101,6 +106,18 @@ CONDITIONS: list[tuple[Callable[[Any], bool], str]] = [
         "take one",
     ),
     (lambda s: s.public_samples >= 1, "public_samples={public_samples} must be at least 1"),
+    (
+        lambda s: s.drift is None or (isinstance(s.drift, Mapping) and all(map(is_later_round, s.drift))),
+        "drift={drift!r} must name rounds from 2 on, each with a partitioner, such as {{20: Dirichlet(alpha=1.0)}}",
+    ),
+    (
+        lambda s: all(callable(each) and not isinstance(each, type) for each in (s.drift or {}).values()),
+        "drift={drift!r} must have a partitioner for each round, such as Dirichlet(alpha=1.0)",
+    ),
+    (
+        lambda s: not any(getattr(each, "by_owner", False) for each in (s.drift or {}).values()),
+        "drift={drift!r} divides by the owners of samples, which don't change; take IID or Dirichlet",
+    ),
     (lambda s: 0 <= s.seed < 2**32, "seed={seed} must be from 0 to 2**32 - 1"),
 ]
 """What settings of a data module must be whatever the data, and what is said of one that isn't."""

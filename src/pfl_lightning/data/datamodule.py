@@ -10,8 +10,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.data.batches import LastBatch
-from pfl_lightning.data.checks import NO_RANDOM, SAMPLES, ClientSplit, ClientTest, check_settings, differs
-from pfl_lightning.data.division import Division
+from pfl_lightning.data.checks import NO_RANDOM, SAMPLES, ClientSplit, ClientTest, check_settings, check_strata, differs
+from pfl_lightning.data.division import Division, redivided
 from pfl_lightning.data.holdings import Holdings
 from pfl_lightning.data.hyper_parameters import unsaved_arguments
 from pfl_lightning.data.inputs import net_inputs
@@ -62,6 +62,9 @@ class FederatedDataModule(Holdings, ABC):
             who is new, and these have ids from num_clients up.
         seed: Seed of the subset, the partition, the splits and the draw of new clients, 0 to 2**32 - 1.
         download: Try to fetch missing files, where the data set supports it.
+        drift: Partitioners by the round, from 2 on, from which on they divide the training samples of all clients, such
+            as ``{20: Dirichlet(alpha=1.0)}``; val and test samples follow with the new class mix, and no sample that
+            was tested on is ever trained on. Each round's division depends on ``seed`` alone.
         resident: Whether all samples of a client that trains are in memory at once. False reads them a batch at a time,
             for clients that are larger than memory: slower, the same bits, and none of the engine ``vectorised``.
 
@@ -96,6 +99,7 @@ class FederatedDataModule(Holdings, ABC):
         new_clients: int | float = 0,
         client_split: ClientSplit | None = None,
         resident: bool = True,
+        drift: dict[int, Partitioner] | None = None,
     ) -> None:
         super().__init__()
         if not (public is None or isinstance(public, FederatedDataModule)):
@@ -104,7 +108,7 @@ class FederatedDataModule(Holdings, ABC):
             )
         # checkpoints hold plain values only; loggers get them from the record, since Lightning 2.4 fails to
         # merge a module's and a data module's that the command line made
-        self.save_hyperparameters(ignore=["partitioner", "public", *unsaved_arguments()], logger=False)
+        self.save_hyperparameters(ignore=["partitioner", "public", "drift", *unsaved_arguments()], logger=False)
         self.root = root
         # the number after `setup`; 0 until then where the data have to tell it
         self.num_clients = num_clients or 0
@@ -124,6 +128,7 @@ class FederatedDataModule(Holdings, ABC):
         self.new_clients = new_clients
         self.client_split: ClientSplit | None = client_split
         self.resident = resident
+        self.drift = drift
         self.preprocessing: dict[str, Any] = {}
         """How raw values become inputs and targets, known after `setup`: plain values, which checkpoints hold."""
         check_settings({**vars(self), "num_clients": num_clients})
@@ -222,6 +227,14 @@ class FederatedDataModule(Holdings, ABC):
         if self.public is not None:
             name = type(self).__name__
             self._public = public_samples(self.public, self.public_samples, self.seed, name, self.input_shape)
+        groups = self.task.outputs if self.task.has_classes else int(pool.strata.max()) + 1
+        self._divisions = {}
+        division = pool.division
+        for start, partitioner in sorted((self.drift or {}).items()):
+            if getattr(partitioner, "by_class", True):
+                check_strata(self.strata(pool.samples.y), len(pool.strata), self.task, partitioner)
+            division = redivided(division, pool.strata, partitioner, groups, start, self.seed)
+            self._divisions[start] = division
         self._pool = pool
         self.num_clients = len(pool.division.clients) - pool.division.newcomers
 

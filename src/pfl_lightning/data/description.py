@@ -19,9 +19,14 @@ def fingerprint(data: FederatedDataModule) -> str:
     """
     if data.at_sites:
         return digest([amounts(data)])
-    if data.task.has_classes:
-        return digest([data.class_counts(split) for split in ("train", "val", "test")])
-    return digest([list(held.values()) for held in data.division.clients])
+    with data.at_round(1):
+        if data.task.has_classes:
+            parts: list[Any] = [data.class_counts(split) for split in ("train", "val", "test")]
+        else:
+            parts = [list(held.values()) for held in data.division.clients]
+    for start in sorted(data.drift or {}):
+        parts += [list(held.values()) for held in data.division_at(start).clients]
+    return digest(parts)
 
 
 def amounts(data: FederatedDataModule) -> Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.data.checks import ClientTest, check_partition
@@ -16,6 +17,7 @@ from pfl_lightning.data.partitioners.base import rows_of
 from pfl_lightning.data.partitioners.natural import Natural
 from pfl_lightning.data.samples import Split
 from pfl_lightning.data.splits import draw_alike, hold_out
+from pfl_lightning.seeds import derive_seed
 
 
 @dataclass(frozen=True)
@@ -101,3 +103,50 @@ def divide(
             size = int(np.ceil(test_fraction * len(rows)))
             clients[client]["test"] = draw_alike(y[free[rows]], classes, size, client, seed)
     return Division(clients, central, server, names)
+
+
+def redivided(
+    division: Division, y: Tensor, partitioner: Callable[..., list[Tensor]], num_classes: int, start: int, seed: int
+) -> Division:
+    """Divide the clients' training samples anew, from a round on, and let their val and test samples follow.
+
+    A sample that was tested on is never trained on: val and test samples are drawn of those that some client had in
+    the same split, with the class mix of the client's new training samples, so that clients may share them. New clients
+    keep what they have.
+
+    Args:
+        division: Who holds what before.
+        y: Labels of the pool, shape [N], in [0, num_classes).
+        partitioner: Divides the training samples.
+        num_classes: Number of classes K.
+        start: The round.
+        seed: Seed of the first division, of which that of this one is made.
+
+    Raises:
+        MisconfigurationException: The samples cannot be divided so.
+    """
+    count = len(division.clients) - division.newcomers
+    held: dict[Split, Tensor] = {
+        split: torch.cat([parts[split] for parts in division.clients[:count]]) for split in ("train", "val", "test")
+    }
+    rows = held["train"].sort().values
+    shares = partitioner(y[rows], count, num_classes, derive_seed(seed, "drift", start) % 2**32)
+    check_partition(shares, partitioner, count, len(rows), least=1)
+    clients: list[dict[Split, Tensor]] = [{"train": rows[share]} for share in shares]
+    for split in ("val", "test"):
+        theirs = torch.unique(held[split])
+        classes = [theirs[y[theirs] == k] for k in range(num_classes)]
+        known = torch.tensor([len(each) > 0 for each in classes])
+        own_seed = derive_seed(seed, "drift", start, split)
+        for client, parts in enumerate(clients):
+            labels = y[parts["train"]]
+            labels = labels[known[labels]]
+            if len(theirs) and not len(labels):
+                raise MisconfigurationException(
+                    f"data.drift: from round {start} on client {client} trains on classes of which nobody has a "
+                    f"{split} sample; take a larger data.{split}_fraction, or more samples"
+                )
+            size = max(1, round(len(parts["train"]) * len(held[split]) / len(rows))) if len(theirs) else 0
+            # once each, where a client's classes have fewer than its share
+            parts[split] = torch.unique(draw_alike(labels, classes, size, client, own_seed)) if size else theirs
+    return replace(division, clients=[*clients, *division.clients[count:]])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -37,7 +38,13 @@ class Holdings(LightningDataModule):
     """Whether all samples of a client that trains are in memory at once."""
     at_sites: bool = False
     """Whether clients' samples are where their clients are; of each the number is known here, and nothing else."""
+    round: int = 1
+    """The round that is run or evaluated, from 1; of all that changes, what clients hold may depend on it alone."""
+    drift: Mapping[int, Any] | None = None
+    """Partitioners by the round from which on the clients' samples are divided by them."""
     _pool: Pool | None = None
+    _divisions: Mapping[int, Division]
+    _held: tuple[int, Division] | None = None
     _public: Samples | None = None
 
     @property
@@ -96,7 +103,7 @@ class Holdings(LightningDataModule):
             split: Which split.
             device: Where the samples are gathered, and stay.
         """
-        held = self._ready().division.clients
+        held = self.division.clients
         rows = [held[client][split] for client in clients]
         if not self.resident:
             return [Streamed(self._ready().samples, each, self.transform, device) for each in rows]
@@ -141,7 +148,7 @@ class Holdings(LightningDataModule):
             client: Client id, 0 to num_clients - 1, or one of the `newcomers`.
             split: Which split.
         """
-        return self._ready().division.clients[client][split].numel()
+        return self.division.clients[client][split].numel()
 
     @property
     def client_names(self) -> list[str]:
@@ -155,8 +162,56 @@ class Holdings(LightningDataModule):
 
     @property
     def division(self) -> Division:
-        """Who holds which of the samples, by their positions in the pool."""
-        return self._ready().division
+        """Who holds which of the samples in this `round`, by their positions in the pool."""
+        if self._held is None or self._held[0] != self.round:
+            self._held = self.round, self.division_at(self.round)
+        return self._held[1]
+
+    def division_at(self, round: int) -> Division:
+        """Return who holds which of the samples in a round, by their positions in the pool.
+
+        Override it for clients whose samples change. The result must depend on the round and on ``seed`` alone, so that
+        a resumed run goes on with the same samples, and have the same clients in each round.
+
+        Args:
+            round: The round, from 1.
+        """
+        pool = self._ready()
+        starts = [start for start in self._divisions if start <= round]
+        return self._divisions[max(starts)] if starts else pool.division
+
+    @property
+    def drifts(self) -> bool:
+        """Whether the samples that clients hold depend on the round."""
+        return bool(self.drift) or type(self).division_at is not Holdings.division_at
+
+    def go_to(self, round: int) -> bool:
+        """Take the holdings of another round, and tell whether some client's differ from those before.
+
+        Args:
+            round: The round, from 1.
+        """
+        if not self.drifts:
+            self.round = round
+            return False
+        before, self.round = self.division, round
+        if before is self.division:
+            return False
+        pairs = zip(before.clients, self.division.clients, strict=True)
+        return any(not torch.equal(one[split], other[split]) for one, other in pairs for split in one)
+
+    @contextmanager
+    def at_round(self, round: int) -> Iterator[None]:
+        """Take the holdings of another round for a while.
+
+        Args:
+            round: The round, from 1.
+        """
+        here, self.round = self.round, round
+        try:
+            yield
+        finally:
+            self.round = here
 
     def strata_of(self, client: int, split: Split) -> Tensor:
         """Number of the group, such as the class, of each sample in one split of one client; 0 where there are none.
@@ -165,8 +220,7 @@ class Holdings(LightningDataModule):
             client: Client id, 0 to num_clients - 1, or one of the `newcomers`.
             split: Which split.
         """
-        pool = self._ready()
-        return pool.strata[pool.division.clients[client][split]]
+        return self._ready().strata[self.division.clients[client][split]]
 
     def class_counts(self, split: Split) -> Tensor:
         """Count the samples of each client and class.
@@ -192,8 +246,7 @@ class Holdings(LightningDataModule):
         Raises:
             MisconfigurationException: The samples have no class.
         """
-        pool = self._ready()
-        return class_counts(self.task, take(pool.samples.y, pool.division.clients[client][split]))
+        return class_counts(self.task, take(self._ready().samples.y, self.division.clients[client][split]))
 
     @property
     def counts(self) -> Tensor:

@@ -152,6 +152,9 @@ class FederationBase(LightningModule):
             with threads_for(module):
                 check_task(module, self.data)
             module.num_rounds = self.trainer.max_epochs or 1
+        if self.data.drifts:
+            self._check_drift()
+        self.data.go_to(max(1, self.round))
         self.client.check_optimizers(cast(int, self.trainer.max_epochs) if self._fitting else 0)
         rounds = rounds_of(self.options, self.trainer, self.data.num_clients)
         self.settings = settings_of(self._architectures, self.aggregator, self.data, rounds)
@@ -187,12 +190,13 @@ class FederationBase(LightningModule):
             saved: a checkpoint's entry ``federation``; what it lacks is taken of this data module.
         """
         data = self._met = self.data
-        self.trained = {
-            "names": data.client_names[: data.num_clients],
-            "sizes": list(self.sizes(range(data.num_clients), "train").values()),
-            "partition": fingerprint(data),
-            "settings": self.settings,
-        }
+        with data.at_round(1):
+            self.trained = {
+                "names": data.client_names[: data.num_clients],
+                "sizes": list(self.sizes(range(data.num_clients), "train").values()),
+                "partition": fingerprint(data),
+                "settings": self.settings,
+            }
         self.trained |= {name: saved[name] for name in self.trained if name in saved}
 
     def _meet(self, saved: Mapping[str, Any]) -> bool:
@@ -202,14 +206,36 @@ class FederationBase(LightningModule):
             MisconfigurationException: if they can't be paired, or metrics are kept that are of other samples.
         """
         use = "fit" if self._fitting else "join" if getattr(self.trainer, "joins", False) else "test"
-        changed = pair_clients(saved, self.data, use)
+        # by the first division, as later ones of a drift follow from it
+        with self.data.at_round(1):
+            changed, here = pair_clients(saved, self.data, use), fingerprint(self.data)
         self._met, when = self.data, self.options.evaluate
-        if use == "test" and when != "before" and "partition" in saved and saved["partition"] != fingerprint(self.data):
+        if use == "test" and when != "before" and saved.get("partition", here) != here:
             raise MisconfigurationException(
                 f"trainer.evaluate={when} shows metrics that were kept when clients trained, and data holds other "
                 "samples than then; take before."
             )
         return changed
+
+    def _check_drift(self) -> None:
+        """Refuse what counts on the samples that clients held before the first round, where these change."""
+        name = type(self.data).__name__
+        setting = f"data.drift={sorted(self.data.drift)}" if self.data.drift else f"data={name} with its division_at"
+        if self.options.example_privacy is not None:
+            raise MisconfigurationException(
+                f"{setting} moves samples between clients, and trainer.example_privacy counts what each client spends "
+                "on its own; leave one out."
+            )
+        if self.data.fitted_on == "each client":
+            raise MisconfigurationException(
+                f"{setting} moves samples between clients, and data.standardize=client scales each by its first "
+                "holder's; take table."
+            )
+        if self.aggregator.fixed_sizes:
+            raise MisconfigurationException(
+                f"{setting} changes the clients' numbers of samples, which aggregator {self.aggregator.name} takes "
+                "once, before the first round; take another method, such as FedAvg."
+            )
 
     def _kept(self, states: MutableMapping[int, ClientState]) -> MutableMapping[int, ClientState]:
         """Clients' states, where the Trainer keeps them."""
@@ -323,6 +349,7 @@ class FederationBase(LightningModule):
             # what the server draws is a function of the run's seed, not of the process's
             self._set_up_server(state["seed"])
         self._keep_trained(state)
+        self.data.go_to(max(1, state["round"]))
         sizes = self.sizes(range(self.data.num_clients), "train")
         self.evaluations.load(state)
         self.round, self.lr_factor = state["round"], state["lr_factor"]

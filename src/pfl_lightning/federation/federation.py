@@ -55,6 +55,10 @@ class Federation(FederationBase):
     def _run_round(self, clients: list[int]) -> None:
         self._read_rate()
         start = time.perf_counter()
+        if self.data.go_to(self.round + 1):
+            self.options.cohort.sizes = self.sizes(clients, "train")
+            # measured on samples that clients don't hold any more
+            self.evaluations.after.clear()
         size = self.options.cohort_size(len(clients))
         cohort = self.participation.cohort(clients, size, cast(int, self.seed), self.round)
         choosing = time.perf_counter() - start

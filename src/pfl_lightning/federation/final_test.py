@@ -85,10 +85,12 @@ def metrics_at(federation: Federation, checkpoint: Mapping[str, Any]) -> dict[st
     def job_of(client: int, splits: tuple[Split, ...]) -> Job:
         return saved_job(saved, client, federation.architecture_of(client), federation.data.client(client), splits)
 
-    metrics = (
-        saved["after"]
-        if federation.options.evaluate == "after"
-        else evaluations.measure(range(federation.data.num_clients), ("test",), job_of)
-    )
-    tested = {client: own["test"] for client, own in metrics.items() if "test" in own}
-    return evaluations.summary_of("test", tested) | federation.test_global(checkpoint["state_dict"])
+    # on the samples that clients held in its round
+    with federation.data.at_round(max(1, saved["round"])):
+        metrics = (
+            saved["after"]
+            if federation.options.evaluate == "after"
+            else evaluations.measure(range(federation.data.num_clients), ("test",), job_of)
+        )
+        tested = {client: own["test"] for client, own in metrics.items() if "test" in own}
+        return evaluations.summary_of("test", tested) | federation.test_global(checkpoint["state_dict"])

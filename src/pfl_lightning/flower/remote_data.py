@@ -96,6 +96,22 @@ class AtSites:
         )
 
 
+def check_drift(data: FederatedDataModule) -> None:
+    """Refuse data whose clients hold other samples from a round on: at sites, they are what they are.
+
+    Args:
+        data: of the server or of a site.
+
+    Raises:
+        MisconfigurationException: if they do.
+    """
+    if data.drifts:
+        raise MisconfigurationException(
+            f"data={type(data).__name__}: data.drift and division_at say what clients hold in a simulation, and "
+            "clients at sites hold their own; leave them out."
+        )
+
+
 def remote_data(data: FederatedDataModule, sizes: Mapping[int, Mapping[str, int]]) -> FederatedDataModule:
     """A data module like one that is configured, whose clients are at sites.
 
@@ -112,6 +128,7 @@ def remote_data(data: FederatedDataModule, sizes: Mapping[int, Mapping[str, int]
         raise MisconfigurationException(
             f"data.new_clients={data.new_clients}: whoever has a site takes part; leave it out."
         )
+    check_drift(data)
     # not by its __init__, in which Lightning makes copies of what it finds in the calling frames
     remote: Any = object.__new__(type(f"Remote{type(data).__name__}", (AtSites, type(data)), {}))
     vars(remote).update(vars(data), _sizes=sizes)

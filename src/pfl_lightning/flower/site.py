@@ -8,6 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import ClientData, FederatedDataModule, Samples, Split
+from pfl_lightning.flower.remote_data import check_drift
 from pfl_lightning.flower.template import Refused
 from pfl_lightning.messages import Message
 from pfl_lightning.tasks import Task
@@ -33,6 +34,7 @@ class Site:
     """
 
     def __init__(self, data: FederatedDataModule, clients: Sequence[int], allow: Iterable[str] = ()) -> None:
+        check_drift(data)
         self.data = data
         self.allow = ALWAYS | frozenset(allow)
         own = range(data.num_clients) if len(clients) == data.num_clients else clients

@@ -185,6 +185,7 @@ class CorePool(ModelPool):
     """
 
     sends = frozenset({"models", "shares"})
+    fixed_sizes = True
 
     def setup(self, server: Server) -> None:
         """Starts with the common initial model for every client."""

@@ -100,6 +100,7 @@ class DynamicAverage(WeightedAverage):
     needs = frozenset({"weights"})
     sends = WeightedAverage.sends | {"mean_samples"}
     sums_only = True
+    fixed_sizes = True
 
     def __init__(self) -> None:
         super().__init__(weighting="uniform")
