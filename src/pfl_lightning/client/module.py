@@ -94,7 +94,8 @@ class ClientModule(Phased):
     """Whether others learn of its samples by gradients of one sample each alone; each class says so itself."""
     caches: ClassVar[frozenset[str]] = frozenset()
     """Plain attributes, such as ``gains`` or ``net.mask``, that each round makes anew from the client's state, payload
-    and data. Another one that changes ends the run, as it would be taken from client to client."""
+    and data. Another one that changes ends the run, as it would be taken from client to client. Engine ``vectorised``
+    refuses training steps that read one which differs between clients; let them read buffers."""
 
     def __init__(
         self,

@@ -68,7 +68,8 @@ class Leaks:
             raise MisconfigurationException(
                 f"{method}: {what} changes the attribute {attribute}, which would go over to the next client and be "
                 f"lost with the process; keep it in a buffer (register_buffer), with persistent=False where each round "
-                f"makes it anew, or, in that case and without engine vectorised, add {attribute!r} to {method}.caches."
+                f"makes it anew, or, in that case and for engine vectorised if no step reads it, add {attribute!r} to "
+                f"{method}.caches."
             )
 
     def _versions(self) -> dict[str, int]:

@@ -22,8 +22,8 @@ class KNNPer(FedAvg):
         p^{knn}_c \propto \sum_{i \in kNN(h):\, y_i = c} e^{-\lVert h - h_i \rVert^2 / (d s)}
 
     h are the d features of a sample by the received model, and :math:`h_i` those of the client's training samples; they
-    are computed whenever it receives a model with its data. Outputs are :math:`\log p`. Without data, and for clients
-    without samples, predictions are the model's.
+    are computed whenever it receives a model that is to be evaluated. Outputs are :math:`\log p`. Without data, and for
+    clients without samples, predictions are the model's.
 
     The paper chooses :math:`\lambda` for each client on validation samples; here all have one.
     Source: Marfoq et al., 2022 (https://arxiv.org/abs/2111.09360), whose official code's example has 7 neighbours.
@@ -56,10 +56,10 @@ class KNNPer(FedAvg):
         self.known: tuple[Tensor, Tensor] | None = None
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Computes the features of the client's training samples."""
+        """Take the model, and before an evaluation the features of the client's training samples."""
         super().on_download(payload, data)
         self.known = None
-        if self.share > 0 and data is not None and len(data.train):
+        if self.share > 0 and data is not None and self.evaluation_follows and len(data.train):
             self.known = joined([self.net.features(x) for x, _ in data.train.chunks()]), data.train.y
 
     def forward(self, x: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from pfl_lightning.engines.vmap.dropout import Streams
 from pfl_lightning.engines.vmap.engine import Unvectorisable, Vectorised
 from pfl_lightning.engines.vmap.hand_over import HandOver
 from pfl_lightning.messages import detached, keep_own, tensors
-from pfl_lightning.methods import WDR, FedPer, FedProx, Local, PerFedAvg
+from pfl_lightning.methods import WDR, FedFomo, FedPer, FedProx, KNNPer, Local, PerFedAvg
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import Net
 from sweeps import swept
@@ -91,11 +91,7 @@ def test_three_rounds_are_the_sequential_engine_s(method, net, tolerance, precis
 
 
 REFUSED = {
-    "APPLE": r"keeps something of a client in APPLE\.(own|p)",
-    "FedCP": "called random operation",
-    "KNNPer": r"keeps something of a client in KNNPer\.known",
-    "FedFomo": r"keeps something of a client in FedFomo\.gains",
-    "FedGen": "called random operation",
+    "APPLE": r"its steps read APPLE\.(others|own), which is another for each client",
     "KnowledgeTransfer": "a phase with samples of its own",
     "FedMD": "a phase with samples of its own",
 }
@@ -352,6 +348,53 @@ def test_dropout_is_drawn_from_each_client_s_own_stream(layer):
         assert torch.equal(wound, once)
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.rand(2, 3) * x.sum(),
+        lambda x: torch.randn(3) * x.sum(),
+        lambda x: torch.randint(7, (5,)) + 0 * x.sum(),
+        lambda x: F.gumbel_softmax(x, tau=0.5, dim=-2),
+        lambda x: F.gumbel_softmax(x, hard=True),
+    ],
+)
+def test_random_numbers_are_drawn_from_each_client_s_own_stream(draw):
+    seeds = (1, 2, 1)
+    streams = Streams(torch.default_generator, [torch.Generator().manual_seed(seed).get_state() for seed in seeds])
+    x = torch.randn(3, 4, 6)
+
+    def step(row):
+        streams.trained = [row]
+        return draw(row), draw(row)
+
+    with torch.random.fork_rng():
+        with streams:
+            drawn = torch.func.vmap(step)(x)
+        for row, seed in enumerate(seeds):
+            torch.manual_seed(seed)
+            for values in drawn:
+                torch.testing.assert_close(values[row], draw(x[row]))
+            assert torch.equal(streams.states[row], torch.default_generator.get_state())
+
+
+def test_gumbel_softmax_has_the_gradient_of_each_client():
+    x = torch.randn(2, 4)
+    streams = Streams(torch.default_generator, [torch.Generator().manual_seed(seed).get_state() for seed in (1, 2)])
+
+    def of_one(row):
+        return (F.gumbel_softmax(row, hard=True) * torch.arange(4)).sum()
+
+    with torch.random.fork_rng():
+        rows = x.clone().requires_grad_()
+        with streams:
+            torch.func.vmap(of_one)(rows).sum().backward()
+        for row, seed in enumerate((1, 2)):
+            torch.manual_seed(seed)
+            alone = x[row].clone().requires_grad_()
+            of_one(alone).backward()
+            torch.testing.assert_close(rows.grad[row], alone.grad)
+
+
 def test_dropout_does_not_draw_in_evaluation():
     states = [torch.Generator().manual_seed(seed).get_state() for seed in (1, 2)]
     x = torch.randn(2, 5)
@@ -460,6 +503,33 @@ def test_what_would_go_wrong_is_refused_in_one_sentence(method, reason):
         MisconfigurationException, match=rf"can't run {method.__name__}: .*{reason}.*; take engine='sequential'\.$"
     ):
         fit(make_client(method), engine=Vectorised)
+
+
+@pytest.mark.parametrize("evaluate", ["before", "both"])
+def test_a_cache_that_steps_do_not_read_is_each_client_s_own(evaluate):
+    """kNN-Per evaluates by the features of the client's own samples, FedFomo sends what it made of models."""
+    for method in (KNNPer, FedFomo):
+        alone, many = (
+            fit(make_client(method), blobs(*RAGGED, val_fraction=0.2), engine=engine, evaluate=evaluate, **DOUBLE)
+            for engine in (Sequential, Vectorised)
+        )
+        assert_near(alone, many, 1e-9)
+
+
+@pytest.mark.parametrize("default", [{}, {"factor": 1.0}])
+def test_a_cache_that_steps_read_is_refused(default):
+    class Reads(type("Defaults", (FedAvg,), default)):
+        caches = frozenset({"factor"})
+
+        def on_download(self, payload, data):
+            super().on_download(payload, data)
+            self.factor = float(len(data.train))
+
+        def training_step(self, batch, batch_idx):
+            return {"loss": super().training_step(batch, batch_idx)["loss"] / self.factor}
+
+    with pytest.raises(Unvectorisable, match=r"can't run Reads: .* Reads\.factor, which"):
+        fit(make_client(Reads), engine=Vectorised)
 
 
 def test_a_refusal_leaves_the_module_as_the_sequential_engine_needs_it():
@@ -657,11 +727,11 @@ def short_of_memory(monkeypatch, cls, method, most, size_of):
     """A method that runs out of memory for more than ``most[0]`` clients; returns how many it was tried with."""
     tried, whole = [], getattr(cls, method)
 
-    def short(self, first, *args):
+    def short(self, first, *args, **settings):
         tried.append(size_of(first))
         if tried[-1] > most[0]:
             raise torch.cuda.OutOfMemoryError
-        return whole(self, first, *args)
+        return whole(self, first, *args, **settings)
 
     monkeypatch.setattr(cls, method, short)
     return tried

@@ -32,6 +32,7 @@ class Member:
         steps: batches that it has trained.
         optimizers: states of its phases' optimizers, where they live for the run.
         scaler: state of its loss scaler, once it has trained with one.
+        caches: its `ClientModule.caches`, by their paths in the module.
     """
 
     job: Job
@@ -40,6 +41,7 @@ class Member:
     steps: int = 0
     optimizers: dict[str, Any] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
+    caches: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def generator(self) -> torch.Generator:

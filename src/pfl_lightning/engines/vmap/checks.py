@@ -1,6 +1,6 @@
 """What can't be done for many clients at once, and would be wrong in silence."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ from torch import Tensor
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.phases import Phase
-from pfl_lightning.contract.attributes import Look
+from pfl_lightning.contract.attributes import Look, content
 from pfl_lightning.engines.errors import computed, during
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.leaks import attributes_of
@@ -47,22 +47,45 @@ class SharedAttributes:
     def __init__(self, module: ClientModule) -> None:
         self.module = module
         self._attributes = attributes_of(module)
+        self.differing: frozenset[str] = frozenset()
+        """Caches of the block's clients that differ, by their paths in the module: each client has its own."""
+
+    @property
+    def caches(self) -> dict[str, Any]:
+        """The module's `ClientModule.caches` as they are now, by their paths in it."""
+        tables = {path: self._table(path) for path in sorted(self.module.caches)}
+        return {path: table[path.split(".")[-1]] for path, table in tables.items() if path.split(".")[-1] in table}
+
+    def _table(self, path: str) -> dict[str, Any]:
+        """The table of the object that has an attribute."""
+        return vars(self.module.get_submodule(path.rpartition(".")[0]))
+
+    def put(self, caches: Mapping[str, Any]) -> None:
+        """Give the module caches.
+
+        Args:
+            caches: by their paths in it.
+        """
+        for path, value in caches.items():
+            self._table(path)[path.split(".")[-1]] = value
 
     def look(self) -> Look:
         """What the attributes hold now."""
         return self._attributes.look()
 
-    def refuse_changes(self, before: Look, reason: str) -> None:
-        """Refuses attributes that have changed.
+    def refuse_changes(self, before: Look, reason: str, caches: bool = True) -> None:
+        """Refuse attributes that have changed.
 
         Args:
             before: what `look` gave.
             reason: why, with ``{}`` for the attribute.
+            caches: whether the module's caches are among them.
 
         Raises:
             Unvectorisable: if there is one.
         """
-        if name := self._attributes.changed(before, self.look()):
+        allowed = () if caches else (f"{type(self.module).__name__}.{path}" for path in self.module.caches)
+        if name := self._attributes.changed(before, self.look(), frozenset(allowed)):
             raise Unvectorisable(self.module, reason.format(name))
 
     def refuse_references(self, tensors: Iterable[Tensor | None]) -> None:
@@ -84,12 +107,30 @@ class SharedAttributes:
 
     @contextmanager
     def without_turn(self) -> Iterator[None]:
-        """Takes away what says whose turn it is: a step that reads it would take one client's for everybody's."""
+        """Take away what is one client's: a step that reads it would take that for everybody's.
+
+        Raises:
+            Unvectorisable: if a step reads a cache that differs between clients.
+        """
         taken = {name: vars(self.module).pop(name) for name in ("client_id", "steps_done")}
+        caches = {path: value for path, value in self.caches.items() if path in self.differing}
+        for path in caches:
+            del self._table(path)[path.split(".")[-1]]
         try:
             yield
+        except Unvectorisable as error:
+            for path in caches:
+                if isinstance(error.__cause__, AttributeError) and f"'{path.split('.')[-1]}'" in str(error.__cause__):
+                    reason = f"its steps read {type(self.module).__name__}.{path}, which is another for each client"
+                    raise Unvectorisable(self.module, reason) from error.__cause__
+            raise
         finally:
             vars(self.module).update(taken)
+            self.put(caches)
+
+    def changed(self, before: Look, now: Look) -> str | None:
+        """Return the first entry that differs between two looks, if there is one."""
+        return self._attributes.changed(before, now)
 
 
 class BlockSignature:
@@ -104,6 +145,7 @@ class BlockSignature:
         self._attributes = attributes
         self._layout = layout
         self._first: tuple[Any, Any, Look] | None = None
+        self._caches: list[tuple[dict[str, Any], Look]] = []
 
     def admit(self, phases: list[Phase], entries: dict[str, Tensor]) -> None:
         """Compares the client that the module is with the first one.
@@ -120,6 +162,8 @@ class BlockSignature:
             raise Unvectorisable(module, "it has a phase with samples of its own")
         common = [{**vars(phase), "trains": list(self._layout.trained(phase))} for phase in phases]
         shapes = {name: tensor.shape for name, tensor in entries.items()}
+        caches = self._attributes.caches
+        self._caches.append((caches, looked_at(caches)))
         if self._first is None:
             self._first = common, shapes, self._attributes.look()
             return
@@ -127,7 +171,47 @@ class BlockSignature:
             raise Unvectorisable(module, "clients have different local_phases()")
         if shapes != self._first[1]:
             raise Unvectorisable(module, "clients have parameters or buffers of different shapes")
-        self._attributes.refuse_changes(self._first[2], "it keeps something of a client in {}, which is no buffer")
+        reason = "it keeps something of a client in {}, which is no buffer"
+        self._attributes.refuse_changes(self._first[2], reason, caches=False)
+
+    def caches(self) -> list[dict[str, Any]]:
+        """Return the caches of each client, in the order in which they were admitted.
+
+        Steps don't see those that differ: the shared attributes learn which.
+
+        Raises:
+            Unvectorisable: if one client's have become another's, as where all fill the same list, or if steps could
+                read others in their place.
+        """
+        attributes, module = self._attributes, self._attributes.module
+        for caches, look in self._caches:
+            if path := attributes.changed(look, looked_at(caches)):
+                reason = f"it keeps something of a client in {type(module).__name__}.{path}, which is the same object"
+                raise Unvectorisable(module, f"{reason} for the next")
+        looks = [look for _, look in self._caches]
+        paths = dict.fromkeys(path for look in looks for path in look)
+        attributes.differing = frozenset(
+            path
+            for path in paths
+            if any(attributes.changed(part(looks[0], path), part(look, path)) for look in looks[1:])
+        )
+        for path in sorted(attributes.differing):
+            owner, _, name = path.rpartition(".")
+            if hasattr(type(module.get_submodule(owner)), name):
+                # steps would read the class's where the client's is taken away
+                reason = f"it keeps something of a client in {type(module).__name__}.{path}, which its class has too"
+                raise Unvectorisable(module, reason)
+        return [caches for caches, _ in self._caches]
+
+
+def looked_at(caches: Mapping[str, Any]) -> Look:
+    """Return what caches hold, to be compared later."""
+    return {path: content(value) for path, value in caches.items()}
+
+
+def part(look: Look, name: str) -> Look:
+    """Return a look at one attribute alone."""
+    return {name: look[name]} if name in look else {}
 
 
 def refuse_gradients_of_one(module: ClientModule) -> None:

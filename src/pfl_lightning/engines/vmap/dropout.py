@@ -1,4 +1,4 @@
-"""Random streams of many clients in one computation: dropout that draws from each client's own."""
+"""Random streams of many clients in one computation: dropout and random numbers, drawn from each client's own."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from pfl_lightning.engines.vmap.layers import Layers
 
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
+DRAWS = {torch.rand, torch.randn, torch.randint}
+"""Functions whose numbers depend on nothing but the stream."""
 REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
@@ -75,10 +77,12 @@ class DeviceStates(Sequence[Tensor]):
 
 
 class Streams(Layers):
-    """While it is entered, a step under vmap drops units as each of its clients would alone.
+    """While it is entered, a step under vmap draws random numbers as each of its clients would alone.
 
-    Dropout multiplies by masks that are drawn client by client. The default generator goes through the first client's
-    states meanwhile: where the step winds it back, as with ``torch.random.fork_rng``, all clients are wound back.
+    Dropout multiplies by masks that are drawn client by client, and so are numbers of `DRAWS` and of
+    ``F.gumbel_softmax``; other functions that draw are refused by vmap. The default generator goes through the first
+    client's states meanwhile: where the step winds it back, as with ``torch.random.fork_rng``, all clients are wound
+    back.
 
     It also lets the trained entries tell that they require gradients, which tensors under vmap deny.
 
@@ -105,9 +109,14 @@ class Streams(Layers):
             self.states = self.known[key(self.generator.get_state())]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Takes the place of dropout and of ``requires_grad``, and of layers."""
+        """Take the place of what draws and of ``requires_grad``, and of layers."""
         if func in DROPOUTS:
             return self.dropout(func, *args, **(kwargs or {}))
+        # a generator of its own is no client's stream, and in evaluation nothing is trained
+        if func in DRAWS and self.trained and "generator" not in (kwargs or {}):
+            return self.drawn(self.trained[0], lambda *_: func(*args, **(kwargs or {})))
+        if func is F.gumbel_softmax:
+            return self.gumbel_softmax(*args, **(kwargs or {}))
         if func == REQUIRES_GRAD and any(args[0] is entry for entry in self.trained):
             return True
         return super().__torch_function__(func, types, args, kwargs)
@@ -120,10 +129,34 @@ class Streams(Layers):
             return input
 
         def draw(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-            return self.draw(lambda: func(torch.ones(shape, dtype=dtype, device=device), p, True))
+            return func(torch.ones(shape, dtype=dtype, device=device), p, True)
 
-        mask = Masks.apply(input.detach(), draw)
+        mask = self.drawn(input, draw)
         return input.mul_(mask) if inplace else input * mask
+
+    def gumbel_softmax(
+        self, logits: Tensor, tau: float = 1.0, hard: bool = False, eps: float = 1e-10, dim: int = -1
+    ) -> Tensor:
+        """Return what the function of ``torch.nn.functional`` does, by its formula, which leaves out ``eps`` too."""
+
+        def draw(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+            return -torch.empty(shape, dtype=dtype, device=device).exponential_().log()
+
+        soft = ((logits + self.drawn(logits, draw)) / tau).softmax(dim)
+        if not hard:
+            return soft
+        chosen = torch.zeros_like(logits).scatter(dim, soft.argmax(dim, keepdim=True), 1.0)
+        return chosen - soft.detach() + soft
+
+    def drawn(self, like: Tensor, one: Callable[[torch.Size, torch.dtype, torch.device], Tensor]) -> Tensor:
+        """Return what each client draws, as a tensor under vmap.
+
+        Args:
+            like: any tensor of the step that is another for each client.
+            one: draws for one client, by the shape, the type and the device of its tensor.
+        """
+        numbers: Tensor = Masks.apply(like.detach(), lambda *of_one: self.draw(lambda: one(*of_one)))
+        return numbers
 
     def draw(self, one: Callable[[], Tensor]) -> Tensor:
         """What each client draws ``[clients, ...]``."""
@@ -145,7 +178,7 @@ class Masks(torch.autograd.Function):
     @staticmethod
     def forward(like: Tensor, draw: Callable[..., Tensor]) -> Tensor:
         """Without clients there is nothing to draw for."""
-        raise RuntimeError("dropout of a tensor that is the same for all clients")
+        raise RuntimeError("random numbers by a tensor that is the same for all clients")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:

@@ -44,11 +44,11 @@ class Vectorised(Engine):
     masks are drawn from each client's own stream; where its input isn't contiguous in memory, they are other masks.
 
     What can't be done so is refused in one sentence: steps whose course depends on values, or that draw random numbers
-    otherwise than in ``F.dropout``; client modules that keep something of a client in plain attributes; phases with
-    samples of their own; optimizers that aren't elementwise. Under ``precision="16-mixed"`` each client has a loss
-    scale of its own, by `Scales`, and counts its own steps; the optimizer must be Adadelta, Adam, AdamW, RMSprop or SGD
-    without dampening. An optimizer's settings must not depend on the client. Evaluation that can't be done so goes
-    client by client.
+    by other functions than ``F.dropout``, ``torch.rand``, ``torch.randn``, ``torch.randint`` and ``F.gumbel_softmax``;
+    client modules that keep something of a client in plain attributes that steps read; phases with samples of their
+    own; optimizers that aren't elementwise. Under ``precision="16-mixed"`` each client has a loss scale of its own, by
+    `Scales`, and counts its own steps; the optimizer must be Adadelta, Adam, AdamW, RMSprop or SGD without dampening.
+    An optimizer's settings must not depend on the client. Evaluation that can't be done so goes client by client.
 
     Args:
         *args: those of `Engine`; ``workers`` are not used, and ``compile`` is by `Compiled`.

@@ -64,6 +64,7 @@ class HandOver:
         Raises:
             Unvectorisable: if the clients can't be in one block.
         """
+        self.attributes.differing = frozenset()
         self.attributes.refuse_references(slot.tensor for slot in slots)
         if foreign := [name for name in layout.personal if name not in slots.first_names]:
             raise Unvectorisable(self.module, f"{foreign[0]} of its state_dict is no parameter or buffer")
@@ -139,6 +140,8 @@ class HandOver:
                     entries = {name: stack[row] for name, stack in stacks.items()}
                 take_over(own, entries)
             member.stream.keep()
+        for member, caches in zip(members, signature.caches(), strict=True):
+            member.caches = caches
         return stacks, phases
 
     def _sent_together(self, members: list[Member]) -> list[Job]:
@@ -224,11 +227,13 @@ class HandOver:
         for row, member in enumerate(block.members):
             entries = {name: stack[row].detach() for name, stack in block.entries.items()}
             self.sequential.set_turn(member.job, member.steps)
+            self.attributes.put(member.caches)
             member.stream.restore()
             with slots.holding(entries):
                 job = member.job
                 with self.sequential.leaks.of("upload"), during("upload", job.round, job.client):
                     update = dict(self.module.upload(member.data))
+                member.caches = self.attributes.caches
                 take_over(slots.current(), entries)
             weights = update.get("weights")
             if isinstance(weights, dict) and weights and all(is_same(t, entries.get(n)) for n, t in weights.items()):
@@ -246,6 +251,7 @@ class HandOver:
         """Makes the module a trained client, and evaluates it as `Sequential` does."""
         member = block.members[row]
         self.sequential.set_turn(member.job, member.steps)
+        self.attributes.put(member.caches)
         with torch.no_grad():
             slots.copy_row(block.entries, row)
         member.stream.restore()
