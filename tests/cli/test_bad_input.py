@@ -132,6 +132,22 @@ FILES = {
     "": "bad.yaml: the configuration holds no settings; it must be YAML of the form 'NAME: VALUE'.",
 }
 
+LAUGHS = "\n".join(
+    ["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10))],
+)
+AMBIGUOUS = {
+    "trainer: {max_rounds: 1}\nmodel: {class_path: FedPer}\ntrainer: {local_steps: 1}": "trainer twice, in line 1 and",
+    "trainer:\n  max_rounds: 1\n  'max_rounds': 2": "trainer.max_rounds twice, in line 2 and in line 3; keep one",
+    "data: {init_args: {partitioner: {class_path: IID, class_path: IID}}}": "init_args.partitioner.class_path twice",
+    "trainer: {callbacks: [{a: 1, a: 2}]}": "trainer.callbacks.a twice, in line 1; keep one",
+    "trainer: {callbacks: &a [*a]}": "a list or mapping in line 1 that holds itself",
+    "a: &a {b: [{c: *a}]}": "a list or mapping in line 1 that holds itself",
+    LAUGHS: " values by aliases alone",
+    "\n".join(f"k{n}: {n}" for n in range(6000)): "6000 keys; it can have up to 5000",
+    f"a: {'[' * 200}{']' * 200}": "over 100 lists or mappings in one another",
+    "# " + "x" * 1_000_000: "1000002 characters; it can have up to 1000000",
+}
+
 
 @pytest.mark.parametrize("line", NAMES)
 def test_misspelt_names(line, capsys):
@@ -147,6 +163,77 @@ def test_bad_values(line, capsys):
 def test_bad_files(text, capsys, tmp_path):
     (tmp_path / "bad.yaml").write_text(text)
     assert FILES[text] in refusal(f"fit {QUICKSTART} --config bad.yaml", capsys)
+
+
+@pytest.mark.parametrize("text", AMBIGUOUS, ids=lambda text: text[:20])
+def test_yaml_with_several_meanings_or_without_end(text, capsys, tmp_path):
+    (tmp_path / "bad.yaml").write_text(text)
+    lines = {
+        "bad.yaml: the YAML has": ["fit", "--config", "quickstart", "--config", "bad.yaml"],
+        "--config: the YAML has": ["fit", "--config", "quickstart", "--config", text],
+        "compare: --table bad.yaml: the YAML has": ["compare", "--table", "bad.yaml"],
+    }
+    for beginning, line in lines.items():
+        message = refusal(line, capsys)
+        assert message.startswith(beginning) and AMBIGUOUS[text] in message
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "fit --config quickstart --config bad.yaml --print_config",
+        "fit --config quickstart --model.net bad.yaml",
+        "fit --config quickstart --data bad.yaml",
+        "compare --methods fedavg --data Digits --config bad.yaml",
+        "compare --methods bad.yaml --data Digits",
+    ],
+)
+def test_a_setting_that_is_there_twice_is_found_in_every_file(line, capsys, tmp_path):
+    (tmp_path / "bad.yaml").write_text("{class_path: MLP,\n class_path: CNN}")
+    assert (
+        refusal(line, capsys) == "bad.yaml: the YAML has class_path twice, in line 1 and in line 2; keep one of them."
+    )
+
+
+def test_aliases_and_merged_keys_stay_what_they_are(capsys, tmp_path):
+    (tmp_path / "good.yaml").write_text("a: &a {max_rounds: 3, local_steps: 5}\ntrainer: {<<: *a, max_rounds: 4}\n")
+    assert refusal("fit --config quickstart --config good.yaml", capsys).startswith("a.max_rounds is not an option")
+    (tmp_path / "good.yaml").write_text("trainer: {check_val_every_n_epoch: &n 3, max_rounds: *n}\n")
+    with pytest.raises(SystemExit):
+        pfl("fit --config quickstart --config good.yaml --print_config")
+    assert yaml.safe_load(capsys.readouterr().out)["trainer"]["max_rounds"] == 3
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "fit --config {}",
+        "fit --config quickstart --model {}",
+        "fit --config quickstart --model.net {}",
+        "fit --config quickstart --model.{} 3",
+        "fit --config quickstart --trainer.max_rounds {}",
+        "fit --{} 3",
+        "{}",
+        "compare --methods {}",
+        "compare --methods fedavg --config {}",
+        "compare --methods fedavg --data Digits --out {}",
+        "compare --table {}",
+        "configs {}",
+        "configs --copy {}",
+        "status {}",
+        "fit --config quickstart --ckpt_path {}",
+        "fit --config quickstart --trainer.default_root_dir {}",
+        "fit --config quickstart --data MNIST --data.root {}",
+    ],
+)
+def test_a_value_without_end_is_told_by_its_beginning_and_its_end(line, capsys):
+    message = refusal(line.format("A" * 60_000), capsys)
+    assert "AAA[...]AAA" in message and len(message) < 1000
+
+
+def test_a_number_with_thousands_of_digits(capsys):
+    assert "trainer.max_rounds" in refusal(f"fit {QUICKSTART} --trainer.max_rounds {'1' * 5000}", capsys)
 
 
 @pytest.mark.parametrize("content", ["trainer: {max_rounds: 1} # \xe9".encode("latin-1"), bytes(range(256))])

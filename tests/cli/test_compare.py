@@ -202,6 +202,9 @@ def test_every_table_of_the_package_names_runs_that_there_are(name, stand_in, ca
         ("seeds: [0]", "names no methods, and describes no table"),
         ("methods: [Local]\nround: 3", "round=3 is none of its entries, which are methods, seeds"),
         ("methods: Local", "methods='Local' is none of its entries"),
+        ("methods: [Local]\nseeds: 2020-99-99", "seeds='2020-99-99' is none of its entries"),
+        ("methods: [Local]\nseeds: !!int x", "mine.yaml: the configuration is not valid YAML: invalid literal"),
+        ("methods: [Local", "mine.yaml: the configuration is not valid YAML: while parsing"),
     ],
 )
 def test_a_file_that_is_no_table_is_refused(text, says, stand_in, capsys, tmp_path):

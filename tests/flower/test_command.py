@@ -158,7 +158,7 @@ def test_a_list_of_keys_is_read_or_refused_in_a_sentence(tmp_path):
     (tmp_path / "sites.yaml").write_text(f"{text} me@clinic: 0 3\n")
     pem = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
     assert apps.keys_in(tmp_path / "sites.yaml") == {pem: {0, 3}}
-    for wrong in (f"{KEY}: 0 3\n", f"{text}: none\n", "- 3\n", "a: b: c\n"):
+    for wrong in (f"{KEY}: 0 3\n", f"{text}: none\n", f"{text}: 0\n{text}: 3\n", "- 3\n", "a: b: c\n"):
         (tmp_path / "sites.yaml").write_text(wrong)
         with pytest.raises(MisconfigurationException, match=r"keys='sites\.yaml' can't be read"):
             apps.keys_in(tmp_path / "sites.yaml")

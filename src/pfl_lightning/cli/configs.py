@@ -1,5 +1,6 @@
 """The packaged configurations, by their names, and the command ``pfl-lightning configs``."""
 
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -51,16 +52,17 @@ def find(name: str) -> Path | None:
     Args:
         name: a path, or the name of a packaged configuration; both with or without ``.yaml``.
     """
-    for own in (Path(name), Path(f"{name}.yaml")):
-        if own.is_file():
-            return own
+    for own in (name, f"{name}.yaml"):
+        # other than Path.is_file it takes a name that is too long for a file
+        if os.path.isfile(own):
+            return Path(own)
     return {squeezed(known): path for known, path in names().items()}.get(squeezed(name))
 
 
 def nearest(name: str) -> str:
     """The end of a sentence about a file that isn't there: files beside it, or packaged ones, with names like it."""
     path = Path(name)
-    beside = path.parent.glob("*.y*ml") if path.parent.is_dir() else []
+    beside = path.parent.glob("*.y*ml") if os.path.isdir(path.parent) else []
     known = names()
     # a name without its folder
     if whole := [each for each in known if squeezed(each).rpartition("/")[2] == squeezed(path.name)]:

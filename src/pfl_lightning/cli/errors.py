@@ -6,6 +6,7 @@ from traceback import walk_tb
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from pfl_lightning.cli.usage import one_line
 from pfl_lightning.engines.errors import ClientsLost
 from pfl_lightning.federation.outcomes import TrainingDiverged
 
@@ -61,9 +62,3 @@ def raised_in(error: BaseException) -> str:
     """Name of the module in which an error was raised."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
-
-
-def one_line(text: str) -> str:
-    """A text in one line, with a full stop."""
-    line = " ".join(text.split())
-    return line if line.endswith((".", "?", "!")) else f"{line}."

@@ -1,10 +1,13 @@
 """Settings that exclude each other, of which the later one holds, as of one setting that is given twice."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from pfl_lightning.cli.yaml_text import load
 
 PAIR = ("local_epochs", "local_steps")
 """Settings of the Trainer that exclude each other."""
@@ -62,8 +65,12 @@ def by_file(argument: list[str]) -> list[str]:
 
 
 def settings_in(path: str) -> Any:
-    """What a configuration holds; None where it can't be read, which is for the parser to refuse."""
+    """Return the content of a configuration; None where it can't be read, which is for the parser to refuse.
+
+    Args:
+        path: a file; None is returned for a pipe, which only the parser can read, as it can be read once.
+    """
     try:
-        return yaml.safe_load(Path(path).read_text())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return load(Path(path).read_text(encoding="utf-8")) if os.path.isfile(path) else None
+    except (OSError, ValueError, yaml.YAMLError):
         return None

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from pfl_lightning.cli.class_names import KINDS, class_names, settings
 from pfl_lightning.cli.configs import squeezed
-from pfl_lightning.cli.errors import one_line
-from pfl_lightning.cli.refusals import command_is_missing, no_command, no_config, no_option
+from pfl_lightning.cli.refusals import command_is_missing, no_command, no_config, no_option, no_yaml
 from pfl_lightning.cli.suggestions import RATES, suggestion
+from pfl_lightning.cli.usage import one_line, shortened
 from pfl_lightning.client.optimizers import PLATEAU
 from pfl_lightning.methods.registry import METHODS
 from pfl_lightning.trainer_arguments import MEANINGLESS
@@ -25,6 +25,8 @@ TYPES = {
     "dict": "a mapping",
 }
 MENTIONED = re.compile(r"""(?P<key>Parser key "[^"]+")|(?P<class>class_path '[^']+')""")
+MESSAGE = 20_000
+"""Characters of the parser's messages that are looked at; without a value of any length they have far fewer."""
 NOISE = re.compile(
     r"""\s*(-\s)*(Does not validate|Subtypes:|Errors:|Given value|Parser key "[^"]+":\s*$|Problem with given"""
     r"""|Expected a path but|Expected a <class 'NoneType'>)"""
@@ -43,12 +45,14 @@ class Setting(NamedTuple):
 
 
 def sentence(message: str, options: list[str]) -> str:
-    """A complaint of the parser as one sentence.
+    """Return a complaint of the parser as one sentence.
 
     Args:
         message: the parser's message, of many lines where a setting could be of several types.
         options: the command line's options, without dashes.
     """
+    # it holds all that was given, and some patterns take time with the square of a word's length
+    message = shortened(message, MESSAGE)
     for pattern, explain in EXPLANATIONS.items():
         if match := re.search(pattern, message):
             return one_line(explain(message, match, options))
@@ -129,10 +133,14 @@ def no_file(message: str, match: re.Match[str], options: list[str]) -> str:
     return no_config(Path(match[1]))
 
 
-def no_yaml(message: str, match: re.Match[str], options: list[str]) -> str:
+def no_text(message: str, match: re.Match[str], options: list[str]) -> str:
     """A configuration file can't be read."""
-    reason = re.sub(r'in "<[a-z ]+>",', "at", match[1].partition("\n\n")[0])
-    return f"the configuration is not valid YAML: {reason}"
+    return no_yaml(match[1])
+
+
+def refused_text(message: str, match: re.Match[str], options: list[str]) -> str:
+    """YAML can't be taken, by our own check of it."""
+    return f"{match[1]}: {match[2]}" if match[1] else match[2]
 
 
 def no_settings(message: str, match: re.Match[str], options: list[str]) -> str:
@@ -279,7 +287,9 @@ EXPLANATIONS: dict[str, Callable[[str, re.Match[str], list[str]], str]] = {
     r"(?m)arguments are required: (.+?)(?=\. Got value: |$)": missing_setting,
     r"argument (\S+): expected one argument": no_value,
     r"(?:File does not exist|Path is not a file): '(.+)'": no_file,
-    r"(?s)Problems parsing config: (.+)": no_yaml,
+    r"(?:sub-config file (\S+): )?(the YAML has .+)": refused_text,
+    r"(?s)(?:Problems parsing config|Parser key \"config\"): (while .+)": no_text,
+    r"(?s)Problems parsing config: (.+)": no_text,
     r"Unexpected config: ": no_settings,
     r"Multiple subclasses with name ReduceLROnPlateau": plateau,
     r"Parser key \"([\w.]+)\":\s+Unable to load config '(.*)'": no_mapping,

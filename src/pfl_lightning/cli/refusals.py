@@ -1,8 +1,10 @@
 """Mistakes that a look at the words of a command line tells, in the parser's own sentences but seconds before it."""
 
 import json
+import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +16,8 @@ from pfl_lightning.cli.configs import OPTIONS as FILE
 from pfl_lightning.cli.configs import find, nearest
 from pfl_lightning.cli.exclusive import grouped
 from pfl_lightning.cli.suggestions import nearest_option, suggestion
-from pfl_lightning.cli.usage import UsageError
+from pfl_lightning.cli.usage import UsageError, one_line
+from pfl_lightning.cli.yaml_text import RefusedYAML, check, load
 
 STORED = Path(__file__).with_name("options.json")
 """The Trainer's commands' options, which ``python -m pfl_lightning.cli.options`` prints and the tests keep true."""
@@ -48,7 +51,7 @@ class Options(NamedTuple):
 
 
 def refuse_at_sight(words: Sequence[str]) -> None:
-    """Refuses a missing or mistyped command, a configuration that isn't there, and a mistyped option.
+    """Refuse a missing or mistyped command, a mistyped option, and a configuration that isn't there or can't be read.
 
     What can't be told for sure without classes and their settings is left to the parser.
 
@@ -71,8 +74,9 @@ def refuse_at_sight(words: Sequence[str]) -> None:
     if not all(is_regular(name, value, name in mistyped) for name, value in arguments):
         return
     for name, value in arguments:
-        if name in FILE and is_missing(str(value)):
-            raise UsageError(no_config(Path(Path.cwd(), str(value))))
+        if name in FILE:
+            refuse_file(str(value))
+        refuse_value(name, str(value))
     if mistyped and options.versions == installed():
         raise UsageError(no_option(mistyped[0][2:], options.of(command)))
 
@@ -101,12 +105,51 @@ def is_regular(name: str, value: str | None, mistyped: bool) -> bool:
     return is_option and (mistyped or value is not None)
 
 
+def refuse_file(file: str) -> None:
+    """Refuse a configuration that isn't there, or whose text can't be taken.
+
+    Args:
+        file: a path, or the name of a packaged configuration, or settings in its place.
+
+    Raises:
+        UsageError: as the parser would put it; of a file that can't be read, or is no text, it tells itself.
+    """
+    if is_missing(file):
+        raise UsageError(no_config(Path(Path.cwd(), file)))
+    if (path := find(file)) is None:
+        return
+    with suppress(OSError, UnicodeDecodeError):
+        text = path.read_text(encoding="utf-8")
+        try:
+            check(text)
+        except yaml.YAMLError as error:
+            raise UsageError(f"{path}: {no_yaml(str(error))}") from error
+
+
+def refuse_value(option: str, value: str) -> None:
+    """Refuse a value that is YAML with a key twice, or more than any configuration.
+
+    Args:
+        option: the option, with dashes.
+        value: what is given to it, which can be any text.
+
+    Raises:
+        UsageError: if it is so.
+    """
+    # most of those that aren't YAML are texts, and of the others the parser tells
+    with suppress(yaml.YAMLError):
+        try:
+            check(value)
+        except RefusedYAML as error:
+            raise UsageError(f"{option}: {error}") from error
+
+
 def is_missing(file: str) -> bool:
     """Whether what is given as a configuration is a path, or a name, and there is no such file."""
-    if find(file) is not None or Path(file).exists() or not re.fullmatch(r"[A-Za-z./][\w./-]*", file):
+    if find(file) is not None or os.path.exists(file) or not re.fullmatch(r"[A-Za-z./][\w./-]*", file):
         return False
     # settings can stand in a file's place
-    return isinstance(yaml.safe_load(file), str)
+    return isinstance(load(file), str)
 
 
 def command_is_missing() -> str:
@@ -127,6 +170,19 @@ def no_option(name: str, options: Iterable[str]) -> str:
         options: those that the command takes, without dashes.
     """
     return f"{name} is not an option{nearest_option(name, options)}"
+
+
+def no_yaml(reason: str) -> str:
+    """Return the sentence about a configuration whose text can't be taken.
+
+    Args:
+        reason: why, in a sentence of `yaml_text.check` or in the words of YAML's reader, with a picture of the place
+            behind an empty line.
+    """
+    if reason.startswith("the YAML "):
+        return reason
+    place = re.sub(r'in "<[a-z ]+>",', "at", reason.partition("\n\n")[0])
+    return one_line(f"the configuration is not valid YAML: {place}")
 
 
 def no_config(path: Path) -> str:

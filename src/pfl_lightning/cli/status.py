@@ -1,5 +1,6 @@
 """The command ``pfl-lightning status``: where runs stand, by their files alone."""
 
+import os
 import time
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def main(args: list[str]) -> int:
         "run", nargs="?", type=Path, default=Path("runs"), metavar="RUN", help="folder of a run or of runs; runs"
     )
     folder: Path = parser.parse_args(args).run
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise UsageError(f"status: {folder} is no folder; give that of a run, such as runs/METHOD-DATA/version_0.")
     if is_run(folder):
         print(labelled(described(Standing(folder))))

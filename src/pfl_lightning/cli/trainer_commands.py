@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import yaml
-from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-defined]
+from jsonargparse import ActionConfigFile, Namespace, get_loader, set_loader  # type: ignore[attr-defined]
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -21,11 +21,34 @@ from pfl_lightning.cli.exclusive import later_wins
 from pfl_lightning.cli.nulls import refuse_nulls
 from pfl_lightning.cli.parser_errors import sentence
 from pfl_lightning.cli.usage import fail
+from pfl_lightning.cli.yaml_text import check
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.runs.folder import run_folder
 from pfl_lightning.trainer import FederatedTrainer
+
+READER = get_loader("yaml")
+"""The parser's own reader of files and values."""
+
+
+def read(text: str) -> Any:
+    """Return the content of a configuration, or of a value on the command line.
+
+    Args:
+        text: YAML.
+
+    Raises:
+        yaml.YAMLError: if the text is none, or is refused.
+    """
+    check(text)
+    try:
+        return READER(text)
+    except ValueError as error:
+        raise yaml.YAMLError(str(error)) from error
+
+
+set_loader("yaml", read, (yaml.YAMLError,))
 
 
 class Parser(LightningArgumentParser):

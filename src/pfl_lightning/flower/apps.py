@@ -17,6 +17,7 @@ from pfl_lightning.cli.configs import find
 from pfl_lightning.cli.errors import mistake
 from pfl_lightning.cli.main import silence
 from pfl_lightning.cli.reading import Configured, configured
+from pfl_lightning.cli.yaml_text import load
 from pfl_lightning.flower.class_paths import check_class_paths
 from pfl_lightning.flower.client_app import Worker, app_of
 from pfl_lightning.flower.server_app import serve
@@ -144,9 +145,7 @@ def keys_in(path: Path) -> dict[str, set[int]]:
         MisconfigurationException: if it says something else.
     """
     try:
-        return {
-            public_key(key): set(map(int, str(ids).split())) for key, ids in yaml.safe_load(path.read_text()).items()
-        }
+        return {public_key(key): set(map(int, str(ids).split())) for key, ids in load(path.read_text()).items()}
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         raise MisconfigurationException(
             f"keys={path.name!r} can't be read ({' '.join(str(error).split())[:200]}); give lines such as "

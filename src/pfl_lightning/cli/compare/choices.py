@@ -1,5 +1,6 @@
 """Which methods are compared: files of settings, or client modules by name."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +102,7 @@ def method_file(word: str, folder: Path) -> Path | None:
     """
     path = Path(word)
     if path.suffix in (".yaml", ".yml"):
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise MisconfigurationException(f"compare: {path} is no file{nearest(word)}")
         return path
     files = {squeezed(file.stem): file for file in sorted(folder.glob("*.yaml"))}

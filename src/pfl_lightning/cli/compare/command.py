@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.cli.arguments import Arguments
@@ -19,6 +18,8 @@ from pfl_lightning.cli.compare.runs import Run, files, run_all
 from pfl_lightning.cli.compare.stored import stored_table
 from pfl_lightning.cli.compare.tuning import Trial, best, trials
 from pfl_lightning.cli.configs import FOLDER, nearest, resolved
+from pfl_lightning.cli.exclusive import settings_in
+from pfl_lightning.cli.refusals import refuse_at_sight
 from pfl_lightning.runs.folder import explained
 
 DESCRIPTION = """\
@@ -64,6 +65,8 @@ def main(args: list[str]) -> int:
     """
     given, passed = parse(args)
     methods = choose(given.methods, given.configs)
+    for method in methods:
+        refuse_at_sight(["fit", *method.among(passed)])
     comparison = Comparison(given, passed)
     with explained(comparison.out):
         chosen = comparison.tune(methods) if given.tune else {method.label: Trial() for method in methods}
@@ -270,10 +273,11 @@ def check(passed: Sequence[str], vary_data: bool) -> None:
                 f"compare: --trainer.logger {value or after} is no logger; leave it out, and each run has its record."
             )
     for path in files(passed):
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise MisconfigurationException(f"compare: --config {path} is no file{nearest(str(path))}")
-        settings = yaml.safe_load(path.read_text())
-        if isinstance(settings, dict) and "class_path" in (settings.get("model") or {}):
+        settings = settings_in(str(path))
+        model = settings.get("model") if isinstance(settings, dict) else None
+        if isinstance(model, str) or (isinstance(model, dict) and "class_path" in model):
             raise MisconfigurationException(
                 f"compare: --config {path} names a model, which would stand in every method's place; give one of the "
                 "data alone, or without class_path under model."

@@ -10,6 +10,8 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.cli.configs import find, nearest
+from pfl_lightning.cli.refusals import no_yaml
+from pfl_lightning.cli.yaml_text import load
 
 ENTRIES = {"methods": list, "seeds": list, "vary_data": bool, "fit": str, "paper": dict, "columns": list}
 """What a table's file may have."""
@@ -44,7 +46,12 @@ def stored_table(args: Sequence[str]) -> Stored:
     path = find(name) or find(f"tables/{name}")
     if path is None:
         raise MisconfigurationException(f"compare: --table {name} is no table{nearest(f'tables/{name}')}")
-    content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        content: Any = load(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise MisconfigurationException(f"compare: --table {path} is no text in UTF-8; save it as such.") from error
+    except yaml.YAMLError as error:
+        raise MisconfigurationException(f"compare: --table {path}: {no_yaml(str(error))}") from error
     if not isinstance(content, dict) or "methods" not in content:
         raise MisconfigurationException(f"compare: --table {path} names no methods, and describes no table.")
     for entry, value in content.items():
