@@ -1,4 +1,8 @@
+import contextlib
+import errno
+import os
 import re
+import resource
 from pathlib import Path
 from urllib.error import URLError
 
@@ -7,7 +11,7 @@ import torch
 import yaml
 from lightning_utilities.core.imports import RequirementCache
 
-from command import CONFIGS, QUICKSTART, QUIET, pfl, refusal
+from command import CONFIGS, QUICKSTART, QUIET, forked, pfl, refusal
 from pfl_lightning.methods.fedavg import FedAvg
 
 SMALL = f"{QUICKSTART} {QUIET} --data.max_samples 300"
@@ -230,6 +234,37 @@ def test_aliases_and_merged_keys_stay_what_they_are(capsys, tmp_path):
 def test_a_value_without_end_is_told_by_its_beginning_and_its_end(line, capsys):
     message = refusal(line.format("A" * 60_000), capsys)
     assert "AAA[...]AAA" in message and len(message) < 1000
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.EACCES, "out/x: Permission denied; take another place"),
+        (errno.EROFS, "out/x: Read-only file system; take another place"),
+        (errno.ENOSPC, "out/x: No space left on device; make room"),
+    ],
+)
+def test_files_that_the_system_refuses(number, advice, capsys, monkeypatch):
+    def refuse(*args):
+        raise OSError(number, os.strerror(number), "out/x")
+
+    monkeypatch.setattr("shutil.copyfile", refuse)
+    assert refusal("configs --copy quickstart", capsys).startswith(advice)
+
+
+def test_a_limit_on_the_size_of_files_ends_a_run_in_a_sentence(tmp_path):
+    def limited():
+        # the network is larger than that
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        with (tmp_path / "said.txt").open("w") as said, contextlib.redirect_stderr(said):
+            pfl(f"fit {SMALL} --trainer.max_rounds 2")
+
+    process = forked(limited)
+    process.join()
+    assert process.exitcode == 2
+    last = (tmp_path / "said.txt").read_text().splitlines()[-1]
+    assert last.startswith("pfl-lightning: error: runs/cwFedAvg-Digits/version_0: File too large; let files be larger")
+    assert not list(Path("runs").rglob("*.partial"))
 
 
 def test_a_number_with_thousands_of_digits(capsys):

@@ -1,5 +1,6 @@
 """What users get wrong, in one sentence: the errors of the classes that the command line makes and runs."""
 
+import errno
 import re
 from collections.abc import Iterator
 from traceback import walk_tb
@@ -22,6 +23,18 @@ OF_SETTINGS = {
 }
 """Modules whose complaints are about settings, and which: they are raised where a setting is first used."""
 
+PLACE = "take another place, or let this one be read and written"
+ADVICE = {
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.EACCES: PLACE,
+    errno.EPERM: PLACE,
+    errno.EROFS: PLACE,
+    errno.EFBIG: "let files be larger (ulimit -f)",
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room",
+}
+"""What to do about those of the system's errors that are never a bug."""
+
 
 def mistake(error: BaseException) -> str | None:
     """The sentence of an error that a user's settings caused; None for one that is a bug.
@@ -36,6 +49,9 @@ def mistake(error: BaseException) -> str | None:
         if type(cause).__module__.startswith("wandb.errors"):
             reason = str(cause).splitlines()[0].removesuffix(".")
             return f"WandbLogger: {reason}; or log on this machine alone, by --trainer.logger.offline true."
+    if isinstance(root, OSError) and root.errno in ADVICE:
+        where = f"{root.filename}: " if isinstance(root.filename, str) else ""
+        return one_line(f"{where}{root.strerror}; {ADVICE[root.errno]}.")
     return one_line(about(root)) if isinstance(root, (ValueError, RuntimeError, ImportError)) and owner(root) else None
 
 

@@ -150,14 +150,16 @@ def explained(folder: Path) -> Iterator[None]:
         folder: that of a run, or of several.
 
     Raises:
-        MisconfigurationException: in the place of a full disk's error, and of each other of the system's errors that
-            names a file in this folder or a folder above it.
+        MisconfigurationException: in the place of the error of a full disk or of a limit on the size of files, and of
+            each other of the system's errors that names a file in this folder or a folder above it.
     """
     try:
         yield
     except OSError as error:
         if error.errno in NO_ROOM:
             advice = f"{folder}: {error.strerror}; make room and go on: the checkpoints there are whole."
+        elif error.errno == errno.EFBIG:
+            advice = f"{folder}: {error.strerror}; let files be larger (ulimit -f) and go on."
         elif not isinstance(error.filename, str) or not is_about(folder, error.filename):
             raise
         elif isinstance(error, FileNotFoundError):
