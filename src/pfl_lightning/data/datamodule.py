@@ -229,12 +229,11 @@ class FederatedDataModule(Holdings, ABC):
             self._public = public_samples(self.public, self.public_samples, self.seed, name, self.input_shape)
         groups = self.task.outputs if self.task.has_classes else int(pool.strata.max()) + 1
         self._divisions = {}
-        division = pool.division
-        for start, partitioner in sorted((self.drift or {}).items()):
+        # each of the first one, so that no sample is lost to all later rounds
+        for start, partitioner in (self.drift or {}).items():
             if getattr(partitioner, "by_class", True):
                 check_strata(self.strata(pool.samples.y), len(pool.strata), self.task, partitioner)
-            division = redivided(division, pool.strata, partitioner, groups, start, self.seed)
-            self._divisions[start] = division
+            self._divisions[start] = redivided(pool.division, pool.strata, partitioner, groups, start, self.seed)
         self._pool = pool
         self.num_clients = len(pool.division.clients) - pool.division.newcomers
 

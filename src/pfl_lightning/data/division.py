@@ -115,7 +115,7 @@ def redivided(
     keep what they have.
 
     Args:
-        division: Who holds what before.
+        division: Who holds what in the first round.
         y: Labels of the pool, shape [N], in [0, num_classes).
         partitioner: Divides the training samples.
         num_classes: Number of classes K.

@@ -164,7 +164,14 @@ class Holdings(LightningDataModule):
     def division(self) -> Division:
         """Who holds which of the samples in this `round`, by their positions in the pool."""
         if self._held is None or self._held[0] != self.round:
-            self._held = self.round, self.division_at(self.round)
+            found, count = self.division_at(self.round), len(self._ready().division.clients)
+            if not isinstance(found, Division) or len(found.clients) != count:
+                what = f"{len(found.clients)} clients" if isinstance(found, Division) else f"a {type(found).__name__}"
+                raise MisconfigurationException(
+                    f"{type(self).__name__}.division_at({self.round}) returned {what}; return a Division of the same "
+                    f"{count} clients as in the first round"
+                )
+            self._held = self.round, found
         return self._held[1]
 
     def division_at(self, round: int) -> Division:
