@@ -170,6 +170,19 @@ def test_a_class_of_one_s_own_says_what_clients_hold_in_a_round(data, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("made", "says"), [(lambda own: None, "a NoneType"), (lambda own: replace(own, clients=[]), "0 clients")]
+)
+def test_a_division_of_other_clients_is_refused(made, says):
+    class Wrong(Blobs):
+        def division_at(self, round):
+            own = super().division_at(round)
+            return own if round == 1 else made(own)
+
+    with pytest.raises(MisconfigurationException, match=rf"division_at\(2\) returned {says}"):
+        fit(make_client(), blobs(data=Wrong))
+
+
+@pytest.mark.parametrize(
     "drift",
     [{1: IID()}, {"a": IID()}, {2.5: IID()}, [IID()], {3: None}, {3: IID}, {3: Natural()}, {True: IID()}],
     ids=str,

@@ -61,7 +61,8 @@ def read_image(path: Path, channels: int, size: tuple[int, int] | None) -> NDArr
         if file.mode[0] in "IF":
             # Pillow would cut brighter pixels off at 255
             raise MisconfigurationException(
-                f"{path} has pixels of more than 8 bits (mode {file.mode}); convert it, or give its pixels to TensorData"
+                f"{path} has pixels of more than 8 bits (mode {file.mode}); convert it, or give its pixels "
+                "to TensorData"
             )
         image = file.convert("RGB" if channels == 3 else "L")
     if size is not None:
