@@ -66,9 +66,11 @@ def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(KNNPer, tmp_path)
 
 
-def test_many_clients_at_once_are_refused():
-    with pytest.raises(MisconfigurationException, match=r"engine='vectorised' can't run KNNPer"):
-        fit(make_client(KNNPer), engine="vectorised", max_rounds=1)
+@pytest.mark.parametrize("evaluate", ["before", "after"])
+def test_many_clients_at_once_train_as_one_does_and_are_evaluated_by_their_own_samples(evaluate):
+    alone, many = (fit(make_client(KNNPer), engine=e, evaluate=evaluate) for e in ("sequential", "vectorised"))
+    assert many.rows[-1]["val/loss"] == pytest.approx(alone.rows[-1]["val/loss"], rel=1e-5)
+    assert many.rows[-1]["val/loss"] != fit(make_client(FedAvg), evaluate=evaluate).rows[-1]["val/loss"]
 
 
 @pytest.mark.parametrize(("name", "value"), [("share", 1.5), ("neighbours", 0), ("scale", 0.0)])
