@@ -89,7 +89,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def mostly(pattern: re.Pattern[str], texts: Sequence[str], counts: NDArray[np.int64]) -> bool:
-    """Whether half of the rows, or half of the different texts, match a pattern as a whole.
+    """Tell whether half of the rows, or half of the different texts, match a pattern as a whole.
 
     >>> mostly(NUMBER, ["1", "2,5", "oops"], np.array([1, 1, 9]))
     True
@@ -136,7 +136,7 @@ def check_times(times: NDArray[Any]) -> None:
 
 
 def _sorts(text: str) -> bool:
-    """Whether a text is a date that exists, written so that texts sort as dates do."""
+    """Tell whether a text is a date that exists, written so that texts sort as dates do."""
     if SORTED_DATE.match(text) is None:
         return False
     try:
@@ -147,7 +147,7 @@ def _sorts(text: str) -> bool:
 
 
 def is_number(text: str, decimal: str = ".") -> bool:
-    """Whether a text is a number, as tables are read.
+    """Tell whether a text is a number, as pandas reads numbers in a CSV file.
 
     >>> is_number("0,5"), is_number("0,5", decimal=","), is_number("1_000")
     (False, True, False)

@@ -186,12 +186,12 @@ class FederatedDataModule(Holdings, ABC):
 
     @property
     def fitted_on(self) -> FittedOn:
-        """Whose rows decide how raw values become inputs and targets."""
+        """Return the rows that decide how raw values become inputs and targets."""
         return "nothing"
 
     @property
     def needs_all_clients(self) -> str:
-        """Why a site with its own rows alone would make other inputs of them, and the remedy; empty where it doesn't.
+        """Return why a site with its own rows alone would make other inputs, and the remedy; else an empty text.
 
         Known after `setup`.
         """
@@ -199,11 +199,11 @@ class FederatedDataModule(Holdings, ABC):
 
     @property
     def head_lines(self) -> list[tuple[str, str]]:
-        """Lines on preprocessing that a run begins with, each a name and a text."""
+        """Return lines on preprocessing for the head of a run, each a name and a text."""
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """The entry of checkpoints: ``preprocessing``, where there is some."""
+        """Return the data module's entry in checkpoints: ``preprocessing``, where there is some."""
         return {"preprocessing": self.preprocessing} if self.preprocessing else {}
 
     def setup(self, stage: str | None = None) -> None:

@@ -61,5 +61,5 @@ class Diabetes(OwnedData):
 
     @property
     def fitted_on(self) -> FittedOn:
-        """Whose rows decide how raw values become inputs and targets."""
+        """Return the rows that decide how raw values become inputs and targets."""
         return "all clients"

@@ -13,7 +13,7 @@ from torch import Tensor
 from pfl_lightning.data.division import Division
 
 FittedOn: TypeAlias = Literal["nothing", "each client", "all clients"]
-"""Whose rows decide how raw values become inputs: nobody's, each client's own, or those of all clients together."""
+"""The rows that decide how raw values become inputs: none, each client's own, or those of all clients together."""
 
 Moments: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Mean and standard deviation of each column, [columns]."""
@@ -23,7 +23,7 @@ CHUNK = 65536
 
 
 def trained_on(division: Division) -> Tensor:
-    """Positions of the training rows of all clients of the federation; rows of newcomers are not among them.
+    """Return positions of the training rows of all clients of the federation, without those of newcomers.
 
     Args:
         division: Who holds which rows.
@@ -33,7 +33,7 @@ def trained_on(division: Division) -> Tensor:
 
 
 def moments_of(values: Tensor, rows: Tensor) -> Moments:
-    """Mean and standard deviation of each column over some rows, in double precision; 0 for a constant column.
+    """Return mean and standard deviation of each column over some rows; a constant column has deviation 0.
 
     >>> moments_of(torch.tensor([[1.0, 7.0], [3.0, 7.0], [9.0, 9.0]]), torch.tensor([0, 1]))
     (array([2., 7.]), array([1., 0.]))
@@ -55,9 +55,9 @@ def moments_of(values: Tensor, rows: Tensor) -> Moments:
 
 
 def chunks(values: Tensor, rows: Tensor) -> Iterator[NDArray[np.float64]]:
-    """Some rows of columns, so many at a time that no second table in double precision is made.
+    """Yield some rows of columns in double precision, so many at a time that no second table is made.
 
-    They are NumPy's, as torch's sums over rows have other last bits with another number of threads.
+    They are NumPy arrays, as torch's sums over rows have other last bits with another number of threads.
 
     Args:
         values: The columns, [rows, columns].
@@ -68,7 +68,7 @@ def chunks(values: Tensor, rows: Tensor) -> Iterator[NDArray[np.float64]]:
 
 
 def standardized(values: Tensor, division: Division, by: Literal["table", "client"]) -> tuple[Tensor, list[Moments]]:
-    """Columns less their mean, over their standard deviation, both of training rows; constant columns become 0.
+    """Subtract each column's mean and divide by its deviation, both of training rows; constant columns become 0.
 
     Args:
         values: The columns, [rows, columns].

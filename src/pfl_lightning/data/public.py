@@ -30,7 +30,7 @@ class PublicData(Protocol):
 
     @property
     def needs_all_clients(self) -> str:
-        """Why rows of this data set alone make other inputs than clients have, and the remedy; else empty."""
+        """Return why its rows alone make other inputs than clients have, and the remedy; else an empty text."""
 
     def prepare_data(self) -> None:
         """Fetch missing files."""

@@ -122,7 +122,7 @@ class TableData(OwnedData):
     def _given_vocabularies(
         self, classes: Sequence[str | int] | None, categories: dict[str, list[str | int]]
     ) -> dict[str, list[str]]:
-        """The vocabulary of each column that the settings give one."""
+        """Return the vocabulary of each column that the settings give one."""
         given: dict[str, list[str]] = {}
         for column in categories:
             if column not in self._features:
@@ -170,7 +170,7 @@ class TableData(OwnedData):
         return Loaded(x, targets_of(y if y.shape[1] > 1 else y[:, 0]), **columns)
 
     def _numbers(self, values: Any, is_target: bool) -> Tensor:
-        """A column as numbers, or as codes, whose vocabulary is kept.
+        """Return a column as numbers, or as codes, whose vocabulary is kept.
 
         Args:
             values: A pandas series.
@@ -209,7 +209,7 @@ class TableData(OwnedData):
     def _texts(
         self, values: Any, owner: str, setting: str, is_target: bool
     ) -> tuple[list[str], NDArray[np.integer[Any]]]:
-        """The different texts of a column in the order of the alphabet, and the code of each row's text.
+        """Return the different texts of a column in the order of the alphabet, and the code of each row's text.
 
         Args:
             values: A pandas series of texts.
@@ -263,14 +263,14 @@ class TableData(OwnedData):
 
     @property
     def fitted_on(self) -> FittedOn:
-        """Whose rows decide how raw values become inputs: of all clients also where a vocabulary is the table's own."""
+        """Return the rows that decide over inputs: those of all clients too where a vocabulary is the table's own."""
         if self.standardize == "table" or self._found:
             return "all clients"
         return "nothing" if self.standardize is None else "each client"
 
     @property
     def needs_all_clients(self) -> str:
-        """Why a site with its own rows alone would make other inputs of them, and the remedy; else empty."""
+        """Return why a site with its own rows alone would make other inputs, and the remedy; else an empty text."""
         if self.standardize == "table":
             return (
                 "data.standardize=table takes the training rows of all clients, which are not in one place here; take "
@@ -286,7 +286,7 @@ class TableData(OwnedData):
 
     @property
     def head_lines(self) -> list[tuple[str, str]]:
-        """Lines on columns that are codes, on classes and on statistics."""
+        """Return lines on columns that are codes, on classes and on statistics."""
         if not self.preprocessing:
             return []
         coded = [f"{column} ({len(words)} texts)" for column, words in self.preprocessing["categories"].items()]
@@ -323,7 +323,7 @@ def warn_of_scales(widths: NDArray[np.float64], names: Sequence[str]) -> None:
 
 
 def column_names(path: Any, csv: dict[str, str]) -> list[str]:
-    """Names of a table's columns, without reading its rows.
+    """Return the names of a table's columns, without reading its rows.
 
     Args:
         path: The file, or a data frame.
@@ -391,7 +391,7 @@ def read_table(path: Any, columns: Sequence[str] | None, csv: dict[str, str]) ->
 
 
 def plain_numbers(values: Any, owner: str) -> Tensor | None:
-    """A column of numbers: floating ones in double precision, others as int64; None where it is of texts.
+    """Return a column of numbers, floating ones in double precision and others as int64; None for one of texts.
 
     Args:
         values: A pandas series without gaps.
@@ -420,7 +420,7 @@ def plain_numbers(values: Any, owner: str) -> Tensor | None:
 
 
 def codes_of(values: Any, words: list[str], owner: str, setting: str) -> Tensor:
-    """The position of each row's value in a vocabulary, int64.
+    """Return the position of each row's value in a vocabulary, int64.
 
     Args:
         values: A pandas series without gaps.
@@ -449,7 +449,7 @@ def codes_of(values: Any, words: list[str], owner: str, setting: str) -> Tensor:
 
 
 def not_one_value(value: Any, row: int, owner: str) -> MisconfigurationException:
-    """The refusal of a cell that holds a list, bytes or another object.
+    """Return the refusal of a cell that holds a list, bytes or another object.
 
     Args:
         value: What it holds.
@@ -463,7 +463,7 @@ def not_one_value(value: Any, row: int, owner: str) -> MisconfigurationException
 
 
 def vocabulary(setting: str, words: Sequence[str | int]) -> list[str]:
-    """The texts of a vocabulary.
+    """Return the texts of a vocabulary.
 
     Args:
         setting: Name of the setting that gives it.
@@ -479,7 +479,7 @@ def vocabulary(setting: str, words: Sequence[str | int]) -> list[str]:
 
 
 def as_text(value: Any) -> str:
-    """A value as vocabularies have it: whole numbers without a decimal point.
+    """Return a value as vocabularies have it: whole numbers without a decimal point.
 
     >>> as_text("flu"), as_text(2.0), as_text(True)
     ('flu', '2', 'True')
@@ -491,12 +491,12 @@ def as_text(value: Any) -> str:
 
 
 def shortened(text: str) -> str:
-    """A text in quotes, without what follows its first forty letters."""
+    """Return a text in quotes, cut after forty letters."""
     return repr(text if len(text) <= 40 else f"{text[:40]}...")
 
 
 def listed(words: Sequence[str]) -> str:
-    """Some words with commas between them, and how many others there are.
+    """Return some words with commas between them, and the number of the others.
 
     >>> listed(["a", "b"]), listed([str(number) for number in range(10)])
     ('a, b', '0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
