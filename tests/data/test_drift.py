@@ -185,7 +185,7 @@ def test_a_division_of_other_clients_is_refused(made, says):
 @pytest.mark.parametrize(
     "drift",
     [{1: IID()}, {"a": IID()}, {2.5: IID()}, [IID()], {3: None}, {3: IID}, {3: Natural()}, {True: IID()}],
-    ids=str,
+    ids=["round 1", "a text", "half a round", "a list", "no partitioner", "a class", "by owners", "True"],
 )
 def test_a_drift_that_cannot_be_is_refused(drift):
     with pytest.raises(MisconfigurationException, match=r"data\.drift="):
