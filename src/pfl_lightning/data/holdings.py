@@ -294,7 +294,8 @@ class Holdings(LightningDataModule):
         pool = self._ready()
         held = dict(zip(self.client_names, pool.division.clients, strict=True))
         nothing: dict[Split, Tensor] = {split: torch.empty(0, dtype=torch.int64) for split in ("train", "val", "test")}
-        others = [name for name in held if name not in set(names)]
+        known = set(names)
+        others = [name for name in held if name not in known]
         clients = [held.get(name, nothing) for name in [*names, *others]]
         pool.division = replace(pool.division, clients=clients, names=[*names, *others], newcomers=len(others))
         self.num_clients = len(names)

@@ -238,11 +238,11 @@ class FederationBase(LightningModule):
             )
 
     def _kept(self, states: MutableMapping[int, ClientState]) -> MutableMapping[int, ClientState]:
-        """Clients' states, where the Trainer keeps them."""
-        if self.options.client_states != "disk":
+        """Return clients' states where the Trainer keeps them."""
+        if self.options.client_states != "disk" or not (states or self._fitting):
+            # an evaluation that is refused before it has states shall leave no folder
             return states
         run = run_folder(self.trainer)
-        # in a folder that stays: files that come and go directly in the run's would make it look newer than it is
         return DiskStates(run and run / STATES, states)
 
     def _set_up_server(self, seed: int) -> None:

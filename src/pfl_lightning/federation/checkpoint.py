@@ -158,8 +158,8 @@ def pair_clients(saved: Mapping[str, Any], data: FederatedDataModule, use: str) 
     if bool(then) != bool(now) and "names" in saved:
         one, other = ("names", "none") if then else ("no names", "some")
         raise MisconfigurationException(
-            f"the checkpoint's clients have {one} and those of data {other}, so that they can't be paired; take data "
-            "whose clients are named as in the checkpoint's run."
+            f"{owner(saved)}'s clients have {one} and those of data {other}, so that they can't be paired; take data "
+            "whose clients are named as then."
         )
     check_sizes(saved, data)
     # a state that is in no checkpoint has no settings, and those of earlier versions not this one
@@ -167,13 +167,13 @@ def pair_clients(saved: Mapping[str, Any], data: FederatedDataModule, use: str) 
     earlier = saved["settings"].get("data.new_clients", 0) if "settings" in saved else new
     if earlier != new:
         raise MisconfigurationException(
-            f"ckpt_path: the checkpoint's run had data.new_clients={earlier} and this one {new}, of whom some may "
-            "have taken part in it; take what it had."
+            f"{owner(saved)}'s run had data.new_clients={earlier} and this one {new}, of whom some may have taken part "
+            "in it; take what it had."
         )
     if use != "fit" and "partition" in saved and saved["partition"] != fingerprint(data):
         raise MisconfigurationException(
-            "the clients of data hold other samples than the checkpoint's, and have no names to be paired by; take the "
-            "data, partitioner and data.seed that it was made with, or data that name their clients."
+            f"{owner(saved)}'s clients hold other samples than those of data, and have no names to be paired by; take "
+            "the data, partitioner and data.seed that it was made with, or data that name their clients."
         )
     return False
 
@@ -187,8 +187,8 @@ def pair_names(saved: Mapping[str, Any], data: FederatedDataModule, use: str) ->
             at = next((k for k, pair in enumerate(zip(then, now, strict=False)) if pair[0] != pair[1]), None)
             other = f"{len(then)} and {len(now)}" if at is None else f"client {at} is {then[at]!r} and {now[at]!r}"
             raise MisconfigurationException(
-                f"ckpt_path: the checkpoint's clients are others than those of data ({other}); resume with the data "
-                "that it was made with."
+                f"{owner(saved)}'s clients are others than those of data ({other}); resume with the data that it was "
+                "made with."
             )
         check_sizes(saved, data)
         return False
@@ -199,7 +199,7 @@ def pair_names(saved: Mapping[str, Any], data: FederatedDataModule, use: str) ->
     new = [name for name in every if name not in known]
     if use == "test" and (strange := [name for name in new if name not in drawn]):
         raise MisconfigurationException(
-            f"the checkpoint doesn't know the clients {listed(strange)} of data; leave them out, or let them join by "
+            f"{owner(saved)} doesn't know the clients {listed(strange)} of data; leave them out, or let them join by "
             "trainer.join."
         )
     data.arrange(then)
@@ -225,13 +225,18 @@ def check_sizes(saved: Mapping[str, Any], data: FederatedDataModule) -> None:
     sizes = [data.size(client, "train") for client in range(data.num_clients)]
     if len(saved["sizes"]) != len(sizes):
         raise MisconfigurationException(
-            f"ckpt_path: the checkpoint has {len(saved['sizes'])} clients and data.num_clients={len(sizes)}."
+            f"{owner(saved)} has {len(saved['sizes'])} clients and data.num_clients={len(sizes)}."
         )
     if saved["sizes"] != sizes:
         raise MisconfigurationException(
-            "ckpt_path: the checkpoint's clients hold other numbers of samples than those of data; "
-            "resume with the data, partitioner and data.seed that it was made with."
+            f"{owner(saved)}'s clients hold other numbers of samples than those of data; resume with the data, "
+            "partitioner and data.seed that it was made with."
         )
+
+
+def owner(saved: Mapping[str, Any]) -> str:
+    """Return the words for a federation that data don't fit: a checkpoint's, or the one that this Trainer has."""
+    return "ckpt_path: the checkpoint" if "round" in saved else "this Trainer's federation"
 
 
 def listed(names: Sequence[str]) -> str:

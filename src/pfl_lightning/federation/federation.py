@@ -221,9 +221,9 @@ class Federation(FederationBase):
 
     def on_train_batch_end(self, outputs: Any, clients: list[int], batch_idx: int) -> None:
         """Test a round where rounds are tested and Lightning has nothing to validate: it skips its loop then."""
-        every = self.trainer.check_val_every_n_epoch or 1
-        validates = self.trainer.limit_val_batches and len(self.data.val_dataloader())
-        if self.options.test_every_round and not validates and self.round % every == 0:
+        if not self.options.test_every_round or self.round % (self.trainer.check_val_every_n_epoch or 1):
+            return
+        if not self.trainer.limit_val_batches or not len(self.data.val_dataloader()):
             self.on_validation_epoch_start()
             self.evaluations.evaluate(clients, ("test",))
             self._end_evaluation(self.evaluations.summary())
