@@ -1,5 +1,8 @@
 """Clients with different networks in one federation."""
 
+import copy
+import inspect
+import pickle
 from functools import partial
 from pathlib import Path
 
@@ -61,6 +64,84 @@ def test_there_is_one_module_a_network_and_each_is_whole():
     assert first is client and type(second) is FedPer
     assert isinstance(first.net, Small) and isinstance(second.net, Wide)
     assert equal(dict(second.state_dict()), dict(make_client(FedPer, net=NETS).architectures()[1].state_dict()))
+
+
+class Doubling(FedAvg):
+    """Changes an argument before it passes the others on."""
+
+    def __init__(self, mu=1.0, **kwargs):
+        mu = mu * 2
+        super().__init__(**kwargs)
+        self.mu = mu
+
+
+class Popping(FedAvg):
+    """Takes an argument out of those that it passes on."""
+
+    def __init__(self, **kwargs):
+        self.mu = kwargs.pop("mu", 0.1)
+        super().__init__(**kwargs)
+
+
+class PoppingWithin(FedAvg):
+    """Takes something out of an argument, in place."""
+
+    def __init__(self, settings, **kwargs):
+        self.mu = settings.pop("mu", 0.1)
+        super().__init__(**kwargs)
+
+
+class Wrapping(FedAvg):
+    """Passes other factories on than it is given."""
+
+    def __init__(self, net, mu, **kwargs):
+        super().__init__(net=[partial(each) for each in net], **kwargs)
+        self.mu = mu
+
+
+class Defaulting(FedAvg):
+    """Has a list of networks of its own."""
+
+    def __init__(self, net=(Small, Wide, Small), mu=1.0, **kwargs):
+        super().__init__(net=list(net), **kwargs)
+        self.mu = mu
+
+
+class Derived(Popping):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "mu"),
+    [
+        (Doubling, {"mu": 5.0}, 10.0),
+        (Popping, {"mu": 5.0}, 5.0),
+        (Derived, {"mu": 5.0}, 5.0),
+        (PoppingWithin, {"settings": {"mu": 5.0}}, 5.0),
+        (Wrapping, {"mu": 5.0}, 5.0),
+    ],
+)
+def test_all_are_made_with_the_arguments_that_the_first_was_given(method, given, mu):
+    given = copy.deepcopy(given)
+    modules = make_client(method, net=[Small, Wide, Small], **given).architectures()
+    assert [module.mu for module in modules] == [mu] * 3
+    assert [type(module.net) for module in modules] == [Small, Wide, Small]
+
+
+def test_a_list_that_the_method_has_itself_is_taken_too():
+    modules = Defaulting(input_shape=(FEATURES,), num_classes=CLASSES).architectures()
+    assert [type(module.net) for module in modules] == [Small, Wide, Small]
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
+def test_copies_of_a_module_give_the_same(again):
+    client = again(make_client(Doubling, net=NETS, mu=5.0))
+    assert [module.mu for module in client.architectures()] == [10.0, 10.0]
+
+
+@pytest.mark.parametrize("method", [FedAvg, Doubling, Popping, Derived])
+def test_signatures_are_those_of_init(method):
+    assert inspect.signature(method) == inspect.signature(partial(method.__init__, None))
 
 
 def test_making_them_leaves_the_random_state_alone():

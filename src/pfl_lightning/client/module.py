@@ -7,13 +7,13 @@ from typing import Any, ClassVar, Literal, TypeAlias, cast
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torchmetrics import Metric, MetricCollection
 
 from pfl_lightning.choices import check_choices
-from pfl_lightning.client.architectures import made_with_others
-from pfl_lightning.client.arguments import arguments_of_init, live
+from pfl_lightning.client.arguments import live
 from pfl_lightning.client.entries import copy_entries, frozen_names, net_of_python, saved_client
 from pfl_lightning.client.optimizers import (
     Configured,
@@ -24,12 +24,13 @@ from pfl_lightning.client.optimizers import (
     parts_of,
     restricted,
 )
-from pfl_lightning.client.phased import Phased
+from pfl_lightning.client.phased import Phased, own_containers
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.nets import CNN, Net, NetFactory
 from pfl_lightning.nets.base import checked_list, checked_net
+from pfl_lightning.seeds import derive_seed
 from pfl_lightning.tasks import Classification, Task
 from pfl_lightning.tasks.base import number_of_classes, task_for
 from pfl_lightning.tasks.plain import hparams, made
@@ -111,7 +112,6 @@ class ClientModule(Phased):
         task: Task | None = None,
     ) -> None:
         super().__init__()
-        self._made_with = arguments_of_init(self)
         self.task = task_for(self, Classification(num_classes) if task is None else made(task))
         self.save_hyperparameters(ignore=["task", "num_classes"])
         for name in live(self.hparams):
@@ -125,7 +125,7 @@ class ClientModule(Phased):
             assign_nets=(assign_nets, ("turn", "block")),
         )
         self.assign_nets = assign_nets
-        self._build = partial(self.nets[0], tuple(input_shape), self.task.outputs)
+        self._build = partial(self.nets[self._architecture], tuple(input_shape), self.task.outputs)
         self.net = self.new_net()
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.optimizer_lifetime, self.buffers_policy = optimizer_lifetime, buffers
@@ -156,8 +156,21 @@ class ClientModule(Phased):
         return checked_net(self._build())
 
     def architectures(self) -> list["ClientModule"]:
-        """Client modules like this one, one a network of the list; the first is this module itself."""
-        return [self, *made_with_others(self, self._made_with, self.nets)]
+        """Return client modules like this one, one a network of the list; the first is this module itself.
+
+        Each of the others draws its weights from a stream of its own, so that those of the first one stay.
+        """
+        modules = [self]
+        for index in range(1, len(self.nets)):
+            args, kwargs = own_containers(self._made_with)
+            other = type(self).__new__(type(self), *args, **kwargs)
+            # which of the networks `__init__` builds
+            vars(other)["_architecture"] = index
+            with isolate_rng():
+                torch.manual_seed(derive_seed(torch.initial_seed(), "net", index))
+                type(self).__init__(other, *args, **kwargs)
+            modules.append(other)
+        return modules
 
     def architecture_of(self, client: int, num_clients: int) -> int:
         """Which of the ``architectures`` a client has, by its id and the number of clients."""

@@ -1,13 +1,30 @@
 """When a client trains what, and by which gradients: the hooks that say so."""
 
+from typing import Any, TypeVar
+
 from lightning.pytorch import LightningModule
 
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.messages import StateDict
 
+Value = TypeVar("Value")
+
 
 class Phased(LightningModule):
     """The phases that a client goes through: in each round, before it is evaluated, and where it joins late."""
+
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+    _architecture: int
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Keep the arguments that the object is made with, so that others like it can be made.
+
+        Whatever an ``__init__`` of any class does to its arguments, these are the caller's own. This method stands here
+        and not in `ClientModule`, as Python takes a class's signature from the first of the two methods that it finds.
+        """
+        made = super().__new__(cls)
+        vars(made).update(_made_with=(own_containers(args), own_containers(kwargs)), _architecture=0)
+        return made
 
     def local_phases(self) -> list[Phase]:
         """The phases of local training, in order; by default one that trains everything."""
@@ -41,3 +58,19 @@ class Phased(LightningModule):
             Gradients of the same names and shapes.
         """
         return gradients
+
+
+def own_containers(value: Value) -> Value:
+    """Return a value whose lists, tuples and dicts are copies, so that nobody changes the original in place.
+
+    >>> kept = {"net": [1, {"hidden": [8]}]}
+    >>> copy = own_containers(kept)
+    >>> copy["net"][1].pop("hidden"), kept
+    ([8], {'net': [1, {'hidden': [8]}]})
+    """
+    made: Any = value
+    if type(made) is dict:
+        made = {name: own_containers(part) for name, part in made.items()}
+    elif type(made) in (list, tuple):
+        made = type(made)(map(own_containers, made))
+    return made  # type: ignore[no-any-return]

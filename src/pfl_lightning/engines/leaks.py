@@ -14,7 +14,7 @@ from pfl_lightning.contract.attributes import Attributes, version
 
 ENGINES_OWN = {
     *vars(LightningModule()),
-    *("_hparams_initial", "_hparams_name", "_made_with"),
+    *("_hparams_initial", "_hparams_name", "_made_with", "_architecture"),
     *("_given_modes", "_logged", "client_id", "learning_rate", "phase", "relied_on", "round", "steps_done"),
     *("training_follows", "evaluation_follows"),
 }
