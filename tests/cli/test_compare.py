@@ -18,6 +18,7 @@ from pfl_lightning.cli.compare.choices import Choice, choose
 from pfl_lightning.cli.compare.runs import Run
 from pfl_lightning.cli.compare.stored import stored_table
 from pfl_lightning.cli.configs import FOLDER
+from pfl_lightning.cli.reading import complaint
 from pfl_lightning.methods import FedProx
 from pfl_lightning.plots.runs import plot_curves, plot_mean_curves
 from wandb_files import records
@@ -78,6 +79,9 @@ def stand_in(tmp_path, monkeypatch):
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.setattr(runs, "PROGRAM", "stand_in")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    # that parser takes half a second for each line; tests of what it refuses ask it
+    for name in ("command", "tuning"):
+        monkeypatch.setattr(f"pfl_lightning.cli.compare.{name}.complaint", lambda args: None)
     return lambda **plans: (tmp_path / "plan.json").write_text(
         json.dumps({name.replace("_", " "): plan for name, plan in plans.items()})
     )
@@ -134,6 +138,103 @@ def test_a_method_without_a_value_is_left_out(stand_in, capsys):
     assert compare("--methods FedProx Ditto --data Digits --tune model.mu=0,1") == 0
     assert "FedProx: no trial has a validation value, so it is left out" in capsys.readouterr().out
     assert [row["method"] for row in read_csv(OUT / "comparison.csv")] == ["Ditto"]
+    assert "Left out, without a validation value in any trial: FedProx." in (OUT / "comparison.md").read_text()
+
+
+@pytest.fixture
+def asked(stand_in, monkeypatch):
+    """Has command lines looked at by their parser, as they are but for tests."""
+    for name in ("command", "tuning"):
+        monkeypatch.setattr(f"pfl_lightning.cli.compare.{name}.complaint", complaint)
+    return stand_in
+
+
+def test_methods_without_a_setting_run_untuned(asked, capsys):
+    asked(FedProx={"by_mu": {"0": 0.3, "1": 0.5}})
+    line = "--methods FedProx Local --data Digits --tune model.mu=0,1"
+    assert compare(line) == 0
+    assert [call["model"] for call in calls()] == ["FedProx", "FedProx", "FedProx", "Local"]
+    assert [mu_of(call) for call in calls()[:3]] == ["0", "1", "1"] and "--model.mu" not in calls()[3]["words"]
+    assert "Local: it has no model.mu, and runs untuned" in capsys.readouterr().out.splitlines()
+    notes = (OUT / "comparison.md").read_text()
+    assert "Untuned, with no model.mu: Local." in notes and "Chosen on validation: FedProx mu=1." in notes
+    Path("calls.jsonl").unlink()
+    assert compare(line) == 0
+    assert not calls()
+
+
+def test_a_method_is_tuned_by_the_settings_that_it_has(asked, capsys):
+    asked(FedProx={"by_mu": {"0": 0.3, "1": 0.5}})
+    rates = "model.init_args.optimizer.init_args.lr=0.1,0.2"
+    assert compare(f"--methods FedProx Local --data Digits --tune {rates} --tune model.mu=0,1") == 0
+    tried = [call["model"] for call in calls()]
+    assert [tried.count(model) for model in ("FedProx", "Local")] == [5, 3]
+    notes = (OUT / "comparison.md").read_text()
+    assert "Tuned in part, with no model.mu: Local." in notes
+    assert "Chosen on validation: FedProx lr=0.1,mu=1; Local lr=0.1." in notes
+
+
+def test_trials_that_failed_are_counted(stand_in, capsys):
+    stand_in(FedProx={"by_mu": {"0": 0.3}})
+    assert compare("--methods FedProx --data Digits --tune model.mu=0,1") == 0
+    assert "FedProx: mu=0, best validation 0.3 of 2 trials, 1 of them without one" in capsys.readouterr().out
+    assert "Trials without a validation value: FedProx 1 of 2." in (OUT / "comparison.md").read_text()
+
+
+def test_tuning_that_was_killed_goes_on_to_the_same_table(stand_in):
+    plan = {"FedProx": {"by_mu": {"0": 0.3, "1": 0.5}}, "Ditto": {"by_mu": {"0": 0.4, "1": 0.2}}}
+    line = "--methods FedProx Ditto --data Digits --seeds 0 1 --tune model.mu=0,1 --columns last"
+    stand_in(**plan)
+    assert compare(f"{line} --out whole") == 0
+    # among the trials, then among the runs
+    for stops, run in (("Ditto", ("Ditto", 0)), ("Ditto_1", ("Ditto", 1))):
+        Path("calls.jsonl").unlink()
+        stand_in(**plan | {stops: plan["Ditto"] | {"until": "never"}})
+        begun = forked(pfl, f"compare {line} --out killed")
+        wait_for(lambda run=run: run in called(), begun)
+        begun.kill()
+        begun.join()
+    stand_in(**plan)
+    assert compare(f"{line} --out killed") == 0
+    tables = [Path(out, "comparison.md").read_text() for out in ("whole", "killed")]
+    assert tables[0] == tables[1] and "FedProx mu=1; Ditto mu=0" in tables[0]
+
+
+TUNING_MISTAKES = {
+    "model.muu=0,1": "compare: --tune model.muu is a setting of no method here: model.muu is not a setting of FedProx; "
+    "did you mean model.mu?",
+    "trainer.local_step=3": "--tune trainer.local_step is a setting of no method here: trainer.local_step is not an "
+    "option; did you mean trainer.local_steps",
+    "model.mu=0,x": "compare: --tune model.mu=x: model.mu=x must be a number.",
+    "model.mu=0 --tune model.mu=1": "compare: --tune model.mu is given twice; give all of its values in one.",
+}
+
+
+@pytest.mark.parametrize("line", TUNING_MISTAKES)
+def test_settings_that_no_method_has_are_refused(line, asked, capsys):
+    message = refusal(f"compare --methods Local FedProx --data Digits --tune {line}", capsys)
+    assert TUNING_MISTAKES[line] in message
+    assert not calls() and not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--data MINST", "data=MINST is no known class; did you mean MNIST"),
+        ("--data Digits --trainer.max_rounds x", "trainer.max_rounds=x must be an integer."),
+        ("--data Digits --trainer.max_round 3", "trainer.max_round is not an option; did you mean trainer.max_rounds"),
+        ("--data Digits --model.muu 3", "model.muu is not a setting of Local; choose from"),
+        ("", "nothing is given for data"),
+    ],
+)
+def test_what_no_run_takes_is_refused_before_any(line, says, asked, capsys):
+    assert says in refusal(f"compare --methods Local FedPer {line}", capsys)
+    assert not calls() and not Path("runs").exists()
+
+
+def test_what_one_method_takes_is_no_mistake(asked, capsys):
+    assert compare("--methods Local FedProx --data Digits --model.mu 1") == 0
+    assert called() == {("Local", 0), ("FedProx", 0)}
 
 
 def test_commands_are_printed_and_what_they_leave_is_collected(stand_in, capsys):
@@ -464,7 +565,8 @@ def test_a_folder_of_other_settings_is_refused(stand_in, capsys, tmp_path):
     compare("--methods Local --config data.yaml --out a")
     seed = Path("a/Local/seed_0")
     refused = f"compare: {seed} holds a run of other settings, which are in settings.txt there; give another --out"
-    assert refused in refusal("compare --methods Local --config data.yaml --trainer.max_rounds 9 --out a", capsys)
+    assert refused in refusal("compare --methods Ditto Local --config data.yaml --trainer.max_rounds 9 --out a", capsys)
+    assert not Path("a/Ditto").exists()
     data.write_text("data: {class_path: MNIST}")
     assert refused in refusal("compare --methods Local --config data.yaml --out a", capsys)
     assert len(calls()) == 1

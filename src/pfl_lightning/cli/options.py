@@ -2,34 +2,19 @@
 
 import json
 import re
-from typing import Any
 
 from pfl_lightning.cli.commands import TRAINER
+from pfl_lightning.cli.reading import new_parser
 from pfl_lightning.cli.refusals import Options, installed
-from pfl_lightning.cli.trainer_commands import Parser, PflCLI
 from pfl_lightning.trainer_arguments import MEANINGLESS
 
 PLAIN = re.compile(r"(typing\.|Optional|Union|Literal\[[^]]*\]|NoneType|None|int|float|str|bool|[\[\],|' ]|<class|>)*")
 """Types of values that have no settings of their own."""
 
 
-class _Made(Exception):
-    """Ends the making of a command line when it has its parser."""
-
-
-class _Unparsed(PflCLI):
-    """The command line, which parses nothing."""
-
-    def parse_arguments(self, parser: Any, args: Any) -> None:
-        raise _Made(parser)
-
-
 def measured() -> Options:
     """The options that the parser has."""
-    try:
-        parser: Parser = _Unparsed.of([])  # type: ignore[assignment]
-    except _Made as made:
-        parser = made.args[0]
+    parser = new_parser()
     (commands,) = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
     taken = {command: set(commands[command].own_names()) for command in TRAINER}
     names = sorted(parser.option_names())

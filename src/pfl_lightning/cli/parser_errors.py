@@ -53,10 +53,19 @@ def sentence(message: str, options: list[str]) -> str:
     """
     # it holds all that was given, and some patterns take time with the square of a word's length
     message = shortened(message, MESSAGE)
-    for pattern, explain in EXPLANATIONS.items():
-        if match := re.search(pattern, message):
-            return one_line(explain(message, match, options))
-    return one_line(remaining(message))
+    explain, match = explanation(message)
+    return one_line(explain(message, match, options) if match else remaining(message))
+
+
+def is_unknown(message: str) -> bool:
+    """Whether a complaint of the parser is that there is no such setting, or no such option."""
+    return explanation(shortened(message, MESSAGE))[0] in (unknown_setting, unknown_option)
+
+
+def explanation(message: str) -> tuple[Callable[[str, re.Match[str], list[str]], str], re.Match[str] | None]:
+    """Return how a message is explained, and where it says so; no such place if it isn't recognised."""
+    found = ((explain, re.search(pattern, message)) for pattern, explain in EXPLANATIONS.items())
+    return next((pair for pair in found if pair[1]), (no_settings, None))
 
 
 def locate(message: str, match: re.Match[str]) -> Setting:

@@ -75,6 +75,14 @@ class Parser(LightningArgumentParser):
         """Ends the program with exit code 2, unless the parser is only trying."""
         if not self.exit_on_error:
             super().error(message, *args, **kwargs)
+        self.complain(message)
+
+    def complain(self, message: str) -> NoReturn:
+        """Ends the program with a sentence.
+
+        Args:
+            message: the parser's.
+        """
         fail(self._file + sentence(message, self.option_names()))
 
     def option_names(self) -> list[str]:
@@ -132,9 +140,11 @@ def keep_earlier(source: Path, folder: Path, round: int) -> None:
 class PflCLI(LightningCLI):
     """Lightning's command line with our classes."""
 
+    made_parser: type[Parser] = Parser
+
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """A parser of our own; Lightning takes its class as an argument only since 2.5."""
-        parser = Parser(**kwargs)
+        parser = self.made_parser(**kwargs)
         parser.add_argument("-c", "--config", action=ActionConfigFile, help="A file of settings; may be given often.")
         return parser
 

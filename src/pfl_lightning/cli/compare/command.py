@@ -16,10 +16,12 @@ from pfl_lightning.cli.compare.report import titles, write
 from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.cli.compare.runs import Run, files, run_all
 from pfl_lightning.cli.compare.stored import stored_table
-from pfl_lightning.cli.compare.tuning import Trial, best, trials
+from pfl_lightning.cli.compare.tuning import Trial, axes, best, missing, trials
 from pfl_lightning.cli.configs import FOLDER, nearest, resolved
 from pfl_lightning.cli.exclusive import settings_in
+from pfl_lightning.cli.reading import complaint
 from pfl_lightning.cli.refusals import refuse_at_sight
+from pfl_lightning.cli.usage import UsageError
 from pfl_lightning.runs.folder import explained
 
 DESCRIPTION = """\
@@ -67,6 +69,8 @@ def main(args: list[str]) -> int:
     methods = choose(given.methods, given.configs)
     for method in methods:
         refuse_at_sight(["fit", *method.among(passed)])
+    if not given.collect:
+        refuse_all(methods, passed)
     comparison = Comparison(given, passed)
     with explained(comparison.out):
         chosen = comparison.tune(methods) if given.tune else {method.label: Trial() for method in methods}
@@ -83,11 +87,30 @@ def main(args: list[str]) -> int:
             method.label: [Result(run, run.finished) for run in runs if run.method == method.label and run.finished]
             for method in methods
         }
-        tuned = {label: trial.name for label, trial in chosen.items() if trial.settings}
+        tuning = [f"{what}: {'; '.join(labels)}." for what, labels in comparison.notes.items()]
         if given.collect:
             print(f"runs that have finished: {sum(map(len, results.values()))} of {len(runs)}")
-        print(write(comparison.out, results, failures, given.seeds, tuned, given.paper, given.columns))
+        print(write(comparison.out, results, failures, given.seeds, tuning, given.paper, given.columns))
     return 1 if failures else 0
+
+
+def refuse_all(methods: Sequence[Choice], passed: Sequence[str]) -> None:
+    """Refuse options of ``fit`` that it takes for no method, before any run is started or has a folder.
+
+    Args:
+        methods: the methods.
+        passed: the options of ``fit`` that they have in common.
+
+    Raises:
+        UsageError: in the sentence of the first method.
+    """
+    found = []
+    for method in methods:
+        wrong = complaint(method.among(passed))
+        if wrong is None:
+            return
+        found.append(str(wrong))
+    raise UsageError(found[0])
 
 
 class Comparison:
@@ -100,6 +123,7 @@ class Comparison:
 
     def __init__(self, given: Namespace, passed: Sequence[str]) -> None:
         self.given, self.passed = given, passed
+        self.notes: dict[str, list[str]] = {}
         name = name_of(passed) if given.table is None else Path(given.table).stem
         self.out: Path = given.out or Path("runs", f"compare-{name}")
         self.environment = {"WANDB_RUN_GROUP": os.environ.get("WANDB_RUN_GROUP", self.out.name)}
@@ -123,6 +147,8 @@ class Comparison:
     def make(self, runs: Sequence[Run]) -> dict[Run, str]:
         """Makes runs, unless their commands are asked for or what has finished; returns why some failed."""
         for run in runs:
+            run.refuse_others()
+        for run in runs:
             run.claim()
         if self.given.commands:
             for run in runs:
@@ -136,35 +162,56 @@ class Comparison:
         return run_all(runs, self.given.jobs, self.environment, Progress(len(runs), earlier))
 
     def tune(self, methods: Sequence[Choice]) -> dict[str, Trial]:
-        """The best trial of each method that has one, with a line for each.
+        """Return the best trial of each method that has one, and add notes for the table.
+
+        A method that lacks a setting is tuned by the others, and runs untuned if it lacks all.
 
         Args:
             methods: the methods.
+
+        Raises:
+            MisconfigurationException: if no method has a setting, or a value is none of its setting.
         """
+        tried = axes(self.given.tune)
+        lacking = missing({method.label: method.among(self.passed) for method in methods}, tried)
         rounds = self.given.tune_rounds
         short = () if rounds is None else ("--trainer.max_rounds", str(rounds))
-        tried = {
-            method.label: [
-                (
-                    trial,
-                    self.run(method, self.given.seeds[0], self.out / "tuning" / trial.name, trial.arguments + short),
-                )
-                for trial in trials(self.given.tune)
+        made: dict[str, list[tuple[Trial, Run]]] = {}
+        for method in methods:
+            own = {name: values for name, values in tried.items() if name not in lacking[method.label]}
+            folder, seed = self.out / "tuning", self.given.seeds[0]
+            made[method.label] = [
+                (trial, self.run(method, seed, folder / trial.name, trial.arguments + short))
+                for trial in (trials(own) if own else [])
             ]
-            for method in methods
-        }
-        self.make([replace(run, method=f"{run.method} {trial.name}") for each in tried.values() for trial, run in each])
+        self.make([replace(run, method=f"{run.method} {trial.name}") for each in made.values() for trial, run in each])
         chosen: dict[str, Trial] = {}
-        for label, each in tried.items():
+        for label, each in made.items():
+            without = f"no {' and no '.join(lacking[label])}"
             if self.given.commands and not all(run.finished for _, run in each):
                 said = "its runs' commands can be told once all of its trials are made"
+            elif not each:
+                chosen[label], said = Trial(), f"it has {without}, and runs untuned"
+                self.note(f"Untuned, with {without}", label)
             elif found := best(each):
-                chosen[label], value = found
+                chosen[label], value, valued = found
                 said = f"{chosen[label].name}, best validation {value:.4g} of {len(each)} trials"
+                self.note("Chosen on validation", f"{label} {chosen[label].name}")
+                if valued < len(each):
+                    said += f", {len(each) - valued} of them without one"
+                    self.note("Trials without a validation value", f"{label} {len(each) - valued} of {len(each)}")
+                if lacking[label]:
+                    said += f"; it has {without}"
+                    self.note(f"Tuned in part, with {without}", label)
             else:
                 said = "no trial has a validation value, so it is left out"
+                self.note("Left out, without a validation value in any trial", label)
             print(f"{label}: {said}", file=sys.stderr if self.given.commands else sys.stdout, flush=True)
         return chosen
+
+    def note(self, what: str, method: str) -> None:
+        """Note for the table what holds for a method."""
+        self.notes.setdefault(what, []).append(method)
 
 
 class Progress:

@@ -67,7 +67,7 @@ def write(
     methods: Mapping[str, Sequence[Result]],
     failures: Mapping[Run, str],
     seeds: Sequence[int],
-    tuned: Mapping[str, str],
+    tuning: Sequence[str],
     paper: Mapping[str, str],
     columns: Sequence[str] = (),
 ) -> str:
@@ -78,7 +78,7 @@ def write(
         methods: finished runs by method; empty where none has.
         failures: why others failed.
         seeds: all seeds.
-        tuned: settings that methods got for themselves, by method.
+        tuning: sentences about settings that methods got for themselves.
         paper: a paper's numbers, by method.
         columns: titles of the table's columns; none for the usual ones.
     """
@@ -91,9 +91,7 @@ def write(
     last = cells[0].index("last") if "last" in cells[0] else 0
     marked = {(row, last) for row, of_one in enumerate(cells) if of_one[0] in level}
     caption = caption_of(cells[0], monitor, seeds)
-    notes = [reason for method in methods for reason in reasons(method, failures)]
-    if tuned:
-        notes.append("Chosen on validation: " + "; ".join(f"{name} {setting}" for name, setting in tuned.items()) + ".")
+    notes = [*(reason for method in methods for reason in reasons(method, failures)), *tuning]
     if OVER in cells[0]:
         notes.append(OVER_LOCAL)
     if any(is_target(title) for title in cells[0]):

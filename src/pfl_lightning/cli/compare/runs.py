@@ -72,21 +72,33 @@ class Run:
         """The same as a line of a shell, for another machine or a queue."""
         return shlex.join(["pfl-lightning", *self.command[4:]])
 
-    def claim(self) -> None:
-        """Keeps the settings beside the run.
+    @property
+    def settings(self) -> str:
+        """The arguments and the files that they name."""
+        texts = [f"\n{file}:\n{file.read_text(encoding='utf-8', errors='replace')}" for file in files(self.arguments)]
+        return "\n".join([" ".join(self.arguments), *texts])
+
+    @property
+    def kept_settings(self) -> Path:
+        """The file that keeps them beside the run."""
+        return self.folder / "settings.txt"
+
+    def refuse_others(self) -> None:
+        """Refuse a folder that holds a run of other settings.
 
         Raises:
-            MisconfigurationException: if the folder holds a run of other settings.
+            MisconfigurationException: if it does.
         """
-        path = self.folder / "settings.txt"
-        settings = "\n".join([" ".join(self.arguments), *(f"\n{f}:\n{f.read_text()}" for f in files(self.arguments))])
-        if self.begun and path.read_text() != settings:
+        if self.begun and self.kept_settings.read_text(encoding="utf-8") != self.settings:
             raise MisconfigurationException(
-                f"compare: {self.folder} holds a run of other settings, which are in {path.name} there; "
+                f"compare: {self.folder} holds a run of other settings, which are in {self.kept_settings.name} there; "
                 "give another --out, or delete that folder."
             )
+
+    def claim(self) -> None:
+        """Make the folder, and keep the settings in it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(settings)
+        self.kept_settings.write_text(self.settings, encoding="utf-8")
 
 
 def has_logger(arguments: Sequence[str]) -> bool:
