@@ -272,10 +272,14 @@ def test_it_learns_from_batches_of_one_and_of_absent_classes(option):
     check_batches_of_one(make_client(ControlVariates, option=option, optimizer=partial(SGD, lr=0.02)), max_rounds=6)
 
 
+def frozen_features(*shape):
+    net = plain(*shape)
+    net.features.requires_grad_(False)
+    return net
+
+
 def test_frozen_parameters_stand_still():
-    client = make_client(ControlVariates, option="I", optimizer=SGD_ONLY)
-    client.net.features.requires_grad_(False)
-    run = fit(client)
+    run = fit(make_client(ControlVariates, option="I", optimizer=SGD_ONLY, net=frozen_features))
     start = make_client().state_dict()
     assert torch.equal(run.weights["net.features.0.weight"], start["net.features.0.weight"])
     assert not torch.equal(run.weights["net.classifier.weight"], start["net.classifier.weight"])
