@@ -65,6 +65,9 @@ VALUES = {
     "--trainer.gradient_clip_val -.inf": "--trainer.gradient_clip_val needs a value; one that begins with a dash",
     "--trainer.accelerator tpu": "trainer.accelerator=tpu is not on this machine, or torch is installed without it",
     "--trainer.deterministic x": "trainer.deterministic=x must be true or false or one of warn.",
+    "--trainer.max_rounds 1:": "trainer.max_rounds can't be read; take away the colon",
+    "--trainer.max_rounds 2020-99-99": "trainer.max_rounds=2020-99-99 must be an integer.",
+    "--trainer.devices 99999999999999999999": "trainer.devices: cannot fit 'int' into",
     "--trainer null": "trainer=null must be settings by name, such as --trainer.accelerator.",
     "--trainer.callbacks [Unknown]": "trainer.callbacks=Unknown is no known class.",
     "--trainer.callbacks x.y": "trainer.callbacks=x.y: No module named 'x'.",
@@ -129,6 +132,7 @@ FILES = {
     "model: {init_args: {optimizer: {class_path: SGD, init_args: {params: 3}}}}": "not a setting of SGD; choose from",
     "model: {init_args: null}": "model: class_path or init_args is null; give it a value, or leave it out.",
     "data: {init_args: {partitioner: null}}": "data.partitioner is null; give it a value, or leave it out.",
+    "model: {class_path: FedProx, dict_kwargs: {a: 1}}": "dict_kwargs: a class got an unexpected keyword argument 'a'",
     "trainer: null": "trainer=None must be settings of the Trainer, such as 'trainer: {max_rounds: 10}'; leave it out",
     "trainer: {max_rounds: null}": "trainer.max_rounds is null; give it a value, or leave it out.",
     "trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitor: val/acc, patience: x}}]}": "bad.yaml: "
@@ -149,6 +153,7 @@ AMBIGUOUS = {
     LAUGHS: " values by aliases alone",
     "\n".join(f"k{n}: {n}" for n in range(6000)): "6000 keys; it can have up to 5000",
     f"a: {'[' * 200}{']' * 200}": "over 100 lists or mappings in one another",
+    'trainer: {default_root_dir: "a\\0b"}': "a null character in line 1",
     "# " + "x" * 1_000_000: "1000002 characters; it can have up to 1000000",
 }
 
@@ -250,6 +255,23 @@ def test_files_that_the_system_refuses(number, advice, capsys, monkeypatch):
 
     monkeypatch.setattr("shutil.copyfile", refuse)
     assert refusal("configs --copy quickstart", capsys).startswith(advice)
+
+
+def test_a_configuration_that_may_not_be_read(capsys, monkeypatch, tmp_path):
+    (tmp_path / "secret.yaml").write_text("trainer: {max_rounds: 1}")
+    read, access = Path.read_text, os.access
+    denied = (os.R_OK, "secret.yaml")
+
+    def refuse(path, *args, **kwargs):
+        if path.name == "secret.yaml":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read(path, *args, **kwargs)
+
+    # the superuser may read all files
+    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(os, "access", lambda path, mode: access(path, mode) and (mode, Path(path).name) != denied)
+    assert "secret.yaml is not readable" in refusal("fit --config quickstart --config secret.yaml", capsys)
+    assert refusal("compare --table secret.yaml", capsys).startswith("secret.yaml: Permission denied; take another")
 
 
 def test_a_limit_on_the_size_of_files_ends_a_run_in_a_sentence(tmp_path):

@@ -14,6 +14,7 @@ from pfl_lightning.federation.outcomes import TrainingDiverged
 OF_SETTINGS = {
     "lightning.fabric.utilities.seed": "seed_everything",
     "lightning.fabric.": "trainer",
+    "lightning.pytorch.accelerators.": "trainer.devices",
     "lightning.pytorch.callbacks.timer": "trainer.max_time",
     "lightning.pytorch.callbacks.": "trainer.callbacks",
     "lightning.pytorch.loggers.": "trainer.logger",
@@ -29,6 +30,7 @@ ADVICE = {
     errno.EACCES: PLACE,
     errno.EPERM: PLACE,
     errno.EROFS: PLACE,
+    errno.EIO: PLACE,
     errno.EFBIG: "let files be larger (ulimit -f)",
     errno.ENOSPC: "make room",
     errno.EDQUOT: "make room",
@@ -46,13 +48,21 @@ def mistake(error: BaseException) -> str | None:
     for cause in causes(error):
         if isinstance(cause, (MisconfigurationException, TrainingDiverged, ClientsLost)):
             return one_line(about(cause))
+        # arguments that the parser hands on unseen; without them it is the class's own mistake
+        unseen = re.search(r"__init__\(\) (got an unexpected keyword argument '\w+')[\s\S]* dict_kwargs=", str(cause))
+        if unseen and raised_in(cause).startswith("jsonargparse."):
+            return f"dict_kwargs: a class {unseen[1]}; leave it out."
         if type(cause).__module__.startswith("wandb.errors"):
             reason = str(cause).splitlines()[0].removesuffix(".")
             return f"WandbLogger: {reason}; or log on this machine alone, by --trainer.logger.offline true."
     if isinstance(root, OSError) and root.errno in ADVICE:
         where = f"{root.filename}: " if isinstance(root.filename, str) else ""
         return one_line(f"{where}{root.strerror}; {ADVICE[root.errno]}.")
-    return one_line(about(root)) if isinstance(root, (ValueError, RuntimeError, ImportError)) and owner(root) else None
+    return (
+        one_line(about(root))
+        if isinstance(root, (ValueError, OverflowError, RuntimeError, ImportError)) and owner(root)
+        else None
+    )
 
 
 def about(error: BaseException) -> str:

@@ -142,6 +142,11 @@ def no_file(message: str, match: re.Match[str], options: list[str]) -> str:
     return no_config(Path(match[1]))
 
 
+def unreadable(message: str, match: re.Match[str], options: list[str]) -> str:
+    """A configuration file is there, and this user can't read it."""
+    return f"--config {match[1]} is not readable; let it be read, or take another file."
+
+
 def no_text(message: str, match: re.Match[str], options: list[str]) -> str:
     """A configuration file can't be read."""
     return no_yaml(match[1])
@@ -261,6 +266,11 @@ def no_mapping(message: str, match: re.Match[str], options: list[str]) -> str:
     return f"{match[1]}={match[2]} must be settings by name, such as {nested(match[1], options)}."
 
 
+def no_reading(message: str, match: re.Match[str], options: list[str]) -> str:
+    """A number has a colon behind it, over which the parser's own reader of YAML stumbles."""
+    return f"{locate(message, match).key} can't be read; take away the colon at its end, or put it in quotes."
+
+
 def null_class(message: str, match: re.Match[str], options: list[str]) -> str:
     """A class, or its settings, are null."""
     return f"{locate(message, match).key}: class_path or init_args is null; give it a value, or leave it out."
@@ -295,11 +305,13 @@ EXPLANATIONS: dict[str, Callable[[str, re.Match[str], list[str]], str]] = {
     r'expected "subcommand" to be one of': missing_command,
     r"(?m)arguments are required: (.+?)(?=\. Got value: |$)": missing_setting,
     r"argument (\S+): expected one argument": no_value,
+    r"(?:File|Path) is not readable: '(.+)'": unreadable,
     r"(?:File does not exist|Path is not a file): '(.+)'": no_file,
     r"(?:sub-config file (\S+): )?(the YAML has .+)": refused_text,
     r"(?s)(?:Problems parsing config|Parser key \"config\"): (while .+)": no_text,
     r"(?s)Problems parsing config: (.+)": no_text,
     r"Unexpected config: ": no_settings,
+    r"unsupported operand type\(s\) for \+: '\w+' and 'str'": no_reading,
     r"Multiple subclasses with name ReduceLROnPlateau": plateau,
     r"Parser key \"([\w.]+)\":\s+Unable to load config '(.*)'": no_mapping,
     r"'NoneType' object has no attribute 'keys'|argument of type 'NoneType' is not iterable": null_class,

@@ -44,7 +44,7 @@ def read(text: str) -> Any:
     check(text)
     try:
         return READER(text)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise yaml.YAMLError(str(error)) from error
 
 

@@ -61,8 +61,8 @@ def check(text: str) -> None:
         text: YAML.
 
     Raises:
-        RefusedYAML: if a mapping has a key twice, a list or a mapping is within itself, or the text has too many
-            characters, keys, levels or repeated values.
+        RefusedYAML: if a mapping has a key twice, a list or a mapping is within itself, a text has a null
+            character, or there are too many characters, keys, levels or repeated values.
         yaml.YAMLError: if the text isn't YAML.
     """
     if len(text) > CHARACTERS:
@@ -91,9 +91,11 @@ def measure(node: yaml.Node, name: str, above: tuple[yaml.Node, ...], sizes: dic
     Raises:
         RefusedYAML: as `check` does.
     """
-    if isinstance(node, yaml.ScalarNode):
-        return sizes.setdefault(id(node), Size(1, 0, 0))
     line = node.start_mark.line + 1
+    if isinstance(node, yaml.ScalarNode):
+        if "\0" in node.value:
+            raise RefusedYAML(f"the YAML has a null character in line {line}, which no name or path can have.")
+        return sizes.setdefault(id(node), Size(1, 0, 0))
     if any(node is each for each in above):
         raise RefusedYAML(f"the YAML has a list or mapping in line {line} that holds itself by its alias.")
     size = sizes.get(id(node))
