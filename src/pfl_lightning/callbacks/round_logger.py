@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 
 from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.client.module import ClientModule
-from pfl_lightning.data.description import described, fingerprint
+from pfl_lightning.data.description import described
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import FinalTest
 from pfl_lightning.messages import digest
@@ -98,17 +98,14 @@ class RoundLogger(FederatedCallback):
         return self._seconds + time.perf_counter() - self._start
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Makes the run's folder, and takes fingerprints of what runs that are compared have in common.
-
-        That is the partition, and the initial nets.
-        """
+        """Make the run's folder, and take the fingerprint of the initial nets, before training changes them."""
         if stage == "fit" and (folder := run_folder(trainer)):
             # not by each writer: a folder that is moved away is not to be made again
             folder.mkdir(parents=True, exist_ok=True)
         federation = cast(Federation, pl_module)
         if federation.seed is None:
             nets = [cast(ClientModule, kind).net.state_dict() for kind in federation.architectures]
-            self.fingerprints = {"partition": fingerprint(federation.data), "initial": digest(nets)}
+            self.fingerprints = {"initial": digest(nets)}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the rows so far: a run has its file from the start, and a resumed one those that it goes on from.
@@ -118,6 +115,8 @@ class RoundLogger(FederatedCallback):
         self._start = time.perf_counter()
         self._write(trainer)
         federation = cast(Federation, pl_module)
+        # made once, by the federation: it counts the samples of all clients
+        self.fingerprints = {"partition": federation.trained["partition"], **self.fingerprints}
         settings = {f"data.{name}": value for name, value in federation.data.hparams.items() if name[0] != "_"}
         # Lightning logs the method's own later; TensorBoard shows what comes first
         settings |= {name: value for name, value in federation.hparams.items() if name[0] != "_"}

@@ -190,13 +190,12 @@ class FederationBase(LightningModule):
             saved: a checkpoint's entry ``federation``; what it lacks is taken of this data module.
         """
         data = self._met = self.data
-        with data.at_round(1):
-            self.trained = {
-                "names": data.client_names[: data.num_clients],
-                "sizes": list(self.sizes(range(data.num_clients), "train").values()),
-                "partition": fingerprint(data),
-                "settings": self.settings,
-            }
+        self.trained = {
+            "names": data.client_names[: data.num_clients],
+            "sizes": list(self.sizes(range(data.num_clients), "train").values()),
+            "partition": fingerprint(data),
+            "settings": self.settings,
+        }
         self.trained |= {name: saved[name] for name in self.trained if name in saved}
 
     def _meet(self, saved: Mapping[str, Any]) -> bool:
@@ -208,9 +207,9 @@ class FederationBase(LightningModule):
         use = "fit" if self._fitting else "join" if getattr(self.trainer, "joins", False) else "test"
         # by the first division, as later ones of a drift follow from it
         with self.data.at_round(1):
-            changed, here = pair_clients(saved, self.data, use), fingerprint(self.data)
+            changed = pair_clients(saved, self.data, use)
         self._met, when = self.data, self.options.evaluate
-        if use == "test" and when != "before" and saved.get("partition", here) != here:
+        if use == "test" and when != "before" and "partition" in saved and saved["partition"] != fingerprint(self.data):
             raise MisconfigurationException(
                 f"trainer.evaluate={when} shows metrics that were kept when clients trained, and data holds other "
                 "samples than then; take before."
