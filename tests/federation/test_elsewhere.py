@@ -21,6 +21,7 @@ from federations import (
     noisy,
     same_end,
 )
+from pfl_lightning.data.samples import Parts
 from pfl_lightning.engines import ClientState, Sequential
 from pfl_lightning.federation.outcomes import TrainingDiverged
 from pfl_lightning.methods import FedAvg, FedPer, LGFedAvg
@@ -194,6 +195,17 @@ class Sized(Blobs):
     """Tells how many samples clients have, and nothing else."""
 
     at_sites = True
+
+    def size(self, client, split):
+        return self._rows(client, split).numel()
+
+    def parts(self, clients, split, device="cpu"):
+        # as the clients themselves have it
+        rows = [self._rows(client, split) for client in clients]
+        return Parts(self._gather(torch.cat(rows), device), [each.numel() for each in rows])
+
+    def _rows(self, client, split):
+        return self._ready().division.clients[client][split]
 
     @property
     def division(self):

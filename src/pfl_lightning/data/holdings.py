@@ -291,13 +291,20 @@ class Holdings(LightningDataModule):
         Args:
             names: The names of the federation's clients, by id.
         """
-        pool = self._ready()
-        held = dict(zip(self.client_names, pool.division.clients, strict=True))
+        pool, before = self._ready(), self.client_names
         nothing: dict[Split, Tensor] = {split: torch.empty(0, dtype=torch.int64) for split in ("train", "val", "test")}
         known = set(names)
-        others = [name for name in held if name not in known]
-        clients = [held.get(name, nothing) for name in [*names, *others]]
-        pool.division = replace(pool.division, clients=clients, names=[*names, *others], newcomers=len(others))
+        others = [name for name in before if name not in known]
+        every = [*names, *others]
+
+        def arranged(division: Division) -> Division:
+            held = dict(zip(before, division.clients, strict=True))
+            clients = [held.get(name, nothing) for name in every]
+            return replace(division, clients=clients, names=every, newcomers=len(others))
+
+        pool.division = arranged(pool.division)
+        self._divisions = {start: arranged(division) for start, division in self._divisions.items()}
+        self._held = None
         self.num_clients = len(names)
 
     def _ready(self) -> Pool:
