@@ -112,7 +112,9 @@ def test_inputs_that_are_not_finite_are_refused_at_set_up(source, value, tmp_pat
     data = SOURCES[source](inputs(value), tmp_path)
     # folders, and so their samples, are sorted by name
     row = ROW + 20 if source == "folders" else ROW
-    with pytest.raises(MisconfigurationException, match=rf"x.* is .*(nan|inf|e\+).* in row {row}, column {COLUMN}"):
+    with pytest.raises(
+        MisconfigurationException, match=rf"x.* (is|has) .*(nan|inf|e\+).* in row {row}, column {COLUMN}"
+    ):
         data.setup()
 
 

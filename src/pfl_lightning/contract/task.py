@@ -49,7 +49,7 @@ def check_task(module: ClientModule, data: FederatedDataModule) -> None:
             module.eval()
             outputs = module(samples.x)
             features = module.net.features(samples.x) if "vector features" in module.requires else None
-    except MisconfigurationException:
+    except (MisconfigurationException, torch.cuda.OutOfMemoryError):
         raise
     except Exception as error:
         built, given = tuple(module.hparams.get("input_shape", ())), tuple(data.input_shape)

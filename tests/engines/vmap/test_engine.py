@@ -248,14 +248,19 @@ def test_an_engine_does_not_change_what_it_is_given():
 
 
 def test_a_client_that_diverges_takes_nobody_with_it():
-    class Holes(Blobs):
+    class Far(Blobs):
         def load(self):
             x, y = points(120, seed=0)
-            x[1] = torch.nan
+            x[1] = 1e9
             return x, y
 
+    class Diverges(FedAvg):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)["loss"]
+            return {"loss": torch.where(batch[0].amax() > 1e8, torch.nan, loss)}
+
     with pytest.warns(UserWarning, match="left out of the aggregation"):
-        runs = compare(data=partial(blobs, *RAGGED, 20, data=Holes))
+        runs = compare(Diverges, data=partial(blobs, *RAGGED, 20, data=Far))
     assert [row["clients_diverged"] for row in runs[1].rows] == [1, 1, 1]
 
 

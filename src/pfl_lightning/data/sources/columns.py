@@ -79,11 +79,13 @@ def check_finite_column(values: Tensor, owner: str, rows: Sequence[int] | NDArra
     wrong = ~finite.all(1)
     if wrong.any():
         first = int(wrong.int().argmax())
-        value = values[first].reshape(-1)[~finite[first]][0].item()
+        place = int((~finite[first]).int().argmax())
+        value = values[first].reshape(-1)[place].item()
         row = first if rows is None else int(rows[first])
+        column = f", column {place}" if values.ndim == 2 else ""
         raise MisconfigurationException(
-            f"{owner} has {value} in row {row} (counted from 0), the first of {int(wrong.sum())} such rows, where "
-            "numbers must be finite in single precision; correct them, or leave these rows out"
+            f"{owner} has {value} in row {row}{column} (counted from 0), the first of {int(wrong.sum())} such rows, "
+            "where numbers must be finite in single precision; correct them, or leave these rows out"
         )
 
 

@@ -53,12 +53,8 @@ class SharedAttributes:
     @property
     def caches(self) -> dict[str, Any]:
         """The module's `ClientModule.caches` as they are now, by their paths in it."""
-        tables = {path: self._table(path) for path in sorted(self.module.caches)}
+        tables = {path: table_of(self.module, path) for path in sorted(self.module.caches)}
         return {path: table[path.split(".")[-1]] for path, table in tables.items() if path.split(".")[-1] in table}
-
-    def _table(self, path: str) -> dict[str, Any]:
-        """The table of the object that has an attribute."""
-        return vars(self.module.get_submodule(path.rpartition(".")[0]))
 
     def put(self, caches: Mapping[str, Any]) -> None:
         """Give the module caches.
@@ -67,7 +63,7 @@ class SharedAttributes:
             caches: by their paths in it.
         """
         for path, value in caches.items():
-            self._table(path)[path.split(".")[-1]] = value
+            table_of(self.module, path)[path.split(".")[-1]] = value
 
     def look(self) -> Look:
         """What the attributes hold now."""
@@ -115,7 +111,7 @@ class SharedAttributes:
         taken = {name: vars(self.module).pop(name) for name in ("client_id", "steps_done")}
         caches = {path: value for path, value in self.caches.items() if path in self.differing}
         for path in caches:
-            del self._table(path)[path.split(".")[-1]]
+            del table_of(self.module, path)[path.split(".")[-1]]
         try:
             yield
         except Unvectorisable as error:
@@ -204,6 +200,11 @@ class BlockSignature:
         return [caches for caches, _ in self._caches]
 
 
+def table_of(module: ClientModule, path: str) -> dict[str, Any]:
+    """Return the attributes of the submodule that has the attribute of this path."""
+    return vars(module.get_submodule(path.rpartition(".")[0]))
+
+
 def looked_at(caches: Mapping[str, Any]) -> Look:
     """Return what caches hold, to be compared later."""
     return {path: content(value) for path, value in caches.items()}
@@ -254,8 +255,16 @@ def vectorised(
     def first() -> None:
         job = member.job
         vars(module).update(client_id=job.client, round=job.round, steps_done=member.steps)
-        with slots.holding({name: stack[0].detach().clone() for name, stack in entries.items()}):
-            with during("training", job.round, job.client):
-                alone()
+        # the client's own, of which steps of many clients see none that differs between them
+        absent = [path for path in member.caches if path.split(".")[-1] not in table_of(module, path)]
+        for path in absent:
+            table_of(module, path)[path.split(".")[-1]] = member.caches[path]
+        try:
+            with slots.holding({name: stack[0].detach().clone() for name, stack in entries.items()}):
+                with during("training", job.round, job.client):
+                    alone()
+        finally:
+            for path in absent:
+                del table_of(module, path)[path.split(".")[-1]]
 
     return computed(at_once, first, partial(Unvectorisable, module))
