@@ -15,6 +15,7 @@ from pfl_lightning.callbacks import best_checkpoint
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine
+from pfl_lightning.engines.client_parallel import ended_together
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import final_test
 from pfl_lightning.federation.joining import joined_row
@@ -22,7 +23,7 @@ from pfl_lightning.federation.options import ClientStates, FederationOptions
 from pfl_lightning.privacy import DPSGD
 from pfl_lightning.runs.folder import at_work
 from pfl_lightning.runs.run_folders import RunFolders
-from pfl_lightning.runs.stopping import Stopped, stoppable
+from pfl_lightning.runs.stopping import RankLost, Stopped, stoppable
 from pfl_lightning.selection import Selection, Uniform
 from pfl_lightning.trainer_arguments import (
     check_classes,
@@ -181,22 +182,25 @@ class FederatedTrainer(RunFolders):
         # its logger says of a folder where a run goes on that its files are deleted
         warnings.filterwarnings("ignore", message=".* exists and is not empty")
         try:
-            with stoppable(), at_work(self):
+            with ended_together(self.strategy), at_work(self):
                 super().fit(federation, datamodule=datamodule, ckpt_path=path)
-        except Stopped as stop:
-            stop.resumable = Path(str(self.log_dir), "checkpoints", "last.ckpt").exists()
+        except (RankLost, Stopped) as stop:
+            # only the first rank knows the run's folder
+            stop.resumable = self.global_rank > 0 or Path(str(self.log_dir), "checkpoints", "last.ckpt").exists()
             raise
 
     def _run_stage(self) -> Any:
         """Ends a fit with the test of its models, while they are on their device, and hands it to the callbacks."""
         federation = cast(Federation, self.lightning_module)
         try:
-            if self._joining is not None:
-                # in the place of a test's own loop
-                return self._joining(federation)
-            results = super()._run_stage()
-            if self.state.fn == TrainerFn.FITTING and not self.fast_dev_run:  # type: ignore[attr-defined]
-                federation.call("on_final_test", final_test(federation, best_checkpoint(self)))
+            # in the place of Lightning's handler of SIGTERM, which begins a collective wherever this rank is
+            with stoppable():
+                if self._joining is not None:
+                    # in the place of a test's own loop
+                    return self._joining(federation)
+                results = super()._run_stage()
+                if self.state.fn == TrainerFn.FITTING and not self.fast_dev_run:  # type: ignore[attr-defined]
+                    federation.call("on_final_test", final_test(federation, best_checkpoint(self)))
         finally:
             # whatever ended the run: a module that is left in evaluation mode would be taken for frozen by the next one
             federation.release_modes()
@@ -223,7 +227,7 @@ class FederatedTrainer(RunFolders):
         """
         refuse_loaders(dataloaders)
         federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
-        with stoppable():
+        with ended_together(self.strategy):
             return super().validate(federation, datamodule=datamodule, ckpt_path=path, verbose=verbose)
 
     def test(  # type: ignore[override]
@@ -247,7 +251,7 @@ class FederatedTrainer(RunFolders):
         """
         refuse_loaders(dataloaders)
         federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
-        with stoppable():
+        with ended_together(self.strategy):
             return super().test(federation, datamodule=datamodule, ckpt_path=path, verbose=verbose)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -295,7 +299,7 @@ class FederatedTrainer(RunFolders):
         federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
         self._joining = partial(joined_row, epochs=epochs, rounds=rounds)
         try:
-            with stoppable():
+            with ended_together(self.strategy):
                 return cast(dict[str, float], super().test(federation, datamodule=datamodule, ckpt_path=path))
         finally:
             self._joining = None

@@ -5,9 +5,11 @@ Lightning are read when a command needs them.
 """
 
 import logging
+import os
 import shlex
 import sys
 import warnings
+from functools import partial
 from importlib import import_module
 
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -15,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from pfl_lightning.cli.commands import OTHERS, overview
 from pfl_lightning.cli.refusals import refuse_at_sight
 from pfl_lightning.cli.usage import UsageError, fail
-from pfl_lightning.runs.stopping import Stopped, stoppable
+from pfl_lightning.runs.stopping import RankLost, Stopped, ending_at_once, stoppable
 
 
 def main(args: list[str] | None = None) -> None:
@@ -35,23 +37,39 @@ def main(args: list[str] | None = None) -> None:
                 print(overview())
                 sys.exit(0)
             refuse_at_sight(words)
-            if words[0] in OTHERS:
-                sys.exit(import_module(OTHERS[words[0]]).main(words[1:]))
-            import_module("pfl_lightning.cli.trainer_commands").main(args)
+            other = words[0] in OTHERS
+            with ending_at_once(partial(tell, words)):
+                command = import_module(OTHERS[words[0]] if other else "pfl_lightning.cli.trainer_commands")
+            if other:
+                sys.exit(command.main(words[1:]))
+            command.main(args)
     except UsageError as error:
         fail(str(error))
     except Stopped as stop:
-        # without a rank Lightning isn't there yet, and so no other process
-        if not getattr(rank_zero_only, "rank", 0):
-            print(f"pfl-lightning: stopped by {stop.signal}{way_on(words, stop)}", file=sys.stderr)
+        tell(words, stop)
         raise
+    except RankLost as lost:
+        print(f"pfl-lightning: {lost}{way_on(words, lost)}", file=sys.stderr)
+        sys.exit(lost.code)
     except Exception as error:
         if reason := import_module("pfl_lightning.cli.errors").mistake(error):
             fail(reason)
         raise
 
 
-def way_on(words: list[str], stop: Stopped) -> str:
+def tell(words: list[str], stop: Stopped) -> None:
+    """Says what has stopped a command, and how to go on; of several ranks the first one does.
+
+    Args:
+        words: the command's arguments.
+        stop: what ended it.
+    """
+    # Lightning, which knows the rank, may not be imported yet; it hands the rank to processes that it starts
+    if not getattr(rank_zero_only, "rank", int(os.environ.get("LOCAL_RANK", 0))):
+        print(f"pfl-lightning: {stop}{way_on(words, stop)}", file=sys.stderr)
+
+
+def way_on(words: list[str], stop: RankLost | Stopped) -> str:
     """What a user who has stopped a command can do next.
 
     Args:

@@ -11,7 +11,7 @@ from torch import distributed
 from pfl_lightning.client import Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.engines.base import Engine, Evaluated, Job, Outcome
-from pfl_lightning.engines.errors import ClientsLost, Failure
+from pfl_lightning.engines.errors import Failure
 
 
 class Sharded(Engine):
@@ -68,13 +68,7 @@ class Sharded(Engine):
         # unlike pickle it saves storages that tensors share once
         torch.save(mine, buffer)
         everybody: list[bytes] = [b""] * self.ranks
-        try:
-            distributed.all_gather_object(everybody, buffer.getvalue(), group=self._group)
-        except RuntimeError as lost:
-            raise ClientsLost(
-                f"rank {self.rank} lost another one of this run's {self.ranks} ranks in the {phase} of a round; "
-                "checkpoints stand: go on with --ckpt_path last, on any number of devices."
-            ) from lost
+        distributed.all_gather_object(everybody, buffer.getvalue(), group=self._group)
         # its own too, so that all ranks compute with the same
         parts: list[list[Any] | Failure] = [unpacked(data) for data in everybody]
         for rank, part in enumerate(parts):

@@ -95,7 +95,9 @@ def test_numbers_that_are_not_finite_are_refused(monkeypatch, limit, bad, column
     monkeypatch.setattr(base, "RESIDENT", limit)
     whole = made().to_dict()
     whole[column][21] = [21.0, bad, 2.0] if column == "values" else bad
-    with pytest.raises(MisconfigurationException, match=rf"column '{column}' has (inf|nan) in row 21, column 1 \(count"):
+    with pytest.raises(
+        MisconfigurationException, match=rf"column '{column}' has (inf|nan) in row 21(, column 1)? \(count"
+    ):
         ready(datasets.Dataset.from_dict(whole), [column]).part(2, "train")
 
 
