@@ -11,7 +11,7 @@ import pfl_lightning
 
 PACKAGE = Path(pfl_lightning.__file__).parent
 ORDER = (
-    ("seeds", "choices", "transfers"),
+    ("seeds", "choices", "stopping", "transfers"),
     ("messages", "nets", "tasks"),
     ("data",),
     ("client", "selection"),

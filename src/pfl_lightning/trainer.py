@@ -21,10 +21,10 @@ from pfl_lightning.federation.final_test import final_test
 from pfl_lightning.federation.joining import joined_row
 from pfl_lightning.federation.options import ClientStates, FederationOptions
 from pfl_lightning.privacy import DPSGD
-from pfl_lightning.runs.folder import at_work
+from pfl_lightning.runs.folder import at_work, leaving_nothing_if_refused
 from pfl_lightning.runs.run_folders import RunFolders
-from pfl_lightning.runs.stopping import RankLost, Stopped, stoppable
 from pfl_lightning.selection import Selection, Uniform
+from pfl_lightning.stopping import RankLost, Stopped, stoppable
 from pfl_lightning.trainer_arguments import (
     check_classes,
     check_machine,
@@ -227,7 +227,7 @@ class FederatedTrainer(RunFolders):
         """
         refuse_loaders(dataloaders)
         federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
-        with ended_together(self.strategy):
+        with ended_together(self.strategy), leaving_nothing_if_refused(self):
             return super().validate(federation, datamodule=datamodule, ckpt_path=path, verbose=verbose)
 
     def test(  # type: ignore[override]
@@ -251,7 +251,7 @@ class FederatedTrainer(RunFolders):
         """
         refuse_loaders(dataloaders)
         federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
-        with ended_together(self.strategy):
+        with ended_together(self.strategy), leaving_nothing_if_refused(self):
             return super().test(federation, datamodule=datamodule, ckpt_path=path, verbose=verbose)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -299,7 +299,7 @@ class FederatedTrainer(RunFolders):
         federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
         self._joining = partial(joined_row, epochs=epochs, rounds=rounds)
         try:
-            with ended_together(self.strategy):
+            with ended_together(self.strategy), leaving_nothing_if_refused(self):
                 return cast(dict[str, float], super().test(federation, datamodule=datamodule, ckpt_path=path))
         finally:
             self._joining = None

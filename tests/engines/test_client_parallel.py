@@ -12,7 +12,7 @@ from torch import distributed
 
 from command import QUIET
 from pfl_lightning.engines.client_parallel import of_a_collective
-from pfl_lightning.runs.stopping import RankLost
+from pfl_lightning.stopping import RankLost
 from sweeps import swept
 
 FIT = (

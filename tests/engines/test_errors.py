@@ -15,7 +15,7 @@ from pfl_lightning.engines.client_parallel import ClientParallel
 from pfl_lightning.engines.errors import ClientsLost, Failure, during
 from pfl_lightning.methods import FedAvg
 from pfl_lightning.privacy import DPSGD
-from pfl_lightning.runs.stopping import Stopped
+from pfl_lightning.stopping import Stopped
 
 ENGINES = ["sequential", "vectorised", "processes", "auto"]
 

@@ -17,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from pfl_lightning.cli.commands import OTHERS, overview
 from pfl_lightning.cli.refusals import refuse_at_sight
 from pfl_lightning.cli.usage import UsageError, fail
-from pfl_lightning.runs.stopping import RankLost, Stopped, ending_at_once, stoppable
+from pfl_lightning.stopping import RankLost, Stopped, ending_at_once, stoppable
 
 
 def main(args: list[str] | None = None) -> None:
@@ -51,6 +51,11 @@ def main(args: list[str] | None = None) -> None:
     except RankLost as lost:
         print(f"pfl-lightning: {lost}{way_on(words, lost)}", file=sys.stderr)
         sys.exit(lost.code)
+    except BrokenPipeError:
+        # as under `head`, which has read enough: the interpreter's last flush would complain too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # as shells have it for SIGPIPE
+        sys.exit(141)
     except Exception as error:
         if reason := import_module("pfl_lightning.cli.errors").mistake(error):
             fail(reason)

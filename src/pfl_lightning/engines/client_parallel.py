@@ -18,7 +18,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
-from pfl_lightning.runs.stopping import POLL, STARTED_BY, RankLost, Stopped, stoppable
+from pfl_lightning.stopping import POLL, STARTED_BY, RankLost, Stopped, stoppable
 
 ASKED = 1.0
 """Seconds that ranks have to end by themselves; then they are killed."""

@@ -10,8 +10,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from pfl_lightning.messages import tree_map
-from pfl_lightning.runs.stopping import postponed
 from pfl_lightning.runs.whole_files import replacing
+from pfl_lightning.stopping import postponed
 
 ENTRIES = {"state_dict", "federation", "pytorch-lightning_version"}
 """What every checkpoint of a federation has."""

@@ -38,19 +38,29 @@ def at_work(trainer: Trainer) -> Iterator[None]:
         if folder is None or trainer.loggers[0].version is None:
             yield
             return
-        new = [place for place in (folder, *folder.parents) if not place.exists()]
-        try:
-            with held(folder):
-                remove_leftovers(folder)
-                yield
-        except MisconfigurationException:
-            if folder in new and not Standing(folder).rows:
-                # what is refused before its first round is done leaves nothing that a run could go on with
-                shutil.rmtree(folder, ignore_errors=True)
-                for place in new[1:]:
-                    with suppress(OSError):
-                        place.rmdir()
-            raise
+        with leaving_nothing_if_refused(trainer), held(folder):
+            remove_leftovers(folder)
+            yield
+
+
+@contextmanager
+def leaving_nothing_if_refused(trainer: Trainer) -> Iterator[None]:
+    """Removes a run's folder, if it is new, where the run is refused before its first round is done.
+
+    Raises:
+        MisconfigurationException: what the run is refused for.
+    """
+    folder = run_folder(trainer)
+    new = [] if folder is None else [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        yield
+    except MisconfigurationException:
+        if folder is not None and folder in new and not Standing(folder).rows:
+            shutil.rmtree(folder, ignore_errors=True)
+            for place in new[1:]:
+                with suppress(OSError):
+                    place.rmdir()
+        raise
 
 
 def states_folder(parent: Path | None) -> str:

@@ -16,7 +16,7 @@ from command import QUIET, forked, pfl, wait_for
 from federations import equal, load, read_csv, untimed
 from pfl_lightning.methods import FedAvg
 from pfl_lightning.runs.checkpoint_io import save
-from pfl_lightning.runs.stopping import Stopped, postponed, stoppable
+from pfl_lightning.stopping import Stopped, postponed, stoppable
 from sweeps import swept
 
 
