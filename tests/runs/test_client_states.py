@@ -215,6 +215,19 @@ def test_what_a_killed_run_has_left_goes_when_it_goes_on(engine, states, tmp_pat
     assert list((folder / "states").iterdir()) == [alive]
 
 
+def test_states_of_ended_evaluations_go_from_all_runs_of_a_method(tmp_path):
+    """Each evaluation has a folder of its own, in which no run goes on."""
+    ended = forked(os.getpid)
+    ended.join()
+    for version, process in enumerate((ended.pid, os.getppid())):
+        (tmp_path / f"version_{version}/states/states-{process}-{socket.gethostname()}-x").mkdir(parents=True)
+    states = DiskStates(tmp_path / "version_2/states", {0: state(1.0)})
+    assert sorted(path.parent.parent.name for path in tmp_path.glob("*/states/*")) == ["version_1", "version_2"]
+    del states
+    gc.collect()
+    assert not list((tmp_path / "version_2/states").iterdir())
+
+
 def test_states_of_ended_processes_go_from_the_system_s_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     ended = forked(os.getpid)

@@ -66,14 +66,17 @@ def leaving_nothing_if_refused(trainer: Trainer) -> Iterator[None]:
 def states_folder(parent: Path | None) -> str:
     """Make a folder for clients' states, whose name tells the process that uses it.
 
+    What ended processes of this host have left is removed: from the system's folder, or from all runs of the method.
+
     Args:
-        parent: the folder that it is made in, and which is made if need be; None takes the system's for temporary
-            files, and removes what ended processes of this host have left there.
+        parent: the folder ``states`` of a run, which is made if need be; None takes the system's folder for temporary
+            files.
     """
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
     prefix = STATES if parent is not None else f"pfl-lightning-{STATES}"
-    for left in Path(tempfile.gettempdir()).glob(f"{prefix}-*") if parent is None else ():
+    places = [Path(tempfile.gettempdir())] if parent is None else parent.parent.parent.glob(f"*/{STATES}")
+    for left in [left for place in places for left in place.glob(f"{prefix}-*")]:
         host, process = user_of(left)
         if host == socket.gethostname() and not is_alive(process):
             remove_states(str(left))
