@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import logging
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -22,6 +23,8 @@ NOISE = (
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps back warnings of Lightning and of its parser about what the tests mean to do."""
+    # Lightning keeps its messages from other handlers where it is imported before pytest has some
+    logging.getLogger("lightning.pytorch").propagate = True
     for text in NOISE:
         config.addinivalue_line("filterwarnings", rf"ignore:\s*{text}")
 

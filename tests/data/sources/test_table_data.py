@@ -307,6 +307,8 @@ def test_a_number_in_a_file_that_no_float_holds(tmp_path):
     ids=str,
 )
 def test_a_text_among_numbers_is_refused(value, others, says, setting, tmp_path):
+    if "\x00" in value and sys.version_info < (3, 11):
+        pytest.skip("Python 3.10's csv can't write this file")
     column = "width" if setting == "features" else "price"
     columns(**{column: one(value, others=others)}).to_csv(tmp_path / "shops.csv", index=False)
     with pytest.raises(

@@ -40,7 +40,10 @@ def normed(input_shape, num_classes):
 
 
 def trusted(run):
-    return run.federation.engines[0].trainer.compiled.trusted
+    is_trusted = run.federation.engines[0].trainer.compiled.trusted
+    if not is_trusted and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
+        pytest.skip("before torch 2.7 compilers don't follow the context managers of 64-true; steps stay as they are")
+    return is_trusted
 
 
 UNCOMPILED = {"PFedMe": "setattr", "PerFedAvg": "compiled they would compute something else"}

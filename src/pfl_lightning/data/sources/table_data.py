@@ -226,6 +226,10 @@ class TableData(OwnedData):
         is_date = mostly(DATE, words, counts)
         if not is_date and mostly(NUMBER, words, counts):
             wrong = np.array([not is_number(word, self._csv["decimal"]) for word in words])
+            if not wrong.any():
+                # pandas leaves a column as texts where one of its numbers is too large
+                numbers = torch.tensor([float(word.replace(self._csv["decimal"], ".")) for word in words])
+                check_finite_column(numbers[torch.from_numpy(codes)], owner)
             row = int(wrong[codes].argmax())
             text = words[codes[row]]
             comma = NUMBER.fullmatch(text) is not None and "," in text and self._csv["decimal"] == "."
@@ -372,7 +376,9 @@ def read_table(path: Any, columns: Sequence[str] | None, csv: dict[str, str]) ->
     try:
         if parquet is not None:
             if columns is None:
-                return list(parquet.read_schema(path).empty_table().to_pandas().columns)
+                schema = parquet.read_schema(path)
+                index = (schema.pandas_metadata or {}).get("index_columns", [])
+                return [name for name in schema.names if name not in index]
             return pandas.read_parquet(path, columns=columns)
         if columns is None:
             # as a row, since pandas renames the second of two columns with one name
