@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
 from scipy.stats import chi2
 
 from federations import Pause, blobs, drawn_update, equal, fit, flat, make_client, noisy, read_csv, same_end
@@ -13,6 +14,7 @@ from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.engines import Sequential, Vectorised
 from pfl_lightning.methods import Ditto, FedAvg, FedPer
 from pfl_lightning.privacy import DPAverage, Release, epsilon
+from pfl_lightning.privacy.noise import grid_of
 from pfl_lightning.selection import Poisson, Sampling, Uniform
 
 CLIENTS = 4
@@ -195,6 +197,52 @@ def test_noise_is_of_the_seed_and_the_round():
     assert len({vector(end)[0].item() for end in ends.values()}) == 3
 
 
+@pytest.mark.parametrize("settings", [{}, {"quantile": 0.5, "count_noise": 2.0}], ids=str)
+def test_secure_noise_is_of_nothing_that_a_run_keeps(settings):
+    ends = []
+    for _ in range(2):
+        aggregator, _ = started(noise_multiplier=1.0, noise="secure", **settings)
+        aggregator.aggregate({}, 0)
+        ends.append(vector(aggregator.state["weights"]))
+    assert not torch.equal(*ends)
+    assert aggregator.state.keys() == {"weights", "clip", "releases"}
+
+
+def test_secure_noise_has_the_variance_that_is_accounted_for():
+    aggregator, shared = started(noise_multiplier=2.0, clip=0.5, noise="secure")
+    squares = []
+    for round in range(30):
+        aggregator.state["weights"] = shared
+        aggregator.aggregate({}, round)
+        squares.append((vector(aggregator.state["weights"]) - vector(shared)).square().mean())
+    count = 30 * len(vector(shared))
+    assert chi2.ppf(1e-6, count) < count * float(sum(squares)) / 30 * CLIENTS**2 < chi2.ppf(1 - 1e-6, count)
+
+
+def test_sums_that_get_secure_noise_lie_on_its_grid(monkeypatch):
+    """Which results can occur doesn't tell of the sum below the noise; without noise drawn, the sum itself is seen."""
+    monkeypatch.setattr("pfl_lightning.privacy.dp_average.secure_normal", lambda size: torch.zeros(size).double())
+    kept, step = [], grid_of(1.0)
+    aggregator, shared = started(noise_multiplier=1.0, noise="secure")
+    monkeypatch.setattr(aggregator.entries, "model", lambda x, *others: kept.append(x) or shared)
+    aggregator.aggregate(moved_by(shared, *directions(CLIENTS, 3.0)), 0)
+    total = CLIENTS * (kept[0] - aggregator.entries.vector(shared))
+    steps = total / step
+    assert total.norm() > 0.5 and (steps - steps.round()).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("noise", "deployed", "secure"),
+    [(None, False, False), (None, True, True), ("seeded", True, False), ("secure", False, True)],
+)
+def test_deployments_draw_secure_noise_unless_told_otherwise(noise, deployed, secure):
+    aggregator, shared = started(noise_multiplier=1.0, noise=noise)
+    aggregator.setup(Server(CLIENTS, shared, make_client(), None, 0, 10, Sampling(CLIENTS), deployed))
+    told = aggregator.privacy()
+    assert (told["noise"] == "secure") == secure
+    assert ("seed" in told["not_covered"]) != secure
+
+
 @pytest.mark.parametrize("start", [0.001, 50.0])
 def test_a_learnt_bound_comes_to_the_quantile_from_below_and_from_above(start):
     changes = [length * change for length, change in zip(np.linspace(1, 2, 20), directions(20, 1.0), strict=True)]
@@ -224,7 +272,7 @@ def test_record_and_summary_say_what_is_guaranteed(tmp_path):
     rows = read_csv(run.folder / "rounds.csv")
     told = json.loads((run.folder / "summary.json").read_text())["privacy"]
     assert float(rows[-1]["privacy/epsilon"]) == told["epsilon"] == epsilon([Release(1.0, 0.5, 3)], 0.025)
-    for name in ("delta", "adjacency", "sampling", "not_covered"):
+    for name in ("delta", "adjacency", "sampling", "noise", "not_covered"):
         assert all(row[f"privacy/{name}"] == str(told[name]) for row in rows)
     assert told["unit"] == "client" and told["releases"] == 3 and told["sampling"] == "Poisson, rate 0.5"
     assert "epsilon_tight" not in told or told["epsilon_tight"] < told["epsilon"]
@@ -260,6 +308,30 @@ def test_it_resumes_bit_for_bit_with_its_epsilon(method, aggregator, tmp_path):
     resumed = fit(make_client(method), blobs(), tmp_path / "halves", DPAverage(**aggregator), "last", **settings)
     assert same_end(whole, resumed) and resumed.federation.aggregator.state["releases"][0][2] == 4
     assert resumed.logger.summary["privacy"] == whole.logger.summary["privacy"]
+
+
+@pytest.mark.parametrize(("noise", "lost"), [("seeded", 0), ("secure", 2)])
+def test_rounds_that_were_lost_count_where_their_noise_was_another(noise, lost, tmp_path):
+    def private():
+        return DPAverage(noise_multiplier=2.0, noise=noise)
+
+    class Ends(FederatedCallback):
+        """In the fourth round, before there is a checkpoint of the third."""
+
+        def on_round_start(self, trainer, federation, cohort):
+            if federation.round == 3:
+                raise ZeroDivisionError
+
+    every = ModelCheckpoint(every_n_epochs=2, save_top_k=-1, filename="{epoch}", save_last=False)
+    with pytest.raises(ZeroDivisionError):
+        fit(make_client(), blobs(), tmp_path, private(), callbacks=[Ends(), every], max_rounds=4)
+    (checkpoint,) = tmp_path.rglob("epoch=1*.ckpt")
+    resumed = fit(make_client(), blobs(), tmp_path, private(), checkpoint, max_rounds=4)
+    # of two rounds: the third, which is recorded, and the fourth, which had begun
+    assert resumed.rows[-1]["privacy/epsilon"] == epsilon([Release(2.0, 1.0, 4 + lost)], 0.025)
+    longer = fit(make_client(), blobs(), tmp_path, private(), "last", max_rounds=5)
+    # one that had come to its end has lost nothing
+    assert longer.rows[-1]["privacy/epsilon"] == epsilon([Release(2.0, 1.0, 5 + lost)], 0.025)
 
 
 def test_rounds_with_other_noise_are_added_to_those_before(tmp_path):

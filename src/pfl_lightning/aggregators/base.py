@@ -27,6 +27,7 @@ class Server:
         seed: seed of the federation; draw from ``derive_seed(seed, NAME, round)``.
         rounds: how many there shall be; None where that isn't known.
         sampling: how cohorts are drawn; None where that depends on clients, or isn't known.
+        deployed: whether clients are sites of a deployment, all of which know the seed.
     """
 
     num_clients: int
@@ -36,6 +37,7 @@ class Server:
     seed: int
     rounds: int | None = None
     sampling: Sampling | None = None
+    deployed: bool = False
 
     def parameter_names(self, remove_duplicate: bool = True) -> list[str]:
         """Names of the parameters that clients share: entries of `weights` without buffers.
@@ -188,6 +190,13 @@ class Aggregator:
             final: whether the run is over, so that it may take seconds.
         """
         return {}
+
+    def count_lost(self, rounds: int) -> None:
+        """Told when a run goes on from a checkpoint: rounds were made after it, and are made again.
+
+        Args:
+            rounds: how many there may have been, at least 0.
+        """
 
     def find(self, kind: type[AnyAggregator]) -> AnyAggregator | None:
         """Itself if it is of a kind, else None; `AggregatorList` looks into its server sides, and the first counts."""

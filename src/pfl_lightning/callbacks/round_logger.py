@@ -31,6 +31,7 @@ from pfl_lightning.runs.report import (
     write_json,
     write_rows,
 )
+from pfl_lightning.runs.standing import Standing
 from pfl_lightning.tasks import Monitor
 
 
@@ -113,8 +114,10 @@ class RoundLogger(FederatedCallback):
         A CSVLogger, which starts its own file anew, and an MLFlowLogger, which starts a run, get them again.
         """
         self._start = time.perf_counter()
-        self._write(trainer)
         federation = cast(Federation, pl_module)
+        if self.rows and (folder := run_folder(trainer)):
+            federation.aggregator.count_lost(lost_rounds(Standing(folder), len(self.rows)))
+        self._write(trainer)
         # made once, by the federation: it counts the samples of all clients
         self.fingerprints = {"partition": federation.trained["partition"], **self.fingerprints}
         settings = {f"data.{name}": value for name, value in federation.data.hparams.items() if name[0] != "_"}
@@ -237,3 +240,16 @@ class RoundLogger(FederatedCallback):
         if folder := run_folder(trainer):
             write_rows(folder / "rounds.csv", self.rows)
             stamp(folder)
+
+
+def lost_rounds(standing: Standing, kept: int) -> int:
+    """Return how many rounds a run may have made that its checkpoint doesn't have.
+
+    Args:
+        standing: what the run's folder tells of it.
+        kept: rounds of the checkpoint.
+    """
+    recorded = len(standing.rows)
+    # one more may have been in the middle, unless the run had come to its end
+    ended = standing.summary.get("final", {}).get("round") == recorded
+    return max(recorded - kept, 0) + (not ended)

@@ -247,7 +247,8 @@ class FederationBase(LightningModule):
     def _set_up_server(self, seed: int) -> None:
         clients, rounds = self.data.num_clients, self.trainer.max_epochs or -1
         known, sampling = None if rounds < 0 else rounds, self.options.sampling(clients)
-        self.aggregator.setup(Server(clients, self._shared, self.client, self.data, seed, known, sampling))
+        deployed = not isinstance(self.options.engine, (str, type))
+        self.aggregator.setup(Server(clients, self._shared, self.client, self.data, seed, known, sampling, deployed))
         self._remembered = Remembered(self.aggregator, self.architectures)
         self.options.cohort.setup(self.sizes(range(self.data.num_clients), "train"))
         self._keep_storable()

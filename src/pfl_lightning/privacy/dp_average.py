@@ -13,9 +13,9 @@ from pfl_lightning.choices import check_choices
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.privacy.accountant import Release, epsilon, noise_for, tight_epsilon
 from pfl_lightning.privacy.clipping import clipped, next_clip, noise_beside_counts
+from pfl_lightning.privacy.noise import Source, grid_of, nearest, secure_normal, seeded_normal, towards_zero
 from pfl_lightning.privacy.settings import check_noise, check_numbers, check_spent
 from pfl_lightning.privacy.vectors import Entries
-from pfl_lightning.seeds import derive_seed
 from pfl_lightning.selection import Sampling
 
 ADJACENCY = (
@@ -23,9 +23,9 @@ ADJACENCY = (
 )
 NOT_COVERED = (
     "a client's own model against who sees it; train and val metrics, and what is chosen by them; clients_diverged, "
-    "cohort and bytes; callbacks that see updates; checkpoints, which hold personal states; who knows the run's seed, "
-    "from which the noise is drawn"
+    "cohort and bytes; callbacks that see updates; checkpoints, which hold personal states"
 )
+SEEDED = "; who knows the run's seed, from which the noise is drawn"
 
 
 class DPAverage(Aggregator):
@@ -46,7 +46,9 @@ class DPAverage(Aggregator):
     Sources: McMahan et al., 2018 (https://arxiv.org/abs/1710.06963); Andrew et al., 2021
     (https://arxiv.org/abs/1905.03871).
 
-    The noise is drawn from the run's seed, so that a run can be repeated: a simulation.
+    ``noise="seeded"`` draws the noise from the run's seed, so that a run can be repeated: a simulation, as who knows
+    the seed knows the noise. ``secure`` draws it from the operating system and keeps it nowhere; sums and noise then
+    lie on a grid (`pfl_lightning.privacy.noise`), and a run that goes on counts the rounds that no checkpoint has.
 
     Args:
         noise_multiplier: z, at least 0; 0 gives no guarantee. Either it or ``epsilon``.
@@ -62,6 +64,7 @@ class DPAverage(Aggregator):
         sample_cap: training samples from which a client counts in full, :math:`v_k = \min(n_k / \text{cap}, 1)`; None
             counts all alike, and nobody sends how many samples it has.
         server_lr: :math:`\eta_s`, above 0.
+        noise: ``seeded`` or ``secure``; None is ``secure`` in a deployment, and else ``seeded``.
 
     Raises:
         MisconfigurationException: if a setting is out of its range, or two don't go together.
@@ -83,9 +86,12 @@ class DPAverage(Aggregator):
         count_noise: float | None = None,
         sample_cap: int | None = None,
         server_lr: float = 1.0,
+        noise: Source | None = None,
     ) -> None:
         super().__init__()
         check_choices("aggregator", clip_by=(clip_by, ("model", "entry")))
+        if noise is not None:
+            check_choices("aggregator", noise=(noise, ("seeded", "secure")))
         check_noise(noise_multiplier, epsilon, clip, clip_by, quantile)
         check_numbers(
             noise_multiplier=noise_multiplier,
@@ -102,6 +108,7 @@ class DPAverage(Aggregator):
         self.clip, self.clip_by = clip, clip_by
         self.quantile, self.clip_lr, self.count_noise = quantile, clip_lr, count_noise
         self.sample_cap, self.server_lr = sample_cap, server_lr
+        self.noise = noise
         if sample_cap is not None:
             self.needs = self.needs | {"num_samples"}
 
@@ -114,6 +121,7 @@ class DPAverage(Aggregator):
         self.sampling = self._checked_sampling(server)
         self.entries = Entries(server)
         self.seed = server.seed
+        self.is_secure = self.noise == "secure" or (self.noise is None and server.deployed)
         self.bound_delta = 0.1 / server.num_clients if self.delta is None else self.delta
         if not self.bound_delta < 1 / server.num_clients:
             raise MisconfigurationException(
@@ -160,21 +168,27 @@ class DPAverage(Aggregator):
         clip, expected = self.state["clip"], self.sampling.expected
         x = self.entries.vector(self.state["weights"])
         sizes = self.entries.sizes if self.clip_by == "entry" else None
+        adaptive = self.quantile is not None
+        z = noise_beside_counts(self.z, self.count_std) if adaptive else self.z
+        grid = grid_of(z * clip) if z and self.is_secure else None
         total, within = torch.zeros_like(x), 0.0
         for update in updates.values():
             change = self.entries.vector(update["weights"]) - x
-            total += self._weight(update) * clipped(change, clip, sizes)
+            counted = self._weight(update) * clipped(change, clip, sizes)
+            total += counted if grid is None else towards_zero(counted, grid)
             within += float(torch.linalg.vector_norm(change) <= clip) - 0.5
-        adaptive = self.quantile is not None
-        z = noise_beside_counts(self.z, self.count_std) if adaptive else self.z
         if z:
-            total += z * clip * self._drawn("dp", round, len(x))
+            drawn = z * clip * self._drawn("dp", round, len(x))
+            total += drawn if grid is None else nearest(drawn, grid)
         weights = self.entries.model(x + self.server_lr / expected * total, self.state["weights"], updates)
         self.state |= {"weights": weights, "releases": [list(release) for release in releases]}
         logs = {"noise_std": self.server_lr * z * clip / expected if z else 0.0, "clip": clip}
         if self.quantile is not None:
-            noise = self.count_std * float(self._drawn("dp count", round, 1)) if z else 0.0
-            share = 0.5 + (within + noise) / expected
+            noise = self.count_std * self._drawn("dp count", round, 1) if z else torch.zeros(1)
+            if grid is not None:
+                # counts of clients are multiples of a half, and so of this grid's step
+                noise = nearest(noise, grid_of(min(self.count_std, 1.0)))
+            share = 0.5 + (within + float(noise)) / expected
             self.state["clip"] = next_clip(clip, share, self.quantile, self.clip_lr)
             logs["clipped"] = 1 - share
         return logs
@@ -185,8 +199,19 @@ class DPAverage(Aggregator):
 
     def _drawn(self, name: str, round: int, size: int) -> Tensor:
         """Standard normal numbers of a round."""
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, name, round))
-        return torch.randn(size, generator=generator, dtype=torch.float64)
+        return secure_normal(size) if self.is_secure else seeded_normal(size, self.seed, name, round)
+
+    def count_lost(self, rounds: int) -> None:
+        """Count rounds that no checkpoint has, but whose models others may have seen.
+
+        Noise from a seed is drawn again as it was then, so that they are the same releases and count once.
+
+        Args:
+            rounds: how many, at least 0.
+        """
+        if self.is_secure:
+            for _ in range(rounds):
+                self.state["releases"] = [list(release) for release in self._with_another()]
 
     def _releases(self) -> list[Release]:
         return [Release(*release) for release in self.state["releases"]]
@@ -218,7 +243,8 @@ class DPAverage(Aggregator):
             "noise_multiplier": self.z,
             "releases": sum(release.steps for release in releases),
             "accountant": "Gaussian, exact" if rate == 1 else "Rényi",
-            "not_covered": NOT_COVERED,
+            "noise": "secure" if self.is_secure else "seeded: a simulation",
+            "not_covered": NOT_COVERED if self.is_secure else NOT_COVERED + SEEDED,
         }
         if final and math.isfinite(value) and rate < 1 and importlib.util.find_spec("dp_accounting"):
             statement["epsilon_tight"] = tight_epsilon(releases, self.bound_delta)

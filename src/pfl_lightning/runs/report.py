@@ -152,7 +152,8 @@ def summary_table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequ
         both = (f"{name} {shown(new[f'{name}/{monitor.metric}'])}" for name in ("received", "joined"))
         lines.append(("test of new clients" + of, ", ".join(both)))
     if privacy := summary.get("privacy"):
-        spent = f"epsilon {privacy['epsilon']:.4g}, delta {privacy['delta']:.2g}, {privacy['sampling']}"
+        simulated = "simulated " if "simulation" in privacy.get("noise", "") else ""
+        spent = f"{simulated}epsilon {privacy['epsilon']:.4g}, delta {privacy['delta']:.2g}, {privacy['sampling']}"
         lines.append((f"differential privacy of a {privacy['unit']}", spent))
     lines += [
         ("sent up and down a round", " and ".join(size(rows[-1][f"bytes/{way}"]) for way in ("up", "down"))),

@@ -1,0 +1,40 @@
+"""Where noise comes from, and the grid that it lies on."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import kstest, norm
+
+from pfl_lightning.privacy.noise import grid_of, nearest, secure_normal, seeded_normal, towards_zero
+
+
+def test_secure_numbers_are_normal_and_never_the_same():
+    drawn = secure_normal(200_000)
+    # true for one draw in 10^6
+    assert kstest(drawn.numpy(), norm.cdf).pvalue > 1e-6
+    assert drawn.dtype == torch.float64 and drawn.unique().numel() == len(drawn)
+    assert not torch.equal(secure_normal(8), secure_normal(8)) and secure_normal(0).shape == (0,)
+
+
+def test_the_extremes_are_finite(monkeypatch):
+    for word, expected in ((b"\x00" * 8, 9.16), (b"\xff" * 8, 0.0), (b"\x01" + b"\x00" * 7, -9.16)):
+        monkeypatch.setattr("os.urandom", lambda size, word=word: word)
+        assert secure_normal(1).item() == pytest.approx(expected, abs=0.1)
+
+
+def test_seeded_numbers_are_of_their_key():
+    assert torch.equal(seeded_normal(5, 0, "dp", 3), seeded_normal(5, 0, "dp", 3))
+    assert not torch.equal(seeded_normal(5, 0, "dp", 3), seeded_normal(5, 0, "dp", 4))
+
+
+@pytest.mark.parametrize("std", [1e-9, 0.3, 1.0, 7.0, 1e6])
+def test_rounding_makes_no_norm_larger_and_sums_exact(std):
+    grid = grid_of(std)
+    assert np.log2(grid) % 1 == 0 and std * 2**-31 < grid <= std * 2**-30
+    values = std * torch.randn(300, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rounded = towards_zero(values, grid)
+    assert (rounded.norm(dim=1) <= values.norm(dim=1)).all() and (rounded - values).abs().max() < grid
+    # in any order: nothing is lost
+    assert torch.equal(rounded.sum(0), rounded.flip(0).cumsum(0)[-1])
+    total = rounded.sum(0) + nearest(values[0], grid)
+    assert torch.equal(torch.round(total / grid) * grid, total)
