@@ -112,6 +112,9 @@ class Aggregator:
     example_level: bool = False
     """Whether it learns of clients by their weights alone, as ``trainer.example_privacy`` needs it; each class says so
     itself."""
+    publishable: tuple[str, ...] = ()
+    """Columns of the record that its guarantee covers, as patterns; those of ``test/global_`` are of samples that no
+    client holds."""
     guarantee: str = ""
     """Of whom it guarantees differential privacy: of a ``client``, or of nobody. Each class says so itself; updates
     then have only what it `needs`, and only client modules that fit are taken."""

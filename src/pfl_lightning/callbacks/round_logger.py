@@ -2,7 +2,9 @@
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from statistics import fmean, pstdev
 from typing import Any, cast
 
@@ -72,6 +74,7 @@ class RoundLogger(FederatedCallback):
     The rows are part of the checkpoint: a resumed run's record is whole, and without the round that was lost. At the
     end of ``fit`` the Trainer's test of the last round's models, and of those of the round that validation selects, is
     written, and a table is printed. With ``logger=False`` nothing is written or printed; ``rows`` holds the record.
+    Under a guarantee of privacy ``publishable.csv`` has those columns of the record that the guarantee covers.
     """
 
     def __init__(self) -> None:
@@ -193,6 +196,8 @@ class RoundLogger(FederatedCallback):
         if folder := run_folder(trainer):
             write_rows(folder / "clients.csv", self.clients)
             write_json(folder / "summary.json", self.summary)
+            if patterns := federation.publishable:
+                write_rows(folder / "publishable.csv", [covered(row, patterns) for row in self.rows])
             print(summary_table(self.summary, self.rows, clients, folder))
 
     @staticmethod
@@ -253,3 +258,16 @@ def lost_rounds(standing: Standing, kept: int) -> int:
     # one more may have been in the middle, unless the run had come to its end
     ended = standing.summary.get("final", {}).get("round") == recorded
     return max(recorded - kept, 0) + (not ended)
+
+
+def covered(row: Row, patterns: Sequence[str]) -> Row:
+    """Return the entries of a row whose names match a pattern.
+
+    >>> covered({"round": 1, "val/acc": 0.5, "privacy/epsilon": 2.0}, ["round", "privacy/*"])
+    {'round': 1, 'privacy/epsilon': 2.0}
+
+    Args:
+        row: of the record.
+        patterns: as shells have them.
+    """
+    return {name: value for name, value in row.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}

@@ -21,7 +21,7 @@ from pfl_lightning.federation.evaluation import undisturbed
 from pfl_lightning.federation.metrics import new_row, training_metrics
 from pfl_lightning.federation.outcomes import enough, finite, unrefused
 from pfl_lightning.messages import StateDict, keep_own, num_bytes
-from pfl_lightning.privacy.dp_sgd import composed
+from pfl_lightning.privacy.dp_sgd import PUBLISHABLE, composed
 
 
 class Federation(FederationBase):
@@ -173,6 +173,11 @@ class Federation(FederationBase):
         if (private := self.options.example_privacy) is not None:
             return private.statement(self.spent, self.sizes(self.spent, "train"))
         return self.aggregator.privacy(final)
+
+    @property
+    def publishable(self) -> tuple[str, ...]:
+        """Columns of the record that a guarantee covers, as patterns; empty without a guarantee."""
+        return PUBLISHABLE if self.options.example_privacy is not None else self.aggregator.publishable
 
     def privacy_of(self, client: int) -> dict[str, float]:
         """The ``epsilon`` of a client's samples, where its training is private."""

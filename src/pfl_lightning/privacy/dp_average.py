@@ -21,9 +21,23 @@ from pfl_lightning.selection import Sampling
 ADJACENCY = (
     "zero-out: all that a client contributes, in any round, is there or is zero; how many clients there are is public"
 )
-NOT_COVERED = (
-    "a client's own model against who sees it; train and val metrics, and what is chosen by them; clients_diverged, "
-    "cohort and bytes; callbacks that see updates; checkpoints, which hold personal states"
+NOT_COVERED_COLUMNS = {
+    "train, val and test metrics of clients, and what is chosen by them": ("train*", "val*", "test*", "lr"),
+    "cohort, how many clients took part, diverged or were refused, and bytes": (
+        "clients",
+        "clients_*",
+        "cohort*",
+        "bytes/*",
+    ),
+    "seconds": ("time/*",),
+}
+"""Columns of the record that tell of clients beside the models, by what they are."""
+NOT_COVERED = "; ".join(
+    [
+        "a client's own model against who sees it",
+        *NOT_COVERED_COLUMNS,
+        "clients.csv; callbacks that see updates; checkpoints, which hold personal states",
+    ]
 )
 SEEDED = "; who knows the run's seed, from which the noise is drawn"
 
@@ -73,6 +87,7 @@ class DPAverage(Aggregator):
     needs = frozenset({"weights"})
     sends = frozenset({"weights"})
     guarantee = "client"
+    publishable = ("round", "server/*", "privacy/*", "test/global_*")
 
     def __init__(
         self,

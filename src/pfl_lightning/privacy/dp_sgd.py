@@ -14,11 +14,22 @@ from pfl_lightning.privacy.settings import check_one, check_spent
 
 OWNER = "trainer.example_privacy"
 ADJACENCY = "add or remove: a sample of one client is there or isn't; how many samples clients have is public"
-NOT_COVERED = (
-    "how many samples clients have; phases that stay with their client, and evaluation; train and val metrics, and "
-    "what is chosen by them; clients_diverged; checkpoints, which hold personal states; who knows the run's seed, from "
-    "which batches and noise are drawn"
+NOT_COVERED_COLUMNS = {
+    "train, val and test metrics of clients, and what is chosen by them": ("train*", "val*", "test*", "lr"),
+    "how many clients diverged or were refused": ("clients_*",),
+    "seconds": ("time/*",),
+}
+"""Columns of the record that tell of samples beside what clients send, by what they are."""
+NOT_COVERED = "; ".join(
+    [
+        "how many samples clients have; phases that stay with their client, and evaluation",
+        *NOT_COVERED_COLUMNS,
+        "clients.csv; checkpoints, which hold personal states",
+        "who knows the run's seed, from which batches and noise are drawn",
+    ]
 )
+PUBLISHABLE = ("round", "clients", "cohort*", "bytes/*", "server/*", "privacy/*", "test/global_*")
+"""Columns of the record that the guarantee covers, as patterns; who has how many samples counts as public."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +177,7 @@ class DPSGD:
             "noise_multiplier": min((z for releases in spent.values() for z, _, _ in releases), default=None),
             "releases": max((sum(release.steps for release in releases) for releases in spent.values()), default=0),
             "accountant": "Rényi" if amplified else "Gaussian, exact",
+            "noise": "seeded: a simulation",
             "not_covered": NOT_COVERED,
         }
 
