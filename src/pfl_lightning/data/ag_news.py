@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pfl_lightning.data.checks import check_integers
 from pfl_lightning.data.datamodule import FederatedDataModule
+from pfl_lightning.data.preprocessing import FittedOn
 from pfl_lightning.data.words import encode, number_words, tokenize
 
 HEADERS = ("label", "class index")
@@ -59,6 +60,11 @@ class AGNews(FederatedDataModule):
         self.vocab_size = vocab_size
         self.min_count = min_count
         self.input_shape = (max_length,)
+
+    @property
+    def fitted_on(self) -> FittedOn:
+        """Return the rows that decide how raw values become inputs: words are numbered by how often all have them."""
+        return "all clients"
 
     def load(self) -> tuple[Tensor, Tensor]:
         """Read the articles, those of train.csv first, and number their words.

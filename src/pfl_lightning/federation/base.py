@@ -154,6 +154,7 @@ class FederationBase(LightningModule):
             module.num_rounds = self.trainer.max_epochs or 1
         if self.data.drifts:
             self._check_drift()
+        self._check_fitted()
         self.data.go_to(max(1, self.round))
         self.client.check_optimizers(cast(int, self.trainer.max_epochs) if self._fitting else 0)
         rounds = rounds_of(self.options, self.trainer, self.data.num_clients)
@@ -215,6 +216,22 @@ class FederationBase(LightningModule):
                 "samples than then; take before."
             )
         return changed
+
+    def _check_fitted(self) -> None:
+        """Refuse inputs that were made by what a guarantee of privacy hides.
+
+        One client's samples then change the inputs of others, and so the whole training, past every bound. A client's
+        own statistics are within what the guarantee of clients bounds, and not within that of samples.
+        """
+        fitted, per_sample = self.data.fitted_on, self.options.example_privacy is not None
+        if fitted == "nothing" or not (per_sample or (self.aggregator.guarantee and fitted == "all clients")):
+            return
+        setting = "trainer.example_privacy" if per_sample else f"aggregator={self.aggregator.name}"
+        remedies = "constants that come from elsewhere, as by data.standardize={age: [50, 12]}, categories and classes"
+        raise MisconfigurationException(
+            f"data={type(self.data).__name__} makes inputs by the samples of {fitted}, past the bound of {setting}; "
+            f"give {remedies}{'' if per_sample else ', or data.standardize=client'}, or take data that need none."
+        )
 
     def _check_drift(self) -> None:
         """Refuse what counts on the samples that clients held before the first round, where these change."""

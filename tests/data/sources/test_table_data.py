@@ -239,6 +239,21 @@ def test_public_rows_of_the_server_are_standardized_among_themselves():
     assert x.shape == (20, 1) and abs(float(x.mean())) < 1e-5 and float(x.std(correction=0)) == pytest.approx(1, 1e-5)
 
 
+def test_given_means_and_deviations_are_of_no_client():
+    given = {"height": [1.7e9, 600.0]}
+    plain, data = (
+        TableData(scaled(), "price", Regression(), ["width", "height"], "shop", standardize=by) for by in (None, given)
+    )
+    plain.setup()
+    data.setup()
+    for client in range(data.num_clients):
+        raw, found = plain.part(client, "train").x.double(), data.part(client, "train").x.double()
+        assert torch.equal(raw[:, 0], found[:, 0])
+        assert torch.allclose((raw[:, 1] - 1.7e9) / 600, found[:, 1], atol=0.2)
+    assert data.fitted_on == "nothing" and data.preprocessing["mean"] == {"width": 0.0, "height": 1.7e9}
+    assert "standardized by given numbers" in str(data.head_lines)
+
+
 def test_very_different_scales_are_told_of():
     with pytest.warns(UserWarning, match=r"'height' varies by .*e\+03 and column 'width' by .*data\.standardize=table"):
         TableData(scaled(), "price", Regression(), client="shop").setup()
@@ -248,9 +263,15 @@ def test_very_different_scales_are_told_of():
     ("settings", "sentence"),
     [
         ({"standardize": "site"}, r"data\.standardize='site' must be one of table, client"),
+        (
+            {"standardize": {"height": [1.0, 0.0]}},
+            r"data\.standardize\.height=\[1\.0, 0\.0\] must be the",
+        ),
+        ({"standardize": {"height": 3.0}}, r"data\.standardize\.height=3\.0 must be .*such as \[50, 12\]"),
+        ({"standardize": {"heigth": [1.0, 2.0]}}, r"data\.standardize\.heigth is no feature"),
         ({"standardize": "client", "central_test": 0.2}, r"data\.standardize=client: .*data\.central_test=0\.2.*table"),
     ],
-    ids=["no choice", "rows of no client"],
+    ids=["no choice", "no width", "one number", "no column", "rows of no client"],
 )
 def test_what_it_cannot_be_standardized_by_is_refused(settings, sentence):
     with pytest.raises(MisconfigurationException, match=sentence):

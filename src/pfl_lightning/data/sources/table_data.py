@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from decimal import Decimal
 from numbers import Number
@@ -62,7 +63,9 @@ class TableData(OwnedData):
         split_column: Column of ``train``, ``val`` or ``test``.
         standardize: By which training rows feature columns are standardized: those of all clients of the federation,
             ``table``, whose means and deviations they then know of each other; or those of each ``client`` alone, which
-            tells nothing and takes away what sets clients apart; None leaves columns as they are.
+            tells nothing and takes away what sets clients apart; or given numbers, the mean and the deviation of
+            columns by their names, such as ``{age: [50, 12]}``, for which nothing is fitted; None leaves columns as
+            they are.
         classes: All values of the target column, whose order gives class numbers from 0; None takes integers as they
             are, and those texts that are in the table. Sites with a table each need it for texts.
         categories: All values of each feature column that becomes codes from 0, by the column's name, such as
@@ -85,7 +88,7 @@ class TableData(OwnedData):
         client: str | None = None,
         time: str | None = None,
         split_column: str | None = None,
-        standardize: Literal["table", "client"] | None = None,
+        standardize: Literal["table", "client"] | Mapping[str, Sequence[float]] | None = None,
         classes: list[str | int] | None = None,
         categories: dict[str, list[str | int]] | None = None,
         decimal: Literal[".", ","] = ".",
@@ -93,7 +96,9 @@ class TableData(OwnedData):
         **kwargs: Any,
     ) -> None:
         super().__init__(task, **kwargs)
-        if standardize is not None:
+        if isinstance(standardize, Mapping):
+            check_given(standardize)
+        elif standardize is not None:
             check_choices("data", standardize=(standardize, ("table", "client")))
         if standardize == "client" and self.central_test is not None:
             raise MisconfigurationException(
@@ -113,6 +118,11 @@ class TableData(OwnedData):
             raise MisconfigurationException(
                 f"data.path={self._where!r} has a column without a name ({nameless[0]!r}), such as row numbers that "
                 "came along; leave it out of the file, or name the features in data.features"
+            )
+        given = standardize if isinstance(standardize, Mapping) else {}
+        if unknown := [name for name in given if name not in self._features]:
+            raise MisconfigurationException(
+                f"data.standardize.{unknown[0]} is no feature; features are {listed(self._features)}"
             )
         self._are_named = features is not None
         self._found: dict[str, list[str]] = {}
@@ -256,6 +266,14 @@ class TableData(OwnedData):
         if self.standardize is None:
             warn_of_scales(moments_of(samples.x, trained_on(division))[1], self._features)
             return samples
+        if isinstance(self.standardize, Mapping):
+            known = {column: self.standardize.get(column, (0.0, 1.0)) for column in self._features}
+            mean, deviation = torch.tensor(list(known.values()), dtype=torch.float64).T
+            self.preprocessing |= {
+                "mean": {column: float(values[0]) for column, values in known.items()},
+                "deviation": {column: float(values[1]) for column, values in known.items()},
+            }
+            return Samples(((samples.x - mean) / deviation).float(), samples.y)
         x, statistics = standardized(samples.x, division, self.standardize)
         for name, of_groups in zip(("mean", "deviation"), zip(*statistics, strict=True), strict=True):
             columns = np.stack(of_groups, axis=1).tolist()
@@ -270,7 +288,7 @@ class TableData(OwnedData):
         """Return the rows that decide over inputs: those of all clients too where a vocabulary is the table's own."""
         if self.standardize == "table" or self._found:
             return "all clients"
-        return "nothing" if self.standardize is None else "each client"
+        return "each client" if self.standardize == "client" else "nothing"
 
     @property
     def needs_all_clients(self) -> str:
@@ -294,17 +312,36 @@ class TableData(OwnedData):
         if not self.preprocessing:
             return []
         coded = [f"{column} ({len(words)} texts)" for column, words in self.preprocessing["categories"].items()]
-        scaled = {None: "", "table": "by training rows of all clients", "client": "by each client's own training rows"}
+        scaled = {"table": "by training rows of all clients", "client": "by each client's own training rows"}
+        by = "by given numbers" if isinstance(self.standardize, Mapping) else scaled.get(str(self.standardize))
         features = [
             f"{len(self._features)}",
             f"codes of {listed(coded)}" if coded else "",
-            f"standardized {scaled[self.standardize]}" if self.standardize else "",
+            f"standardized {by}" if by else "",
         ]
         lines = [("features", "; ".join(filter(None, features)))]
         if self.task.has_classes and self.preprocessing["classes"]:
             (words,) = self.preprocessing["classes"].values()
             lines.append(("classes", listed([f"{number} {word}" for number, word in enumerate(words)])))
         return lines
+
+
+def check_given(moments: Mapping[str, Sequence[float]]) -> None:
+    """Check the mean and the deviation that are given for columns.
+
+    Args:
+        moments: Both by the column's name.
+
+    Raises:
+        MisconfigurationException: One isn't two finite numbers, the deviation above 0.
+    """
+    for column, values in moments.items():
+        numbers = list(values) if isinstance(values, Sequence) and not isinstance(values, str) else []
+        if len(numbers) != 2 or not all(map(math.isfinite, numbers)) or numbers[1] <= 0:
+            raise MisconfigurationException(
+                f"data.standardize.{column}={values!r} must be the column's mean and its deviation, which is above 0, "
+                "such as [50, 12]"
+            )
 
 
 def warn_of_scales(widths: NDArray[np.float64], names: Sequence[str]) -> None:
