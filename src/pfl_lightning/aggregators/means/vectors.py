@@ -17,7 +17,7 @@ class Sum(NamedTuple):
 
     Args:
         entries: the result, with the names, shapes and types of what was sent.
-        shares: how much of each upload is in it ``[n]``, at least 0; None where that differs
+        shares: how much of each upload is in it, but for buffers, ``[n]``, at least 0; None where that differs
             from coordinate to coordinate.
     """
 
