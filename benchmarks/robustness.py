@@ -5,8 +5,9 @@
 Digits, 20 clients, FedAvg, 25 rounds: five rules, three seeds of partition, net and run, and a sign flip of 0, 20 and
 40 % of the clients, where clients are unlike (Dirichlet 0.1) and where they are alike. Rules are set for as many bad
 clients as there are, and for 20 % where there are none. The mean, multi-Krum and FLTrust once more where the server has
-samples of its own, 6 % of all. A run that is there isn't made again. Prints the command of each run before it is made;
-docs/plot_robustness.py makes the tables and the picture of them.
+samples of its own, 6 % of all. And three rounds of a net with BatchNorm, where one client of the 20 trains as all do
+and sends running means of a million. A run that is there isn't made again. Prints the command of each run before it is
+made; docs/plot_robustness.py makes the tables and the picture of them.
 """
 
 import argparse
@@ -23,6 +24,7 @@ PARTITIONS = {
     "alike": ALIKE,
     "unlike-served": f"{UNLIKE} {SAMPLES}",
     "alike-served": f"{ALIKE} {SAMPLES}",
+    "alike-normed": ALIKE,
 }
 RULES = {
     "mean": "--aggregator WeightedAverage",
@@ -30,13 +32,20 @@ RULES = {
     "trimmed": "--aggregator.mean TrimmedMean --aggregator.mean.trim {f}",
     "geometric": "--aggregator.mean GeometricMedian",
     "multi-Krum": "--aggregator.mean MultiKrum --aggregator.mean.f {f}",
+    "clipping": "--aggregator.mean CentredClipping",
+    "bound": "--aggregator.mean NormBound",
     "FLTrust": "--aggregator.mean FLTrust --aggregator.mean.epochs 3 --aggregator.mean.optimizer SGD "
     "--aggregator.mean.optimizer.lr 0.05",
 }
 WITHOUT_SAMPLES = ("mean", "median", "trimmed", "geometric", "multi-Krum")
 WITH_SAMPLES = ("mean", "multi-Krum", "FLTrust")
-"""Which rules are compared where the server has no samples, and where it has some."""
+NORMED = (*WITHOUT_SAMPLES, "clipping", "bound")
+"""Which rules are compared where the server has no samples, where it has some, and where nets have BatchNorm."""
 ATTACK = "--trainer.callbacks+=SignFlip --trainer.callbacks.fraction {fraction}"
+BUFFERS = (
+    "--model.net CifarResNet --model.net.depth 8 "
+    "--trainer.callbacks+=BufferAttack --trainer.callbacks.fraction {fraction}"
+)
 QUIET = "--trainer.enable_progress_bar false --trainer.enable_model_summary false --trainer.accelerator cpu"
 
 
@@ -56,7 +65,7 @@ def command(partition: str, rule: str, percent: int, seed: int, rounds: int, fol
         [
             f"fit --config {PARTITIONS[partition]} --model FedAvg --data.num_clients {CLIENTS}",
             RULES[rule].format(f=bad),
-            ATTACK.format(fraction=percent / 100),
+            (BUFFERS if partition == "alike-normed" else ATTACK).format(fraction=percent / 100),
             f"--trainer.max_rounds {rounds} --trainer.local_epochs 3 --trainer.test_every_round false",
             f"--seed_everything {seed} --data.seed {seed} --trainer.default_root_dir {folder}",
         ]
@@ -78,12 +87,15 @@ def run() -> None:
     sys.argv = sys.argv[:1]
     for seed in args.seeds:
         for partition in args.partitions:
-            for percent in args.percents:
-                for rule in WITH_SAMPLES if SAMPLES in PARTITIONS[partition] else WITHOUT_SAMPLES:
+            normed = partition == "alike-normed"
+            rules = NORMED if normed else WITH_SAMPLES if SAMPLES in PARTITIONS[partition] else WITHOUT_SAMPLES
+            rounds = min(args.rounds, 3) if normed else args.rounds
+            for percent in (0, 5) if normed else args.percents:
+                for rule in rules:
                     if rule not in args.rules:
                         continue
                     folder = args.out / partition / rule / str(percent) / str(seed)
-                    words = command(partition, rule, percent, seed, args.rounds, folder)
+                    words = command(partition, rule, percent, seed, rounds, folder)
                     if args.commands or not list(folder.rglob("summary.json")):
                         print(f"pfl-lightning {words}", flush=True)
                     if not args.commands and not list(folder.rglob("summary.json")):

@@ -1,6 +1,6 @@
 """Draws accuracy of benign clients against how many are bad, a panel a partition and a line a rule; prints the tables.
 
-The last two tables are of runs whose server has samples of its own, which are in no panel.
+The last tables are of runs whose server has samples of its own, and of nets with BatchNorm, which are in no panel.
 
 python docs/plot_robustness.py docs/robustness.png runs/robustness
 """
@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 TITLES = {"unlike": "Dirichlet(0.1)", "alike": "alike"}
-RULES = ("mean", "median", "trimmed", "geometric", "multi-Krum", "FLTrust")
+RULES = ("mean", "median", "trimmed", "geometric", "multi-Krum", "clipping", "bound", "FLTrust")
 
 Values = dict[tuple[str, int], list[float]]
 
@@ -35,7 +35,8 @@ def shown(values: Values) -> list[str]:
     rows = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
     for rule in (rule for rule in RULES if any(rule == found for found, _ in values)):
         cells = [values.get((rule, percent), []) for percent in percents]
-        texts = [f"{np.mean(cell):.1f} ± {np.std(cell, ddof=1):.1f}" if len(cell) > 1 else "" for cell in cells]
+        spreads = [f" ± {np.std(cell, ddof=1):.1f}" if len(cell) > 1 else "" for cell in cells]
+        texts = [f"{np.mean(c):.1f}{spread}" if c else "" for c, spread in zip(cells, spreads, strict=True)]
         rows.append(f"| {' | '.join([rule, *texts])} |")
     return rows
 
@@ -65,6 +66,7 @@ def main() -> None:
     figure.savefig(args.picture, dpi=150)
     for name, title in TITLES.items():
         print("\n".join([f"{title}, samples at the server", "", *shown(read(args.folder / f"{name}-served")), ""]))
+    print("\n".join(["alike, BatchNorm", "", *shown(read(args.folder / "alike-normed")), ""]))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
@@ -115,9 +116,15 @@ class ClusterModels(Aggregator):
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
         """Averages, and tells how many of the models were trained."""
         groups: dict[int, Updates] = {}
-        for client, update in updates.items():
-            groups.setdefault(int(update["cluster"]), {})[client] = update
         models = self.state["models"]
+        for client, update in updates.items():
+            if 0 <= (j := int(update["cluster"])) < len(models):
+                groups.setdefault(j, {})[client] = update
+                continue
+            rank_zero_warn(
+                f"ClusterModels leaves out client {client}: its cluster={j} is no model's number, from 0 to "
+                f"{len(models) - 1}."
+            )
         means = {j: self._mean(groups[j], models[j]) for j in sorted(groups)}
         self.state["models"] = [means.get(j, model) for j, model in enumerate(models)]
         return {"clusters": float(len(groups))} if updates else {}

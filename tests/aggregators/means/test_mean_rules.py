@@ -275,6 +275,81 @@ def test_a_clipped_upload_moves_the_result_by_no_more_than_the_bound_over_all(ru
     assert 0.05 < np.linalg.norm(ends[0] - ends[1]) <= 2 * passes * 0.5 / 10 + 1e-9
 
 
+# Buffers
+
+
+def with_buffers(models, bad=()):
+    """Uploads and their origin with running statistics, of which bad ones send others."""
+    generator = torch.Generator().manual_seed(9)
+    kept = []
+    for k, model in enumerate(models):
+        mean, variance = torch.randn(4, generator=generator), torch.rand(4, generator=generator)
+        far = k in bad
+        kept.append(
+            model
+            | {
+                "running_mean": torch.full_like(mean, 1e6) if far else mean,
+                "running_var": torch.full_like(variance, -1e6) if far else variance,
+                "batches": torch.tensor(10**9 if far else 7 + k % 3),
+            }
+        )
+    return kept
+
+
+def buffered(models):
+    *sent, origin = models
+    weights = torch.full((len(sent),), 1 / len(sent), dtype=torch.float64)
+    return Vectors(sent, origin, list(SIZES), weights, buffers=origin.keys() - SIZES.keys())
+
+
+@EVERY
+def test_who_sends_honest_parameters_and_far_buffers_moves_no_buffer_far(rule):
+    models = drawn(12)
+    ends = [rule.of(buffered(with_buffers(models, bad))).entries for bad in ((), (0, 5))]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in SIZES)
+    for entries in ends:
+        assert entries["running_mean"].abs().max() < 3 and 7 <= int(entries["batches"]) <= 9
+        assert ((entries["running_var"] >= 0) & (entries["running_var"] <= 1)).all()
+        assert entries["running_mean"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if name not in ("trimmed", "bulyan", "median")])
+def test_buffers_of_sums_and_of_rules_of_means_are_the_median_of_all_uploads(name):
+    models = with_buffers(drawn(12), bad=(0,))
+    found = RULES[name].of(buffered(models)).entries
+    for entry in ("running_mean", "running_var"):
+        expected = np.median(np.stack([model[entry].double().numpy() for model in models[:-1]]), axis=0)
+        assert np.allclose(found[entry].numpy(), expected, rtol=0, atol=1e-7)
+
+
+@EVERY
+@pytest.mark.filterwarnings("ignore:aggregator.mean=")
+def test_variances_are_never_negative_whoever_sends_them(rule):
+    for n in (1, 2, 7):
+        found = rule.of(buffered(with_buffers(drawn(n), bad=range(n)))).entries
+        assert (found["running_var"] == 0).all() and found["running_var"].shape == (4,)
+
+
+@EVERY
+@pytest.mark.filterwarnings("ignore:aggregator.mean=")
+@pytest.mark.parametrize("n", [1, 2, 3, 12])
+def test_equal_buffers_stay_what_they_are(rule, n):
+    (one, origin) = with_buffers(drawn(1))
+    found = rule.of(buffered([one] * n + [origin])).entries
+    assert list(found) == list(one) and all(torch.equal(found[name], one[name]) for name in one)
+
+
+def test_shares_above_one_lead_no_buffer_out_of_the_range_of_uploads():
+    *sent, origin = with_buffers(drawn(5))
+    entries, shares = buffered([*sent, origin]).combined(torch.full((5,), 30.0, dtype=torch.float64), [1, 3, 4])
+    assert float(shares.sum()) == 150
+    for name in ("running_mean", "running_var"):
+        stack = torch.stack([sent[k][name] for k in (1, 3, 4)])
+        assert torch.equal(entries[name], stack.median(0).values)
+    change = sum(30 * (model["b"] - origin["b"]) for model in sent)
+    assert torch.allclose(entries["b"], origin["b"] + change)
+
+
 # Small rounds and settings
 
 

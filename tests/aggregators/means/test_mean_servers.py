@@ -1,12 +1,17 @@
 """Rules in the place of the mean, in the servers that take one."""
 
+import math
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from lightning import seed_everything
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim import SGD
 
 from command import QUICKSTART, QUIET, pfl, refusal
 from federations import Spy, check_order_and_resume, drawn_update, equal, fit, make_client, noisy, set_up
@@ -16,13 +21,17 @@ from pfl_lightning.aggregators.means import (
     Bulyan,
     CentredClipping,
     CoordinateMedian,
+    FLTrust,
     GeometricMedian,
     Krum,
     MultiKrum,
     NearestNeighbourMixing,
+    NormBound,
     TrimmedMean,
 )
+from pfl_lightning.callbacks import BufferAttack
 from pfl_lightning.cli.class_names import subclasses
+from pfl_lightning.data import IID, Digits
 from pfl_lightning.engines import Sequential, Vectorised
 from pfl_lightning.methods import (
     CFL,
@@ -42,6 +51,7 @@ from pfl_lightning.methods import (
 from pfl_lightning.methods.fedas import FisherAverage
 from pfl_lightning.methods.fedcac import CriticalAverage
 from pfl_lightning.methods.fednova import NormalizedAverage
+from pfl_lightning.nets import Net
 from pfl_lightning.privacy import DPAverage
 from sweeps import swept
 
@@ -190,6 +200,24 @@ def test_buffers_have_no_say_in_distances_and_counters_no_maximum():
     assert int(other.global_model()[counter]) < 100
 
 
+def test_tied_parameters_are_no_buffers():
+    class Tied(torch.nn.Linear):
+        def __init__(self, inputs, outputs):
+            super().__init__(inputs, outputs)
+            self.alias = self.weight
+
+    model = make_client(net=lambda shape, classes: Net(torch.nn.Identity(), Tied(shape[0], classes)))
+    aggregator = set_up(WeightedAverage(mean=MultiKrum(1)), model, 7)
+    assert aggregator.averaging.buffers == set()
+    updates = updates_of(model)
+    alias = next(name for name in updates[0]["weights"] if name.endswith("alias"))
+    for update in updates.values():
+        update["weights"][alias] = update["weights"][alias.replace("alias", "weight")]
+    aggregator.aggregate(updates, 0)
+    end = aggregator.global_model()
+    assert torch.equal(end[alias], end[alias.replace("alias", "weight")])
+
+
 def test_bucketing_draws_anew_in_each_round():
     model = make_client()
     aggregator = set_up(WeightedAverage(mean=Bucketing(CoordinateMedian())), model, 7)
@@ -241,6 +269,24 @@ def test_clusters_have_a_mean_each():
             assert np.allclose(tensor, np.median(stack, axis=0), rtol=1e-5)
 
 
+@pytest.mark.parametrize("cluster", [2, -1, 10**9])
+def test_a_cluster_that_is_none_leaves_its_client_out(cluster):
+    model = make_client(IFCA)
+    ends = []
+    for left in (False, True):
+        aggregator = set_up(ClusterModels(2, mean=CoordinateMedian()), model, 7)
+        updates = {k: u | {"cluster": torch.tensor(k % 2)} for k, u in updates_of(model).items()}
+        if left:
+            del updates[3]
+            aggregator.aggregate(updates, 0)
+        else:
+            updates[3]["cluster"] = torch.tensor(cluster)
+            with pytest.warns(UserWarning, match=f"leaves out client 3: its cluster={cluster} is no model's number"):
+                aggregator.aggregate(updates, 0)
+        ends.append(aggregator.state["models"])
+    assert equal(*ends)
+
+
 def test_the_first_consensus_is_a_rules_too():
     model = make_client(FedDBE)
     aggregator = set_up(DomainConsensus(mean=CoordinateMedian()), model)
@@ -250,6 +296,69 @@ def test_the_first_consensus_is_a_rules_too():
 
 
 # Whole runs
+
+
+BORNE = [
+    CoordinateMedian(),
+    TrimmedMean(1),
+    Krum(1),
+    MultiKrum(1),
+    Bulyan(1),
+    GeometricMedian(),
+    CentredClipping(),
+    NormBound(),
+    Bucketing(TrimmedMean(1)),
+    NearestNeighbourMixing(TrimmedMean(1), 1),
+    NearestNeighbourMixing(MultiKrum(1), 1),
+    FLTrust(epochs=3, optimizer=partial(SGD, lr=0.1)),
+]
+
+
+def normed(shape, classes):
+    body = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU())
+    return Net(body, nn.Linear(32, classes))
+
+
+def digits_run(mean, *callbacks, rounds=6, **settings):
+    """20 clients alike with BatchNorm, and 70 samples at the server."""
+    data = Digits(20, partitioner=IID(), batch_size=20, last_batch="drop", central_test=0.15, server_fraction=0.3)
+    seed_everything(0, verbose=False)
+    model = FedAvg(input_shape=(1, 8, 8), num_classes=10, net=normed, optimizer=partial(SGD, lr=0.1))
+    settings = {"engine": Vectorised, "local_epochs": 3, "check_val_every_n_epoch": rounds, **settings}
+    aggregator = WeightedAverage(mean=mean)
+    return fit(model, data, aggregator=aggregator, callbacks=list(callbacks), max_rounds=rounds, **settings)
+
+
+def variances(run):
+    return next(t for name, t in run.federation.aggregator.global_model().items() if name.endswith("running_var"))
+
+
+@pytest.mark.parametrize(
+    "mean", swept(BORNE, {"MultiKrum", "FLTrust", "NearestNeighbourMixing+TrimmedMean"}, name=lambda rule: rule.name)
+)
+def test_one_client_of_twenty_that_sends_far_buffers_costs_no_three_points(mean):
+    accuracies = {}
+    for fraction in (0.0, 0.05):
+        run = digits_run(mean, BufferAttack(fraction))
+        assert run.rows[-1]["attack/fraction"] == fraction
+        accuracies[fraction] = run.rows[-1]["benign/val/acc"]
+    assert accuracies[0.0] > 0.7 and accuracies[0.05] > accuracies[0.0] - 0.03
+
+
+def test_the_mean_falls_to_it():
+    assert digits_run(None, BufferAttack(0.05)).rows[-1]["benign/val/acc"] < 0.3
+
+
+@pytest.mark.parametrize("mean", [MultiKrum(1), CentredClipping(), TrimmedMean(1)], ids=lambda rule: rule.name)
+def test_negative_variances_of_one_leave_all_others_finite(mean):
+    run = digits_run(mean, BufferAttack(0.05, value=-1e6, buffer="running_var"), rounds=2)
+    assert float(variances(run).min()) > 0 and math.isfinite(run.rows[-1]["val/loss"])
+
+
+def test_trust_leads_no_variance_below_zero():
+    run = digits_run(FLTrust(epochs=20, batch_size=8, optimizer=partial(SGD, lr=0.3)), rounds=3, local_epochs=1)
+    shares = run.federation.aggregator.state["shares"]
+    assert sum(shares.values()) > 1.5 and float(variances(run).min()) > 0 and run.rows[-1]["val/acc"] > 0.5
 
 
 @SWEPT

@@ -15,16 +15,19 @@ from pfl_lightning.callbacks.attacks import (
     ALIE,
     IPM,
     Backdoor,
+    BufferAttack,
     FreeRider,
     GaussianUpload,
     LabelFlip,
     MinMax,
+    MinSum,
     ModelReplacement,
     SignFlip,
 )
 from pfl_lightning.data import Digits
 from pfl_lightning.engines import Processes, Sequential, Vectorised
 from pfl_lightning.methods import IFCA, FedAvg, FedPer, FedProto, Local
+from pfl_lightning.nets import Net
 from sweeps import swept
 
 SIZES = (12, 18, 15, 15, 12, 18, 15, 15)
@@ -36,6 +39,7 @@ UPLOADS = {
     "alie": ALIE,
     "ipm": IPM,
     "min_max": MinMax,
+    "min_sum": MinSum,
 }
 EVERY_UPLOAD = pytest.mark.parametrize("attack", list(UPLOADS.values()), ids=list(UPLOADS))
 EVERY = pytest.mark.parametrize(
@@ -108,7 +112,7 @@ def statistics(honest, bad, knowledge):
 
 
 @pytest.mark.parametrize("knowledge", ["omniscient", "own"])
-@pytest.mark.parametrize("attack", [ALIE, IPM, MinMax], ids=["alie", "ipm", "min_max"])
+@pytest.mark.parametrize("attack", [ALIE, IPM, MinMax, MinSum], ids=["alie", "ipm", "min_max", "min_sum"])
 def test_what_is_sent_by_who_knows_others(attack, knowledge):
     made = attack(0.375, knowledge=knowledge)
     x, honest, sent, bad = rounds_first(made)
@@ -122,8 +126,13 @@ def test_what_is_sent_by_who_knows_others(attack, knowledge):
     elif attack is IPM:
         assert np.allclose(forged, x - 0.5 * (mean - x), atol=1e-6)
     else:
-        largest = max(np.linalg.norm(one - other) for one in known for other in known)
-        assert np.linalg.norm(known - forged, axis=1).max() == pytest.approx(largest, rel=1e-5)
+        if attack is MinMax:
+            largest = max(np.linalg.norm(one - other) for one in known for other in known)
+            reached = np.linalg.norm(known - forged, axis=1).max()
+        else:
+            largest = max(((known - one) ** 2).sum() for one in known)
+            reached = ((known - forged) ** 2).sum()
+        assert reached == pytest.approx(largest, rel=1e-5)
         moved = deviation > 1e-6
         gammas = (mean - forged)[moved] / deviation[moved]
         assert gammas.std() < 1e-2 and gammas.mean() > 0
@@ -159,6 +168,56 @@ def test_buffers_and_other_entries_stay(attack):
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             entry = next(entry for entry in update["weights"] if entry.endswith(name))
             assert torch.equal(update["weights"][entry], before["weights"][entry])
+
+
+@pytest.mark.parametrize(
+    ("attack", "kind"),
+    [
+        (BufferAttack(0.25), "running_mean"),
+        (BufferAttack(0.25, value=-2.5, buffer="running_var"), "running_var"),
+        (BufferAttack(0.25, value=1e9, buffer="num_batches_tracked"), "num_batches_tracked"),
+    ],
+    ids=["mean", "variance", "counter"],
+)
+def test_an_attack_on_buffers_changes_these_alone(attack, kind):
+    spy, watch = Spy(), Spy()
+    run = fit(make_client(net=noisy), blobs(*SIZES), callbacks=[spy, attack, watch], max_rounds=1)
+    bad = attack.bad(run.federation)
+    assert len(bad) == 2
+    for client, update in watch.updates[0].items():
+        before = spy.updates[0][client]
+        assert update.keys() == before.keys() and list(update["weights"]) == list(before["weights"])
+        for name, tensor in update["weights"].items():
+            changed = client in bad and name.endswith(kind)
+            expected = torch.full_like(tensor, attack.value) if changed else before["weights"][name]
+            assert torch.equal(tensor, expected) and tensor.dtype == before["weights"][name].dtype
+
+
+def test_an_attack_on_buffers_of_nobody_leaves_a_run_its_bits():
+    plain, run = (
+        fit(make_client(net=noisy), blobs(*SIZES), callbacks=callbacks) for callbacks in ([], [BufferAttack(0.0)])
+    )
+    assert equal(plain.weights, run.weights)
+    assert equal(plain.federation.federation_state(), run.federation.federation_state())
+
+
+def test_an_attack_on_buffers_is_the_same_in_a_resumed_run_and_in_every_engine(tmp_path):
+    def run(**settings):
+        callbacks = [BufferAttack(0.25), *settings.pop("further", [])]
+        return fit(make_client(net=steady), blobs(*SIZES), callbacks=callbacks, max_rounds=4, **settings)
+
+    whole = run()
+    run(root=tmp_path, further=[Pause(2)])
+    assert same_end(whole, run(root=tmp_path, ckpt_path="last"))
+    assert equal(whole.weights, run(engine=Processes).weights)
+    vectorised = run(engine=Vectorised).weights
+    assert all(torch.allclose(whole.weights[name], vectorised[name], rtol=1e-4, atol=1e-4) for name in vectorised)
+
+
+def steady(input_shape, num_classes):
+    """With BatchNorm, and without the dropout that engines draw in other orders."""
+    body = torch.nn.Sequential(torch.nn.Linear(input_shape[0], 6), torch.nn.BatchNorm1d(6), torch.nn.ReLU())
+    return Net(body, torch.nn.Linear(6, num_classes))
 
 
 # Who is bad
@@ -386,6 +445,7 @@ def test_a_backdoor_may_be_enlarged():
         (lambda: ModelReplacement(0.1, scale=-1.0), "scale=-1.0 must be above 0"),
         (lambda: ALIE(0.1, z=0.0), "ALIE: z=0.0 must be above 0"),
         (lambda: MinMax(0.1, knowledge="all"), "knowledge='all' must be one of omniscient, own"),
+        (lambda: BufferAttack(0.1, value=math.inf), "BufferAttack: value=inf must be finite"),
         (lambda: Backdoor(0.1, share=0.0), "share=0.0 must be above 0"),
         (lambda: Backdoor(0.1, patch=0), "patch=0 at least 1"),
     ],
@@ -401,14 +461,22 @@ def test_settings_out_of_their_range_are_refused(make, sentence):
         (SignFlip(0.2), FedProto, "SignFlip changes models that clients receive and send, and FedProto sends none"),
         (SignFlip(0.2), IFCA, "and ClusterModels sends none as weights"),
         (ALIE(0.2), Local, "and Local sends none as weights"),
+        (BufferAttack(0.2), FedAvg, "buffer='running_mean' is the end of no .* FedAvg send; take a net with BatchNorm"),
         (Backdoor(0.2), FedAvg, "Backdoor puts a patch of 2 x 2 pixels on images, and inputs have the shape"),
         (LabelFlip(0.2, source=9), FedAvg, "LabelFlip: source=9 must be a class number from 0 to 2"),
     ],
-    ids=["no_weights", "clusters", "local", "no_images", "class"],
+    ids=["no_weights", "clusters", "local", "no_buffers", "no_images", "class"],
 )
 def test_what_it_cannot_attack_is_refused_before_the_first_round(attack, method, sentence):
     with pytest.raises(MisconfigurationException, match=sentence):
         attacked(attack, method=method)
+
+
+def test_buffers_that_stay_with_clients_or_have_another_name_are_refused():
+    for settings, sentence in (({"buffers": "local"}, "take a net with BatchNorm"), ({}, "take one of num_batches_tr")):
+        buffer = "running_mean" if settings else "running_men"
+        with pytest.raises(MisconfigurationException, match=sentence):
+            fit(make_client(net=noisy, **settings), blobs(*SIZES), callbacks=[BufferAttack(0.2, buffer=buffer)])
 
 
 def test_the_command_line(capsys):

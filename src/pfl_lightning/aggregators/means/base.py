@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -160,6 +160,7 @@ class Averaging:
         self.mean, self.seed = mean, server.seed
         # buffers tell of data and have scales of their own, so that distances are of parameters alone
         self.names = server.parameter_names()
+        self.buffers = server.weights.keys() - server.parameter_names(remove_duplicate=False)
         sampling = server.sampling
         mean.check(int(sampling.expected) if sampling and sampling.rate == 1 else server.num_clients)
         mean.begin(server)
@@ -176,7 +177,7 @@ class Averaging:
             draw: number of this mean, from which with the run's seed comes what the rule draws.
         """
         sent = {client: update["weights"] for client, update in updates.items()}
-        return self.entries(sent, weights, origin, draw, self.names)
+        return self.entries(sent, weights, origin, draw, self.names, self.buffers)
 
     def entries(
         self,
@@ -185,6 +186,7 @@ class Averaging:
         origin: StateDict,
         draw: int,
         names: Sequence[str],
+        buffers: Collection[str] = (),
     ) -> Combined:
         """The mean of any entries; those that aren't finite are left out, and without others it is the origin.
 
@@ -194,6 +196,7 @@ class Averaging:
             origin: the same.
             draw: the same.
             names: the entries that distances are taken over.
+            buffers: those that aren't parameters, of which medians are taken.
         """
         clients = [client for client in sorted(sent) if is_finite(sent[client])]
         if dropped := sorted(sent.keys() - set(clients)):
@@ -202,7 +205,8 @@ class Averaging:
             return Combined(dict(origin), {})
         counts = torch.tensor([weights[client] for client in clients], dtype=torch.float64)
         seed = derive_seed(self.seed, "mean", draw)
-        found = self.mean.of(Vectors([sent[k] for k in clients], origin, names, counts / counts.sum(), seed))
+        states = [sent[client] for client in clients]
+        found = self.mean.of(Vectors(states, origin, names, counts / counts.sum(), seed, buffers=buffers))
         if found.shares is None:
             return Combined(found.entries, {})
         return Combined(

@@ -6,9 +6,8 @@ Source: El Mhamdi, Guerraoui and Rouault, 2018 (https://arxiv.org/abs/1802.07927
 from torch import Tensor
 
 from pfl_lightning.aggregators.means.base import Assumed, Mean
-from pfl_lightning.aggregators.means.coordinates import median
 from pfl_lightning.aggregators.means.krum import by_score
-from pfl_lightning.aggregators.means.vectors import Sum, Vectors
+from pfl_lightning.aggregators.means.vectors import Sum, Vectors, median
 
 
 class Bulyan(Mean):

@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from pfl_lightning.aggregators.means.base import Assumed, Mean
-from pfl_lightning.aggregators.means.vectors import Sum, Vectors
+from pfl_lightning.aggregators.means.vectors import Sum, Vectors, median
 
 
 class CoordinateMedian(Mean):
@@ -50,21 +50,6 @@ class TrimmedMean(Mean):
     def of(self, vectors: Vectors) -> Sum:
         """Takes the trimmed mean of each coordinate."""
         return vectors.by_coordinate(partial(trimmed_mean, k=self._bad.among(len(vectors))))
-
-
-def median(rows: Tensor) -> Tensor:
-    """The median of each column.
-
-    >>> import torch
-    >>> median(torch.tensor([[1.0, 5.0], [9.0, 5.0], [3.0, 7.0], [2.0, 8.0]]))
-    tensor([2.5000, 6.0000])
-
-    Args:
-        rows: ``[n, w]``.
-    """
-    ordered, n = rows.sort(0).values, len(rows)
-    low, high = ordered[(n - 1) // 2], ordered[n // 2]
-    return low + (high - low) / 2
 
 
 def trimmed_mean(rows: Tensor, k: int) -> Tensor:

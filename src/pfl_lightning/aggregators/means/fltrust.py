@@ -38,7 +38,8 @@ class FLTrust(Mean):
 
     In each round the server trains :math:`x` on its samples (``data.server_fraction``, or ``data.public`` with the
     same classes), dropout off; :math:`\Delta_0` is as long as that makes it, so give the epochs, batches and rate that
-    clients have. If nobody is trusted, the model stays, with a warning. Any number of bad clients is borne, as far as
+    clients have. Of buffers it takes the median over those who are trusted. If nobody is trusted, the model stays, with
+    a warning. Any number of bad clients is borne, as far as
     the server's samples say what is right. Source: Cao et al., 2021 (https://arxiv.org/abs/2012.13995), whose server
     has 100 samples.
 
@@ -104,7 +105,8 @@ class FLTrust(Mean):
             rank_zero_warn("aggregator.mean=FLTrust trusts no upload of this round, so that the model stays as it was.")
             return Sum(dict(vectors.origin), torch.zeros(n, dtype=torch.float64))
         factors = torch.where(lengths[:n] > 0, lengths[n] / lengths[:n], 0.0)
-        return vectors.combined(trust / trust.sum() * factors)
+        # short changes have shares far above 1, by which buffers would go anywhere
+        return vectors.combined(trust / trust.sum() * factors, trust.nonzero().flatten().tolist())
 
     def trained(self, origin: Mapping[str, Tensor], names: Sequence[str], seed: int) -> StateDict:
         """The server's own model: the named entries of the last one, after training.

@@ -1,6 +1,6 @@
 """What the clients of a round sent, as vectors side by side, for rules that combine them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, reduce
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ class Sum(NamedTuple):
 
     Args:
         entries: the result, with the names, shapes and types of what was sent.
-        shares: how much of each upload is in it ``[n]``, at least 0; None where that differs
+        shares: how much of each upload is in it, but for buffers, ``[n]``, at least 0; None where that differs
             from coordinate to coordinate.
     """
 
@@ -28,8 +28,9 @@ class Sum(NamedTuple):
 class Vectors:
     r"""Uploads :math:`x_1, \ldots, x_n` of a round, of one shape, or n mixtures of them.
 
-    Floating entries are the coordinates. Of integer ones, such as BatchNorm's counters, the lower median is taken,
-    whatever the rule.
+    Floating entries are the coordinates. Distances tell nothing of buffers, so that who trains honestly could send any:
+    of floating ones the median of each coordinate is taken where a rule sums uploads up, and the lower one of integer
+    ones, such as BatchNorm's counters, whatever the rule. Running variances are at least 0.
 
     Args:
         sent: named tensors of each client, at least one client.
@@ -38,6 +39,7 @@ class Vectors:
         weights: by how much each client would count in a mean ``[n]``, summing to 1.
         seed: of what a rule draws.
         mixing: a matrix ``[m, n]`` whose rows sum to 1: the vectors are then these means of uploads.
+        buffers: names of the entries that aren't parameters, such as BatchNorm's running statistics.
     """
 
     def __init__(
@@ -48,10 +50,11 @@ class Vectors:
         weights: Tensor,
         seed: int = 0,
         mixing: Tensor | None = None,
+        buffers: Collection[str] = (),
     ) -> None:
         self.sent, self.origin, self.names = sent, origin, names
         self.weights, self.seed = weights, seed
-        self.mixing = mixing
+        self.mixing, self.buffers = mixing, buffers
 
     def __len__(self) -> int:
         return len(self.sent) if self.mixing is None else len(self.mixing)
@@ -78,14 +81,16 @@ class Vectors:
         """
         whole = mixing if self.mixing is None else mixing @ self.mixing
         weights = torch.full((len(whole),), 1 / len(whole), dtype=torch.float64)
-        return Vectors(self.sent, self.origin, self.names, weights, self.seed, whole)
+        return Vectors(self.sent, self.origin, self.names, weights, self.seed, whole, self.buffers)
 
-    def combined(self, shares: Tensor) -> Sum:
-        r"""The sum :math:`\sum_k a_k x_k`, and as much of the origin as the shares leave to 1.
+    def combined(self, shares: Tensor, heard: Sequence[int] | None = None) -> Sum:
+        r"""The sum :math:`\sum_k a_k x_k`, and as much of the origin as the shares leave to 1; of buffers the median.
 
         Args:
             shares: :math:`a_k` of each vector ``[m]``, at least 0; where they sum to more than 1, the origin counts
                 negatively, so that changes to it are added up all the same.
+            heard: positions of the uploads that medians of buffers are taken of, at least one; None is all, as those
+                that a rule leaves out may be honest and those that it keeps may not be.
         """
         own = shares if self.mixing is None else shares @ self.mixing
         rest = 1 - float(own.sum())
@@ -94,9 +99,10 @@ class Vectors:
         for name in self.sent[first]:
             tensors = column(self.sent, name)
             tensor = tensors[first]
-            if not tensor.is_floating_point():
-                kept = [each for each, share in zip(tensors, own.tolist(), strict=True) if share > 0]
-                entries[name] = lower_median(kept or [tensor])
+            if name in self.buffers or not tensor.is_floating_point():
+                entries[name] = median_of_buffer(
+                    name, tensors if heard is None else [tensors[index] for index in heard]
+                )
                 continue
             # by differences to one that counts: equal uploads then are their own mean bit for bit, and one that is
             # far away takes no digits from the others
@@ -113,17 +119,20 @@ class Vectors:
     def by_coordinate(self, rule: Callable[[Tensor], Tensor]) -> Sum:
         """What a rule makes of each coordinate, of a block of them at a time, which bounds memory.
 
+        Of mixtures the buffers are no coordinates: who sends any would be in most of the means.
+
         Args:
             rule: gives ``[w]`` of ``[m, w]`` in float64.
         """
         entries = {}
         for name in self.sent[0]:
             tensors = column(self.sent, name)
-            if not tensors[0].is_floating_point():
-                entries[name] = lower_median(tensors)
+            if (self.mixing is not None and name in self.buffers) or not tensors[0].is_floating_point():
+                entries[name] = median_of_buffer(name, tensors)
                 continue
             parts = [rule(self._mixed_rows(rows.double())) for rows in blocks(tensors)]
-            entries[name] = torch.cat(parts).view(tensors[0].shape).to(tensors[0].dtype)
+            result = torch.cat(parts).view(tensors[0].shape).to(tensors[0].dtype)
+            entries[name] = within_range(name, result) if name in self.buffers else result
         return Sum(on_cpu(entries), None)
 
     def _mixed_rows(self, rows: Tensor) -> Tensor:
@@ -137,6 +146,42 @@ class Vectors:
 def on_cpu(entries: StateDict) -> StateDict:
     """What was computed where the clients trained, for the server to keep."""
     return dict(zip(entries, moved([*entries.values()], CPU), strict=True))
+
+
+def median_of_buffer(name: str, tensors: list[Tensor]) -> Tensor:
+    """The median of each coordinate of a buffer, as few uploads can't move it; of integers the lower one.
+
+    >>> median_of_buffer("running_mean", [torch.tensor([0.5]), torch.tensor([1e6]), torch.tensor([0.25])])
+    tensor([0.5000])
+
+    Args:
+        name: the buffer's.
+        tensors: of one shape, at least one.
+    """
+    if not tensors[0].is_floating_point():
+        return lower_median(tensors)
+    parts = [median(rows.double()) for rows in blocks(tensors)]
+    return within_range(name, torch.cat(parts).view(tensors[0].shape).to(tensors[0].dtype))
+
+
+def within_range(name: str, buffer: Tensor) -> Tensor:
+    """A floating buffer, without negative values if it holds variances, whose roots nets take."""
+    return buffer.clamp_min(0) if name.endswith("running_var") else buffer
+
+
+def median(rows: Tensor) -> Tensor:
+    """The median of each column.
+
+    >>> import torch
+    >>> median(torch.tensor([[1.0, 5.0], [9.0, 5.0], [3.0, 7.0], [2.0, 8.0]]))
+    tensor([2.5000, 6.0000])
+
+    Args:
+        rows: ``[n, w]``.
+    """
+    ordered, n = rows.sort(0).values, len(rows)
+    low, high = ordered[(n - 1) // 2], ordered[n // 2]
+    return low + (high - low) / 2
 
 
 def lower_median(tensors: Sequence[Tensor]) -> Tensor:

@@ -2,19 +2,21 @@
 
 from pfl_lightning.callbacks.attacks.backdoor import Backdoor
 from pfl_lightning.callbacks.attacks.base import Attack
-from pfl_lightning.callbacks.attacks.colluding import ALIE, IPM, MinMax
+from pfl_lightning.callbacks.attacks.colluding import ALIE, IPM, MinMax, MinSum
 from pfl_lightning.callbacks.attacks.samples import LabelFlip
-from pfl_lightning.callbacks.attacks.uploads import FreeRider, GaussianUpload, ModelReplacement, SignFlip
+from pfl_lightning.callbacks.attacks.uploads import BufferAttack, FreeRider, GaussianUpload, ModelReplacement, SignFlip
 
 __all__ = [
     "ALIE",
     "IPM",
     "Attack",
     "Backdoor",
+    "BufferAttack",
     "FreeRider",
     "GaussianUpload",
     "LabelFlip",
     "MinMax",
+    "MinSum",
     "ModelReplacement",
     "SignFlip",
 ]

@@ -1,5 +1,6 @@
 """Attacks of bad clients who know each other's models, or everybody's, and all send one that passes for honest."""
 
+import math
 from statistics import NormalDist
 from typing import Literal, TypeAlias
 
@@ -112,6 +113,25 @@ class MinMax(Colluding):
         return {name: mean[name] - gamma * deviation[name] for name in mean}
 
 
+class MinSum(Colluding):
+    r"""Sends :math:`\mu - \gamma \sigma`, as far as it is no further from all together than one of them is.
+
+    .. math::
+
+        \sum_i \lVert \mu - \gamma \sigma - h_i \rVert^2 \le \max_i \sum_j \lVert h_i - h_j \rVert^2
+
+    over the known models :math:`h_i`, with the largest such :math:`\gamma`: nearer to them than `MinMax` as a rule, and
+    harder to tell by sums of distances, such as Krum's. Source: Shejwalkar and Houmansadr, 2021, NDSS
+    (https://doi.org/10.14722/ndss.2021.24498). Takes the arguments of `Colluding`.
+    """
+
+    def forged(self, view: View) -> StateDict:
+        """As far as it may."""
+        mean, deviation = moments(view.known)
+        gamma = largest_gamma(view.known, mean, deviation, together=True)
+        return {name: mean[name] - gamma * deviation[name] for name in mean}
+
+
 def moments(known: list[StateDict]) -> tuple[StateDict, StateDict]:
     """Mean and deviation of models, coordinate by coordinate."""
     stacks = {name: torch.stack([model[name] for model in known]) for name in known[0]}
@@ -134,8 +154,15 @@ def largest_z(clients: int, bad: int) -> float:
     return max(NormalDist().inv_cdf(share), 0.0) if share > 0 else 0.0
 
 
-def largest_gamma(known: list[StateDict], mean: StateDict, deviation: StateDict) -> float:
-    r"""The largest :math:`\gamma` of `MinMax`; 0 where models don't differ."""
+def largest_gamma(known: list[StateDict], mean: StateDict, deviation: StateDict, together: bool = False) -> float:
+    r"""The largest :math:`\gamma` of `MinMax`, or `MinSum`; 0 where models don't differ.
+
+    Args:
+        known: the models.
+        mean: theirs.
+        deviation: theirs, as by `moments`.
+        together: whether it is by the sum of squared distances to all, or by the largest distance.
+    """
     names = list(mean)
     among = inner_products([*known, {n: mean[n] - deviation[n] for n in names}], names, mean)[:-1, :-1]
     squares, along = among.diagonal()[:-1], -among[:-1, -1]
@@ -143,6 +170,9 @@ def largest_gamma(known: list[StateDict], mean: StateDict, deviation: StateDict)
     if own == 0:
         return 0.0
     pairs = squares[:, None] + squares - 2 * among[:-1, :-1]
+    if together:
+        # means over i of the terms below, in which those along the deviation cancel
+        return math.sqrt(max(float(pairs.mean(1).max() - squares.mean()), 0.0) / own)
     # || mean - gamma deviation - h_i ||^2 = squares + 2 gamma along + gamma^2 own
     roots = ((along**2 + own * (pairs.max() - squares)).clamp_min(0).sqrt() - along) / own
     return float(roots.min())

@@ -11,13 +11,14 @@ from lightning.pytorch import Trainer
 from torch import Generator, Tensor
 
 from pfl_lightning.callbacks.attacks.base import Attack
+from pfl_lightning.client import ClientModule
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.messages import StateDict, Updates
 from pfl_lightning.seeds import derive_seed
 
 
 class View(NamedTuple):
-    """What a bad client of a round sees, as parameters in float64.
+    """What a bad client of a round sees, as the entries in float64 that its attack changes.
 
     Args:
         received: the model x that it received.
@@ -39,8 +40,9 @@ class View(NamedTuple):
 class UploadAttack(Attack):
     """Lets bad clients send other parameters than those that they trained.
 
-    Running statistics and all other entries of their updates stay what they are, such as control variates and numbers
-    of samples. It comes after the count of bytes, and before the server. Name it before callbacks that look at updates.
+    Running statistics, but for `BufferAttack`, and all other entries of their updates stay what they are, such as
+    control variates and numbers of samples. It comes after the count of bytes, and before the server. Name it before
+    callbacks that look at updates.
 
     Args:
         fraction: as for `Attack`.
@@ -52,9 +54,17 @@ class UploadAttack(Attack):
     colludes = False
     """Whether the bad clients of a round all send one model."""
 
+    def names(self, client: ClientModule) -> list[str]:
+        """The entries that it changes, as far as they are sent: all parameters.
+
+        Args:
+            client: the client module.
+        """
+        return [name for name, _ in client.named_parameters(remove_duplicate=False)]
+
     @abstractmethod
     def forged(self, view: View) -> StateDict:
-        """The parameters that a bad client sends.
+        """The entries that a bad client sends in the place of its own.
 
         Args:
             view: what it sees.
@@ -76,7 +86,7 @@ class UploadAttack(Attack):
         bad = sorted(self.bad(federation).intersection(updates))
         if not bad:
             return
-        names = [name for name, _ in federation.client.named_parameters(remove_duplicate=False)]
+        names = self.names(federation.client)
         known = [double(updates[client]["weights"], names) for client in self.seen(bad, updates)]
         model: StateDict | None = None
         for client in bad:
@@ -181,6 +191,49 @@ class ModelReplacement(UploadAttack):
         """Enlarged."""
         scale = view.clients / view.bad if self.scale is None else self.scale
         return {name: x + scale * (view.own[name] - x) for name, x in view.received.items()}
+
+
+class BufferAttack(UploadAttack):
+    """Trains honestly, and sends one value in the place of running statistics.
+
+    Distances between parameters don't show it. Where a mean over n clients takes it, the model of all is off by n-th
+    parts of it.
+
+    Args:
+        fraction: as for `Attack`.
+        value: what is sent, finite; below 0 for variances, or 0, it makes nets fail instead of err.
+        buffer: what names of the buffers end with, such as ``running_var`` or ``num_batches_tracked``.
+
+    Raises:
+        MisconfigurationException: if a value is out of its range; before the first round, if clients share no such
+            buffer.
+    """
+
+    def __init__(self, fraction: float, value: float = 1e6, buffer: str = "running_mean") -> None:
+        super().__init__(fraction)
+        if not math.isfinite(value):
+            raise MisconfigurationException(f"BufferAttack: value={value} must be finite, such as 1e6.")
+        self.value, self.buffer = value, buffer
+
+    def names(self, client: ClientModule) -> list[str]:
+        """The buffers of that name."""
+        return [name for name, _ in client.named_buffers(remove_duplicate=False) if name.endswith(self.buffer)]
+
+    def check(self, federation: Federation) -> None:
+        """Refuses nets without such buffers, too."""
+        super().check(federation)
+        client = federation.client
+        if not any(client.is_shared(name) for name in self.names(client)):
+            shared = sorted({name.rpartition(".")[2] for name, _ in client.named_buffers() if client.is_shared(name)})
+            raise MisconfigurationException(
+                f"BufferAttack: buffer={self.buffer!r} is the end of no buffer's name that clients of "
+                f"{type(client).__name__} send; "
+                + (f"take one of {', '.join(shared)}." if shared else "take a net with BatchNorm, or SignFlip.")
+            )
+
+    def forged(self, view: View) -> StateDict:
+        """The value."""
+        return {name: torch.full_like(x, self.value) for name, x in view.received.items()}
 
 
 def double(weights: Mapping[str, Tensor], names: list[str]) -> StateDict:
