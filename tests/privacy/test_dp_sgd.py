@@ -13,7 +13,9 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from federations import (
+    Altered,
     Pause,
+    Spy,
     blobs,
     check_order_and_resume,
     equal,
@@ -320,6 +322,88 @@ def test_evaluation_after_training_on_a_copy_is_without_noise():
     assert quiet.rows[0]["val/acc"] > quiet.rows[0]["val_received/acc"]
 
 
+# Who counts
+
+
+class OneChanged(Altered):
+    """A client's first sample isn't what data modules have checked."""
+
+    value, who = 0.0, 1
+
+    def alter(self, part, client, split):
+        if split != "train" or client != self.who:
+            return part
+        x = part.x.clone()
+        x[0] = self.value
+        return Samples(x, part.y)
+
+
+def with_value(value):
+    data = blobs(24, 16, 30, data=OneChanged, batch_size=30)
+    data.value = value
+    return data
+
+
+def everything_told(method, engine, value):
+    """What the server gets in two rounds, and what of the rounds is public."""
+    spy = Spy()
+    run = fit(
+        make_client(method, optimizer=PLAIN, net=linear), with_value(value), engine=engine, callbacks=[spy],
+        local_steps=1, max_rounds=2, example_privacy=DPSGD(1.0, 0.2),
+    )  # fmt: skip
+    names = ["round", "cohort", "lr", "bytes/up", "bytes/down", "privacy/epsilon"]
+    names += [name for name in run.rows[0] if name.startswith("clients")]
+    told = {
+        "cohorts": spy.cohorts,
+        "senders": [list(updates) for updates in spy.updates],
+        "entries": [[sorted(update) for update in updates.values()] for updates in spy.updates],
+        "num_samples": [[int(update["num_samples"]) for update in updates.values()] for updates in spy.updates],
+        "shares": run.federation.aggregator.state["shares"],
+        "spent": run.federation.spent,
+        "rows": [[row[name] for name in names] for row in run.rows],
+    }
+    return told, spy.updates[0]
+
+
+@pytest.mark.parametrize("engine", [Sequential, Vectorised, Processes])
+@pytest.mark.parametrize("method", [FedAvg, partial(Ditto, personal_epochs=3)], ids=["FedAvg", "Ditto"])
+def test_one_sample_changes_its_own_upload_by_the_bound_and_nothing_else(method, engine):
+    told, usual = everything_told(method, engine, 0.5)
+    assert told["senders"] == [[0, 1, 2]] * 2
+    assert told["entries"] == [[["num_samples", "weights"]] * 3] * 2
+    names = sorted(usual[1]["weights"])
+    for value in (0.51, 3.0, 1e20, -3e38, math.nan, math.inf):
+        others, first = everything_told(method, engine, value)
+        assert others == told
+        assert equal([first[0], first[2]], [usual[0], usual[2]])
+        moved = flat(first[1]["weights"], names) - flat(usual[1]["weights"], names)
+        # a rate of 0.5, one sample for another among all
+        assert 0 < float(moved.norm()) <= 0.5 * 2 * 0.2 / told["num_samples"][0][1] * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("engine", [Sequential, Vectorised])
+def test_a_sample_of_the_only_client_ends_no_run(engine):
+    data = blobs(16, data=OneChanged)
+    data.value, data.who = math.nan, 0
+    run = fit(make_client(), data, engine=engine, example_privacy=DPSGD(1.0), max_rounds=2)
+    assert [(row["clients"], row["clients_diverged"]) for row in run.rows] == [(1, 0), (1, 0)]
+
+
+def test_uploads_that_are_not_finite_are_left_out_and_end_no_run():
+    wild = make_client(optimizer=partial(SGD, lr=1e38))
+    start = {name: tensor.clone() for name, tensor in wild.state_dict().items()}
+    with pytest.warns(UserWarning, match="left out of the aggregation"):
+        run = fit(wild, example_privacy=DPSGD(1e3), max_rounds=2)
+    assert [(row["clients"], row["clients_diverged"]) for row in run.rows] == [(0, 4), (0, 4)]
+    assert all(torch.equal(run.weights[name], tensor) for name, tensor in start.items())
+
+
+@pytest.mark.parametrize("engine", [Sequential, Vectorised, Processes])
+def test_what_stays_and_is_not_finite_is_told(engine):
+    with pytest.warns(UserWarning, match="round 1: what stays with client 1 became NaN or infinite"):
+        fit(make_client(Ditto), with_value(math.nan), engine=engine, example_privacy=DPSGD(1.0), max_rounds=1)
+
+
 # Accounts
 
 
@@ -471,6 +555,7 @@ def test_what_does_not_go_with_it_is_refused():
     refused("has BatchNorm, where samples meet", make_client(net=noisy))
     refused("gradient_clip_val=1.0 clips what", gradient_clip_val=1.0)
     refused("compile=true compiles steps of whole batches", compile=True, engine="vectorised")
+    refused("detect_anomaly=true ends a run at a sample", detect_anomaly=True)
     refused("delta=0.1 must be below 1 / ", example_privacy=DPSGD(1.0, delta=0.1))
 
 

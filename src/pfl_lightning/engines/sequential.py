@@ -124,7 +124,12 @@ class Sequential(Engine):
             update=update,
             state=state,
             metrics=metrics,
-            finite=all(map(math.isfinite, metrics.values())) and is_finite(update) and is_finite(state.personal),
+            # under example privacy by the upload alone: the rest tells of samples without noise
+            finite=is_finite(update)
+            and (
+                self.work.example_privacy is not None
+                or (all(map(math.isfinite, metrics.values())) and is_finite(state.personal))
+            ),
             after=after,
             seconds=time.perf_counter() - start,
         )

@@ -20,7 +20,7 @@ from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.federation.base import FederationBase
 from pfl_lightning.federation.evaluation import Metrics
 from pfl_lightning.federation.options import is_count
-from pfl_lightning.messages import Message
+from pfl_lightning.messages import Message, is_finite
 from pfl_lightning.runs.tables import text_table
 from pfl_lightning.seeds import derive_seed
 
@@ -85,7 +85,7 @@ def join(federation: FederationBase, epochs: int | None = None, rounds: int = 1)
                 states = {client: outcome.state for client, outcome in outcomes.items()}
                 if round + 1 < rounds:
                     payloads = answers(federation, outcomes)
-    if diverged := [client for client, outcome in outcomes.items() if not outcome.finite]:
+    if diverged := [c for c, outcome in outcomes.items() if not (outcome.finite and is_finite(outcome.state.personal))]:
         rank_zero_warn(f"the loss or the weights of new clients {', '.join(map(str, diverged))} became NaN or infinite")
     whole = overrides(federation.client, "joining_phases")
     return reported(

@@ -16,8 +16,8 @@ OWNER = "trainer.example_privacy"
 ADJACENCY = "add or remove: a sample of one client is there or isn't; how many samples clients have is public"
 NOT_COVERED = (
     "how many samples clients have; phases that stay with their client, and evaluation; train and val metrics, and "
-    "what is chosen by them; clients_diverged; checkpoints, which hold personal states; who knows the run's seed, from "
-    "which batches and noise are drawn"
+    "what is chosen by them; checkpoints, which hold personal states; who knows the run's seed, from which batches and "
+    "noise are drawn"
 )
 
 
