@@ -15,6 +15,7 @@ from torch.optim import SGD
 from federations import (
     Altered,
     Pause,
+    Sizes,
     Spy,
     blobs,
     check_order_and_resume,
@@ -402,6 +403,14 @@ def test_uploads_that_are_not_finite_are_left_out_and_end_no_run():
 def test_what_stays_and_is_not_finite_is_told(engine):
     with pytest.warns(UserWarning, match="round 1: what stays with client 1 became NaN or infinite"):
         fit(make_client(Ditto), with_value(math.nan), engine=engine, example_privacy=DPSGD(1.0), max_rounds=1)
+
+
+def test_what_stays_with_new_clients_and_is_not_finite_is_told():
+    data = OneChanged(num_clients=2, new_clients=1, partitioner=Sizes(24, 16, 30), batch_size=5)
+    data.value, data.who = math.nan, 2
+    run = fit(make_client(Ditto), data, example_privacy=DPSGD(1.0), max_rounds=1)
+    with pytest.warns(UserWarning, match="the loss or the weights of new clients 2 became NaN or infinite"):
+        run.trainer.join(run.model, datamodule=data)
 
 
 # Accounts

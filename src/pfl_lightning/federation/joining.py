@@ -3,6 +3,7 @@
 Nothing of them is aggregated, and nothing of the federation changes.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -108,7 +109,11 @@ def joined_row(federation: FederationBase, epochs: int | None, rounds: int) -> d
         logger.log_metrics(metrics, step=federation.round)
         logger.save()
     names = [name.removeprefix("new/") for name in metrics if name.startswith("new/")]
-    cells = [[name, *(f"{metrics[f'{when}/{name}']:.4g}" for when in ("new_received", "new"))] for name in names]
+    # a model that became NaN has counts of clients that have a metric, which the received one lacks
+    cells = [
+        [name, *(f"{metrics.get(f'{when}/{name}', math.nan):.4g}" for when in ("new_received", "new"))]
+        for name in names
+    ]
     rank_zero_only(print)(text_table([["new clients, test", "received", "joined"], *cells]))
     return metrics
 
