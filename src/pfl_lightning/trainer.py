@@ -106,6 +106,11 @@ class FederatedTrainer(RunFolders):
         **kwargs: Any,
     ) -> None:
         refuse_meaningless(max_rounds, kwargs)
+        if example_privacy is not None and kwargs.get("detect_anomaly"):
+            raise MisconfigurationException(
+                "trainer.detect_anomaly=true ends a run at a sample whose gradient isn't finite, and "
+                "trainer.example_privacy would not cover that it does; leave it out."
+            )
         self.rounds = FederationOptions(
             clients_per_round=clients_per_round,
             local_epochs=local_epochs,

@@ -1,17 +1,22 @@
 import json
 import math
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import MixedPrecision
 from scipy.stats import chi2
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
 from federations import (
+    Altered,
     Pause,
+    Sizes,
+    Spy,
     blobs,
     check_order_and_resume,
     equal,
@@ -25,11 +30,12 @@ from federations import (
 )
 from pfl_lightning import WeightedAverage
 from pfl_lightning.client import Phase
-from pfl_lightning.data import Samples
-from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised
+from pfl_lightning.data import Natural, Samples, TensorData
+from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised, sequential
 from pfl_lightning.engines.base import LocalWork
-from pfl_lightning.engines.examples import Draws, ExampleGradients
+from pfl_lightning.engines.examples import Draws, ExampleGradients, noised
 from pfl_lightning.engines.slots import Slots
+from pfl_lightning.engines.vmap import private
 from pfl_lightning.methods import (
     MOON,
     SCAFFOLD,
@@ -52,13 +58,16 @@ from pfl_lightning.nets import Net
 from pfl_lightning.privacy import DPSGD, DPAverage, Release, epsilon
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.selection import PowerOfChoice
+from pfl_lightning.tasks import Classification
 
 PLAIN = partial(SGD, lr=0.5)
 
 
 def sums_of(client, samples, taken=None, clip=1.0, at_once=None):
     slots = Slots(client)
-    gradients = ExampleGradients(client, slots, [name for name, _ in client.named_parameters()], clip, at_once)
+    gradients = ExampleGradients(
+        client, slots, [name for name, _ in client.named_parameters()], clip, at_once, nullcontext
+    )
     taken = torch.ones(len(samples), dtype=torch.float64) if taken is None else taken
     return gradients.sums(slots.current(), (samples.x, samples.y), taken, 0)
 
@@ -112,6 +121,65 @@ def test_one_sample_moves_the_sum_by_the_bound_at_most(value):
     without, _ = sums_of(client, samples.take(slice(1, None)), clip=0.7)
     moved = flat(with_it, with_it) - flat(without, without)
     assert float(moved.norm()) <= 0.7 + 1e-12
+
+
+@pytest.mark.parametrize("value", [1e20, 1e37])
+def test_a_huge_gradient_is_bounded_and_not_lost(value):
+    client = make_client(net=linear)
+    moved, _ = sums_of(client, Samples(torch.full((1, 6), value), torch.tensor([1])), clip=0.7)
+    assert float(flat(moved, moved).norm()) == pytest.approx(0.7)
+
+
+def test_means_are_of_the_samples_that_count():
+    """What only fills a row up may be a sample that isn't finite."""
+    client, samples = make_client(), Samples(*points(12, 4))
+    samples.x[0] = math.nan
+    _, totals = sums_of(client, samples, torch.arange(12) % 12 > 0)
+    _, expected = sums_of(client, samples.take(slice(1, None)))
+    assert totals["loss"] == pytest.approx(float(expected["loss"]))
+
+
+def neighbours(count):
+    """Two pairs of clients, of which one has a sample more: of samples that are all alike, and of others."""
+    drawn = torch.Generator().manual_seed(count)
+    same = torch.randn(1, 6, generator=drawn).expand(count + 1, -1)
+    rows = [same, same + 0.3 * torch.randn(count + 1, 6, generator=drawn)]
+    rows = [kind[first:] for first in (0, 1) for kind in rows]
+    owners = [client for client, own in enumerate(rows) for _ in own]
+    return TensorData(
+        torch.cat(rows), torch.zeros(len(owners), dtype=torch.int64), Classification(3), owners,
+        partitioner=Natural(), batch_size=count + 1, test_fraction=0, val_fraction=0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [1, 16, 512])
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
+@pytest.mark.parametrize("engine", [Sequential, Vectorised])
+def test_a_further_sample_moves_the_sum_by_the_bound_at_most_in_each_precision(engine, precision, count, monkeypatch):
+    found = []
+
+    def spied(sums, *others):
+        rows = 1 if engine is Sequential else 4
+        found.extend(torch.cat([sums[name].double().reshape(rows, -1) for name in sorted(sums)], -1))
+        return noised(sums, *others)
+
+    monkeypatch.setattr(sequential if engine is Sequential else private, "noised", spied)
+    clip = 0.3
+    fit(
+        make_client(), neighbours(count), engine=engine, precision=precision, local_steps=1, max_rounds=1,
+        example_privacy=DPSGD(0.0, clip), limit_val_batches=0,
+    )  # fmt: skip
+    moved = [float((found[kind] - found[kind + 2]).norm()) for kind in (0, 1)]
+    assert max(moved) <= clip * (1 + 1e-5)
+    # nearer to it than half precision comes
+    assert moved[0] == pytest.approx(clip, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_is_as_fine_as_what_it_hides(dtype):
+    noise = DPSGD(1.0).noise([torch.zeros(2, 3), torch.zeros(4, dtype=dtype)], torch.Generator().manual_seed(0))
+    assert noise.shape == (10,) and noise.dtype == dtype
+    assert torch.equal(noise.float().to(dtype), noise) == (dtype is torch.float32)
 
 
 def test_without_noise_and_bound_a_step_is_the_plain_one_on_the_drawn_batch():
@@ -193,6 +261,11 @@ def test_private_runs_resume_bit_for_bit_in_any_order_of_clients(method, tmp_pat
     check_order_and_resume(made, tmp_path, example_privacy=DPSGD(0.8, 0.5))
 
 
+def linear(input_shape, num_classes):
+    """Without anything that saturates."""
+    return Net(nn.Linear(input_shape[0], 4), nn.Linear(4, num_classes))
+
+
 def dropped(input_shape, num_classes):
     return Net(nn.Sequential(nn.Linear(input_shape[0], 5), nn.Tanh(), nn.Dropout(0.3)), nn.Linear(5, num_classes))
 
@@ -248,6 +321,96 @@ def test_evaluation_after_training_on_a_copy_is_without_noise():
     """FedBABU's fine-tuning, which nobody learns of."""
     quiet = fit(make_client(FedBABU), example_privacy=DPSGD(0.0, 1e-9), max_rounds=1)
     assert quiet.rows[0]["val/acc"] > quiet.rows[0]["val_received/acc"]
+
+
+# Who counts
+
+
+class OneChanged(Altered):
+    """A client's first sample isn't what data modules have checked."""
+
+    value, who = 0.0, 1
+
+    def alter(self, part, client, split):
+        if split != "train" or client != self.who:
+            return part
+        x = part.x.clone()
+        x[0] = self.value
+        return Samples(x, part.y)
+
+
+def with_value(value):
+    data = blobs(24, 16, 30, data=OneChanged, batch_size=30)
+    data.value = value
+    return data
+
+
+def everything_told(method, engine, value):
+    """What the server gets in two rounds, and what of the rounds is public."""
+    spy = Spy()
+    run = fit(
+        make_client(method, optimizer=PLAIN, net=linear), with_value(value), engine=engine, callbacks=[spy],
+        local_steps=1, max_rounds=2, example_privacy=DPSGD(1.0, 0.2),
+    )  # fmt: skip
+    names = ["round", "cohort", "lr", "bytes/up", "bytes/down", "privacy/epsilon"]
+    names += [name for name in run.rows[0] if name.startswith("clients")]
+    told = {
+        "cohorts": spy.cohorts,
+        "senders": [list(updates) for updates in spy.updates],
+        "entries": [[sorted(update) for update in updates.values()] for updates in spy.updates],
+        "num_samples": [[int(update["num_samples"]) for update in updates.values()] for updates in spy.updates],
+        "shares": run.federation.aggregator.state["shares"],
+        "spent": run.federation.spent,
+        "rows": [[row[name] for name in names] for row in run.rows],
+    }
+    return told, spy.updates[0]
+
+
+@pytest.mark.parametrize("engine", [Sequential, Vectorised, Processes])
+@pytest.mark.parametrize("method", [FedAvg, partial(Ditto, personal_epochs=3)], ids=["FedAvg", "Ditto"])
+def test_one_sample_changes_its_own_upload_by_the_bound_and_nothing_else(method, engine):
+    told, usual = everything_told(method, engine, 0.5)
+    assert told["senders"] == [[0, 1, 2]] * 2
+    assert told["entries"] == [[["num_samples", "weights"]] * 3] * 2
+    names = sorted(usual[1]["weights"])
+    for value in (0.51, 3.0, 1e20, -3e38, math.nan, math.inf):
+        others, first = everything_told(method, engine, value)
+        assert others == told
+        assert equal([first[0], first[2]], [usual[0], usual[2]])
+        moved = flat(first[1]["weights"], names) - flat(usual[1]["weights"], names)
+        # a rate of 0.5, one sample for another among all
+        assert 0 < float(moved.norm()) <= 0.5 * 2 * 0.2 / told["num_samples"][0][1] * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("engine", [Sequential, Vectorised])
+def test_a_sample_of_the_only_client_ends_no_run(engine):
+    data = blobs(16, data=OneChanged)
+    data.value, data.who = math.nan, 0
+    run = fit(make_client(), data, engine=engine, example_privacy=DPSGD(1.0), max_rounds=2)
+    assert [(row["clients"], row["clients_diverged"]) for row in run.rows] == [(1, 0), (1, 0)]
+
+
+def test_uploads_that_are_not_finite_are_left_out_and_end_no_run():
+    wild = make_client(optimizer=partial(SGD, lr=1e38))
+    start = {name: tensor.clone() for name, tensor in wild.state_dict().items()}
+    with pytest.warns(UserWarning, match="left out of the aggregation"):
+        run = fit(wild, example_privacy=DPSGD(1e3), max_rounds=2)
+    assert [(row["clients"], row["clients_diverged"]) for row in run.rows] == [(0, 4), (0, 4)]
+    assert all(torch.equal(run.weights[name], tensor) for name, tensor in start.items())
+
+
+@pytest.mark.parametrize("engine", [Sequential, Vectorised, Processes])
+def test_what_stays_and_is_not_finite_is_told(engine):
+    with pytest.warns(UserWarning, match="round 1: what stays with client 1 became NaN or infinite"):
+        fit(make_client(Ditto), with_value(math.nan), engine=engine, example_privacy=DPSGD(1.0), max_rounds=1)
+
+
+def test_what_stays_with_new_clients_and_is_not_finite_is_told():
+    data = OneChanged(num_clients=2, new_clients=1, partitioner=Sizes(24, 16, 30), batch_size=5)
+    data.value, data.who = math.nan, 2
+    run = fit(make_client(Ditto), data, example_privacy=DPSGD(1.0), max_rounds=1)
+    with pytest.warns(UserWarning, match="the loss or the weights of new clients 2 became NaN or infinite"):
+        run.trainer.join(run.model, datamodule=data)
 
 
 # Accounts
@@ -401,7 +564,23 @@ def test_what_does_not_go_with_it_is_refused():
     refused("has BatchNorm, where samples meet", make_client(net=noisy))
     refused("gradient_clip_val=1.0 clips what", gradient_clip_val=1.0)
     refused("compile=true compiles steps of whole batches", compile=True, engine="vectorised")
+    refused("detect_anomaly=true ends a run at a sample", detect_anomaly=True)
     refused("delta=0.1 must be below 1 / ", example_privacy=DPSGD(1.0, delta=0.1))
+
+
+@pytest.mark.parametrize("engine", [Sequential, Vectorised])
+def test_precisions_that_do_not_go_with_it_are_refused(engine):
+    for precision in ("bf16-true", "16-true"):
+        refused(
+            f"^trainer.precision={precision} doesn't keep weights in single precision, .*; take 32-true, bf16-mixed or "
+            "64-true.$",
+            precision=precision, engine=engine,
+        )  # fmt: skip
+    # which Lightning replaces on a CPU where it is asked for by its name
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    refused(
+        "^trainer.precision=16-mixed scales .*; take 32-true, bf16-mixed or 64-true.$", plugins=[scaled], engine=engine
+    )
 
 
 class Branching(FedAvg):

@@ -140,7 +140,8 @@ class Outcome(NamedTuple):
         update: what it sends to the server, on the CPU.
         state: its state from now on.
         metrics: means of what its ``training_step`` returned, weighted by samples; empty if it had no batch.
-        finite: whether its loss and its update are free of NaN and infinity.
+        finite: whether its loss, its update and its personal entries are free of NaN and infinity; of its update alone
+            where its training is differentially private in each sample.
         after: metrics after training, as `Engine.evaluate` names them.
         seconds: time that it took.
         refused: why nothing of it can be used, where that is so.

@@ -1,7 +1,8 @@
 """Gradients of single samples, bounded and added up: what one step of differentially private training is made of."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NamedTuple, cast
 
@@ -108,19 +109,27 @@ class ExampleGradients:
         trained: names of the entries that gradients are taken to.
         clip: the largest norm of a sample's gradient, over all trained entries together.
         at_once: samples whose gradients are held at a time; None holds all.
+        forward_context: gives the context for a forward pass, such as autocast; nothing else is computed in it.
     """
 
     def __init__(
-        self, module: ClientModule, slots: Slots, trained: list[str], clip: float, at_once: int | None
+        self,
+        module: ClientModule,
+        slots: Slots,
+        trained: list[str],
+        clip: float,
+        at_once: int | None,
+        forward_context: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.module = module
         self.slots = slots
         self.trained = trained
         self.clip = clip
         self.at_once = at_once
+        self.forward_context = forward_context
 
     def sums(self, entries: StateDict, batch: Batch, taken: Tensor, index: int) -> tuple[StateDict, Values]:
-        """Sums over a batch, of the bounded gradients and of what ``training_step`` returns.
+        """Sums over a batch in float64, of the bounded gradients and of what ``training_step`` returns.
 
         Args:
             entries: the client's parameters and buffers by name.
@@ -133,7 +142,8 @@ class ExampleGradients:
 
         def loss(leaves: StateDict, sample: Batch) -> tuple[Tensor, Values]:
             one = tree_map(lambda t: t.unsqueeze(0), sample)
-            values = self.slots.call(step_values, {**others, **leaves}, self.module, one, index)
+            with self.forward_context():
+                values = self.slots.call(step_values, {**others, **leaves}, self.module, one, index)
             return values["loss"], {name: value.detach() for name, value in values.items()}
 
         gradients_of = vmap(grad(loss, has_aux=True), in_dims=(None, 0), randomness="different")
@@ -142,16 +152,27 @@ class ExampleGradients:
         for *part, own in split((*batch, taken), self.at_once or len(taken)):
             gradients, values = gradients_of(leaves, tuple(part))
             sums = added(sums, self._bounded(gradients, own))
-            totals = added(totals, {name: (value * own).sum() for name, value in values.items()})
+            # a sample that only fills up may be one that isn't finite
+            own_values = {name: torch.where(own > 0, exact(value), 0).sum() for name, value in values.items()}
+            totals = added(totals, own_values)
         return sums, totals
 
     def _bounded(self, gradients: StateDict, taken: Tensor) -> StateDict:
         """The sum over samples of gradients whose norm is at most the bound; of one that isn't finite nothing."""
-        squares = [gradient.flatten(1).square().sum(1) for gradient in gradients.values()]
-        norms = torch.stack(squares).sum(0).sqrt()
+        # in float64, as a float32 sum of 4,096 samples moves by up to 1.0004 times the bound, squares of 1e20 overflow,
+        # and products of float32 may be made in TF32
+        parts = [torch.linalg.vector_norm(exact(gradient.flatten(1)), dim=1) for gradient in gradients.values()]
+        norms = torch.linalg.vector_norm(torch.stack(parts), dim=0)
         finite = norms.isfinite()
         factors = torch.where(finite, taken * (self.clip / norms).clamp(max=1), 0)
-        return {name: torch.tensordot(factors, whole(gradient, finite), 1) for name, gradient in gradients.items()}
+        return {
+            name: torch.tensordot(factors, exact(whole(gradient, finite)), 1) for name, gradient in gradients.items()
+        }
+
+
+def exact(tensor: Tensor) -> Tensor:
+    """The tensor in float64, or in float32 on Apple's GPUs, which have no more."""
+    return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
 
 
 def added(one: StateDict, other: StateDict) -> StateDict:
@@ -165,7 +186,7 @@ def whole(gradients: Tensor, finite: Tensor) -> Tensor:
 
 
 def noised(sums: StateDict, noise: Tensor, entries: Mapping[str, Tensor], expected: float | Tensor) -> StateDict:
-    """The gradients of a step, of one client or a row for each of many.
+    """The gradients of a step, of one client or a row for each of many: rounded to the entries' type after the noise.
 
     Args:
         sums: of bounded gradients, by name; empty where no sample was drawn.
@@ -177,9 +198,9 @@ def noised(sums: StateDict, noise: Tensor, entries: Mapping[str, Tensor], expect
     drawn = torch.split(noise, [entry[0].numel() if rows else entry.numel() for entry in entries.values()], dim=-1)
     gradients = {}
     for (name, entry), own in zip(entries.items(), drawn, strict=True):
-        total = own.reshape(entry.shape).to(entry)
+        total = exact(own.reshape(entry.shape).to(entry.device))
         if name in sums:
-            total = total + sums[name].to(entry)
-        each = expected.to(entry).view(*rows, *[1] * (entry.dim() - 1)) if isinstance(expected, Tensor) else expected
-        gradients[name] = total / each
+            total = total + sums[name]
+        each = expected.to(total).view(*rows, *[1] * (entry.dim() - 1)) if isinstance(expected, Tensor) else expected
+        gradients[name] = (total / each).to(entry)
     return gradients

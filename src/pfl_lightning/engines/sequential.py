@@ -124,7 +124,12 @@ class Sequential(Engine):
             update=update,
             state=state,
             metrics=metrics,
-            finite=all(map(math.isfinite, metrics.values())) and is_finite(update) and is_finite(state.personal),
+            # under example privacy by the upload alone: the rest tells of samples without noise
+            finite=is_finite(update)
+            and (
+                self.work.example_privacy is not None
+                or (all(map(math.isfinite, metrics.values())) and is_finite(state.personal))
+            ),
             after=after,
             seconds=time.perf_counter() - start,
         )
@@ -155,8 +160,7 @@ class Sequential(Engine):
                 steps = self._private_steps(privacy, part, phase, parameters, optimizer, generator)
             else:
                 for index, (x, y) in enumerate(self._batches(part, phase, layout.smallest_batch, generator)):
-                    with self.forward_context():
-                        values = step_values(module, (x, y), index)
+                    values = self._values((x, y), index)
                     forget_gradients(trained)
                     self._step(values["loss"], optimizer, scaler, parameters)
                     steps.append((rows_in(y), {name: value.detach() for name, value in values.items()}))
@@ -181,25 +185,25 @@ class Sequential(Engine):
         """Steps by bounded gradients of single samples and noise; a batch of nobody returns nothing."""
         slots = Slots(self.module)
         draws = Draws.of(self.work, phase, len(part))
-        gradients = ExampleGradients(self.module, slots, list(parameters), privacy.clip, privacy.samples_at_once)
-        size = sum(parameter.numel() for parameter in parameters.values())
+        gradients = ExampleGradients(
+            self.module, slots, list(parameters), privacy.clip, privacy.samples_at_once, self.forward_context
+        )
         # of the same memory as what the optimizer steps in
         entries = slots.current()
         steps: list[Step] = []
         for index in range(draws.steps):
             rows = privacy.drawn(len(part), draws.rate, generator)
-            noise = privacy.noise(size, generator)
+            noise = privacy.noise(parameters.values(), generator)
             sums: dict[str, Tensor] = {}
             totals: dict[str, Tensor] = {}
             if count := len(rows):
                 chosen = part.take(rows)
                 batch, taken = (chosen.x, chosen.y), torch.ones(count, device=self.device)
-                with self.forward_context():
-                    sums, totals = computed(
-                        partial(gradients.sums, entries, batch, taken, index),
-                        partial(step_values, self.module, batch, index),
-                        self._without_examples,
-                    )
+                sums, totals = computed(
+                    partial(gradients.sums, entries, batch, taken, index),
+                    partial(self._values, batch, index),
+                    self._without_examples,
+                )
             steps.append((count, {name: total / count for name, total in totals.items()}))
             for name, gradient in noised(sums, noise, parameters, draws.expected).items():
                 parameters[name].grad = gradient
@@ -207,6 +211,11 @@ class Sequential(Engine):
                 self._adjust(parameters)
             optimizer.step()
         return steps
+
+    def _values(self, batch: Batch, index: int) -> dict[str, Tensor]:
+        """What a step returns and logs, under the Trainer's precision."""
+        with self.forward_context():
+            return step_values(self.module, batch, index)
 
     def _without_examples(self, reason: str) -> MisconfigurationException:
         """The refusal of a step that has no gradients of single samples."""

@@ -20,7 +20,7 @@ from pfl_lightning.federation.checkpoint import storable
 from pfl_lightning.federation.evaluation import undisturbed
 from pfl_lightning.federation.metrics import new_row, training_metrics
 from pfl_lightning.federation.outcomes import enough, finite, unrefused
-from pfl_lightning.messages import StateDict, keep_own, num_bytes
+from pfl_lightning.messages import StateDict, is_finite, keep_own, num_bytes
 from pfl_lightning.privacy.dp_sgd import PUBLISHABLE, composed
 
 
@@ -119,7 +119,8 @@ class Federation(FederationBase):
         accepted = unrefused(outcomes, round)
         # under a guarantee the run goes on whoever diverged: that it ends would tell of clients
         private = bool(self.aggregator.guarantee)
-        sound = finite(accepted, round, 0 if private else expected)
+        ends = not private and self.options.example_privacy is None
+        sound = finite(accepted, round, expected if ends else 0)
         updates = {client: outcome.update for client, outcome in sound.items()}
         # as they stand, under the Trainer's precision
         shared = shared_entries(self.client, self.client.state_dict())
@@ -151,6 +152,12 @@ class Federation(FederationBase):
         # states change here and not while clients train: an interrupted round leaves none behind
         for client, outcome in taken.items():
             own = vars(outcome.state)
+            if self.options.example_privacy is not None and not is_finite(outcome.state.personal):
+                # its upload counts all the same, as this tells of samples without noise
+                rank_zero_warn(
+                    f"round {self.round + 1}: what stays with client {client} became NaN or infinite; try a smaller "
+                    "learning rate."
+                )
             kept = storable(own, f"client {client}'s state")
             self.clients[client] = outcome.state if kept is own else ClientState(**kept)
             if self.options.splits_after:

@@ -3,6 +3,7 @@
 Nothing of them is aggregated, and nothing of the federation changes.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.federation.base import FederationBase
 from pfl_lightning.federation.evaluation import Metrics
 from pfl_lightning.federation.options import is_count
-from pfl_lightning.messages import Message
+from pfl_lightning.messages import Message, is_finite
 from pfl_lightning.runs.tables import text_table
 from pfl_lightning.seeds import derive_seed
 
@@ -85,7 +86,7 @@ def join(federation: FederationBase, epochs: int | None = None, rounds: int = 1)
                 states = {client: outcome.state for client, outcome in outcomes.items()}
                 if round + 1 < rounds:
                     payloads = answers(federation, outcomes)
-    if diverged := [client for client, outcome in outcomes.items() if not outcome.finite]:
+    if diverged := [c for c, outcome in outcomes.items() if not (outcome.finite and is_finite(outcome.state.personal))]:
         rank_zero_warn(f"the loss or the weights of new clients {', '.join(map(str, diverged))} became NaN or infinite")
     whole = overrides(federation.client, "joining_phases")
     return reported(
@@ -108,7 +109,11 @@ def joined_row(federation: FederationBase, epochs: int | None, rounds: int) -> d
         logger.log_metrics(metrics, step=federation.round)
         logger.save()
     names = [name.removeprefix("new/") for name in metrics if name.startswith("new/")]
-    cells = [[name, *(f"{metrics[f'{when}/{name}']:.4g}" for when in ("new_received", "new"))] for name in names]
+    # a model that became NaN has counts of clients that have a metric, which the received one lacks
+    cells = [
+        [name, *(f"{metrics.get(f'{when}/{name}', math.nan):.4g}" for when in ("new_received", "new"))]
+        for name in names
+    ]
     rank_zero_only(print)(text_table([["new clients, test", "received", "joined"], *cells]))
     return metrics
 

@@ -114,6 +114,16 @@ class FederationOptions:
                 "leave it out."
             )
 
+    def _check_precision(self, precision: str) -> None:
+        if precision in ("32-true", "64-true", "bf16-mixed"):
+            return
+        reason = (
+            "scales losses of whole batches, and trainer.example_privacy takes them by samples"
+            if precision == "16-mixed"
+            else "doesn't keep weights in single precision, which trainer.example_privacy needs for bounds and noise"
+        )
+        raise MisconfigurationException(f"trainer.precision={precision} {reason}; take 32-true, bf16-mixed or 64-true.")
+
     def monitored(self, client: ClientModule) -> Monitor:
         """The metric that selects rounds: the task's, or the one that is named here.
 
@@ -177,16 +187,13 @@ class FederationOptions:
             trainer: has the precision and the ranks.
         """
         precision, engine = trainer.precision_plugin, self.engine_class
+        if self.example_privacy is not None:
+            self._check_precision(precision.precision)
         sizes = (data.size(client, "train") for client in range(data.num_clients))
         ranks = trainer.world_size
         stays = stay_on_device(self.client_states, modules, data.num_clients, ranks)
         private = replace(self.work(data), example_privacy=self.example_privacy, keeps_on_device=stays)
         work = calibrated(private, modules, sizes, trainer.max_epochs or 1)
-        if self.example_privacy is not None and getattr(precision, "scaler", None) is not None:
-            raise MisconfigurationException(
-                "trainer.precision=16-mixed scales losses of whole batches, and trainer.example_privacy takes them by "
-                "samples; take bf16-mixed or 32-true."
-            )
         if isinstance(engine, type):
             engines = [engine(module, work, precision, self.workers, self.compile) for module in modules]
             say_who_loses(engines)

@@ -1,7 +1,7 @@
 """Differential privacy of samples: which of them a step sees, and how much noise hides them."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ OWNER = "trainer.example_privacy"
 ADJACENCY = "add or remove: a sample of one client is there or isn't; how many samples clients have is public"
 NOT_COVERED_COLUMNS = {
     "train, val and test metrics of clients, and what is chosen by them": ("train*", "val*", "test*", "lr"),
-    "how many clients diverged or were refused": ("clients_*",),
+    "how many clients were refused or absent": ("clients_refused", "clients_absent"),
     "seconds": ("time/*",),
 }
 """Columns of the record that tell of samples beside what clients send, by what they are."""
@@ -28,7 +28,7 @@ NOT_COVERED = "; ".join(
         "who knows the run's seed, from which batches and noise are drawn",
     ]
 )
-PUBLISHABLE = ("round", "clients", "cohort*", "bytes/*", "server/*", "privacy/*", "test/global_*")
+PUBLISHABLE = ("round", "clients", "clients_diverged", "cohort*", "bytes/*", "server/*", "privacy/*", "test/global_*")
 """Columns of the record that the guarantee covers, as patterns; who has how many samples counts as public."""
 
 
@@ -138,14 +138,18 @@ class DPSGD:
         """
         return (torch.rand(samples, generator=generator) < rate).nonzero().flatten()
 
-    def noise(self, size: int, generator: torch.Generator) -> Tensor:
-        """What is added to the sum of a batch ``[size]``.
+    def noise(self, entries: Collection[Tensor], generator: torch.Generator) -> Tensor:
+        """Draw the noise of a step, flat ``[numbers of all entries]``; in float64 where entries are, else in float32.
 
         Args:
-            size: numbers of all trained entries.
+            entries: the trained entries.
             generator: the client's, on the CPU.
         """
-        return torch.randn(size, generator=generator) * (cast(float, self.noise_multiplier) * self.clip)
+        size = sum(entry.numel() for entry in entries)
+        # a float64 sum would show its last digits beneath noise of float32
+        dtype = torch.float64 if any(entry.dtype == torch.float64 for entry in entries) else torch.float32
+        drawn = torch.randn(size, generator=generator, dtype=dtype)
+        return drawn * (cast(float, self.noise_multiplier) * self.clip)
 
     def epsilon_of(self, releases: Sequence[Release], samples: int) -> float:
         r"""The :math:`\epsilon` of a client's samples.

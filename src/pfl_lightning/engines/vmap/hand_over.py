@@ -182,8 +182,11 @@ class HandOver:
         stacks = {update["weights"].stack for update in updates if isinstance(update.get("weights"), Row)}
         kept = {name: block.entries[slots.first_names[name]] for name in layout.personal}
         sent = [entry for stack in stacks for entry in stack.entries.values()]
+        # as `Sequential.outcome` judges
+        private = work.example_privacy is not None
+        judged = sent if private else [*sent, *kept.values()]
         recorded = block.recorded
-        *scalars, sums = moved([*recorded.values(), sums_of_rows([*sent, *kept.values()], len(jobs))], CPU)
+        *scalars, sums = moved([*recorded.values(), sums_of_rows(judged, len(jobs))], CPU)
         means, finite = block.means(dict(zip(recorded, scalars, strict=True))), sums.isfinite().all(0).tolist()
         personal = rows_of(kept, len(jobs), self.sequential.device if work.keeps_on_device else CPU)
         after = self.evaluator.evaluate(block.members, block.entries, slots)
@@ -199,10 +202,10 @@ class HandOver:
                 update=updates[row],
                 state=ClientState(personal[row], member.optimizers, member.scaler),
                 metrics=metrics,
-                finite=sound and all(map(math.isfinite, metrics.values())),
+                finite=sound and (private or all(map(math.isfinite, metrics.values()))),
                 after=self._evaluate_alone(row, block, slots) if after is None else after[row],
                 seconds=seconds,
-                releases=tuple(releases_of(work, block.phases, block.sizes[row])) if work.example_privacy else (),
+                releases=tuple(releases_of(work, block.phases, block.sizes[row])) if private else (),
             )
 
     def _upload_at_once(self, names: list[str], block: Block) -> list[Message]:

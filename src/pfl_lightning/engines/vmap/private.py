@@ -54,7 +54,7 @@ class PoissonPlan:
     ) -> None:
         self.privacy = privacy
         self.block = block
-        self.size = sum(parameter.numel() for parameter in trained.values())
+        self.trained = trained
         self.draws = [Draws.of(work, phase, samples) for samples in block.sizes]
         self.counts: NDArray[np.int64] = np.array([draws.steps for draws in self.draws], dtype=np.int64)
 
@@ -71,7 +71,7 @@ class PoissonPlan:
             for row in range(rows):
                 generator = self.block.members[row].generator
                 drawn.append(self.privacy.drawn(self.block.sizes[row], self.draws[row].rate, generator))
-                noise.append(self.privacy.noise(self.size, generator))
+                noise.append(self.privacy.noise(self.trained.values(), generator))
             widest = max(map(len, drawn))
             samples = torch.zeros(rows, widest, dtype=torch.int64)
             taken = torch.zeros(rows, widest)
@@ -106,7 +106,9 @@ class PrivateDifferentiator:
         self.block = block
         self.trained = list(trained)
         module = sequential.module
-        self.examples = ExampleGradients(module, slots, list(trained), privacy.clip, privacy.samples_at_once)
+        self.examples = ExampleGradients(
+            module, slots, list(trained), privacy.clip, privacy.samples_at_once, sequential.forward_context
+        )
 
     def gradients(self, step: PrivateStep, index: int) -> StateDict:
         """Gradients of the trained entries, a row for each client; what ``training_step`` returns is kept in the block.
@@ -135,8 +137,7 @@ class PrivateDifferentiator:
         module, batch = self.sequential.module, self.block.batch(step.samples)
 
         def at_once() -> tuple[StateDict, Values]:
-            with self.sequential.forward_context():
-                return vmap(one)(entries, batch, step.taken)
+            return vmap(one)(entries, batch, step.taken)
 
         def alone() -> None:
             with self.sequential.forward_context():
