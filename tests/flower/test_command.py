@@ -19,6 +19,7 @@ from local_grid import LocalGrid
 from command import pfl, refusal
 from federations import equal, load
 from pfl_lightning.flower import apps
+from pfl_lightning.flower.link import MOST_SAMPLES
 from pfl_lightning.methods import FedPer
 
 CONFIG = """
@@ -145,6 +146,7 @@ def test_the_command_itself_needs_no_extra(monkeypatch):
     importlib.import_module("pfl_lightning.flower.command")
 
 
+WRONG = (0, -1, 2.5, "many", "true", 10**20)
 KEY = "ecdsa-sha2-nistp384 AAAAE2VjZHNhLXNoYTItbmlzdHAzODQAAAAIbmlzdHAzODQAAABhB"
 
 
@@ -157,8 +159,17 @@ def test_a_list_of_keys_is_read_or_refused_in_a_sentence(tmp_path):
     text = key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
     (tmp_path / "sites.yaml").write_text(f"{text} me@clinic: 0 3\n")
     pem = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
-    assert apps.keys_in(tmp_path / "sites.yaml") == {pem: {0, 3}}
-    for wrong in (f"{KEY}: 0 3\n", f"{text}: none\n", f"{text}: 0\n{text}: 3\n", "- 3\n", "a: b: c\n"):
+    assert apps.keys_in(tmp_path / "sites.yaml") == {pem: {0: MOST_SAMPLES, 3: MOST_SAMPLES}}
+    (tmp_path / "sites.yaml").write_text(f"{text}: {{clients: 0 3, max-samples: 5000}}\n")
+    assert apps.keys_in(tmp_path / "sites.yaml") == {pem: {0: 5000, 3: 5000}}
+    ends = (
+        "none",
+        "{max-samples: 3}",
+        "{clients: 0, samples: 3}",
+        *(f"{{clients: 0, max-samples: {n}}}" for n in WRONG),
+    )
+    wrongs = [f"{text}: {end}\n" for end in ends]
+    for wrong in (f"{KEY}: 0 3\n", *wrongs, f"{text}: 0\n{text}: 3\n", "- 3\n", "a: b: c\n"):
         (tmp_path / "sites.yaml").write_text(wrong)
         with pytest.raises(MisconfigurationException, match=r"keys='sites\.yaml' can't be read"):
             apps.keys_in(tmp_path / "sites.yaml")
