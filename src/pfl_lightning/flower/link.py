@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from pfl_lightning.client import ClientModule
-from pfl_lightning.flower.template import Refused
+from pfl_lightning.flower.template import Refused, plain
 from pfl_lightning.flower.wire import names, pack, unpack
 from pfl_lightning.messages import digest
 
@@ -171,7 +171,7 @@ class Link:
 
     def _failed(self, sent: Sent, code: int, reason: str) -> Iterator[tuple[Sent, RecordDict | None]]:
         about = f" with clients {', '.join(map(str, sent.clients))}" if sent.clients else ""
-        rank_zero_warn(f"node {sent.node}{about}: Flower's error {code}: {' '.join(reason.split())[:300]}")
+        rank_zero_warn(f"node {sent.node}{about}: Flower's error {code}: {plain(reason, 300)}")
         # what an app can't do now it can't do in a moment either
         yield sent, None if code in GONE or not sent.clients else failure("its site's app failed")
 
@@ -238,4 +238,4 @@ def check_failure(content: RecordDict) -> None:
         Refused: with the reason, if so.
     """
     if names(content) == ["failure"]:
-        raise Refused(unpack(content, "failure", {"reason": ""}, limit=0)["reason"][:500])
+        raise Refused(plain(unpack(content, "failure", {"reason": ""}, limit=0)["reason"]))
