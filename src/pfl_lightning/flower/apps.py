@@ -2,7 +2,7 @@
 
 import logging
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from pfl_lightning.cli.errors import mistake
 from pfl_lightning.cli.main import silence
 from pfl_lightning.cli.reading import Configured, configured
 from pfl_lightning.cli.yaml_text import load
-from pfl_lightning.flower.class_paths import check_class_paths
+from pfl_lightning.flower.class_paths import check_arguments, check_class_paths, texts
 from pfl_lightning.flower.client_app import Worker, app_of
 from pfl_lightning.flower.link import MOST_SAMPLES
 from pfl_lightning.flower.server_app import serve
@@ -71,7 +71,9 @@ def client_app(folder: Path) -> ClientApp:
         node = context.node_config
         own = str(node.get("classes", "")).split()
         args = arguments(folder, context.run_config)
-        if data := str(node.get("data", "")):
+        data = str(node.get("data", ""))
+        check_arguments(args, [*own, *(classes_of(data) if data else ())])
+        if data:
             args += ["--config", data]
         args += [*shlex.split(AT_SITES), *shlex.split(str(node.get("flags", "")))]
 
@@ -85,6 +87,17 @@ def client_app(folder: Path) -> ClientApp:
         return Worker(cli.trainer, cli.model, Site.of(node, cli.datamodule), states)
 
     return app_of(worker)
+
+
+def classes_of(name: str) -> Iterator[str]:
+    """The classes that a site's own configuration names, which the app's may name too.
+
+    Args:
+        name: its path, or the name of a packaged one.
+    """
+    for setting, text in texts(load(Path(find(name) or name).read_text()), ""):
+        if setting.endswith("class_path"):
+            yield text
 
 
 def server_app(folder: Path) -> ServerApp:
