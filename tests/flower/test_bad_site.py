@@ -365,3 +365,46 @@ def test_a_token_that_is_none_is_refused(tmp_path):
 
 def test_a_long_text_is_cut():
     assert plain("x" * 10**6) == "x" * 500 and plain("\x1b[31m" * 9, 300) == ""
+
+
+def times(factor):
+    """Has the bad site's first client send weights that are so many times what they are."""
+
+    def change(records):
+        if "0/update" in records:
+            update = records["0/update"]
+            update["weights"] = {key: t * factor for key, t in update["weights"].items()}
+
+    return change
+
+
+@pytest.mark.parametrize("factor", [-50, 1])
+def test_an_update_far_above_the_median_norm_is_told_once_and_counts(tmp_path, factor):
+    settings = {"max_rounds": 3}
+    grid = spoiled(grid_of(make, tmp_path, **settings), times(factor), kinds=("train",))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run = deploy(grid, make, **settings)
+    lines = [str(w.message) for w in told if "the round's median is" in str(w.message)]
+    assert len(lines) == (factor < 0) and [row["clients"] for row in run.rows] == [4, 4, 4]
+    if lines:
+        found = re.match(
+            rf"client 0 at node {BAD} changes the model by the norm (.+), where .* is (.+), and counts", lines[0]
+        )
+        assert float(found[1]) > 10 * float(found[2]) > 0
+
+
+def test_with_a_bound_nothing_far_is_told_but_refused(tmp_path):
+    grid = spoiled(grid_of(make, tmp_path, max_rounds=1), times(-50), kinds=("train",))
+    with pytest.warns(UserWarning) as told:
+        (row,) = deploy(grid, make, max_rounds=1, serving={"max_norm": 5.0}).rows
+    assert row["clients_refused"] == 1 and not any("median" in str(w.message) for w in told)
+
+
+def test_of_two_updates_nobody_says_which_is_far(tmp_path):
+    settings = {"max_rounds": 1, "clients_per_round": 2}
+    grid = spoiled(grid_of(make, tmp_path, **settings), times(-50), kinds=("train",))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        deploy(grid, make, **settings)
+    assert not any("median" in str(w.message) for w in told)

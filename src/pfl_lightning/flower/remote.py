@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from reprlib import repr as shown
+from statistics import median
 from typing import Any
 
 from flwr.app import MessageType, RecordDict
@@ -18,7 +19,7 @@ from pfl_lightning.flower.link import Link, check_failure
 from pfl_lightning.flower.measured import NAMED, Measured, bounded
 from pfl_lightning.flower.sketch import Sketches
 from pfl_lightning.flower.states import TOKEN
-from pfl_lightning.flower.template import Refused, check, check_counts, check_norm, check_type, plain
+from pfl_lightning.flower.template import Refused, check, check_counts, check_norm, check_type, norm_of, plain
 from pfl_lightning.flower.wire import unpack
 from pfl_lightning.messages import Message, num_bytes
 
@@ -26,6 +27,8 @@ ANSWER_BYTES = 1 << 20
 """Bytes of tensors that a client's metrics take at most."""
 TRAINED = {"round": 0, "kept": "", "finite": True, "seconds": 0.0, "metrics": {str: float}}
 """What a site tells of a client's training, beside its metrics after it."""
+FAR = 10.0
+"""How many times the median norm of a round's updates one is, of which the server warns."""
 
 Live = Callable[[], Mapping[int, set[str]]]
 """Gives the names of the states that the server may ask for again, by client."""
@@ -41,8 +44,8 @@ class Remote(Engine):
         link: the sites.
         architecture_of: which of the modules a client has.
         live: the states that sites must keep.
-        max_norm: how far an update may be from the payload at most, as a norm over all of its tensors; None doesn't
-            look.
+        max_norm: how far an update may be from the payload at most, as a norm over all of its tensors; None refuses
+            none, and warns of one that is far above the others.
     """
 
     may_miss_clients = True
@@ -62,6 +65,7 @@ class Remote(Engine):
         self._sketches = Sketches(modules)
         self._measured = Measured(modules[0])
         self._told: set[int] = set()
+        self._told_far: set[int] = set()
         self.begin_round()
 
     def begin_round(self) -> None:
@@ -77,14 +81,36 @@ class Remote(Engine):
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Yields outcomes as sites answer; what isn't as it should be is refused."""
         asked = {job.client: job for job in jobs}
+        norms: dict[int, dict[int, float]] = {}
         for client, content in self._ask(MessageType.TRAIN, asked):
             try:
                 outcome = self._outcome(asked[client], content)
                 if not math.isnan(outcome.seconds):
                     self._seconds[self.link.node(client)] += outcome.seconds
+                if self.max_norm is None and outcome.finite:
+                    own = norms.setdefault(self.architecture_of(client), {})
+                    own[client] = norm_of(outcome.update, asked[client].payload)
                 yield outcome
             except Refused as reason:
                 yield refused(client, reason)
+        for own in norms.values():
+            self._look_for_far(own)
+
+    def _look_for_far(self, norms: Mapping[int, float]) -> None:
+        """Warns, once of each site, of an update that changes far more than others of its architecture.
+
+        Args:
+            norms: of what each client changes, by client; of fewer than three nobody can say which is far.
+        """
+        middle = median(norms.values()) if len(norms) > 2 else 0.0
+        for client, norm in sorted(norms.items()):
+            node = self.link.node(client)
+            if middle > 0 and not norm <= FAR * middle and node not in self._told_far:
+                self._told_far.add(node)
+                rank_zero_warn(
+                    f"client {client} at node {node} changes the model by the norm {norm:.3g}, where the round's "
+                    f"median is {middle:.3g}, and counts; max-norm={FAR / 2 * middle:.1g}, say, would leave such an update out."
+                )
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
         """Yields metrics as sites answer; clients whose aren't as they should be are left out with a warning."""

@@ -103,7 +103,8 @@ def serve(
             None lets any registered node have those of nobody else.
         timeout: seconds that a phase of a round waits for its sites.
         patience: seconds in which every client must have a site at first.
-        max_norm: how far an update may be from the payload at most, as a norm; None doesn't look.
+        max_norm: how far an update may be from the payload at most, as a norm; None refuses none, and warns of one far
+            above the round's median.
         poll: seconds between two looks for answers.
 
     Returns:

@@ -162,9 +162,14 @@ def check_norm(update: Message, payload: Message, max_norm: float) -> None:
     Raises:
         Refused: if the norm is above it, or isn't a number.
     """
-    norm = math.hypot(*norms(update, payload))
+    norm = norm_of(update, payload)
     if not norm <= max_norm:
         raise Refused(f"the update's change has the norm {norm:.3g}, which is more than max_norm={max_norm:.3g}.")
+
+
+def norm_of(update: Message, payload: Message) -> float:
+    """How much an update changes: the Euclidean norm of all floating tensors together, as `check_norm` takes it."""
+    return math.hypot(*norms(update, payload))
 
 
 def norms(record: Any, base: Any) -> list[float]:
