@@ -109,7 +109,7 @@ class Remote(Engine):
                 self._told_far.add(node)
                 rank_zero_warn(
                     f"client {client} at node {node} changes the model by the norm {norm:.3g}, where the round's "
-                    f"median is {middle:.3g}, and counts; max-norm={FAR / 2 * middle:.1g}, say, would leave such an update out."
+                    f"median is {middle:.3g}, and counts; max-norm={FAR / 2 * middle:.1g}, say, leaves such ones out."
                 )
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
