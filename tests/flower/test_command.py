@@ -13,12 +13,14 @@ import torch
 
 pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
 
-from flwr.app import Context, RecordDict
+from flwr.app import Context, Message, RecordDict
 from local_grid import LocalGrid
 
 from command import pfl, refusal
 from federations import equal, load
 from pfl_lightning.flower import apps
+from pfl_lightning.flower.link import MOST_SAMPLES
+from pfl_lightning.flower.wire import names, unpack
 from pfl_lightning.methods import FedPer
 
 CONFIG = """
@@ -145,6 +147,7 @@ def test_the_command_itself_needs_no_extra(monkeypatch):
     importlib.import_module("pfl_lightning.flower.command")
 
 
+WRONG = (0, -1, 2.5, "many", "true", 10**20)
 KEY = "ecdsa-sha2-nistp384 AAAAE2VjZHNhLXNoYTItbmlzdHAzODQAAAAIbmlzdHAzODQAAABhB"
 
 
@@ -157,8 +160,17 @@ def test_a_list_of_keys_is_read_or_refused_in_a_sentence(tmp_path):
     text = key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
     (tmp_path / "sites.yaml").write_text(f"{text} me@clinic: 0 3\n")
     pem = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
-    assert apps.keys_in(tmp_path / "sites.yaml") == {pem: {0, 3}}
-    for wrong in (f"{KEY}: 0 3\n", f"{text}: none\n", f"{text}: 0\n{text}: 3\n", "- 3\n", "a: b: c\n"):
+    assert apps.keys_in(tmp_path / "sites.yaml") == {pem: {0: MOST_SAMPLES, 3: MOST_SAMPLES}}
+    (tmp_path / "sites.yaml").write_text(f"{text}: {{clients: 0 3, max-samples: 5000}}\n")
+    assert apps.keys_in(tmp_path / "sites.yaml") == {pem: {0: 5000, 3: 5000}}
+    ends = (
+        "none",
+        "{max-samples: 3}",
+        "{clients: 0, samples: 3}",
+        *(f"{{clients: 0, max-samples: {n}}}" for n in WRONG),
+    )
+    wrongs = [f"{text}: {end}\n" for end in ends]
+    for wrong in (f"{KEY}: 0 3\n", *wrongs, f"{text}: 0\n{text}: 3\n", "- 3\n", "a: b: c\n"):
         (tmp_path / "sites.yaml").write_text(wrong)
         with pytest.raises(MisconfigurationException, match=r"keys='sites\.yaml' can't be read"):
             apps.keys_in(tmp_path / "sites.yaml")
@@ -174,3 +186,26 @@ def test_seeds_of_server_and_sites_are_those_of_the_configuration(app):
         nets.append(cli.model.state_dict())
         assert cli.trainer.loggers == [] and cli.aggregator is None
     assert equal(dict(nets[0]), dict(nets[1]))
+
+
+def test_a_site_imports_nothing_that_an_app_names_beside_the_library(app, tmp_path, monkeypatch):
+    (tmp_path / "evil_cohort.py").write_text("from pathlib import Path\nPath('imported').touch()\nclass Sel: ...")
+    (tmp_path / "clinic_digits.py").write_text("from pfl_lightning.data import Digits\nclass Patients(Digits): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    node = {"clients": "0 1 2 3", "state-dir": str(tmp_path / "states")}
+
+    def greeting(flags, **settings):
+        grid = LocalGrid(apps.client_app(app), {1: node | settings}, run_config=config | {"flags": flags})
+        grid.push_messages([Message(RecordDict(), dst_node_id=1, message_type="query", ttl=9.0)])
+        (reply,) = grid._replies.values()
+        return names(reply.content), reply.content
+
+    assert greeting("")[0] == ["hello"]
+    for flags in ("--trainer.cohort evil_cohort.Sel", "--aggregator evil_cohort.Sel", "--data clinic_digits.Patients"):
+        found, content = greeting(flags)
+        assert found == ["failure"] and "nor a class that this site knows" in unpack(content, "failure")["reason"]
+    assert not Path("imported").exists() and "evil_cohort" not in sys.modules
+    # the site's own configuration names it too
+    (tmp_path / "site.yaml").write_text("data: {class_path: clinic_digits.Patients, init_args: {max_samples: 100}}")
+    assert greeting("--data clinic_digits.Patients", data=str(tmp_path / "site.yaml"))[0] == ["hello"]

@@ -116,14 +116,14 @@ def test_clients_without_a_site_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "refused"),
     [
-        ({"key of 11": {0, 2}, "key of 12": {1, 3}}, None),
-        ({"key of 11": {0, 2}, "key of 12": {1}}, 3),
-        ({"key of 11": {0, 2}, "key of 13": {1, 3}}, 1),
+        ({"key of 11": [0, 2], "key of 12": [1, 3]}, None),
+        ({"key of 11": [0, 2], "key of 12": [1]}, 3),
+        ({"key of 11": [0, 2], "key of 13": [1, 3]}, 1),
     ],
 )
 def test_ids_belong_to_the_keys_of_the_server_s_list(tmp_path, keys, refused):
     grid = grid_of(make, tmp_path, max_rounds=1)
-    serving = {"keys": keys, "patience": 0.2}
+    serving = {"keys": {key: dict.fromkeys(ids, 100) for key, ids in keys.items()}, "patience": 0.2}
     if refused is None:
         assert deploy(grid, make, max_rounds=1, serving=serving).rows[0]["clients"] == 4
         return
@@ -134,6 +134,21 @@ def test_ids_belong_to_the_keys_of_the_server_s_list(tmp_path, keys, refused):
         pytest.raises(MisconfigurationException, match="clients 1, 3"),
     ):
         deploy(grid, make, max_rounds=1, serving=serving)
+
+
+def test_the_server_s_list_bounds_the_samples_that_a_client_claims(tmp_path):
+    grid = grid_of(make, tmp_path, max_rounds=1)
+    sizes = blobs()
+    sizes.setup()
+    most = max(sizes.size(client, "train") for client in (0, 2))
+    keys = {"key of 11": {0: most, 2: most}, "key of 12": {1: 100, 3: 3}}
+    with (
+        pytest.warns(
+            UserWarning, match="node 12 .* samples of client 3, which may have 0 to 3, as the server's list says"
+        ),
+        pytest.raises(MisconfigurationException, match="clients 1, 3"),
+    ):
+        deploy(grid, make, max_rounds=1, serving={"keys": keys, "patience": 0.2})
 
 
 def test_a_client_that_has_a_site_is_nobody_else_s(tmp_path):
@@ -147,13 +162,25 @@ def test_a_client_that_has_a_site_is_nobody_else_s(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda hello: hello.update(version="0.0.1"), "it has pfl-lightning 0.0.1 and the server"),
+        (lambda hello: hello.update(version="0.0.1"), "it has pfl-lightning .0.0.1. and the server"),
         (lambda hello: hello.update(initial="0" * 16), "its initial model is another than the server's"),
         (
             lambda hello: hello["clients"].update({9: {"train": 1, "val": 1, "test": 1}}),
             "the entry 9, which is none of",
         ),
-        (lambda hello: hello["clients"][0].update(train=-1), "client 0 has other numbers of samples"),
+        (
+            lambda hello: hello["clients"][0].update(train=-1),
+            "it claims -1 train samples of client 0, which may have 0",
+        ),
+        (lambda hello: hello["clients"][0].update(val=2**31 + 1), "it claims 2147483649 val samples of client 0"),
+        (
+            lambda hello: hello["clients"][2].update(train=10**15),
+            "it claims 1000000000000000 train samples of client 2",
+        ),
+        (lambda hello: hello["clients"][2].update(train=10**20), "it claims .* train samples of client 2"),
+        (lambda hello: hello["clients"][2].update(val=10**400), "it claims .* val samples of client 2"),
+        (lambda hello: hello["clients"][2].update(test=True), "test is bool and should be int"),
+        (lambda hello: hello["clients"][2].update(test=8.0), "test is float and should be int"),
     ],
 )
 def test_a_site_that_does_not_fit_is_refused_in_a_sentence(tmp_path, change, words):

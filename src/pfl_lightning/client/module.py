@@ -85,6 +85,8 @@ class ClientModule(Phased):
     """Entries that an update has only where the aggregator needs them, because they reveal something."""
     tells: ClassVar[frozenset[str]] = frozenset({"received_loss", "loss", "loss_squared", "seconds"})
     """Numbers of its training that it gives where ``trainer.cohort`` asks for them to choose the clients of a round."""
+    logs: ClassVar[frozenset[str]] = frozenset({"loss"})
+    """Scalars that `training_step` returns or logs: of others a deployment's server takes none from sites."""
     needs: ClassVar[frozenset[str]] = frozenset({"weights"})
     """Entries that a payload must have."""
     requires: ClassVar[frozenset[str]] = frozenset()

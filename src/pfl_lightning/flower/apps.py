@@ -2,7 +2,7 @@
 
 import logging
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from pfl_lightning.cli.errors import mistake
 from pfl_lightning.cli.main import silence
 from pfl_lightning.cli.reading import Configured, configured
 from pfl_lightning.cli.yaml_text import load
-from pfl_lightning.flower.class_paths import check_class_paths
+from pfl_lightning.flower.class_paths import check_arguments, check_class_paths, texts
 from pfl_lightning.flower.client_app import Worker, app_of
+from pfl_lightning.flower.link import MOST_SAMPLES
 from pfl_lightning.flower.server_app import serve
 from pfl_lightning.flower.site import Site
 from pfl_lightning.flower.states import StateVersions
@@ -70,7 +71,9 @@ def client_app(folder: Path) -> ClientApp:
         node = context.node_config
         own = str(node.get("classes", "")).split()
         args = arguments(folder, context.run_config)
-        if data := str(node.get("data", "")):
+        data = str(node.get("data", ""))
+        check_arguments(args, [*own, *(classes_of(data) if data else ())])
+        if data:
             args += ["--config", data]
         args += [*shlex.split(AT_SITES), *shlex.split(str(node.get("flags", "")))]
 
@@ -84,6 +87,17 @@ def client_app(folder: Path) -> ClientApp:
         return Worker(cli.trainer, cli.model, Site.of(node, cli.datamodule), states)
 
     return app_of(worker)
+
+
+def classes_of(name: str) -> Iterator[str]:
+    """The classes that a site's own configuration names, which the app's may name too.
+
+    Args:
+        name: its path, or the name of a packaged one.
+    """
+    for setting, text in texts(load(Path(find(name) or name).read_text()), ""):
+        if setting.endswith("class_path"):
+            yield text
 
 
 def server_app(folder: Path) -> ServerApp:
@@ -134,23 +148,45 @@ def fitted(grid: Grid, folder: Path, run: Mapping[str, Any]) -> None:
     )
 
 
-def keys_in(path: Path) -> dict[str, set[int]]:
-    """Which clients each public key may have.
+def keys_in(path: Path) -> dict[str, dict[int, int]]:
+    """Which clients each public key may have, and the most samples that each may claim in a split.
 
     Args:
         path: a YAML file with lines such as ``ecdsa-sha2-nistp384 AAAAE2...: 0 3``: a key as it stands in the file of
-            ``ssh-keygen`` that ends in ``.pub``, and ids.
+            ``ssh-keygen`` that ends in ``.pub``, and ids; or ``{clients: 0 3, max-samples: 5000}`` in their place.
 
     Raises:
         MisconfigurationException: if it says something else.
     """
     try:
-        return {public_key(key): set(map(int, str(ids).split())) for key, ids in load(path.read_text()).items()}
+        return {public_key(key): clients_in(value) for key, value in load(path.read_text()).items()}
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         raise MisconfigurationException(
             f"keys={path.name!r} can't be read ({' '.join(str(error).split())[:200]}); give lines such as "
-            "'ecdsa-sha2-nistp384 AAAAE2...: 0 3', with a site's public key and the ids of its clients."
+            "'ecdsa-sha2-nistp384 AAAAE2...: 0 3', with a site's public key and the ids of its clients, or "
+            "'{clients: 0 3, max-samples: 5000}' in the place of the ids."
         ) from error
+
+
+def clients_in(value: Any) -> dict[int, int]:
+    """The clients of a key, and the most samples that each may claim in a split.
+
+    >>> clients_in({"clients": "0 3", "max-samples": 5000})
+    {0: 5000, 3: 5000}
+
+    Args:
+        value: what stands behind the key.
+
+    Raises:
+        ValueError: if it says something else.
+    """
+    settings = value if isinstance(value, Mapping) else {"clients": value}
+    most = settings.get("max-samples", MOST_SAMPLES)
+    if "clients" not in settings or not settings.keys() <= {"clients", "max-samples"}:
+        raise ValueError(f"{' and '.join(map(str, settings)) or 'nothing'} in the place of clients and max-samples")
+    if type(most) is not int or not 0 < most <= MOST_SAMPLES:
+        raise ValueError(f"max-samples={most} is no number from 1 to {MOST_SAMPLES}")
+    return dict.fromkeys(map(int, str(settings["clients"]).split()), most)
 
 
 def public_key(text: str) -> str:

@@ -51,10 +51,11 @@ ckpt-path = ""
 # seconds that a phase of a round waits for sites, and that the start waits for all of them
 timeout = 600
 patience = 600
-# largest norm of what a client changes; 0 doesn't look
+# largest norm of what a client changes; 0 refuses none, and warns of one far above the median
 max-norm = 0.0
 # a file of this folder with lines such as "ecdsa-sha2-nistp384 AAAAE2...: 0 3", a site's public key and its clients;
-# without one a client is whose registered key claims it first
+# without one a client is whose registered key claims it first; "{{clients: 0 3, max-samples: 5000}}" in the place of
+# the ids bounds the samples that each may claim
 keys = ""
 """
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from reprlib import repr as shown
 from typing import Any, TypeAlias
 
 from flwr.app import Message, MessageType, RecordDict
@@ -12,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from pfl_lightning.client import ClientModule
-from pfl_lightning.flower.template import Refused
+from pfl_lightning.flower.template import Refused, plain
 from pfl_lightning.flower.wire import names, pack, unpack
 from pfl_lightning.messages import digest
 
@@ -20,6 +21,8 @@ Answer: TypeAlias = tuple[int, RecordDict]
 """A client's id, and the content of its site's message, which may hold those of others too."""
 
 VERSION = version("pfl-lightning")
+MOST_SAMPLES = 1 << 31
+"""Samples that a client has in a split at most."""
 SIZES = {"train": 0, "val": 0, "test": 0}
 HELLO = {"version": "", "initial": "", "clients": {0: SIZES}}
 """What a site says of itself: its version, a fingerprint of the initial model, and its clients' numbers of samples."""
@@ -50,8 +53,8 @@ class Link:
         grid: Flower's.
         clients: how many there are.
         initial: fingerprint of the initial model, which a site must share.
-        keys: ids of the clients that each node may have, by its public key; None lets every registered node have any
-            that no other key has had.
+        keys: which clients a node may have, by its public key, and how many samples each of them may claim in a split;
+            None lets every registered node have any that no other key has had, with up to `MOST_SAMPLES`.
         timeout: seconds that a phase of a round waits for its sites.
         poll: seconds between two looks.
     """
@@ -61,7 +64,7 @@ class Link:
         grid: Grid,
         clients: int,
         initial: str,
-        keys: Mapping[str, set[int]] | None = None,
+        keys: Mapping[str, Mapping[int, int]] | None = None,
         timeout: float = 600.0,
         poll: float = 0.2,
     ) -> None:
@@ -168,7 +171,7 @@ class Link:
 
     def _failed(self, sent: Sent, code: int, reason: str) -> Iterator[tuple[Sent, RecordDict | None]]:
         about = f" with clients {', '.join(map(str, sent.clients))}" if sent.clients else ""
-        rank_zero_warn(f"node {sent.node}{about}: Flower's error {code}: {' '.join(reason.split())[:300]}")
+        rank_zero_warn(f"node {sent.node}{about}: Flower's error {code}: {plain(reason, 300)}")
         # what an app can't do now it can't do in a moment either
         yield sent, None if code in GONE or not sent.clients else failure("its site's app failed")
 
@@ -178,7 +181,7 @@ class Link:
             check_failure(content)
             hello = unpack(content, "hello", HELLO, self.clients, limit=0)
             if hello["version"] != VERSION:
-                raise Refused(f"it has pfl-lightning {hello['version']} and the server {VERSION}.")
+                raise Refused(f"it has pfl-lightning {shown(hello['version'])} and the server {VERSION}.")
             if hello["initial"] != self.initial:
                 raise Refused("its initial model is another than the server's; give both the same versions of torch.")
             key = self._nodes().get(node, "")
@@ -193,7 +196,8 @@ class Link:
 
     def _check_claim(self, node: int, key: str, client: int, sizes: dict[str, int]) -> None:
         """Refuses a client at a node that isn't its own, or with other data than it had."""
-        if self.keys is not None and client not in self.keys.get(key, set()):
+        own = dict.fromkeys(range(self.clients), MOST_SAMPLES) if self.keys is None else self.keys.get(key, {})
+        if client not in own:
             raise Refused(f"it says that it has client {client}, which the server's list gives to another key.")
         holder = self._node_of.get(client)
         if holder not in (None, node):
@@ -201,7 +205,11 @@ class Link:
                 raise Refused(f"it says that it has client {client}, which a node with another key has.")
             if holder in self._nodes():
                 raise Refused(f"it says that it has client {client}, which node {holder} has.")
-        if min(sizes.values()) < 0 or self.sizes.get(client, sizes) != sizes:
+        for split, size in sizes.items():
+            if not 0 <= size <= own[client]:
+                limit = f"0 to {own[client]}" + ("" if self.keys is None else ", as the server's list says")
+                raise Refused(f"it claims {shown(size)} {split} samples of client {client}, which may have {limit}.")
+        if self.sizes.get(client, sizes) != sizes:
             raise Refused(f"client {client} has other numbers of samples than it had at first.")
 
 
@@ -230,4 +238,4 @@ def check_failure(content: RecordDict) -> None:
         Refused: with the reason, if so.
     """
     if names(content) == ["failure"]:
-        raise Refused(unpack(content, "failure", {"reason": ""}, limit=0)["reason"][:500])
+        raise Refused(plain(unpack(content, "failure", {"reason": ""}, limit=0)["reason"]))

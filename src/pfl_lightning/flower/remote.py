@@ -1,8 +1,11 @@
 """The engine whose clients are at sites: jobs go out as messages, outcomes come back."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from reprlib import repr as shown
+from statistics import median
+from typing import Any
 
 from flwr.app import MessageType, RecordDict
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -12,10 +15,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from pfl_lightning.client import ClientModule, Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.engines import ClientState, Engine, Evaluated, Job, LocalWork, Outcome
-from pfl_lightning.engines.evaluation import POOLED, state_of
 from pfl_lightning.flower.link import Link, check_failure
+from pfl_lightning.flower.measured import NAMED, Measured, bounded
 from pfl_lightning.flower.sketch import Sketches
-from pfl_lightning.flower.template import Refused, check, check_counts, check_norm, check_type
+from pfl_lightning.flower.states import TOKEN
+from pfl_lightning.flower.template import Refused, check, check_counts, check_norm, check_type, norm_of, plain
 from pfl_lightning.flower.wire import unpack
 from pfl_lightning.messages import Message, num_bytes
 
@@ -23,6 +27,8 @@ ANSWER_BYTES = 1 << 20
 """Bytes of tensors that a client's metrics take at most."""
 TRAINED = {"round": 0, "kept": "", "finite": True, "seconds": 0.0, "metrics": {str: float}}
 """What a site tells of a client's training, beside its metrics after it."""
+FAR = 10.0
+"""How many times the median norm of a round's updates one is, of which the server warns."""
 
 Live = Callable[[], Mapping[int, set[str]]]
 """Gives the names of the states that the server may ask for again, by client."""
@@ -38,8 +44,8 @@ class Remote(Engine):
         link: the sites.
         architecture_of: which of the modules a client has.
         live: the states that sites must keep.
-        max_norm: how far an update may be from the payload at most, as a norm over all of its tensors; None doesn't
-            look.
+        max_norm: how far an update may be from the payload at most, as a norm over all of its tensors; None refuses
+            none, and warns of one that is far above the others.
     """
 
     may_miss_clients = True
@@ -57,8 +63,9 @@ class Remote(Engine):
         super().__init__(modules[0], work, precision)
         self.link, self.architecture_of, self.live, self.max_norm = link, architecture_of, live, max_norm
         self._sketches = Sketches(modules)
-        metrics = self.metrics.items()
-        self._pooled = {name: state_of(metric) for name, metric in metrics if name.endswith(POOLED)}
+        self._measured = Measured(modules[0])
+        self._told: set[int] = set()
+        self._told_far: set[int] = set()
         self.begin_round()
 
     def begin_round(self) -> None:
@@ -74,13 +81,36 @@ class Remote(Engine):
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Yields outcomes as sites answer; what isn't as it should be is refused."""
         asked = {job.client: job for job in jobs}
+        norms: dict[int, dict[int, float]] = {}
         for client, content in self._ask(MessageType.TRAIN, asked):
             try:
                 outcome = self._outcome(asked[client], content)
-                self._seconds[self.link.node(client)] += outcome.seconds
+                if not math.isnan(outcome.seconds):
+                    self._seconds[self.link.node(client)] += outcome.seconds
+                if self.max_norm is None and outcome.finite:
+                    own = norms.setdefault(self.architecture_of(client), {})
+                    own[client] = norm_of(outcome.update, asked[client].payload)
                 yield outcome
             except Refused as reason:
                 yield refused(client, reason)
+        for own in norms.values():
+            self._look_for_far(own)
+
+    def _look_for_far(self, norms: Mapping[int, float]) -> None:
+        """Warns, once of each site, of an update that changes far more than others of its architecture.
+
+        Args:
+            norms: of what each client changes, by client; of fewer than three nobody can say which is far.
+        """
+        middle = median(norms.values()) if len(norms) > 2 else 0.0
+        for client, norm in sorted(norms.items()):
+            node = self.link.node(client)
+            if middle > 0 and not norm <= FAR * middle and node not in self._told_far:
+                self._told_far.add(node)
+                rank_zero_warn(
+                    f"client {client} at node {node} changes the model by the norm {norm:.3g}, where the round's "
+                    f"median is {middle:.3g}, and counts; max-norm={FAR / 2 * middle:.1g}, say, leaves such ones out."
+                )
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
         """Yields metrics as sites answer; clients whose aren't as they should be are left out with a warning."""
@@ -88,7 +118,7 @@ class Remote(Engine):
         self._evaluated += sum(num_bytes(sent_to(job)) for job in asked.values())
         for client, content in self._ask(MessageType.EVALUATE, asked):
             try:
-                yield client, self._metrics(self._answer(content, client), "after")
+                yield client, self._metrics(asked[client], self._answer(content, client))
             except Refused as reason:
                 rank_zero_warn(f"client {client} isn't evaluated: {reason}")
 
@@ -148,23 +178,39 @@ class Remote(Engine):
         check_type(answer, dict, "answer")
         if "error" in answer:
             check(answer, {"error": ""}, where="answer")
-            raise Refused(answer["error"][:500])
+            raise Refused(plain(answer["error"]))
         return answer
 
-    def _metrics(self, answer: dict[str, Any], name: str) -> dict[str, dict[str, float]]:
-        """Metrics by split, in the order in which they were computed."""
-        found: Any = answer.get(name)
-        names = {metric for values in found.values() for metric in values} if is_nested(found) else ()
-        like: Any = {metric: self._pooled.get(metric, float) for metric in names}
-        check(found, {str: like or {str: float}}, where=name)
-        return cast(dict[str, dict[str, float]], found)
+    def _metrics(self, job: Job, answer: dict[str, Any]) -> dict[str, dict[str, float]]:
+        """Metrics by split, in the order in which they are computed; NaN in the place of what can't be."""
+        held = [split for split in job.evaluate if self.link.sizes[job.client][split]]
+        metrics, wrong = self._measured.evaluated(answer.get("after"), held, "after")
+        self._tell(job.client, wrong)
+        return metrics
+
+    def _tell(self, client: int, wrong: list[str]) -> None:
+        """Warns, once of each site, of what is left out of its metrics."""
+        node = self.link.node(client)
+        if wrong and node not in self._told:
+            self._told.add(node)
+            more = f"; and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+            rank_zero_warn(
+                f"client {client} at node {node} tells metrics that the record leaves out: {'; '.join(wrong[:NAMED])}"
+                f"{more}. What else the node tells of that kind is left out without a word."
+            )
 
     def _outcome(self, job: Job, content: RecordDict) -> Outcome:
         client, answer = job.client, self._answer(content, job.client)
-        after = self._metrics(answer, "after")
+        after = self._metrics(job, answer)
         check({name: value for name, value in answer.items() if name != "after"}, TRAINED, where="answer")
         if answer["round"] != job.round:
-            raise Refused(f"it is the answer of round {answer['round'] + 1}.")
+            raise Refused(f"it is the answer of round {shown(answer['round'] + 1)}.")
+        if answer["kept"] and not TOKEN.fullmatch(answer["kept"]):
+            raise Refused(f"answer.kept is {shown(answer['kept'])} and should be 16 hexadecimal digits.")
+        metrics, wrong = self._measured.trained(answer["metrics"])
+        # whoever is slower than the time-out isn't waited for
+        seconds = bounded("seconds", answer["seconds"], (0.0, self.link.timeout), wrong)
+        self._tell(client, wrong)
         update = {}
         if answer["finite"]:
             samples = self.link.sizes[client]["train"]
@@ -176,17 +222,13 @@ class Remote(Engine):
                 check_norm(update, job.payload, self.max_norm)
         # of a client with whom nothing stays there is nothing to keep
         state = ClientState(kept=answer["kept"] or None)
-        return Outcome(client, update, state, answer["metrics"], answer["finite"], after, answer["seconds"])
+        taken = math.nan if seconds is None else seconds
+        return Outcome(client, update, state, metrics, answer["finite"], after, taken)
 
 
 def sent_to(job: Job) -> Message:
     """The part of a job's payload that travels; all of it where the site keeps no state that could have the rest."""
     return job.travelling if job.state.kept else job.payload
-
-
-def is_nested(value: Any) -> bool:
-    """Whether a value is a dict of dicts."""
-    return isinstance(value, dict) and all(isinstance(part, dict) for part in value.values())
 
 
 def refused(client: int, reason: Refused) -> Outcome:

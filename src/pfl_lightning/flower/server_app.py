@@ -84,7 +84,7 @@ def serve(
     data: FederatedDataModule,
     aggregator: Aggregator | None = None,
     ckpt_path: str | None = None,
-    keys: Mapping[str, set[int]] | None = None,
+    keys: Mapping[str, Mapping[int, int]] | None = None,
     timeout: float = 600.0,
     patience: float = 600.0,
     max_norm: float | None = None,
@@ -99,10 +99,12 @@ def serve(
         data: as configured, not set up; the server needs the number of clients, the task and the shape of inputs.
         aggregator: the server side, in the place of the client module's own.
         ckpt_path: as for `FederatedTrainer.fit`.
-        keys: which clients a node may have, by its public key; None lets any registered node have those of nobody else.
+        keys: which clients a node may have, by its public key, and the most samples that each may claim in a split;
+            None lets any registered node have those of nobody else.
         timeout: seconds that a phase of a round waits for its sites.
         patience: seconds in which every client must have a site at first.
-        max_norm: how far an update may be from the payload at most, as a norm; None doesn't look.
+        max_norm: how far an update may be from the payload at most, as a norm; None refuses none, and warns of one far
+            above the round's median.
         poll: seconds between two looks for answers.
 
     Returns:

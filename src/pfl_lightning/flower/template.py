@@ -1,6 +1,7 @@
 """What a record from elsewhere should look like, and whether it does."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from reprlib import repr as shown
@@ -11,9 +12,27 @@ from torch import Tensor
 
 from pfl_lightning.messages import Message
 
+ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+"""Commands to a terminal, as ANSI has them: colours, moves, titles."""
+
 
 class Refused(ValueError):
     """What came from elsewhere is not what it should be; the text is one sentence."""
+
+
+def plain(text: str, most: int = 500) -> str:
+    r"""A text of a site's as it may be shown: one line, without commands to a terminal.
+
+    >>> plain("the disk\n is \x1b[31mfull\x1b[0m")
+    'the disk is full'
+
+    Args:
+        text: anything.
+        most: characters that are left at most.
+    """
+    # a text that is far too long isn't looked at to its end
+    line = ESCAPES.sub("", text[: 4 * most])
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in line).split())[:most]
 
 
 @dataclass(frozen=True)
@@ -143,9 +162,14 @@ def check_norm(update: Message, payload: Message, max_norm: float) -> None:
     Raises:
         Refused: if the norm is above it, or isn't a number.
     """
-    norm = math.hypot(*norms(update, payload))
+    norm = norm_of(update, payload)
     if not norm <= max_norm:
         raise Refused(f"the update's change has the norm {norm:.3g}, which is more than max_norm={max_norm:.3g}.")
+
+
+def norm_of(update: Message, payload: Message) -> float:
+    """How much an update changes: the Euclidean norm of all floating tensors together, as `check_norm` takes it."""
+    return math.hypot(*norms(update, payload))
 
 
 def norms(record: Any, base: Any) -> list[float]:

@@ -53,6 +53,7 @@ class APFL(PersonalNet, FedAvg):
         MisconfigurationException: if an argument is out of its range.
     """
 
+    logs = FedAvg.logs | {"alpha"}
     client_level = True
 
     personal: Net

@@ -68,6 +68,7 @@ class FedClassAvg(FedAvg):
         MisconfigurationException: if a number is out of its range, or there are no images to take views of.
     """
 
+    logs = FedAvg.logs | {"contrast"}
     client_level = True
 
     requires = frozenset({"classes", "vector features"})

@@ -73,6 +73,7 @@ class FedCP(FedAvg):
         MisconfigurationException: if ``mmd`` is negative, or the net's features have no known width.
     """
 
+    logs = FedAvg.logs | {"discrepancy"}
     client_level = True
 
     requires = frozenset({"vector features"})

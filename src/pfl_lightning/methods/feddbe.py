@@ -50,6 +50,7 @@ class FedDBE(FedAvg):
         MisconfigurationException: if an argument is out of its range, or the net's features have no known width.
     """
 
+    logs = FedAvg.logs | {"apart"}
     requires = frozenset({"vector features"})
     sends = FedAvg.sends | {"feature_mean"}
     needs = FedAvg.needs | {"consensus"}

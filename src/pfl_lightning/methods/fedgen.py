@@ -52,6 +52,7 @@ class FedGen(Generating, FedAvg):
         MisconfigurationException: if an argument is out of its range, or the net's features have no known width.
     """
 
+    logs = FedAvg.logs | {"generated"}
     requires = frozenset({"classes", "vector features"})
     needs = frozenset({"weights", "generator", "labels"})
     labels: Tensor

@@ -51,6 +51,7 @@ class FedNTD(FedAvg):
         MisconfigurationException: if ``beta`` is negative, or ``temperature`` isn't positive.
     """
 
+    logs = FedAvg.logs | {"distillation"}
     client_level = True
     example_level = True
 

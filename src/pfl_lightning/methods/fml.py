@@ -35,6 +35,7 @@ class FML(PersonalNet, FedAvg):
         MisconfigurationException: if ``alpha`` or ``beta`` is out of its range.
     """
 
+    logs = FedAvg.logs | {"personal_loss"}
     client_level = True
 
     requires = frozenset({"classes"})

@@ -66,6 +66,7 @@ class GPFL(FedAvg):
         MisconfigurationException: if an argument is negative, or the net's features have no known width.
     """
 
+    logs = FedAvg.logs | {"guide"}
     client_level = True
 
     requires = frozenset({"classes", "vector features"})

@@ -57,6 +57,7 @@ class MOON(FedAvg):
         MisconfigurationException: if ``mu`` is negative, or ``tau`` isn't positive.
     """
 
+    logs = FedAvg.logs | {"contrast"}
     client_level = True
     example_level = True
 

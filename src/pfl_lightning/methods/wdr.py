@@ -36,6 +36,7 @@ class WDR(ClientModule):
         MisconfigurationException: if ``wdr_lambda`` is negative, or there is no one output layer.
     """
 
+    logs = ClientModule.logs | {"wdr"}
     client_level = True
 
     requires = frozenset({"classes"})

@@ -77,6 +77,7 @@ class Perplexity(Ratio):
     """
 
     higher_is_better = False
+    plot_lower_bound = 1.0
 
     def __init__(self, ignore_index: int) -> None:
         super().__init__(torch.float64)
@@ -106,6 +107,7 @@ class TokenAccuracy(Ratio):
     """
 
     higher_is_better = True
+    plot_upper_bound = 1.0
 
     def __init__(self, ignore_index: int) -> None:
         super().__init__(torch.int64)

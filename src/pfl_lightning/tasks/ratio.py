@@ -13,6 +13,7 @@ class Ratio(Metric):
     """
 
     full_state_update = False
+    plot_lower_bound = 0.0
     total: Tensor
     count: Tensor
 

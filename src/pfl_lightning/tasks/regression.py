@@ -95,6 +95,7 @@ class R2(Metric):
 
     full_state_update = False
     higher_is_better = True
+    plot_upper_bound = 1.0
     errors: Tensor
     sums: Tensor
     squares: Tensor

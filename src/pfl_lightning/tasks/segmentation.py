@@ -76,6 +76,7 @@ class Confusion(Metric):
 
     full_state_update = False
     higher_is_better = True
+    plot_lower_bound, plot_upper_bound = 0.0, 1.0
     counts: Tensor
 
     def __init__(self, num_classes: int, ignore_index: int) -> None:
