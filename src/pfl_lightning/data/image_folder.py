@@ -64,7 +64,7 @@ class ImageFolder(FederatedDataModule):
         from tqdm import tqdm
 
         x = np.empty((len(self._files), *self._shape), dtype=np.uint8)
-        bar = tqdm(self._files, "decoding images", disable=True if len(self._files) <= SLOW_FILES else None)
+        bar = tqdm(self._files, "decoding images", disable=len(self._files) <= SLOW_FILES)
         for row, (path, _) in enumerate(bar):
             image = read_image(path, self._shape[2], self._resize)
             if image.shape != self._shape:
