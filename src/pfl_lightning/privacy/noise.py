@@ -6,7 +6,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-from scipy.special import ndtri
 from torch import Tensor
 
 from pfl_lightning.seeds import derive_seed
@@ -30,8 +29,9 @@ def secure_normal(size: int) -> Tensor:
         size: how many, at least 0.
     """
     drawn = np.frombuffer(os.urandom(8 * size), dtype=np.uint64)
-    below = ndtri(((drawn >> np.uint64(1)).astype(np.float64) + 0.5) / 2.0**64)
-    return torch.from_numpy(np.where(drawn & np.uint64(1), below, -below))
+    shares = torch.from_numpy(((drawn >> np.uint64(1)).astype(np.float64) + 0.5) / 2.0**64)
+    below = torch.special.ndtri(shares)
+    return torch.where(torch.from_numpy((drawn & np.uint64(1)) == 1), below, -below)
 
 
 def seeded_normal(size: int, *key: int | str) -> Tensor:
