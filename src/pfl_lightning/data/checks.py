@@ -169,7 +169,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 def check_pool(loaded: Loaded, task: Task, owner: str) -> None:
     """Check that a loaded pool has a target of the task for each input, and numbers that a net can take.
 
-    Memory maps above `MAPPED` bytes, and inputs read in other ways, are checked when they are read; see `take`.
+    Memory maps above `MAPPED` bytes, and inputs read in other ways, are checked when they are read, by
+    `pfl_lightning.data.trees.take`.
 
     Args:
         loaded: The pool, with inputs of shape [N, ...] and targets of shape [N, ...], or trees of such tensors.

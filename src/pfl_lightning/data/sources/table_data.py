@@ -368,7 +368,7 @@ def column_names(path: Any, csv: dict[str, str]) -> list[str]:
 
     Args:
         path: The file, or a data frame.
-        csv: Settings of `pandas.read_csv`.
+        csv: Settings of ``pandas.read_csv``.
 
     Raises:
         MisconfigurationException: It is no such file, or two columns have one name.
@@ -387,7 +387,7 @@ def read_table(path: Any, columns: Sequence[str] | None, csv: dict[str, str]) ->
     Args:
         path: The file, or a data frame.
         columns: Names of the columns; None reads no row, and returns the names of all columns alone.
-        csv: Settings of `pandas.read_csv`.
+        csv: Settings of ``pandas.read_csv``.
 
     Raises:
         MisconfigurationException: It is no such file, or a package is missing.
