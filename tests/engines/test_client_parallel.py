@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import distributed
 
 from command import QUIET
-from pfl_lightning.engines.client_parallel import of_a_collective
-from pfl_lightning.stopping import RankLost
+from pfl_lightning.engines.client_parallel import RankLauncher, of_a_collective
+from pfl_lightning.stopping import STARTED_BY, RankLost
 from sweeps import swept
 
 FIT = (
@@ -84,6 +85,15 @@ def test_a_signal_to_one_rank_ends_all_with_a_sentence_of_our_own(case):
     start = f"pfl-lightning: {who}stopped by {name}" if handled else "pfl-lightning: the process that started this rank"
     assert lines[-1].startswith(start)
     assert "--ckpt_path last" in lines[-1]
+
+
+def test_what_a_run_starts_later_is_not_taken_for_its_rank(monkeypatch):
+    seen = []
+    launcher = RankLauncher(LightningEnvironment(), 1, 1)
+    monkeypatch.delenv(STARTED_BY, raising=False)
+    monkeypatch.setattr(launcher, "_call_children_scripts", lambda: seen.append(os.environ[STARTED_BY]))
+    assert launcher.launch(lambda: os.environ.get(STARTED_BY)) is None
+    assert seen == [str(os.getpid())]
 
 
 def test_a_mistake_in_a_call_is_no_lost_rank():

@@ -43,6 +43,8 @@ class RankLauncher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             os.environ[STARTED_BY] = str(os.getpid())
             self._call_children_scripts()
+            # not for what this process starts later, which is no rank and may outlive it
+            del os.environ[STARTED_BY]
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
@@ -224,9 +226,7 @@ def ended_together(strategy: Strategy) -> Iterator[None]:
         with stoppable():
             yield
         return
-    by_us = strategy.cluster_environment is not None and strategy.cluster_environment.creates_processes_externally
-    parent = int(os.environ[STARTED_BY]) if by_us and STARTED_BY in os.environ else None
-    watch = RankWatch(strategy, parent)
+    watch = RankWatch(strategy, int(os.environ[STARTED_BY]) if STARTED_BY in os.environ else None)
     try:
         with stoppable():
             yield
