@@ -13,6 +13,7 @@ from pfl_lightning.choices import check_choices
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.privacy.accountant import Release, epsilon, noise_for, tight_epsilon
 from pfl_lightning.privacy.clipping import clipped, next_clip, noise_beside_counts
+from pfl_lightning.privacy.dp_sgd import composed
 from pfl_lightning.privacy.noise import Source, grid_of, nearest, secure_normal, seeded_normal, towards_zero
 from pfl_lightning.privacy.settings import check_noise, check_numbers, check_spent
 from pfl_lightning.privacy.vectors import Entries
@@ -177,7 +178,7 @@ class DPAverage(Aggregator):
         Raises:
             MisconfigurationException: if the round would go beyond ``epsilon``.
         """
-        releases = self._with_another()
+        releases = self._with_further(1)
         if self.epsilon is not None:
             check_spent("aggregator", self.epsilon, self._epsilon(releases), round)
         clip, expected = self.state["clip"], self.sampling.expected
@@ -224,19 +225,15 @@ class DPAverage(Aggregator):
         Args:
             rounds: how many, at least 0.
         """
-        if self.is_secure:
-            for _ in range(rounds):
-                self.state["releases"] = [list(release) for release in self._with_another()]
+        if self.is_secure and rounds:
+            self.state["releases"] = [list(release) for release in self._with_further(rounds)]
 
     def _releases(self) -> list[Release]:
         return [Release(*release) for release in self.state["releases"]]
 
-    def _with_another(self) -> list[Release]:
-        """The releases so far and this round's."""
-        made, z, rate = self._releases(), float(self.z), float(self.sampling.rate)
-        if made and made[-1][:2] == (z, rate):
-            return [*made[:-1], made[-1]._replace(steps=made[-1].steps + 1)]
-        return [*made, Release(z, rate)]
+    def _with_further(self, rounds: int) -> list[Release]:
+        """The releases so far and those of further rounds."""
+        return composed(self._releases(), [Release(float(self.z), float(self.sampling.rate), rounds)])
 
     def _epsilon(self, releases: list[Release]) -> float:
         return epsilon(releases, self.bound_delta)

@@ -96,9 +96,7 @@ class TableData(OwnedData):
         **kwargs: Any,
     ) -> None:
         super().__init__(task, **kwargs)
-        if isinstance(standardize, Mapping):
-            check_given(standardize)
-        elif standardize is not None:
+        if standardize is not None and not isinstance(standardize, Mapping):
             check_choices("data", standardize=(standardize, ("table", "client")))
         if standardize == "client" and self.central_test is not None:
             raise MisconfigurationException(
@@ -119,11 +117,8 @@ class TableData(OwnedData):
                 f"data.path={self._where!r} has a column without a name ({nameless[0]!r}), such as row numbers that "
                 "came along; leave it out of the file, or name the features in data.features"
             )
-        given = standardize if isinstance(standardize, Mapping) else {}
-        if unknown := [name for name in given if name not in self._features]:
-            raise MisconfigurationException(
-                f"data.standardize.{unknown[0]} is no feature; features are {listed(self._features)}"
-            )
+        if isinstance(standardize, Mapping):
+            check_given(standardize, self._features)
         self._are_named = features is not None
         self._found: dict[str, list[str]] = {}
         self._vocabularies = self._given_vocabularies(classes, categories or {})
@@ -326,16 +321,19 @@ class TableData(OwnedData):
         return lines
 
 
-def check_given(moments: Mapping[str, Sequence[float]]) -> None:
+def check_given(moments: Mapping[str, Sequence[float]], features: Sequence[str]) -> None:
     """Check the mean and the deviation that are given for columns.
 
     Args:
         moments: Both by the column's name.
+        features: Names of the columns that there are.
 
     Raises:
-        MisconfigurationException: One isn't two finite numbers, the deviation above 0.
+        MisconfigurationException: One isn't two finite numbers, the deviation above 0, or is of no feature.
     """
     for column, values in moments.items():
+        if column not in features:
+            raise MisconfigurationException(f"data.standardize.{column} is no feature; features are {listed(features)}")
         numbers = list(values) if isinstance(values, Sequence) and not isinstance(values, str) else []
         if len(numbers) != 2 or not all(map(math.isfinite, numbers)) or numbers[1] <= 0:
             raise MisconfigurationException(
