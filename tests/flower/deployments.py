@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
 
+from flwr.app import RecordDict
 from local_grid import LocalGrid
 
 from federations import Run, blobs, make_trainer
@@ -15,6 +16,7 @@ from pfl_lightning.flower.client_app import Worker, app_of
 from pfl_lightning.flower.server_app import serve
 from pfl_lightning.flower.site import ALWAYS, Site
 from pfl_lightning.flower.states import StateVersions
+from pfl_lightning.flower.wire import names, pack, unpack
 from pfl_lightning.methods.registry import METHODS
 
 REVEALED = frozenset().union(*(method.client.sends | method.client.offers for method in METHODS)) - ALWAYS
@@ -57,3 +59,13 @@ def deploy(
     limits = {"timeout": 5.0, "patience": 1.0, "poll": 0.0} | (serving or {})
     federation = serve(grid, trainer, model, data(), aggregator, ckpt_path, **limits)
     return Run(trainer, model, federation.data)
+
+
+def rewrite(content: RecordDict, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes the records of a message in place, as a bad site could."""
+    records = {name: unpack(content, name) for name in names(content)}
+    change(records)
+    for name in list(content):
+        del content[name]
+    for name, record in pack(records).items():
+        content[name] = record

@@ -18,13 +18,13 @@ from torchmetrics.classification import (
 
 pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
 
-from deployments import deploy, grid_of
+from deployments import deploy, grid_of, rewrite
 
 from federations import make_client, noisy, read_csv
 from pfl_lightning.flower.link import MOST_SAMPLES, VERSION, Link, failure
 from pfl_lightning.flower.measured import LARGEST, Measured, range_of
 from pfl_lightning.flower.template import Refused, plain
-from pfl_lightning.flower.wire import names, pack, unpack
+from pfl_lightning.flower.wire import pack
 from pfl_lightning.methods import APFL, FedAvg, FedPer, PerFedAvg
 from tasks_and_data import OfKind, client_of, kinds
 
@@ -78,12 +78,7 @@ def spoiled(grid, change, kinds=("train", "evaluate")):
 
     def spoil(node, kind, content):
         if node == BAD and kind in kinds:
-            records = {record: unpack(content, record) for record in names(content)}
-            change(records)
-            for record in list(content):
-                del content[record]
-            for record, part in pack(records).items():
-                content[record] = part
+            rewrite(content, change)
 
     grid.spoil = spoil
     return grid

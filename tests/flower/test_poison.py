@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
 
-from deployments import deploy, grid_of
+from deployments import deploy, grid_of, rewrite
 
 from federations import blobs, equal, fit, make_client, noisy
 from pfl_lightning.engines import Sequential
@@ -85,12 +85,7 @@ def spoiling(change):
         if kind != "train" or done or f"{CLIENT}/update" not in names(content):
             return
         done.append(node)
-        records = {name: unpack(content, name) for name in names(content)}
-        change(records)
-        for name in list(content):
-            del content[name]
-        for name, record in pack(records).items():
-            content[name] = record
+        rewrite(content, change)
 
     return spoil
 
