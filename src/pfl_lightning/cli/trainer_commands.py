@@ -142,6 +142,12 @@ class PflCLI(LightningCLI):
 
     made_parser: type[Parser] = Parser
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        words = sys.argv[1:] if (given := kwargs.get("args")) is None else given
+        # the parser of a command takes a tenth of a second: only the one that is named is made
+        self.commands = words[:1] if words and words[0] in TRAINER else list(TRAINER)
+        super().__init__(*args, **kwargs)
+
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """A parser of our own; Lightning takes its class as an argument only since 2.5."""
         parser = self.made_parser(**kwargs)
@@ -154,11 +160,10 @@ class PflCLI(LightningCLI):
         for name in ("task", "input_shape"):
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """What the Trainer can do with a federation, and the arguments that the command line fills."""
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Return the named command, or all where none is named, with the arguments that the command line fills."""
         skip = {"model", "datamodule", "train_dataloaders", "val_dataloaders", "dataloaders"}
-        return dict.fromkeys(TRAINER, skip)
+        return dict.fromkeys(self.commands, skip)
 
     def before_instantiate_classes(self) -> None:
         """Refuses nulls before they end in an error of some other kind."""
