@@ -1,4 +1,4 @@
-"""When a client trains what, and by which gradients: the hooks that say so."""
+"""The phases of a client's training, and the gradients of their steps."""
 
 from typing import Any, TypeVar
 
@@ -11,64 +11,71 @@ Value = TypeVar("Value")
 
 
 class Phased(LightningModule):
-    """The phases that a client goes through: in each round, before it is evaluated, and where it joins late."""
+    """Phases of training: in each round, before evaluation, and for a newcomer after the run."""
 
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
     _architecture: int
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Keep the arguments that the object is made with, so that others like it can be made.
+        """Keep copies of the constructor's arguments, so that `ClientModule.architectures` can build further modules.
 
-        Whatever an ``__init__`` of any class does to its arguments, these are the caller's own. This method stands here
-        and not in `ClientModule`, as Python takes a class's signature from the first of the two methods that it finds.
+        Copies are taken before any ``__init__`` can change the arguments. This method is defined here and not in
+        `ClientModule`, because `inspect.signature` of a class prefers ``__new__`` to ``__init__`` where one class has
+        both, and would show ``*args, **kwargs`` only.
         """
         made = super().__new__(cls)
         vars(made).update(_made_with=(own_containers(args), own_containers(kwargs)), _architecture=0)
         return made
 
     def local_phases(self) -> list[Phase]:
-        """The phases of local training, in order; by default one that trains everything."""
+        """Return the phases of local training in a round, in order; by default one phase with all parameters."""
         return [Phase()]
 
     def evaluation_phases(self) -> list[Phase]:
-        """Phases of training that a client goes through before its model is used, by default none.
+        """Return the phases of training before each evaluation; by default none.
 
-        They run on a copy whenever a client is evaluated: ``val`` and ``test`` are then of the adapted model,
-        ``val_received`` and ``test_received`` of the same model without them.
+        They run on a copy of the client's model, as MAML-like methods need it. The record's columns ``val`` and
+        ``test`` are then of the adapted model, ``val_received`` and ``test_received`` of the same model before these
+        phases.
         """
         return []
 
     def joining_phases(self) -> list[Phase]:
-        """What a new client trains when the federation is over, in the place of `local_phases`; by default these.
+        """Return the phases of a newcomer's training when the run is over; by default `local_phases`.
 
-        A method overrides it where its paper says so, such as the classifier alone on features that are found. What
-        they end with is evaluated without `evaluation_phases`.
+        Override it where the paper trains newcomers otherwise, such as the classifier alone on finished features. The
+        resulting model is evaluated without `evaluation_phases`.
         """
         return self.local_phases()
 
     def adjust_gradients(self, gradients: StateDict) -> StateDict:
-        """Makes of a step's gradients those that its optimizer takes, by default the same; they are clipped later.
+        """Return the gradients for the optimizer's step; by default the loss's own.
 
-        It may read parameters and buffers, and changes none, so that engines can call it for many clients at once.
+        Clipping comes later. An override may read parameters and buffers but changes none, so that engines can call it
+        for many clients at once.
 
         Args:
-            gradients: by the names of the parameters that the step's loss depends on, such as ``net.classifier.bias``.
+            gradients: gradients by parameter name, such as ``net.classifier.bias``; of parameters in the loss alone.
 
         Returns:
-            Gradients of the same names and shapes.
+            Gradients with the same names and shapes.
         """
         return gradients
 
 
 def own_containers(value: Value) -> Value:
-    """Return a value whose lists, tuples and dicts are copies, so that nobody changes the original in place.
+    """Return a copy of nested lists, tuples and dicts; all other objects in them stay the same objects.
 
     >>> kept = {"net": [1, {"hidden": [8]}]}
     >>> copy = own_containers(kept)
     >>> copy["net"][1].pop("hidden"), kept
     ([8], {'net': [1, {'hidden': [8]}]})
+
+    Args:
+        value: the value to copy.
     """
     made: Any = value
+    # exact types: a subclass, such as a named tuple or a config object, may not take its parts in this way
     if type(made) is dict:
         made = {name: own_containers(part) for name, part in made.items()}
     elif type(made) in (list, tuple):

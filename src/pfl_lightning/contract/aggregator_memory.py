@@ -1,4 +1,4 @@
-"""What an aggregator remembers outside its state, which no checkpoint would have."""
+"""Find memory of an aggregator outside ``state``, which checkpoints would lose."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,11 +12,11 @@ from pfl_lightning.contract.attributes import Attributes
 
 
 class Remembered:
-    """Ends a run whose aggregator remembers something outside its ``state``, which no checkpoint has.
+    """Ends a run whose aggregator keeps memory outside ``state``, as a checkpoint would lose such memory.
 
     Args:
-        aggregator: the server side, set up.
-        modules: the client modules, whose parameters an aggregator may refer to.
+        aggregator: the aggregator, after `setup`.
+        modules: the client modules; an aggregator may refer to their parameters, which engines change.
     """
 
     def __init__(self, aggregator: Aggregator, modules: Iterable[nn.Module]) -> None:
@@ -31,7 +31,13 @@ class Remembered:
 
     @contextmanager
     def aggregation(self) -> Iterator[None]:
-        """Looks before, for what ``download`` has changed since the last one, and after."""
+        """Compare the aggregator's attributes before and after ``aggregate``.
+
+        Changes before it are due to ``download`` or ``global_model``, called since the last aggregation.
+
+        Raises:
+            MisconfigurationException: if an attribute changed.
+        """
         self._compare("download or global_model")
         yield
         self._compare("aggregate")
@@ -51,7 +57,11 @@ class Remembered:
 
 
 def parts_of(aggregator: Aggregator) -> Iterator[Aggregator]:
-    """The aggregator, or those that it runs together."""
+    """Yield an aggregator, or the parts of an `AggregatorList`, at any depth.
+
+    Args:
+        aggregator: the aggregator.
+    """
     if isinstance(aggregator, AggregatorList):
         for part in aggregator.aggregators:
             yield from parts_of(part)
