@@ -100,7 +100,7 @@ def test_a_changed_aggregator_does_not_inherit_its_guarantee():
 
 def test_nothing_unprotected_stands_beside_it():
     both = AggregatorList([DPAverage(noise_multiplier=1.0), ClassMeans()])
-    with pytest.raises(MisconfigurationException, match="ClassMeans .* beside DPAverage"):
+    with pytest.raises(MisconfigurationException, match=r"ClassMeans .* beside DPAverage"):
         fit(make_client(methods.FeatureAlignment), aggregator=both)
 
 

@@ -1,4 +1,4 @@
-"""Methods of personalised federated learning, one file each."""
+"""Methods of personalised federated learning, one file each: client modules and aggregators."""
 
 from pfl_lightning.methods.alternate_training import AlternateAlignment, AlternateTraining
 from pfl_lightning.methods.apfl import APFL

@@ -1,4 +1,4 @@
-"""A net that makes the weights of another one, and which of its models is nearest to a given one."""
+"""A hypernetwork: a net with the weights of another net as outputs."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -11,13 +11,13 @@ from pfl_lightning.messages import StateDict
 
 
 class ModelMaker(nn.Module):
-    """A perceptron, and a linear layer for each tensor of a model.
+    """A perceptron with a linear output layer for each tensor of a model.
 
     Args:
         embedding_size: width e of an embedding.
         hidden: width of the hidden layers.
-        layers: hidden layers after the first one.
-        shapes: of the model's tensors, by name.
+        layers: number of hidden layers after the first one.
+        shapes: shapes of the model's tensors, by name.
     """
 
     def __init__(self, embedding_size: int, hidden: int, layers: int, shapes: dict[str, Size]) -> None:
@@ -28,20 +28,25 @@ class ModelMaker(nn.Module):
         self.shapes = shapes
 
     def forward(self, v: Tensor) -> StateDict:
-        """A model, by name, of an embedding ``[e]``."""
+        """Return a model's tensors, by name, for an embedding.
+
+        Args:
+            v: embedding ``[e]``.
+        """
         h = self.body(v)
         return {n: head(h).view(shape) for head, (n, shape) in zip(self.heads, self.shapes.items(), strict=True)}
 
 
 def nearest(make: Callable[[Tensor], StateDict], v: Tensor, model: StateDict) -> Tensor:
-    """The embedding whose model is nearest to a given one.
+    """Return the embedding of the model nearest to a given one, in squared distance of the weights.
 
     Args:
-        make: gives the model of an embedding.
-        v: the embedding to begin with.
-        model: the given one, with the names of those that are made.
+        make: maps an embedding to a model.
+        v: the initial embedding.
+        model: the given model, with the names of made models.
     """
     v = v.clone().requires_grad_()
+    # few unknowns and an exact gradient, for which L-BFGS needs no learning rate
     optimizer = LBFGS([v], max_iter=100, line_search_fn="strong_wolfe")
 
     def distance() -> float:
