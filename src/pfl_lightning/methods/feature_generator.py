@@ -1,4 +1,4 @@
-r"""A generator of features, which a server trains to be taken for its classes by all clients' classifiers.
+r"""A generator of features, trained by the server against all clients' classifiers.
 
 Source: Zhu, Hong and Zhou, 2021 (https://arxiv.org/abs/2105.10056). Symbols: :math:`G(y, \epsilon)` is a feature for
 class y and noise :math:`\epsilon`, :math:`\phi_k` client k's classifier, :math:`n_{k,y}` its samples of class y.
@@ -29,10 +29,10 @@ from pfl_lightning.seeds import derive_seed
 
 
 class Generating(ClientModule):
-    """A client that receives a generator of features, which stands still there.
+    """A client with a fixed generator of features, received from the server.
 
     Args:
-        noise_size: numbers of noise for a feature, at least 1.
+        noise_size: numbers of noise a feature, at least 1.
         hidden: width of the generator's hidden layer, at least 1.
         **kwargs: the arguments of `ClientModule`.
 
@@ -47,7 +47,7 @@ class Generating(ClientModule):
         self.generator = FrozenModule(self.new_generator())  # G
 
     def new_generator(self) -> nn.Sequential:
-        """A generator, which makes features ``[n, d]`` of noise and one-hot classes ``[n, noise_size + C]``."""
+        """Return a generator, which maps noise and one-hot classes ``[n, noise_size + C]`` to features ``[n, d]``."""
         hidden = nn.Linear(self.noise_size + self.num_classes, self.hidden)
         return nn.Sequential(
             hidden, nn.BatchNorm1d(self.hidden), nn.ReLU(), nn.Linear(self.hidden, feature_size(self.net))
@@ -55,26 +55,26 @@ class Generating(ClientModule):
 
 
 class FeatureGenerator(WeightedAverage):
-    r"""Trains a generator to make features that the clients' classifiers take for its classes, and averages models.
+    r"""Averages models, and trains a generator of features by the clients' classifiers.
 
     .. math::
 
         \min_G\ \sum_k \mathrm{mean}_i\, \frac{n_{k,y_i}}{\sum_m n_{m,y_i}}\, \mathrm{CE}(\phi_k(z_i), y_i)
         + \eta\, \exp\big(-\mathrm{mean}_{ij} D_\epsilon(i, j)\, D_z(i, j)\big), \qquad z_i = G(y_i, \epsilon_i)
 
-    over classes that clients of the round hold, and uniform noise. :math:`D_\epsilon` are mean squared differences,
-    :math:`D_z` mean absolute ones. The optimizer lives on from round to round, with 0.98 of its rate in each.
-    The official code multiplies the mean losses by mean shares of clients instead, by a slip (``official``); the paper
-    takes the loss of the clients' mean logits (``logits``).
+    over the classes of the round's clients, with uniform noise. :math:`D_\epsilon` are mean squared differences,
+    :math:`D_z` mean absolute ones. The optimizer's state lives on from round to round, with 0.98 of its learning rate
+    in each. The official code, by a slip, multiplies mean losses by mean shares of clients instead (``official``); the
+    paper takes the loss of the clients' mean logits (``logits``).
     Source: Zhu et al., 2021 (https://arxiv.org/abs/2105.10056); the defaults are its official code's for MNIST.
 
     Args:
-        server_steps: steps of the generator in a round, at least 0; 0 leaves it as it was drawn.
+        server_steps: steps of the generator in a round, at least 0; 0 keeps the random initial generator.
         batch_size: generated features a step, at least 2.
         diversity: :math:`\eta`, at least 0.
-        ensemble: how clients' classifiers count: ``samples`` as above, ``official``, or ``logits``.
+        ensemble: combination of the clients' classifiers: ``samples`` as above, ``official``, or ``logits``.
         optimizer: builds the generator's optimizer; None takes ``Adam(lr=3e-4, weight_decay=0.01)``.
-        lr_decay: what its rate is multiplied by from round to round, above 0 and up to 1.
+        lr_decay: factor on its learning rate from round to round, above 0 and up to 1.
 
     Raises:
         MisconfigurationException: if an argument is out of its range, or clients have no generator.
@@ -102,7 +102,7 @@ class FeatureGenerator(WeightedAverage):
         self.optimizer = server_optimizer(optimizer or partial(Adam, lr=3e-4, weight_decay=0.01), lr=3e-4)
 
     def setup(self, server: Server) -> None:
-        """Draws the generator."""
+        """Draw the generator's initial weights."""
         super().setup(server)
         if not isinstance(server.module, Generating):
             raise MisconfigurationException(
@@ -114,15 +114,16 @@ class FeatureGenerator(WeightedAverage):
             torch.manual_seed(derive_seed(server.seed, "fedgen"))
             net = server.module.new_generator()
         self.state |= {"generator": detached(net.state_dict()), "optimizer": {}, "labels": torch.zeros(0).long()}
-        self._net = (net.to("meta"),)  # its shape alone; what it learns is in the state
+        self._net = (net.to("meta"),)  # the architecture; trained weights are in the state
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Trains the generator, averages models, and logs the generator's last losses."""
+        """Train the generator and average models; log the generator's last losses."""
         if not updates:
             return {}
         counts = torch.stack([update["class_counts"] for update in updates.values()]).double()
         held = counts.sum(0).nonzero().flatten()
         self.state["labels"] = torch.tensor(sorted({*self.state["labels"].tolist(), *held.tolist()}))
+        # before the average, on the classifiers that clients sent
         log = self._train(updates, counts / counts.sum(0).clamp_min(1), held, round)
         super().aggregate(updates, round)
         return log
@@ -130,6 +131,7 @@ class FeatureGenerator(WeightedAverage):
     def _train(self, updates: Updates, shares: Tensor, held: Tensor, round: int) -> dict[str, float]:
         module = cast(Generating, self.server.module)
         device = module.device
+        # on the CPU, and free of the stack in which rows may lie, before they become leaves of a graph
         copies = detached([dict(update["weights"]) for update in updates.values()])
         wide = torch.promote_types(next(iter(copies[0].values())).dtype, torch.float32)
 
@@ -141,8 +143,10 @@ class FeatureGenerator(WeightedAverage):
         trained = [net[name].requires_grad_() for name, _ in self._net[0].named_parameters()]
         optimizer = self.optimizer(trained)
         for group in optimizer.param_groups:
+            # the round gives the decay, so that a resumed run has the same learning rate
             group["lr"] *= self.lr_decay**round
         if self.state["optimizer"]:
+            # the saved moments with this round's learning rate
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": self.state["optimizer"], "param_groups": groups})
         generator = torch.Generator().manual_seed(derive_seed(self.server.seed, "fedgen", round))
@@ -152,6 +156,7 @@ class FeatureGenerator(WeightedAverage):
             noise = torch.rand(self.batch_size, module.noise_size, generator=generator, dtype=wide).to(device)
             w, y = shares[:, y].to(noise), y.to(device)
             z = functional_call(self._net[0], net, (torch.cat([noise, F.one_hot(y, module.num_classes)], 1),))
+            # classifiers with BatchNorm normalise by the generated batch: their running statistics are of real features
             with on_batch_statistics(module):
                 logits = torch.stack([functional_call(module.net.classifier, head, (z,)) for head in heads])
             losses = {"teacher_loss": teacher_loss(logits, y, w, self.ensemble), "diversity": alike(z, noise)}
@@ -163,17 +168,17 @@ class FeatureGenerator(WeightedAverage):
         return log
 
     def download(self, client: int) -> Message:
-        """The model, the generator, and the classes that somebody has had in some round."""
+        """Return the model, the generator, and all classes of any round's clients."""
         return super().download(client) | {name: self.state[name] for name in ("generator", "labels")}
 
 
 def teacher_loss(logits: Tensor, y: Tensor, shares: Tensor, ensemble: str) -> Tensor:
-    """How far clients' classifiers are from taking features for their classes.
+    """Return the loss of the clients' classifiers on generated features.
 
     Args:
         logits: ``[K, n, C]``.
         y: classes ``[n]``.
-        shares: each client's part of all samples of the classes ``[K, n]``.
+        shares: each client's share of all samples of the classes ``[K, n]``.
         ensemble: as for `FeatureGenerator`.
     """
     if ensemble == "logits":
@@ -185,14 +190,14 @@ def teacher_loss(logits: Tensor, y: Tensor, shares: Tensor, ensemble: str) -> Te
 
 
 def alike(z: Tensor, noise: Tensor) -> Tensor:
-    """How alike features of different noise are, above 0 and up to 1.
+    """Return the similarity of features from different noise, above 0 and up to 1.
 
     >>> alike(torch.tensor([[0.0], [2.0]]), torch.tensor([[0.0], [1.0]]))
     tensor(0.3679)
 
     Args:
         z: features ``[n, d]``.
-        noise: what they were made of ``[n, e]``.
+        noise: noise of each feature ``[n, e]``.
     """
     apart = (z[:, None] - z).abs().mean(2)
     return torch.exp(-((noise[:, None] - noise).square().mean(2) * apart).mean())
