@@ -463,7 +463,7 @@ class ClientModule(Phased):
         try:
             model = super().load_from_checkpoint(checkpoint_path, *args, **{"weights_only": True, **kwargs})
         except (MisconfigurationException, RuntimeError) as error:
-            # the error is then torch's list of missing entries, from which nobody sees that `net=` is what is missing
+            # the error is often PyTorch's list of missing entries, which doesn't say that `net=` is what is missing
             if "net" not in kwargs and (built := net_of_python(checkpoint_path)):
                 raise MisconfigurationException(
                     f"{checkpoint_path} is of a run from Python with a net of its own, {built}; give the class or "

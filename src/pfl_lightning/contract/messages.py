@@ -34,7 +34,7 @@ def sound_updates(updates: Updates, aggregator: Aggregator, method: str, shared:
     if not any(fault(update, aggregator, shapes, types) for update in updates.values()):
         return updates
     if "weights" in aggregator.needs:
-        # a majority decides: one site with another method must not make the updates of all others look wrong
+        # a method may send a part of the shared entries; the majority tells which part, so that one wrong client can't
         names = Counter(frozenset(u["weights"]) for u in updates.values() if isinstance(u, Mapping) and "weights" in u)
         usual = names.most_common(1)[0][0] if names else shapes.keys()
         shapes = {name: shape for name, shape in shapes.items() if name in usual}

@@ -154,7 +154,7 @@ class APPLE(ClientModule):
         return rho + (self.rho - rho) / (size * len(self.others))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return outputs of :math:`w_i`, or of the core without other cores, and in PFLlib's mode also in evaluation."""
+        """Return outputs of :math:`w_i`; of the core without other cores, and in evaluation under PFLlib's mode."""
         alone = not self.others or (self.pfllib and not self.training)
         logits: Tensor = functional_call(self.net, {} if alone else self.mixture(), (x,))
         return logits

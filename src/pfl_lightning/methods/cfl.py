@@ -145,7 +145,7 @@ class CFL(Aggregator):
         return {"weights": self.state["models"][cluster]}
 
     def welcome(self, client: int, update: Message | None) -> Message:
-        """Return the cluster model nearest in direction to the newcomer's update, seen from the mean of all of these models.
+        """Return the cluster model nearest in direction to the newcomer's update, seen from the mean of these models.
 
         Before the first update, the newcomer receives this mean.
         """

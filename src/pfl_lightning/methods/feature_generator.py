@@ -123,7 +123,6 @@ class FeatureGenerator(WeightedAverage):
         counts = torch.stack([update["class_counts"] for update in updates.values()]).double()
         held = counts.sum(0).nonzero().flatten()
         self.state["labels"] = torch.tensor(sorted({*self.state["labels"].tolist(), *held.tolist()}))
-        # before the average, on the classifiers that clients sent
         log = self._train(updates, counts / counts.sum(0).clamp_min(1), held, round)
         super().aggregate(updates, round)
         return log
@@ -131,7 +130,7 @@ class FeatureGenerator(WeightedAverage):
     def _train(self, updates: Updates, shares: Tensor, held: Tensor, round: int) -> dict[str, float]:
         module = cast(Generating, self.server.module)
         device = module.device
-        # on the CPU, and free of the stack in which rows may lie, before they become leaves of a graph
+        # copies on the CPU, as rows of a stack may still be on the clients' device
         copies = detached([dict(update["weights"]) for update in updates.values()])
         wide = torch.promote_types(next(iter(copies[0].values())).dtype, torch.float32)
 

@@ -172,7 +172,7 @@ class FedAWA(WeightedAverage):
         return {client: math.log(max(share, SMALLEST_SHARE)) for client, share in shares.items()}
 
     def grams(self, updates: Updates) -> Tensor:
-        r"""Return inner products of :math:`\tau_1, \ldots, \tau_K, \theta_g` in float64, from which the objective follows.
+        r"""Return inner products of :math:`\tau_1, \ldots, \tau_K, \theta_g` in float64, which determine the objective.
 
         Args:
             updates: updates by client id.

@@ -23,7 +23,7 @@ from pfl_lightning.methods.fedprox import FedProx
 class FedNova(FedProx):
     r"""Trains as `FedProx` or, with ``mu=0``, as `FedAvg`, and reports the number of gradients in the change.
 
-    :math:`A_k` is the distance that the client's own optimizer goes from 0 against the constant gradient -1, in units of
+    :math:`A_k` is the distance that the client's optimizer goes from 0 against the constant gradient -1, in units of
     the learning rate: :math:`\tau_k` for plain SGD, and the paper's formulas for momentum, Nesterov's momentum and the
     proximal term, with which the gradient is :math:`-1 + \mu w`. It is exact for optimizers whose steps are linear in
     the gradients; all others have no :math:`A_k`. Weight decay and clipping don't count.

@@ -47,7 +47,7 @@ def probe_similarity(probabilities: Tensor, own: int) -> Tensor:
 
 
 def segment(similarities: Tensor, segmentation: Segmentation = "above_excl_top") -> tuple[list[int], float]:
-    r"""Return a client's peers by maximum difference segmentation (MDS): a cut of sorted similarities at the widest gap.
+    r"""Return a client's peers by maximum difference segmentation (MDS): similarities in order, cut at the largest gap.
 
     .. math:: m = \arg\max_i \Delta_i, \qquad \Delta_i = s_{(i+1)} - s_{(i)}
 

@@ -27,8 +27,8 @@ class WDR(ClientModule):
 
     Args:
         wdr_lambda: weight of the regulariser, at least 0; 0 is `FedAvg` bit for bit. The necessary weight grows with
-            the number of classes: the paper takes 10 for 10 classes, 1000 for 100, and its numbers are most likely of
-            half.
+            the number of classes: the paper takes 10 for 10 classes, 1000 for 100, and its results are most
+            likely with half of that.
         wdr_scale: kappa: the official code trains with half of the given lambda (0.5), the paper prints 1.
         output_layer: name of the linear layer with a row a class, where the net's classifier has more than one.
         **kwargs: the arguments of `FedAvg`.

@@ -1,4 +1,4 @@
-"""Networks, each a feature extractor and a classifier."""
+"""Networks, each made of a feature extractor and a classifier."""
 
 from pfl_lightning.nets.alexnet import AlexNet
 from pfl_lightning.nets.base import Head, Net, NetFactory

@@ -1,4 +1,4 @@
-"""What a network's classifier says: the layer whose rows stand for classes, and the width of the features."""
+"""The output layer of a network, with a row a class, and the width of the features."""
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -7,12 +7,12 @@ from pfl_lightning.nets.base import Net
 
 
 def find_output_layer(client: nn.Module, num_classes: int, name: str | None = None) -> str:
-    """Dotted name of the linear layer that gives the logits, so that its weight has a row a class.
+    """Return the dotted name of the linear layer with a row a class, which gives the logits.
 
     Args:
-        client: a client module; the layer is looked for in its ``net.classifier``.
-        num_classes: rows that the layer must have.
-        name: the layer's name where it can't be found, such as ``net.classifier.0``.
+        client: a client module; the search is in its ``net.classifier``.
+        num_classes: number of rows of the layer.
+        name: the layer's name, where the search doesn't find exactly one, such as ``net.classifier.0``.
 
     Raises:
         MisconfigurationException: if there is no such layer, or more than one.
@@ -29,7 +29,9 @@ def find_output_layer(client: nn.Module, num_classes: int, name: str | None = No
             f"output_layer={name!r} is no linear layer with {num_classes} outputs; "
             f"choose from {', '.join(map(repr, linear)) or 'none in this net'}."
         )
+    # a layer with as many outputs inside the features isn't the output layer
     found = [path for path in linear if path == "net.classifier" or path.startswith("net.classifier.")]
+    # two layers with as many outputs as classes: a guess would average the wrong one in silence
     if len(found) != 1:
         raise MisconfigurationException(
             f"the net's classifier has {len(found)} linear layers with {num_classes} outputs, and not one that gives "
@@ -39,11 +41,15 @@ def find_output_layer(client: nn.Module, num_classes: int, name: str | None = No
 
 
 def feature_size(net: Net) -> int:
-    """Width d of a net's features ``[n, d]``: the inputs of the first linear layer of its classifier.
+    """Return the width d of a net's features ``[n, d]``, the inputs of the classifier's first linear layer.
+
+    Args:
+        net: the net.
 
     Raises:
         MisconfigurationException: if the classifier has no linear layer.
     """
+    # read from the classifier, since a run of the features would need an input and could draw random numbers
     for layer in net.classifier.modules():
         if isinstance(layer, nn.Linear):
             return layer.in_features
