@@ -46,6 +46,7 @@ class Server:
             remove_duplicate: whether a tied parameter counts under its first name alone, as comparisons of models need
                 it; if False, under all of its names, as a change of each entry of `weights` needs it.
         """
+        # in the module's order, which is the same in every process and run
         parameters = self.module.named_parameters(remove_duplicate=remove_duplicate)
         return [name for name, _ in parameters if name in self.weights]
 
@@ -63,6 +64,7 @@ class Server:
 
         Call it in `Aggregator.setup`: later on, the module holds the entries of the last client trained in it.
         """
+        # common entries are in the module itself, for every client the same
         known = self.weights.keys() | self.module.common_names
         kept: StateDict = detached({n: t for n, t in self.module.state_dict().items() if n not in known})
         return kept
@@ -145,6 +147,7 @@ class Aggregator:
         cls.guarantee = vars(cls).get("guarantee", "")
 
     def __init__(self) -> None:
+        # here, and not in the class, where all aggregators of a process would share it
         self.state: dict[str, Any] = {}
 
     @property
@@ -225,4 +228,5 @@ class Aggregator:
         Args:
             kind: the class.
         """
+        # pictures look for a method's aggregator in this way, without knowing of lists
         return self if isinstance(self, kind) else None

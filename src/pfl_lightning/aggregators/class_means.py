@@ -76,6 +76,7 @@ class ClassMeans(Aggregator):
         # in a fixed order, so that sums don't depend on who came first
         fed = sorted({c for update in updates.values() for c in update[self.entry]})
         for c in fed:
+            # only clients that have the class: an absent class isn't a zero vector
             have = {client: update for client, update in updates.items() if c in update[self.entry]}
             masses = {client: float(u["class_counts"][c]) if self.by_samples else 1.0 for client, u in have.items()}
             if self.mean is None:

@@ -68,8 +68,10 @@ class WeightedAverage(Aggregator):
         self.mean = mean
         self.weighting: Weighting = weighting
         if mean is not None:
+            # a rule looks at single updates, which secure aggregation doesn't show
             self.sums_only = False
             self.weighting = "samples" if mean.weighted else "uniform"
+        # what isn't needed isn't sent: a client's number of samples is private
         if self.weighting == "uniform":
             self.needs = self.needs - {"num_samples"}
 

@@ -79,7 +79,7 @@ def whole_model(client: ClientModule) -> StateDict:
         if name not in client.common_names:
             copies[name] = detached(tensor)
             continue
-        # a federation of n clients holds n such models, and backbones are mostly frozen: one copy saves their memory
+        # `add_copy` gives a common tensor further names, under which it isn't copied and saved again
         if tensor.data_ptr() not in once:
             once[tensor.data_ptr()] = detached(tensor)
         copies[name] = once[tensor.data_ptr()]

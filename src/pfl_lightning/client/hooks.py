@@ -66,6 +66,7 @@ def check_hooks(client: ClientModule) -> None:
                     f"{type(client).__name__}.{hook} would never be called, as a federation trains many clients in one "
                     f"module; use {advice}."
                 )
+    # under manual optimization Lightning users step optimizers in `training_step`, which engines would do once more
     if not client.automatic_optimization:
         raise MisconfigurationException(
             f"{type(client).__name__}.automatic_optimization=False has no effect, as engines make the steps; leave it "

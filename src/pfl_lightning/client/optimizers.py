@@ -93,6 +93,7 @@ def restricted(made: Configured, parameters: Iterable[nn.Parameter], phase: str)
     Raises:
         MisconfigurationException: if the optimizer has none of the parameters.
     """
+    # by identity: parameters are tensors, and == compares their entries
     optimizer, wanted = made.optimizer, {id(parameter) for parameter in parameters}
     groups = []
     for group, rate in zip(optimizer.param_groups, made.rates, strict=True):
@@ -132,6 +133,7 @@ def checked_optimizer(build: OptimizerCallable, parameters: list[nn.Parameter], 
     if not callable(build):
         raise MisconfigurationException(f"{setting}={build} is no optimizer; name a class of torch.optim, such as SGD.")
     try:
+        # torch's optimizers check their own settings, and name them in what they raise
         optimizer = build(parameters)
     except (TypeError, ValueError) as error:
         raise MisconfigurationException(f"{setting}: {error}.") from error
@@ -227,6 +229,7 @@ def check_schedule(made: Configured, rounds: int) -> None:
             f"{name} with cycle_momentum=True moves the momentum too, and clients follow the learning rate alone; give "
             "it cycle_momentum=False."
         )
+    # all rounds now, so that a bad learning rate is found before the first round
     for round in range(1, rounds + 1):
         rate = made.optimizer.param_groups[0]["lr"]
         if not 0 <= rate < inf:

@@ -16,6 +16,7 @@ def everything(name: str) -> bool:
 
 def in_classifier(name: str) -> bool:
     """Select the parameters of the classifier."""
+    # the names are those of the client module, whose `net` has `features` and `classifier`
     return name.startswith(CLASSIFIER)
 
 

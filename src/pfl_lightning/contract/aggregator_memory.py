@@ -22,10 +22,12 @@ class Remembered:
     def __init__(self, aggregator: Aggregator, modules: Iterable[nn.Module]) -> None:
         self._aggregators = list(parts_of(aggregator))
         self._modules = list(modules)
+        # each part of a list by itself, so that an error names the part
         self._attributes = [Attributes({a.name: a}, {"state", *a.caches}, self._is_entry) for a in self._aggregators]
         self._looks = [attributes.look() for attributes in self._attributes]
 
     def _is_entry(self, tensor: Tensor) -> bool:
+        # engines train in the module, so its parameters change without the aggregator's doing
         entries = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in self._modules)
         return any(entry is tensor for entry in entries)
 
@@ -38,6 +40,7 @@ class Remembered:
         Raises:
             MisconfigurationException: if an attribute changed.
         """
+        # compared by version numbers, not by copies: a look costs no memory of the size of the state
         self._compare("download or global_model")
         yield
         self._compare("aggregate")

@@ -109,10 +109,12 @@ def content(value: Any) -> Any:
         return tuple(map(content, value))
     if isinstance(value, (set, np.ndarray, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
         return _InPlace(value, drawn(value))
+    # identity, and the versions of all tensors: training in place shows
     if isinstance(value, nn.Module):
         # not `state_dict()`, which leaves out buffers with persistent=False
         return (value, *map(content, tensors_of(value)))
     if isinstance(value, Optimizer):
+        # moments, but not learning rates, which a schedule changes
         return value, content(value.state_dict()["state"])
     return value
 

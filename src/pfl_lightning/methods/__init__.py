@@ -64,6 +64,7 @@ from pfl_lightning.methods.q_fedavg import FairAverage, QFedAvg
 from pfl_lightning.methods.scaffold import SCAFFOLD, ControlVariates
 from pfl_lightning.methods.wdr import WDR
 
+# names of client sides, server sides and parts alike; `registry` pairs them into methods
 __all__ = [
     "APFL",
     "APPLE",

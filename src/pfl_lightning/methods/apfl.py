@@ -95,9 +95,11 @@ class APFL(PersonalNet, FedAvg):
                 return self.loss(parts["features"], alpha * parts["v"] + (1 - alpha) * parts["w"], target)
             return loss_at(self, self.personal, self.mixture(alpha, parts["v"]) | parts["buffers"], batch)
 
+        # a copy for the graph, since the buffer is overwritten below
         alpha = self.alpha.clone()
         personal = mixed(alpha, parts)
         if self.adaptive and (self.alpha_per == "step" or batch_idx == 0):
+            # the phase's current rate, which a schedule may have changed
             rate = self.learning_rate if self.alpha_lr is None else self.alpha_lr
             # the derivative in alpha alone; the copies keep this pass from moving running statistics again
             slope = grad(mixed)(alpha, tree_map(lambda t: t.detach().clone(), parts))
@@ -111,6 +113,7 @@ class APFL(PersonalNet, FedAvg):
             alpha: the share :math:`\alpha`.
             v: trained parameters of the personal model, by name.
         """
+        # w and v have the same names, as v is a copy of the net
         w = dict(self.net.named_parameters())
         return {name: alpha * own + (1 - alpha) * w[name].detach() for name, own in v.items()}
 

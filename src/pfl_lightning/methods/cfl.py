@@ -104,6 +104,7 @@ class CFL(Aggregator):
                 # norm of the mean from inner products: |sum p_i Delta_i|^2 = p^T (Delta Delta^T) p
                 mean_norm = float((weights @ products @ weights).clamp_min(0).sqrt())
                 max_norm = float(products.diagonal().max().sqrt())
+                # both are logged, so that a first run tells which eps1 and eps2 would split
                 norms.append((mean_norm, max_norm))
                 if mean_norm < self.eps1 and max_norm > self.eps2 and len(sent) > 2 and round >= self.warmup:
                     halves = split(members, list(sent), products)

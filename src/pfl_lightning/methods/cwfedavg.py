@@ -86,6 +86,7 @@ class CwFedAvg(WeightedAverage):
         self.num_clients = server.num_clients
         self.rows = f"{layer}.weight"
         self.names = class_wise_entries(server.weights, [layer] if self.layers == "output" else self.layers)
+        # distribution of clients before their first update; uniform without a look at the weights
         prior = torch.full((classes,), 1 / classes, dtype=torch.float64)
         if self.distribution == "norms":
             if self.rows not in server.weights:
@@ -109,6 +110,7 @@ class CwFedAvg(WeightedAverage):
         for client, update in updates.items():
             self.state["distributions"][client] = self._distribution_of(update)
         p = torch.tensor([float(update["num_samples"]) for update in updates.values()], dtype=torch.float64)
+        # p_i P_ij
         mass = (p / p.sum())[:, None] * torch.stack([self.state["distributions"][client] for client in updates])
         fed = mass.sum(0) > 0
         # a class without mass in the round has no q, and keeps its last class model below
@@ -118,6 +120,7 @@ class CwFedAvg(WeightedAverage):
         kept = self._mixed(torch.eye(len(fed), dtype=torch.float64)[~fed]) if unfed else {}
         self.state["sources"] = [{name: update["weights"][name] for name in self.names} for update in updates.values()]
         self.state["sources"] += [{name: kept[name][i] for name in self.names} for i in range(unfed)]
+        # columns: the round's uploads, then the kept class models, each the source of its own class
         self.state["mix"] = torch.cat([q.T, torch.eye(len(fed), dtype=torch.float64)[:, ~fed]], 1)
         return {"classes_fed": float(fed.sum())}
 

@@ -78,5 +78,6 @@ class Ditto(PersonalNet, FedAvg):
         loss = self.loss(features, self.personal.classifier(features), target)
         if self.personal_lambda > 0:
             personal, net = (trained_parameters(self, path).values() for path in ("personal", "net"))
+            # h_k: the net is w^t in this phase, as no step of it has been made yet
             loss = loss + self.personal_lambda * proximal(personal, net)
         return {"loss": loss}

@@ -121,6 +121,7 @@ class FeatureGenerator(WeightedAverage):
         if not updates:
             return {}
         counts = torch.stack([update["class_counts"] for update in updates.values()]).double()
+        # generated classes: no classifier of the round has learned any other
         held = counts.sum(0).nonzero().flatten()
         self.state["labels"] = torch.tensor(sorted({*self.state["labels"].tolist(), *held.tolist()}))
         log = self._train(updates, counts / counts.sum(0).clamp_min(1), held, round)

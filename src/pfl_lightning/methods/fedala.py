@@ -141,6 +141,7 @@ class FedALA(FedAvg):
                     loss = self.task.loss(functional_call(net, mixed, (x,)), target)
                 slopes = zip(weights.items(), torch.autograd.grad(loss, list(leaves.values())), strict=True)
                 weights = {name: (w - self.eta * slope).clamp(0, 1) for (name, w), slope in slopes}
+            # the loss of the pass's last batch, as in the official code
             losses.append(float(loss.detach()))
             if len(losses) > self.num_pre_loss and pstdev(losses[-self.num_pre_loss :]) < self.threshold:
                 break

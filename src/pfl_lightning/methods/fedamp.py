@@ -44,11 +44,13 @@ class CloudProx(FedProx):
 
     def __init__(self, mode: Literal["paper", "pfllib"] = "paper", mu: float = 0.1, **kwargs: Any) -> None:
         super().__init__(mu=mu, **kwargs)
+        # PFLlib adds the term to the loss as a number without a graph
         if mode == "pfllib":
             self.mu = 0.0
 
     def is_shared(self, name: str) -> bool:
         """Share the net's parameters."""
+        # without buffers: distances and mixes are of parameters
         return super().is_shared(name) and name not in self._buffer_names
 
     def is_personal(self, name: str) -> bool:

@@ -82,6 +82,7 @@ class FedAS(PersonalNet, FedPer):
         self.align_epochs, self.align_lr = align_epochs, align_lr
         self.align_batch_size, self.fisher_batch_size = align_batch_size, fisher_batch_size
         self.make_personal(self.net)
+        # a copy to evaluate and to align with, which no phase trains
         self.personal.requires_grad_(False)
         self.aims = ClassVectors(self.num_classes, feature_size(self.net))  # mu_c
 
@@ -90,6 +91,7 @@ class FedAS(PersonalNet, FedPer):
         super().on_download(payload, data)
         if not self.training_follows:
             return
+        # in its first round a client has no last model: no class has an aim, and the alignment adds nothing
         known = data is not None and bool(self.has_personal) and len(data.train) > 0
         self.aims.take(
             class_means(self.personal.features, data.train, data.classes, self.num_classes) if known and data else {}
@@ -97,6 +99,7 @@ class FedAS(PersonalNet, FedPer):
 
     def local_phases(self) -> list[Phase]:
         """Align the feature extractor, then train everything."""
+        # not the personal copy, which is in the module too
         train = Phase("train", lambda name: name.startswith("net."))
         if not self.align_epochs:
             return [train]
@@ -146,6 +149,7 @@ class FedAS(PersonalNet, FedPer):
             return self.task.loss(functional_call(self.net, weights, (x,)), y)
 
         weights = {name: parameter.detach() for name, parameter in trained_parameters(self, "net").items()}
+        # float64, since thousands of squares of very different size are added
         total = torch.zeros((), dtype=torch.float64)
         for x, y in part.chunks(self.fisher_batch_size):
             total += sum(float(g.double().square().sum()) for g in grad(objective)(weights, x, y).values())
@@ -172,6 +176,7 @@ class FisherAverage(WeightedAverage):
         slopes = {client: float(update["fisher"]) for client, update in updates.items()}
         total = sum(slopes.values())
         plain = client_weights(updates, self.weighting)
+        # slopes of 0 throughout would divide by 0
         shares = {client: slope / total for client, slope in slopes.items()} if total > 0 else plain
         self.average(updates, shares)
         return {"max_share": max(shares.values())}

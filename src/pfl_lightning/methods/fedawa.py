@@ -90,6 +90,7 @@ class FedAWA(WeightedAverage):
             raise MisconfigurationException(f"aggregator.server_steps={server_steps} must be 0 or more, such as 1.")
         if not 0 < gamma < math.inf:
             raise MisconfigurationException(f"aggregator.gamma={gamma} must be above 0 and finite; 1 gives a mean.")
+        # the preset fills in what isn't set; a setting given by the user wins
         official = preset == "official"
         self.init = init or ("raw_size" if official else "log_size")
         self.reg_term = reg_term or ("per_client" if official else "aggregate")
@@ -134,6 +135,7 @@ class FedAWA(WeightedAverage):
         if new := [client for client in updates if client not in known]:
             first = self.first_logits(updates)
             known |= {client: torch.full_like(self.sizes, first[client]) for client in new}
+        # [G, K], a leaf: the optimizer sees this round's clients alone
         logits = torch.stack([known[client] for client in updates], 1).requires_grad_()
         weights = logits.softmax(1)
         optimizer = self.optimizer([logits])
@@ -149,6 +151,7 @@ class FedAWA(WeightedAverage):
         self.mix(updates, self.gamma * weights)
         sim, reg = self.objective(weights, grams)
         largest = float(weights.max())
+        # a collapse to one client is the objective's minimum, and no error of the optimizer
         if len(updates) > 1 and largest > 0.9:
             rank_zero_warn(
                 f"round {round + 1}: one client has {largest:.2f} of the weight; FedAWA's objective is least where one "
@@ -168,6 +171,7 @@ class FedAWA(WeightedAverage):
             return {client: math.log(update["num_samples"]) for client, update in updates.items()}
         if self.init == "raw_size":
             return client_weights(updates, "samples")
+        # FedDisco's own defaults
         shares = disco_shares(updates, a=0.5, b=0.1, metric="kl")
         return {client: math.log(max(share, SMALLEST_SHARE)) for client, share in shares.items()}
 

@@ -37,6 +37,7 @@ class FedBABU(FedPer):
 
     def local_phases(self) -> list[Phase]:
         """Train the shared parameters alone."""
+        # whatever travels is trained, also where a subclass shares more or less
         return [Phase("body", trains=self.is_shared)]
 
     def evaluation_phases(self) -> list[Phase]:

@@ -118,6 +118,7 @@ class CriticalAverage(WeightedAverage):
         for row, (client, update) in enumerate(updates.items()):
             alike = {k: u for j, (k, u) in enumerate(updates.items()) if k == client or overlap[row, j] >= threshold}
             mean = mean_model(alike, dict.fromkeys(alike, 1 / len(alike)))
+            # kept whole, also outside the mask: `download` picks the critical entries
             self.state["own"][client] = {name: mean[name] for name in update["critical"]}
             self.state["critical"][client] = update["critical"]
             together += len(alike)
@@ -145,6 +146,7 @@ def critical(sensitivity: Tensor, share: float) -> Tensor:
     count = int(share * sensitivity.numel())
     if not count:
         return torch.zeros_like(sensitivity, dtype=torch.bool)
+    # the smallest of the largest; all entries at least as large are critical, ties included
     margin = sensitivity.flatten().topk(count).values[-1]
     return (sensitivity >= margin) & (sensitivity > 0)
 

@@ -110,6 +110,7 @@ class FedClassAvg(FedAvg):
 
     def is_shared(self, name: str) -> bool:
         """Share the classifier, everything, or nothing."""
+        # share=all is "+weight"; share=nothing is Local with this loss
         shared = {"classifier": in_classifier(name), "all": True, "nothing": False}[self.share]
         return super().is_shared(name) and shared
 
@@ -121,11 +122,13 @@ class FedClassAvg(FedAvg):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Return cross-entropy on the first views, plus the contrastive and the proximal term."""
         x, target = batch
+        # `loss` adds the proximal term in both cases
         if not self.contrastive:
             return super().training_step((random_views(x) if self.views else x, target), batch_idx)
         # one pass for both views, so that BatchNorm sees them together
         features = self.net.features(random_views(torch.cat([x, x])))
         contrast = self.contrast(features, target.repeat(2))
+        # cross-entropy on the first views alone, as in equation 4
         first = features[: len(target)]
         return {"loss": contrast + self.loss(first, self.net.classifier(first), target), "contrast": contrast}
 

@@ -129,6 +129,7 @@ class FedCP(FedAvg):
             h: features ``[n, d]``.
         """
         scores = self.policy(h * self.context).unflatten(-1, (2, -1))
+        # r and s sum to 1 for each unit of the features
         r, s = (F.gumbel_softmax(scores, dim=-2) if self.training else scores.softmax(-2)).unbind(-2)
         outputs: Tensor = self.net.classifier(r * h) + functional_call(
             self.net.classifier, self.head.tensors(), (s * h,)
@@ -144,5 +145,6 @@ class FedCP(FedAvg):
         update = super().upload(data)
         for name, received in self.head.tensors().items():
             if (entry := update["weights"].get(f"{CLASSIFIER}{name}")) is not None and entry.is_floating_point():
+                # (phi + phi_g) / 2 travels, and phi stays
                 update["weights"][f"{CLASSIFIER}{name}"] = torch.lerp(entry, received, 0.5)
         return update

@@ -166,6 +166,7 @@ class DomainConsensus(WeightedAverage):
             # a running mean, by the weights of all reports before and of the new ones
             if before:
                 share = sum(counts.values()) / (before + sum(counts.values()))
+                # the old mean moves by the new reports' share of all weights
                 mean = torch.lerp(self.state["consensus"]["mean"].to(mean), mean, share)
         else:
             self.state["reports"] |= {client: {"mean": update["feature_mean"]} for client, update in new.items()}

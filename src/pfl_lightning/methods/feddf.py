@@ -85,6 +85,7 @@ class FedDF(WeightedAverage):
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
         """Average and distil; log the first and the last divergence."""
         super().aggregate(updates, round)
+        # one model is its own ensemble, and has nothing to teach
         if len(updates) < 2 or not self.server_steps or len(self.samples) < self.smallest_batch:
             return {}
         module = self.server.module
@@ -115,6 +116,7 @@ class FedDF(WeightedAverage):
             optimizer.step()
             scheduler.step()
             losses.append(loss.detach())
+        # back to the type of each entry, and to the CPU, where aggregators keep their state
         entries, averaged = detached(student), self.state["weights"]
         self.state["weights"] = {name: entries[name].to(tensor.dtype) for name, tensor in averaged.items()}
         return {"first_divergence": float(losses[0]), "last_divergence": float(losses[-1])}

@@ -79,6 +79,7 @@ def disco_shares(updates: Updates, a: float, b: float, metric: Discrepancy) -> d
         metric: the discrepancy.
     """
     none = dict.fromkeys(updates, 0.0)
+    # a client with no counted sample has no distribution
     counted = {client: update for client, update in updates.items() if update["class_counts"].any()}
     if counted:
         counts = torch.stack([update["class_counts"] for update in counted.values()]).double()

@@ -65,6 +65,7 @@ class FedDyn(FedAvg):
         super().on_download(payload, data)
         self.received.take(trained_parameters(self, "net").items())
         if data is not None and self.weighting == "samples":
+            # alpha over the client's share of the samples, relative to equal shares
             self.alpha_k.fill_(self.alpha * float(payload["mean_samples"]) / max(len(data.train), 1))
 
     def adjust_gradients(self, gradients: StateDict) -> StateDict:
@@ -78,6 +79,7 @@ class FedDyn(FedAvg):
         """Return the model, and update :math:`g_k`."""
         y, x, g = trained_parameters(self, "net"), self.received.tensors(), self.gradient.tensors()
         for name in g:
+            # g_k <- g_k - alpha_k (y_k - x)
             g[name].sub_(self.alpha_k * (y[name] - x[name]))
         return super().upload(data)
 
@@ -111,6 +113,7 @@ class DynamicAverage(WeightedAverage):
         """Start from the common initial model, and compute the clients' mean number of samples."""
         super().setup(server)
         self.num_clients, self.learnable = server.num_clients, server.parameter_names(remove_duplicate=False)
+        # all clients' sizes, known before the first round
         sizes = [server.data.size(client, "train") for client in range(server.num_clients)]
         mean_samples = torch.tensor(sum(sizes) / len(sizes), dtype=torch.float64)
         self.state |= {"drift": {}, "mean": server.weights, "mean_samples": mean_samples}

@@ -91,6 +91,7 @@ class FedFomo(ClientModule):
         # fsum, in the order of ids: the weights don't depend on the order of uploads
         a = [gain / total for gain in helpful.values()]
         self.assign(weighted_mean([models[m] for m in helpful], a) if helpful else own)
+        # after the mix: w_i^old of the next round is where this round's training starts
         copy_net(self, "old")
 
     def _gain(self, model: StateDict, before: float, part: Samples) -> float:

@@ -69,6 +69,7 @@ class FedGen(Generating, FedAvg):
         """Load the model, the generator, and the classes of the federation so far."""
         super().on_download(payload, data)
         self.generator.take(payload["generator"].items())
+        # a new tensor, since the number of classes grows from round to round
         self.labels = payload["labels"].to(self.device)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:

@@ -88,6 +88,7 @@ class GlobalHeader(Aggregator):
         # copies on the clients' device: the module's own weights are the last client's, and stay
         entries = {name: tensor.to(module.device, copy=True) for name, tensor in self.state["weights"].items()}
         trained = [entries[name].requires_grad_() for name in self.names]
+        # the classifier's entries by their names within it, as functional_call takes them
         head: StateDict = {name.removeprefix(CLASSIFIER): tensor for name, tensor in entries.items()}
         optimizer = self.optimizer(trained)
         # a function of seed and round, so that a resumed run draws the same batches

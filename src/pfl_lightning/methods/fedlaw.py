@@ -137,9 +137,11 @@ class FedLAW(WeightedAverage):
             for name, tensor in (self.state["personal"] | self.state["weights"]).items()
             if name not in stacks
         }
+        # in float64: few numbers, and a softmax of their logarithms gives p back
         p = torch.tensor(list(client_weights(updates, "samples").values()), dtype=torch.float64)
         z = torch.cat([p.log(), torch.zeros(1, dtype=torch.float64)]).requires_grad_()
         optimizer = self.optimizer([z])
+        # counted in passes over the proxy samples, not in steps
         scheduler = StepLR(optimizer, step_size=self.halving, gamma=0.5)
         generator = torch.Generator().manual_seed(derive_seed(self.server.seed, "fedlaw", round))
         for _ in range(self.server_epochs):

@@ -63,4 +63,5 @@ class FedLC(FedAvg):
 
     def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
         """Return the cross-entropy of the calibrated logits."""
+        # margins in training alone: `forward`, by which clients are evaluated, has none
         return super().loss(features, logits - self.margins, target)

@@ -46,10 +46,12 @@ class FedMD(PublicAnswers, Local):
         super().__init__(**kwargs)
         check_least("model", **{} if initial_epochs is None else {"initial_epochs": (initial_epochs, 1)})
         self.initial_epochs = initial_epochs
+        # an entry of the state, since one module runs all clients in turn
         self.register_buffer("begun", torch.tensor(False))
 
     def local_phases(self) -> list[Phase]:
         """Distil, then train on private samples, for more epochs in the client's first round."""
+        # the distillation, if there are targets, then the private phase
         *taught, private = super().local_phases()
         return [*taught, private if self.begun else Phase(epochs=self.initial_epochs)]
 
@@ -102,6 +104,7 @@ class Consensus(Aggregator):
         """Take the mean of the round's answers; log the mean distance of the answers from the mean."""
         if not updates:
             return {}
+        # under the name of the payload's entry
         answers = [{"targets": update["predictions"]} for update in updates.values()]
         self.state["consensus"] = mean = weighted_mean(answers, [1 / len(answers)] * len(answers))
         apart = [float((answer["targets"] - mean["targets"]).abs().mean()) for answer in answers]

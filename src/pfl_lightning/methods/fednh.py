@@ -40,6 +40,7 @@ class CosineClassifier(nn.Module):
     def __init__(self, size: int, num_classes: int, scale: float, learn_scale: bool) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(float(scale)), requires_grad=learn_scale)
+        # orthogonal_ gives orthonormal rows if they fit, else rows to be normalised
         self.register_buffer("prototypes", F.normalize(nn.init.orthogonal_(torch.empty(num_classes, size))))
 
     def forward(self, features: Tensor) -> Tensor:
@@ -133,6 +134,7 @@ class FedNH(WeightedAverage):
         sums = torch.zeros_like(old, dtype=torch.float64)
         for update in updates.values():
             for c, direction in update["directions"].items():
+                # n_ic mu_ic
                 sums[c] += update["class_counts"][c] * direction.double()
         mu = F.normalize(sums)
         new = F.normalize(self.rho * old + (1 - self.rho) * mu)

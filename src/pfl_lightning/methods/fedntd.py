@@ -66,6 +66,7 @@ class FedNTD(FedAvg):
             raise MisconfigurationException(f"model.temperature={temperature} must be above 0, such as 1.")
         self.beta, self.temperature = beta, temperature
         if beta > 0:
+            # only with beta > 0: else the copy would cost memory for nothing
             self.received = FrozenModule(self.net, common=common_parameters(self).values())
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:

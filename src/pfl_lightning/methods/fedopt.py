@@ -35,6 +35,7 @@ class ServerSteps(WeightedAverage):
             updates: updates by client id, at least one.
             weights: weight of each client, by id; used as they are.
         """
+        # with a `mean`, Δ is the change to the rule's result
         self.move(self.mean_of(updates, weights))
 
     def move(self, target: StateDict) -> None:
@@ -102,6 +103,7 @@ class FedAvgM(ServerSteps):
     def step(self, name: str, change: Tensor) -> Tensor:
         """Return the step along the momentum, or Nesterov's."""
         m: StateDict = self.state["m"]
+        # no factor 1 - beta on the change: a steady change adds up to 1 / (1 - beta) times itself
         m[name] = self.beta * m[name] + change if name in m else change
         return self.server_lr * (change + self.beta * m[name] if self.nesterov else m[name])
 
@@ -159,6 +161,7 @@ class FedAdagrad(ServerSteps):
         m: StateDict = self.state["m"]
         v: StateDict = self.state["v"]
         m[name] = (1 - self.beta1) * change + (self.beta1 * m[name] if name in m else 0)
+        # v before the first round
         first = self.tau**2 if self.initial == "tau2" else 0.0
         v[name] = self.second(v[name] if name in v else torch.full_like(change, first), change.square())
         return self.server_lr * m[name] / (v[name].sqrt() + self.tau)
@@ -217,6 +220,7 @@ class FedYogi(FedAdam):
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:
         """Return the second moment moved towards the square, never below 0."""
+        # sign(0) is 0: where v is the square already, it stays
         return v - (1 - self.beta2) * square * torch.sign(v - square)
 
 

@@ -151,6 +151,7 @@ class FedReMa(WeightedAverage):
             counts[k, members] += 1
         self.state |= {"peer_counts": counts, "similarity": similarity, "peers": peers, "gaps": gaps}
         if len(updates) > 2:
+            # two clients have no gap between others
             mean_gaps = [*self.state["mean_gaps"], fmean(gaps.values())]
             self.state |= {"mean_gaps": mean_gaps, "in_period": not is_over(mean_gaps, self.delta)}
         return {k: client_weights({i: updates[i] for i in members}, self.weights) for k, members in peers.items()}

@@ -72,6 +72,7 @@ class FedRoD(PersonalNet, FedAvg):
     def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
         """Return the balanced softmax loss of the generic head plus the cross-entropy of both heads together."""
         generic = super().loss(features, logits + self.log_prior, target)
+        # both bars of the equation are `detach`
         return generic + F.cross_entropy(logits.detach() + self.personal(features.detach()), target)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ class FedSAM(FedAvg):
         """Return the loss at w + e, with e as a constant: the gradient in w is then the gradient at w + e."""
         if self.rho == 0:
             return super().training_step(batch, batch_idx)
+        # one forward and backward pass for e, then the pass that the engine differentiates
         w = trainable(self.net)
         e = self.ascent(w, gradient_at(self, w, batch))
         return {"loss": loss_at(self, self.net, {name: w[name] + e[name] for name in w}, batch)}

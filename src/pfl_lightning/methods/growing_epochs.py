@@ -35,4 +35,5 @@ class GrowingEpochs(FedAvg):
 
     def local_phases(self) -> list[Phase]:
         """Train everything, for the round's number of epochs."""
+        # rounds count from 0, and the first two have one epoch
         return [Phase(epochs=None if self.max_epochs is None else min(max(self.round, 1), self.max_epochs))]

@@ -45,6 +45,7 @@ class IFCA(ClientModule):
         if data is not None:
             losses = []
             for model in models:
+                # the module is this client's alone at this moment, so that models can be tried in it
                 self.assign(model)
                 losses.append(mean_loss(self, data.train, self.task))
             self.cluster.fill_(losses.index(min(losses)))
@@ -121,12 +122,14 @@ class ClusterModels(Aggregator):
         for client, update in updates.items():
             # the number comes from a client, which may be wrong or malicious
             if 0 <= (j := int(update["cluster"])) < len(models):
+                # in the order of the client ids, within each cluster too
                 groups.setdefault(j, {})[client] = update
                 continue
             rank_zero_warn(
                 f"ClusterModels leaves out client {client}: its cluster={j} is no model's number, from 0 to "
                 f"{len(models) - 1}."
             )
+        # clusters in ascending order: a rule may draw random numbers by the count of means
         means = {j: self._mean(groups[j], models[j]) for j in sorted(groups)}
         self.state["models"] = [means.get(j, model) for j, model in enumerate(models)]
         return {"clusters": float(len(groups))} if updates else {}

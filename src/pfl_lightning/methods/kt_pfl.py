@@ -56,6 +56,7 @@ class KnowledgeTransfer(PublicAnswers, GrowingEpochs, Local):
         x, q = batch
         z = self.tempered(x)
         if self.distill == "kl":
+            # q are probabilities, not logits, and kl_div takes 0 log 0 as 0
             return {"loss": F.kl_div(z.log_softmax(1), q, reduction="batchmean")}
         return {"loss": F.mse_loss(z.softmax(1), q)}
 
@@ -106,6 +107,7 @@ class KTpFL(KnowledgeCoefficients):
             return {}
         answers = {client: update["predictions"] for client, update in updates.items()}
         self.state["predictions"] = self.state["predictions"] | answers
+        # [n, samples * classes]: mean squared errors of mixes follow from inner products of these rows
         p = torch.stack(list(answers.values())).flatten(1).double()
         return self.learn(list(answers), p @ p.T / p.shape[1])
 
@@ -115,6 +117,7 @@ class KTpFL(KnowledgeCoefficients):
         if client not in predictions:
             return {"public": self.public}
         check_answers(predictions[client], self.public)
+        # in a fixed order, so that sums don't depend on who answered first
         known = sorted(predictions)
         mix = weighted_mean([{"targets": predictions[k]} for k in known], self.shares(client, known).tolist())
         return {"public": self.public, **mix}

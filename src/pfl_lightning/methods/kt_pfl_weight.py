@@ -43,6 +43,7 @@ class KTpFLWeight(KnowledgeCoefficients, WeightedAverage):
         if not updates:
             return {}
         clients, models = list(updates), [update["weights"] for update in updates.values()]
+        # the global model, and the payload of clients that never took part
         self.average(updates, client_weights(updates, "uniform"))
         size = sum(self.state["weights"][name].numel() for name in self.parameters)
         # inner products over the number of parameters: the mean squared error of the paper's objective needs no more

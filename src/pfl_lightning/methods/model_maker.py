@@ -24,6 +24,7 @@ class ModelMaker(nn.Module):
         super().__init__()
         deeper = chain.from_iterable((nn.ReLU(), nn.Linear(hidden, hidden)) for _ in range(layers))
         self.body = nn.Sequential(nn.Linear(embedding_size, hidden), *deeper)
+        # one output layer a tensor: nearly all of the hypernetwork's weights are here
         self.heads = nn.ModuleList(nn.Linear(hidden, shape.numel()) for shape in shapes.values())
         self.shapes = shapes
 

@@ -118,7 +118,9 @@ class HyperNetwork(Aggregator):
     def setup(self, server: Server) -> None:
         """Draw the embeddings and the weights of H."""
         shapes = {name: server.weights[name].shape for name in server.parameter_names()}
+        # H makes a tied parameter once, and clients receive it under each of its names
         self.first = server.first_names()
+        # the official code's width
         size = self.embedding_size or 1 + server.num_clients // 4
         # the caller's random state stays as it is
         with isolate_rng():
@@ -133,6 +135,7 @@ class HyperNetwork(Aggregator):
         """Learn from the round's clients; log the mean norm of the gradients."""
         if not updates:
             return {}
+        # the precision of the uploads, which may be half or double: the state follows it, in float32 or better
         trained = next(iter(next(iter(updates.values()))["weights"].values()))
         wide = torch.promote_types(trained.dtype, torch.float32)
         self.state = {part: {n: t.to(wide) for n, t in entries.items()} for part, entries in self.state.items()}
@@ -172,11 +175,13 @@ class HyperNetwork(Aggregator):
             gradient: g, by name.
             clients: ids of the clients whose embeddings move if ``sparse_embeddings``.
         """
+        # as torch's clip_grad_norm_, whose 1e-6 keeps a zero norm from 0 / 0
         shrunk = min(1.0, self.clip / (float(norm(gradient.values())) + 1e-6))
         phi, momentum = self.state["phi"], self.state["momentum"]
         for name, g in gradient.items():
             u = self.momentum * momentum[name] + shrunk * g + self.weight_decay * phi[name]
             moved = phi[name] - (self.embedding_lr if name == "embeddings" else self.lr) * u
+            # taken back after the step: else momentum and decay would move the embeddings of absent clients
             if name == "embeddings" and self.sparse_embeddings:
                 for after, before in ((u, momentum[name]), (moved, phi[name])):
                     rows = [row for row in range(len(after)) if row not in clients]

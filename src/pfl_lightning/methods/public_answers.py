@@ -41,6 +41,7 @@ class PublicAnswers(ClientModule):
                 f"model.distill_batch_size={distill_batch_size} 2 or more, such as 1 and 256."
             )
         self.distill_epochs, self.distill_batch_size = distill_epochs, distill_batch_size
+        # registered without a value, which each download brings
         self.register_buffer("public", None, persistent=False)
         self.register_buffer("targets", None, persistent=False)
 

@@ -37,6 +37,7 @@ class Method:
         >>> Method("KT-pFL+weight", m.GrowingEpochs, m.KTpFLWeight).file
         'kt_pfl_weight'
         """
+        # lower case with underscores, like the module's own file
         return FILES.get(self.name, re.sub(r"[^a-z0-9]+", "_", self.name.lower()))
 
     def is_of(self, client: ClientModule, aggregator: Aggregator) -> bool:
@@ -46,6 +47,7 @@ class Method:
             client: the client module.
             aggregator: the aggregator.
         """
+        # the very class: a subclass is another method, whatever it inherits
         if type(client) is not self.client:
             return False
         if self.aggregator is None:
@@ -78,7 +80,9 @@ class Method:
         >>> Method("FedPer", m.FedPer).paper
         ('Arivazhagan et al., 2019', 'https://arxiv.org/abs/1912.00818')
         """
+        # a server-side method, such as FedAdam, has its paper in the aggregator's docstring
         bearer = self.source or (self.aggregator if isinstance(self.aggregator, type) else self.client)
+        # the class first: a module may hold several methods of several papers
         for text in (bearer.__doc__, inspect.getmodule(bearer).__doc__):
             if found := PAPER.search(text or ""):
                 return " ".join(found["paper"].split()), found["url"]

@@ -66,6 +66,7 @@ class ControlVariates(ClientModule):
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load x and c, and under option I compute the gradient at x before training."""
         super().on_download(payload, data)
+        # c - c_i, fixed for the round
         self.correction.copy_(payload["control"]).sub_(self.own)
         self.received.copy_(self.vector())
         if self.option == "I" and data is not None and self.training_follows:
@@ -100,6 +101,7 @@ class ControlVariates(ClientModule):
         if self.option == "I":
             new = self.gradient
         else:
+            # option II: c_i - c + (x - y_i) / (K eta), where K eta = way
             new = (self.received - self.vector()) / way - self.correction if way else self.own
         change = new - self.own
         self.own.add_(change)

@@ -53,6 +53,7 @@ class WDR(ClientModule):
             raise MisconfigurationException(
                 f"model.wdr_lambda={wdr_lambda} and model.wdr_scale={wdr_scale} must be 0 (which is FedAvg) or more."
             )
+        # one factor: only kappa times lambda matters
         self.wdr_weight = wdr_scale * wdr_lambda
         self.output_layer = find_output_layer(self, self.num_classes, output_layer)
         self.register_buffer("distribution", torch.full((self.num_classes,), 1 / self.num_classes), persistent=False)
