@@ -20,7 +20,7 @@ class Phased(LightningModule):
         """Keep copies of the constructor's arguments, so that `ClientModule.architectures` can build further modules.
 
         Copies are taken before any ``__init__`` can change the arguments. This method is defined here and not in
-        `ClientModule`, because `inspect.signature` of a class prefers ``__new__`` to ``__init__`` where one class has
+        `ClientModule`, because ``inspect.signature`` of a class prefers ``__new__`` to ``__init__`` where one class has
         both, and would show ``*args, **kwargs`` only.
         """
         made = super().__new__(cls)

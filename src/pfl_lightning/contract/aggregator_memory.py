@@ -15,7 +15,7 @@ class Remembered:
     """Ends a run whose aggregator keeps memory outside ``state``, as a checkpoint would lose such memory.
 
     Args:
-        aggregator: the aggregator, after `setup`.
+        aggregator: the aggregator, after `Aggregator.setup`.
         modules: the client modules; an aggregator may refer to their parameters, which engines change.
     """
 

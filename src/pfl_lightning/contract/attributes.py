@@ -78,7 +78,7 @@ class Attributes:
 VALUES = (bool, int, float, complex, str, bytes, frozenset, Enum, np.generic, torch.Size, torch.dtype, torch.device)
 """Types that are compared by value."""
 PLAIN = {type(None), bool, int, float, str}
-"""The commonest types of `VALUES`, for a quick test before `isinstance`."""
+"""The commonest types of `VALUES`, for a quick test before ``isinstance``."""
 
 
 class _InPlace:
