@@ -1,11 +1,15 @@
 """The client module: one client of a federation as a LightningModule, with the hooks of a method's client side."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeAlias, cast
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
@@ -14,7 +18,6 @@ from torchmetrics import Metric, MetricCollection
 
 from pfl_lightning.choices import check_choices
 from pfl_lightning.client.arguments import live
-from pfl_lightning.client.entries import copy_entries, frozen_names, net_of_python, saved_client
 from pfl_lightning.client.optimizers import (
     Configured,
     check_first_rate,
@@ -24,10 +27,9 @@ from pfl_lightning.client.optimizers import (
     parts_of,
     restricted,
 )
-from pfl_lightning.client.phased import Phased, own_containers
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
-from pfl_lightning.messages import Message
+from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.nets import CNN, Net, NetFactory
 from pfl_lightning.nets.base import checked_list, checked_net
 from pfl_lightning.seeds import derive_seed
@@ -36,9 +38,11 @@ from pfl_lightning.tasks.base import number_of_classes, task_for
 from pfl_lightning.tasks.plain import hparams, made
 
 Batch: TypeAlias = tuple[Any, Any]
+"""Inputs and targets, each a tensor or a tree of tensors."""
+Value = TypeVar("Value")
 
 
-class ClientModule(Phased):
+class ClientModule(LightningModule):
     """A client of a federation, and the hooks of a method's client side.
 
     The hooks are `loss` or `training_step`, `local_phases`, `is_shared`, `is_personal`, `on_download`, `upload` and
@@ -105,6 +109,18 @@ class ClientModule(Phased):
     would leak from one client to the next. Engine ``vectorised`` refuses training steps that read an attribute which
     differs between clients; let steps read buffers.
     """
+
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+    _architecture: int
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Keep copies of the constructor's arguments, so that `architectures` can build further modules.
+
+        Copies are taken before any ``__init__`` can change the arguments.
+        """
+        made = super().__new__(cls)
+        vars(made).update(_made_with=(own_containers(args), own_containers(kwargs)), _architecture=0)
+        return made
 
     def __init__(
         self,
@@ -274,6 +290,41 @@ class ClientModule(Phased):
             target: the task's targets; class numbers ``[n]`` for classification.
         """
         return self.task.loss(logits, target)
+
+    def local_phases(self) -> list[Phase]:
+        """Return the phases of local training in a round, in order; by default one phase with all parameters."""
+        return [Phase()]
+
+    def evaluation_phases(self) -> list[Phase]:
+        """Return the phases of training before each evaluation; by default none.
+
+        They run on a copy of the client's model, as MAML-like methods need it. The record's columns ``val`` and
+        ``test`` are then of the adapted model, ``val_received`` and ``test_received`` of the same model before these
+        phases.
+        """
+        return []
+
+    def joining_phases(self) -> list[Phase]:
+        """Return the phases of a newcomer's training when the run is over; by default `local_phases`.
+
+        Override it where the paper trains newcomers otherwise, such as the classifier alone on finished features. The
+        resulting model is evaluated without `evaluation_phases`.
+        """
+        return self.local_phases()
+
+    def adjust_gradients(self, gradients: StateDict) -> StateDict:
+        """Return the gradients for the optimizer's step; by default the loss's own.
+
+        Clipping comes later. An override may read parameters and buffers but changes none, so that engines can call it
+        for many clients at once.
+
+        Args:
+            gradients: gradients by parameter name, such as ``net.classifier.bias``; of parameters in the loss alone.
+
+        Returns:
+            Gradients with the same names and shapes.
+        """
+        return gradients
 
     def is_shared(self, name: str) -> bool:
         """Return whether an entry of the ``state_dict`` travels; by default all of the net except common entries.
@@ -478,3 +529,125 @@ class ClientModule(Phased):
             # common entries before the payload, which may be computed from them; no data, since a checkpoint has none
             model.receive(saved.personal, saved.payload, data=None)
         return model
+
+
+# `inspect.signature` of a class prefers `__new__` to `__init__` where one class has both, and completion shows it
+ClientModule.__new__.__signature__ = inspect.signature(ClientModule.__init__)  # type: ignore[attr-defined]
+
+
+def own_containers(value: Value) -> Value:
+    """Return a copy of nested lists, tuples and dicts; all other objects in them stay the same objects.
+
+    >>> kept = {"net": [1, {"hidden": [8]}]}
+    >>> copy = own_containers(kept)
+    >>> copy["net"][1].pop("hidden"), kept
+    ([8], {'net': [1, {'hidden': [8]}]})
+
+    Args:
+        value: the value to copy.
+    """
+    made: Any = value
+    # exact types: a subclass, such as a named tuple or a config object, may not take its parts in this way
+    if type(made) is dict:
+        made = {name: own_containers(part) for name, part in made.items()}
+    elif type(made) in (list, tuple):
+        made = type(made)(map(own_containers, made))
+    return made  # type: ignore[no-any-return]
+
+
+def frozen_names(module: nn.Module, path: str) -> frozenset[str]:
+    """Return the full names of a part's parameters with ``requires_grad=False``.
+
+    Args:
+        module: the whole module.
+        path: the part's name in it.
+    """
+    # a tied parameter counts under each of its names, as it does in the `state_dict`
+    parameters = module.get_submodule(path).named_parameters(remove_duplicate=False)
+    return frozenset(f"{path}.{name}" for name, parameter in parameters if not parameter.requires_grad)
+
+
+def copy_entries(entries: Mapping[str, Tensor], own: StateDict, client: str) -> None:
+    """Copy tensors into the entries of the same names.
+
+    Args:
+        entries: the tensors from the server, by name.
+        own: the client module's ``state_dict``; changed in place.
+        client: name of the client and its class, for the error.
+
+    Raises:
+        MisconfigurationException: if an entry doesn't exist or has another shape.
+    """
+    for name, tensor in entries.items():
+        # checked here, since `copy_` would broadcast a smaller tensor in silence
+        if name not in own or own[name].shape != tensor.shape:
+            is_there = f"of shape {tuple(own[name].shape)}" if name in own else f"not in {sorted(own)}"
+            raise MisconfigurationException(
+                f"{client}.on_download: the server sent {name!r} of shape {tuple(tensor.shape)}, which is {is_there} "
+                "in the client's state_dict; let the aggregator send what upload gave it, by the same names."
+            )
+        own[name].copy_(tensor)
+
+
+@dataclass(frozen=True)
+class SavedClient:
+    """One client's part of a federation's checkpoint.
+
+    Args:
+        architecture: index of its network in the client module's ``architectures``.
+        common: the common entries of its architecture, where they differ from the global model's.
+        personal: its personal entries.
+        payload: the payload that it would receive in the next round.
+    """
+
+    architecture: int
+    common: StateDict
+    personal: StateDict
+    payload: Message
+
+
+def net_of_python(path: str | Path) -> str:
+    """Return the name of a checkpoint's network, if the checkpoint can't rebuild the network; else an empty string.
+
+    A run from Python may take any function as its ``net``, and no function is saved.
+
+    Args:
+        path: a checkpoint.
+    """
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    # a checkpoint of plain Lightning, or a net from the command line, whose configuration is in `hyper_parameters`
+    if "federation" not in saved or "net" in saved.get("hyper_parameters", {}):
+        return ""
+    net: str = saved["federation"].get("settings", {}).get("model.net", "a network of its own")
+    return net.split("(")[0]
+
+
+def saved_client(
+    path: str | Path, client: int, architecture_of: Callable[[int, int], int], device: torch.device
+) -> SavedClient:
+    """Read one client from a federation's checkpoint.
+
+    Args:
+        path: the checkpoint.
+        client: the client's id.
+        architecture_of: gives the index of a client's architecture from its id and the number of clients.
+        device: the device to put tensors on.
+
+    Raises:
+        MisconfigurationException: if the federation has no such client, or its personal entries are kept at a site.
+    """
+    saved = torch.load(path, map_location=device, weights_only=True)["federation"]
+    payloads = saved["payloads"]
+    if client not in payloads:
+        raise MisconfigurationException(f"client={client} is not in {path}: it has clients 0 to {len(payloads) - 1}.")
+    architecture = architecture_of(client, len(payloads))
+    own = saved["clients"].get(client, {})
+    # in a deployment personal entries never leave their site, and the server saves a name for them only
+    if own.get("kept") is not None:
+        raise MisconfigurationException(
+            f"client={client}: its personal entries are at its site and not in {path}; export its model there."
+        )
+    # a client that has never trained still has the initial personal entries
+    personal = own.get("personal", saved["initial"][architecture])
+    common = saved.get("common", {}).get(architecture, {})
+    return SavedClient(architecture, common, personal, payloads[client])
