@@ -1,4 +1,4 @@
-"""What travels between clients and the server: records of tensors, and arithmetic on state dicts."""
+"""Messages between clients and server: nested dicts of tensors, and arithmetic on state dicts."""
 
 import hashlib
 import math
@@ -12,10 +12,12 @@ from torch import Tensor
 from pfl_lightning.transfers import moved, rows_of
 
 StateDict: TypeAlias = dict[str, Tensor]
-"""Named tensors of a module, or a part of them."""
+"""Tensors of a module, or of a part of it, by name."""
 
 Message: TypeAlias = dict[str, Any]
-"""An update (up) or a payload (down): named tensors, or dicts and lists of them, such as ``{"weights": {...}}``."""
+"""An update (to the server) or a payload (to a client): tensors by name, or nested dicts and lists of tensors, such as
+``{"weights": {...}}``.
+"""
 
 Updates: TypeAlias = dict[int, Message]
 """The updates of a round, by client id, in the order of the ids."""
@@ -24,12 +26,13 @@ CPU = torch.device("cpu")
 
 
 class Stack:
-    """Tensors of several clients side by side, on the device where they were made.
+    """Tensors of several clients as rows of one tensor a name, on the device where the clients trained.
 
-    Who asks for a client's gets a view of one copy of that entry on the CPU, which then is all that there is of it.
+    The first access to an entry on the CPU copies the whole entry to the CPU, where it replaces the one on the device;
+    each client's tensor is then a view of this copy.
 
     Args:
-        entries: ``{name: [clients, ...]}``, of at least one name.
+        entries: ``{name: [clients, ...]}``, with at least one name.
     """
 
     def __init__(self, entries: StateDict) -> None:
@@ -37,30 +40,43 @@ class Stack:
         self.rows: dict[str, tuple[Tensor, ...]] = {}
 
     def on_cpu(self, name: str) -> tuple[Tensor, ...]:
-        """Each client's tensor of one name, on the CPU."""
+        """Return each client's tensor of one name, on the CPU.
+
+        Args:
+            name: the name.
+        """
         if name not in self.rows:
+            # a single transfer for all clients; the device's memory is free afterwards
             self.entries[name] = self.entries[name].to(CPU)
             self.rows[name] = self.entries[name].unbind()
         return self.rows[name]
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
-        """Shapes of a client's tensors, by name."""
+        """Shape of one client's tensor, by name."""
         return {name: stack.shape[1:] for name, stack in self.entries.items()}
 
     @cached_property
     def types(self) -> dict[str, torch.dtype]:
-        """Types of a client's tensors, by name."""
+        """Type of the tensors, by name."""
         return {name: stack.dtype for name, stack in self.entries.items()}
 
     @cached_property
     def bytes_of_a_row(self) -> int:
-        """What a client's tensors take on the wire."""
+        """Bytes of one client's tensors."""
         return sum(stack[0].nbytes for stack in self.entries.values())
 
     def sums(self, weights: Sequence[tuple[int, Sequence[float]]], names: Iterable[str]) -> StateDict:
-        """As `weighted_means` of the clients of some rows, ``[m, ...]``, on the device: one product for each name."""
-        # in the order of the stack, of which all then is taken as it is
+        """Return weighted sums of rows, as `weighted_means`, on the stack's device: one matrix product for each name.
+
+        Args:
+            weights: pairs of a row's index and its m weights, one for each sum.
+            names: the entries to sum.
+
+        Returns:
+            ``{name: [m, ...]}``.
+        """
+        # sorted by row, so that a sum over all rows needs no copy of the stack
         rows, columns = (list(part) for part in zip(*sorted(weights), strict=True))
         entries = {name: self.entries[name] for name in names}
         if rows != list(range(len(next(iter(self.entries.values()))))):
@@ -71,7 +87,7 @@ class Stack:
 
 
 class Row(Mapping[str, Tensor]):
-    """A client's tensors in a stack, by name: what it sends, as long as nobody has looked at it.
+    """One client's tensors in a `Stack`, by name: a mapping that copies nothing to the CPU until a tensor is asked for.
 
     Args:
         stack: the stack.
@@ -97,28 +113,35 @@ class Row(Mapping[str, Tensor]):
         return {**other, **self}
 
     def __reduce__(self) -> Any:
-        # in a file or another process it is by itself
+        # a pickled row is a plain dict: the stack with all other clients' tensors must not go with it
         return dict, (dict(self),)
 
 
 def tensors(record: Any) -> Iterator[Tensor]:
-    """Every tensor of a record, at any depth, in the record's order."""
+    """Yield every tensor of a record, at any depth, in the record's order.
+
+    Args:
+        record: a tensor, or nested dicts, lists and tuples with tensors in them.
+    """
     if isinstance(record, Tensor):
         yield record
     elif isinstance(record, (list, tuple)):
         for value in record:
             yield from tensors(value)
-    # a dict first: whether something is another mapping takes long to tell
+    # a dict first: `isinstance` with an abstract class such as `Mapping` is slow
     elif isinstance(record, (dict, Mapping)):
         for value in record.values():
             yield from tensors(value)
 
 
 def num_bytes(record: Any) -> int:
-    """Bytes that a record takes on the wire: the sizes of its tensors, nothing else.
+    """Return the bytes of a record on the wire, counting tensors alone.
 
     >>> num_bytes({"weights": {"w": torch.zeros(3)}, "num_samples": torch.tensor(7)})
     20
+
+    Args:
+        record: as for `tensors`.
     """
     if isinstance(record, Tensor):
         return record.nbytes
@@ -130,31 +153,45 @@ def num_bytes(record: Any) -> int:
 
 
 def digest(record: Any) -> str:
-    """Fingerprint of a record's tensors, 16 hexadecimal digits: the same for the same bits in the same order.
+    """Return a fingerprint of a record's tensors: 16 hexadecimal digits, equal for equal bits in equal order.
 
     >>> digest([torch.zeros(3)]) == digest({"w": torch.zeros(3)}) != digest([torch.ones(3)])
     True
+
+    Args:
+        record: as for `tensors`; names don't count.
     """
     hashed = hashlib.blake2b(digest_size=8)
     for tensor in tensors(record):
         hashed.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        # as bytes, since NumPy has no bfloat16; a view of one element may have a stride that can't be seen so
+        # as bytes, since NumPy has no bfloat16; cloned, since a view of one element may have a stride that `view`
+        # refuses
         flat = tensor.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
         hashed.update(flat.view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()
 
 
 def is_finite(record: Any) -> bool:
-    """Whether no tensor of a record holds a NaN or an infinity."""
+    """Return True if no tensor of a record holds a NaN or an infinity.
+
+    Args:
+        record: as for `tensors`.
+    """
     if type(record) is Row:
+        # on the device: a check must not copy the whole stack to the CPU
         return is_finite([column([record], name)[0] for name in record])
-    # a sum is NaN or infinite if an addend is, and reads the tensor once without a mask of its size;
-    # a float32 sum of finite weights that overflows belongs to a diverged client too
+    # a sum is NaN or infinite if an addend is, and needs no mask of the tensor's size; a float32 sum of finite weights
+    # that overflows belongs to a diverged client too
     return all(not t.is_floating_point() or math.isfinite(t.sum().item()) for t in tensors(record))
 
 
 def tree_map(function: Callable[[Tensor], Tensor], record: Any) -> Any:
-    """The record with ``function`` applied to each of its tensors."""
+    """Return a record with a function applied to each tensor.
+
+    Args:
+        function: maps a tensor to its replacement.
+        record: as for `tensors`; mappings become dicts, and values that are no tensors stay.
+    """
     if isinstance(record, Tensor):
         return function(record)
     if isinstance(record, (list, tuple)):
@@ -165,26 +202,32 @@ def tree_map(function: Callable[[Tensor], Tensor], record: Any) -> Any:
 
 
 def detached(record: Any) -> Any:
-    """The record as copies of its own on the CPU, free of modules, graphs and devices.
+    """Return copies of a record's tensors on the CPU, free of modules, graphs and devices.
 
-    ``state_dict`` hands out references: what leaves a client must be copied before the next one trains in its place.
+    ``state_dict`` returns references: a client's results must be copied before the next client trains in the same
+    module.
+
+    Args:
+        record: as for `tensors`.
     """
     return tree_map(lambda t: t.detach().to("cpu", copy=True), record)
 
 
 def column(states: Sequence[Mapping[str, Tensor]], name: str) -> list[Tensor]:
-    """An entry of each of several state dicts, all on one device: rows of stacks where they are, others on the CPU.
+    """Return one entry of several state dicts, all on one device.
+
+    Rows of stacks stay on their device; with any other state dict among them, all are on the CPU.
 
     >>> column([{"w": torch.tensor(1.0)}, {"w": torch.tensor(2.0)}], "w")
     [tensor(1.), tensor(2.)]
 
     Args:
         states: any number of state dicts with that entry.
-        name: the entry's.
+        name: the entry's name.
     """
     if all(type(state) is Row for state in states):
         rows = [row.stack.entries[name][row.index] for row in cast(Sequence[Row], states)]
-        # Apple's GPUs know no float64, in which many compare
+        # Apple's GPUs have no float64, and many callers compare in it
         if len({row.device for row in rows}) == 1 and rows[0].device.type != "mps":
             return rows
     return [state[name] for state in states]
@@ -194,18 +237,18 @@ def column(states: Sequence[Mapping[str, Tensor]], name: str) -> list[Tensor]:
 def weighted_mean(
     states: Sequence[Mapping[str, Tensor]], weights: Sequence[float], names: Iterable[str] | None = None
 ) -> StateDict:
-    r"""Entry-wise :math:`\sum_k \lambda_k w_k` of state dicts, reduced in the order given.
+    r"""Return the entry-wise weighted mean of state dicts, :math:`\sum_k \lambda_k w_k`, reduced in the order given.
 
     Floating entries are summed in float32 or better and returned in their own type. Integer entries (BatchNorm's
-    ``num_batches_tracked``) take the maximum: a mean of counters counts nothing.
+    ``num_batches_tracked``) take the maximum, since a mean of counters has no meaning.
 
     >>> weighted_mean([{"w": torch.tensor([0.0])}, {"w": torch.tensor([4.0])}], [0.75, 0.25])
     {'w': tensor([1.])}
 
     Args:
         states: at least one state dict; all with the same names and shapes.
-        weights: one a state dict; they are used as they are, so let them sum to 1 for a mean.
-        names: the entries that are wanted; all by default.
+        weights: one a state dict, used as they are: a mean needs a sum of 1.
+        names: the entries to average; all by default.
     """
     if all(type(state) is Row for state in states):
         means = means_of_rows(cast(Sequence[Row], states), [weights], names)
@@ -217,6 +260,7 @@ def weighted_mean(
         if not tensor.is_floating_point():
             mean[name] = torch.stack([state[name] for state in states]).amax(0)
             continue
+        # one running sum: a stack of all clients' weights would need as much memory again
         total = tensor.to(promoted(tensor)) * weights[0]
         for state, weight in zip(others, weights[1:], strict=True):
             total.add_(state[name], alpha=weight)
@@ -226,11 +270,11 @@ def weighted_mean(
 
 @torch.no_grad()
 def weighted_means(states: Sequence[Mapping[str, Tensor]], weights: Sequence[Sequence[float]]) -> list[StateDict]:
-    r"""Several means of the same state dicts, :math:`\sum_k A_{ik} w_k`, each as from `weighted_mean`.
+    r"""Return several weighted means of the same state dicts: :math:`\sum_k A_{ik} w_k` for each i.
 
     Args:
-        states: n of them, at least one.
-        weights: A, m lists of n.
+        states: n state dicts, at least one.
+        weights: A, m lists of n weights.
     """
     if all(type(state) is Row for state in states):
         return rows_of(means_of_rows(cast(Sequence[Row], states), weights), len(weights), CPU)
@@ -240,31 +284,46 @@ def weighted_means(states: Sequence[Mapping[str, Tensor]], weights: Sequence[Seq
 def means_of_rows(
     rows: Sequence[Row], weights: Sequence[Sequence[float]], names: Iterable[str] | None = None
 ) -> StateDict:
-    """As `weighted_means`, side by side ``[m, ...]``, of rows of one stack or of several; on the CPU."""
+    """Return `weighted_means` of rows from one stack or several, stacked as ``[m, ...]`` by name, on the CPU.
+
+    Args:
+        rows: n rows, at least one.
+        weights: m lists of n weights.
+        names: the entries to average; all by default.
+    """
     names = list(rows[0] if names is None else names)
     stacks: dict[Stack, list[tuple[int, Sequence[float]]]] = {}
     for row, column in zip(rows, zip(*weights, strict=True), strict=True):
         stacks.setdefault(row.stack, []).append((row.index, column))
+    # each stack sums its own rows where they are, and only the m sums travel to the CPU
     parts = [stack.sums(own, names) for stack, own in stacks.items()]
     means = [together([part[name] for part in parts]).to(rows[0].stack.entries[name].dtype) for name in names]
     return dict(zip(names, moved(means, CPU), strict=True))
 
 
 def together(parts: list[Tensor]) -> Tensor:
-    """The sum of floating tensors, the maximum of others; who looked at a part has it on the CPU."""
+    """Combine partial results of several stacks: the sum of floating tensors, the maximum of integer ones.
+
+    Args:
+        parts: one tensor a stack, ``[m, ...]``.
+    """
     if len(parts) == 1:
         return parts[0]
+    # one stack may have moved to the CPU, where somebody read a row of it
     stack = torch.stack([part.to(parts[0].device) for part in parts])
     return stack.sum(0) if stack.is_floating_point() else stack.amax(0)
 
 
 def product(factors: Mapping[tuple[torch.dtype, torch.device], Tensor], stack: Tensor, count: int) -> Tensor:
-    """Weighted sums of the rows of a floating stack, in float32 or better; of another one the maximum, as many times.
+    """Return weighted sums of a floating stack's rows, in float32 or better; of integers the maximum, ``count`` times.
 
     Args:
-        factors: the weights ``[m, clients]``, by the type in which sums are taken and the device.
+        factors: the weights ``[m, clients]``, by type of the sums and device.
         stack: ``[clients, ...]``.
         count: m.
+
+    Returns:
+        ``[m, ...]``.
     """
     if not stack.is_floating_point():
         return stack.amax(0).expand(count, *stack.shape[1:])
@@ -273,16 +332,28 @@ def product(factors: Mapping[tuple[torch.dtype, torch.device], Tensor], stack: T
 
 
 def promoted(tensor: Tensor) -> torch.dtype:
-    """The type in which sums of a floating tensor are taken."""
+    """Return the type in which to sum a floating tensor: float32, or float64 for a float64 tensor.
+
+    Args:
+        tensor: the tensor.
+    """
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def keep_own(record: Any, updates: Updates) -> Any:
-    """Puts copies in the place of what a record, changed in place, has of the stacks in which updates are rows.
+    """Replace a record's references to stacked updates by copies, in place where containers allow.
 
-    Else who keeps one row would keep, and save, all of them.
+    Else an aggregator that keeps one client's row would keep in memory, and save, the rows of all clients.
+
+    Args:
+        record: an aggregator's state; its dicts and lists are changed in place.
+        updates: the round's updates.
+
+    Returns:
+        The record, or its replacement if the record itself is a tensor, row or tuple.
     """
     stacks = {value.stack for update in updates.values() for value in update.values() if type(value) is Row}
+    # a view of a stacked tensor has the storage of the stack, whatever was sliced or reshaped in between
     storages = {stack.untyped_storage().data_ptr() for of_rows in stacks for stack in of_rows.entries.values()}
 
     def own(value: Any) -> Any:

@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam
 from federations import CLASSES, HIDDEN, blobs, check_order_and_resume, drawn_update, equal, fit, make_client, set_up
 from pfl_lightning.messages import tree_map
 from pfl_lightning.methods import FeatureGenerator, FedAvg, FedGen
-from pfl_lightning.methods.feature_generator import alike, teacher_loss
+from pfl_lightning.methods.fedgen import alike, teacher_loss
 from pfl_lightning.seeds import derive_seed
 
 NOISE, WIDTH = 4, 6

@@ -536,7 +536,7 @@ def refused(words, client=None, data=None, **settings):
 
 @pytest.mark.parametrize("method", [FedSAM, FedUV, partial(FedClassAvg, contrastive=False)], ids=str)
 def test_methods_that_do_not_say_that_they_are_fit_are_refused(method):
-    refused("doesn't say of itself, by example_level = True", make_client(method))
+    refused("example_level = True", make_client(method))
 
 
 def test_a_subclass_does_not_inherit_that_it_is_fit():
@@ -546,15 +546,15 @@ def test_a_subclass_does_not_inherit_that_it_is_fit():
     class Telling(WeightedAverage):
         """It could look at data."""
 
-    refused("Coupled doesn't say of itself", make_client(Coupled))
-    refused("Telling doesn't say of itself", aggregator=Telling())
+    refused("Coupled .*example_level = True", make_client(Coupled))
+    refused("Telling .*example_level = True", aggregator=Telling())
 
 
 def test_what_tells_of_samples_beside_weights_is_refused():
     refused("control, which model=ControlVariates sends to", make_client(ControlVariates), aggregator=SCAFFOLD())
     refused("class_counts, which model=FedAvg sends", aggregator=FedDisco())
     refused("class_counts, which model=FedAvg sends", aggregator=FedAWA(init="disco"))
-    refused("FedLAW doesn't say of itself", aggregator=FedLAW())
+    refused("FedLAW .*example_level = True", aggregator=FedLAW())
     refused("sends nothing, so there is nothing to protect", make_client(Local))
     refused("chooses clients by what their training tells", cohort=PowerOfChoice(3), clients_per_round=2)
 

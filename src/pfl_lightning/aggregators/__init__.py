@@ -1,4 +1,4 @@
-"""The server side: what combines the updates of a round, and leaves each client's next payload."""
+"""The server side: aggregators combine the updates of a round into each client's next payload."""
 
 from pfl_lightning.aggregators.aggregator_list import AggregatorList
 from pfl_lightning.aggregators.base import Aggregator, Server

@@ -1,4 +1,4 @@
-"""Several server sides at once."""
+"""Run several aggregators as one server side."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from pfl_lightning.messages import Message, StateDict, Updates
 
 
 class AggregatorList(Aggregator):
-    """Several server sides at once, each for entries of its own: models by one, prototypes by another.
+    """Several aggregators as one, each for entries of its own: models by one, prototypes by another.
 
-    A payload is the union of theirs; the global model is the first one's that has one.
+    A payload is the union of the aggregators' payloads; the global model is that of the first aggregator with one.
 
     Args:
-        aggregators: the server sides, at least one; no two send the same entry.
+        aggregators: the aggregators, at least one; no two may send the same entry.
 
     Raises:
         MisconfigurationException: if there are none, or two send the same entry.
@@ -29,6 +29,7 @@ class AggregatorList(Aggregator):
                 f"aggregator.aggregators=[{names}] must be at least one, and no two may send the same entry."
             )
         self.aggregators = aggregators
+        # the list demands whatever a part demands, and guarantees only what all parts guarantee
         self.needs = frozenset().union(*(aggregator.needs for aggregator in aggregators))
         self.sends = frozenset(entries)
         self.sends_once = frozenset().union(*(aggregator.sends_once for aggregator in aggregators))
@@ -38,50 +39,58 @@ class AggregatorList(Aggregator):
 
     @property
     def name(self) -> str:
-        """The names of all; a subclass has its own."""
+        """The aggregators' names, joined by ``+``; a subclass has a name of its own."""
         return super().name if type(self) is not AggregatorList else "+".join(each.name for each in self.aggregators)
 
     @property
     def state(self) -> dict[str, Any]:
-        """The states of all, by position."""
+        """The aggregators' states, by position."""
         return {str(index): aggregator.state for index, aggregator in enumerate(self.aggregators)}
 
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
-        # by what is given, since the empty state of a new aggregator is set before it has any parts
+        # looped over the given state: `Aggregator.__init__` sets an empty one before `self.aggregators` exists
         for index, part in state.items():
             self.aggregators[int(index)].state = part
 
     def setup(self, server: Server) -> None:
-        """Sets all up."""
+        """Set up all aggregators."""
         for aggregator in self.aggregators:
             aggregator.setup(server)
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Hands the updates to each, and returns what all of them log."""
+        """Hand the updates to each aggregator.
+
+        Args:
+            updates: the round's updates, by client id.
+            round: the round's number.
+
+        Returns:
+            The union of the aggregators' logs.
+        """
         logs: dict[str, float] = {}
         for aggregator in self.aggregators:
             logs |= checked_logs(aggregator.aggregate(updates, round), aggregator.name)
         return logs
 
     def download(self, client: int) -> Message:
-        """The union of their payloads."""
+        """Return the union of the aggregators' payloads for a client."""
         payload: Message = {}
         for aggregator in self.aggregators:
             payload |= aggregator.download(client)
         return payload
 
     def welcome(self, client: int, update: Message | None) -> Message:
-        """The union of what they have for a new client."""
+        """Return the union of the aggregators' payloads for a newcomer."""
         payload: Message = {}
         for aggregator in self.aggregators:
             payload |= aggregator.welcome(client, update)
         return payload
 
     def global_model(self) -> StateDict:
-        """The first one's that has one."""
+        """Return the global model of the first aggregator with one."""
         return next((model for a in self.aggregators if (model := a.global_model())), {})
 
     def find(self, kind: type[AnyAggregator]) -> AnyAggregator | None:
-        """The first of a kind."""
+        """Return the first aggregator of a class, or None."""
         return super().find(kind) or next((found for a in self.aggregators if (found := a.find(kind))), None)

@@ -1,4 +1,4 @@
-"""The server side of a method: its base class, and what it knows before the first round."""
+"""The base class of aggregators, and the server's knowledge before the first round."""
 
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,18 +15,18 @@ AnyAggregator = TypeVar("AnyAggregator", bound="Aggregator")
 
 @dataclass(frozen=True)
 class Server:
-    """What a server knows before the first round.
+    """The server's knowledge before the first round.
 
     Args:
-        num_clients: clients of the federation, with ids ``0 .. num_clients - 1``.
-        weights: the common initial model, as far as clients share it.
-        module: a client module to run nets through, best with ``torch.func.functional_call`` and weights of the
-            server's own. It stands on the device of the clients, while `Aggregator.state` is on the CPU, and engines
-            train in it: what an aggregator leaves in it is overwritten. Its `ClientModule.new_net` gives further nets.
-        data: the data module; its ``server_data`` is the server's own public or proxy set, if there is one.
-        seed: seed of the federation; draw from ``derive_seed(seed, NAME, round)``.
-        rounds: how many there shall be; None where that isn't known.
-        sampling: how cohorts are drawn; None where that depends on clients, or isn't known.
+        num_clients: number of clients, with ids ``0 .. num_clients - 1``.
+        weights: the shared entries of the common initial model.
+        module: a client module to run nets through, best by ``torch.func.functional_call`` with weights of the server's
+            own. It is on the clients' device, while `Aggregator.state` is on the CPU. Engines train in it, so that
+            whatever an aggregator writes into it is overwritten. `ClientModule.new_net` builds further nets.
+        data: the data module; ``data.server_data`` is the server's own public or proxy set, if there is one.
+        seed: the federation's seed; draw random numbers from ``derive_seed(seed, NAME, round)``.
+        rounds: planned number of rounds; None if unknown.
+        sampling: how cohorts are drawn; None if that depends on clients or is unknown.
         deployed: whether clients are sites of a deployment, all of which know the seed.
     """
 
@@ -40,40 +40,45 @@ class Server:
     deployed: bool = False
 
     def parameter_names(self, remove_duplicate: bool = True) -> list[str]:
-        """Names of the parameters that clients share: entries of `weights` without buffers.
+        """Return the names of the shared parameters: the entries of `weights` without buffers.
 
         Args:
-            remove_duplicate: whether a tied parameter has its first name alone, as where models are compared, or all
-                its names, as where each entry of `weights` is changed.
+            remove_duplicate: whether a tied parameter counts under its first name alone, as comparisons of models need
+                it; if False, under all of its names, as a change of each entry of `weights` needs it.
         """
+        # in the module's order, which is the same in every process and run
         parameters = self.module.named_parameters(remove_duplicate=remove_duplicate)
         return [name for name, _ in parameters if name in self.weights]
 
     def first_names(self) -> dict[str, str]:
-        """The first name of each parameter that clients share, by all its names."""
+        """Return the first name of each shared parameter, by every name of the parameter.
+
+        A tied parameter, such as an embedding that is also the output layer, has several names.
+        """
         first = {id(parameter): name for name, parameter in self.module.named_parameters()}
         parameters = self.module.named_parameters(remove_duplicate=False)
         return {name: first[id(parameter)] for name, parameter in parameters if name in self.weights}
 
     def kept_entries(self) -> StateDict:
-        """Copies of the entries that clients keep to themselves, for running nets that `weights` don't fill.
+        """Return copies of the entries outside `weights`, as needed to run a net on the server.
 
-        Take them in `Aggregator.setup`: later on the module holds those of whoever trained last.
+        Call it in `Aggregator.setup`: later on, the module holds the entries of the last client trained in it.
         """
+        # common entries are in the module itself, for every client the same
         known = self.weights.keys() | self.module.common_names
         kept: StateDict = detached({n: t for n, t in self.module.state_dict().items() if n not in known})
         return kept
 
 
 def checked_logs(logs: Any, name: str) -> dict[str, float]:
-    """Return what an ``aggregate`` returned, if it is a dict of numbers for the record.
+    """Return the result of an ``aggregate``, checked to be a dict.
 
     Args:
-        logs: what it returned.
-        name: of the aggregator.
+        logs: the result.
+        name: the aggregator's name.
 
     Raises:
-        MisconfigurationException: if it is none.
+        MisconfigurationException: if it is no dict.
     """
     if not isinstance(logs, dict):
         raise MisconfigurationException(
@@ -83,75 +88,86 @@ def checked_logs(logs: Any, name: str) -> dict[str, float]:
 
 
 class Aggregator:
-    """A method's server side: takes the updates of a round, leaves each client's next payload.
+    """A method's server side: takes the updates of a round, and gives each client's next payload.
 
-    The base class sends nothing and learns nothing: the server of clients that don't communicate. A method overrides
-    `aggregate` and `download`, keeps all that it remembers in `state` (tensors, numbers, strings, and dicts and
-    lists of them: it goes into the checkpoint as it is, and another type is refused in the first round; NumPy's numbers
-    become Python's) and names the entries it `needs` from an update and `sends` in a payload, so that a pair of client
-    and aggregator that doesn't fit is refused before the first round.
+    The base class sends nothing and learns nothing: it serves clients that don't communicate. A method overrides
+    `aggregate` and `download`. It keeps all of its memory in `state` (tensors, numbers, strings, and dicts and lists of
+    them, which go into the checkpoint as they are; other types are refused in the first round, and NumPy's numbers
+    become Python's). It names the entries that it `needs` from an update and `sends` in a payload, so that an
+    aggregator which doesn't fit its clients is refused before the first round.
     """
 
     needs: frozenset[str] = frozenset()
-    """Entries that it reads from updates; an instance may set its own by its settings."""
+    """Entries that it reads from updates; an instance may set its own, depending on its settings."""
     sends: frozenset[str] = frozenset()
     """Entries of its payloads."""
     sends_once: frozenset[str] = frozenset()
-    """Entries of its payloads that never change, and that clients keep: they travel to a client in the rounds up to the
-    first whose update the server takes. `download` gives them in any case."""
+    """Entries of its payloads that never change and that clients keep.
+
+    Each travels to a client until the server has taken a first update of that client. `download` returns them always.
+    """
     requires: frozenset[str] = frozenset()
-    """What it can't do without, as `ClientModule.requires`."""
+    """Requirements on the task, as `ClientModule.requires`."""
     caches: frozenset[str] = frozenset()
-    """Attributes besides `state` that may change after `setup`, as they are made from `state` alone."""
+    """Attributes beside `state` that may change after `setup`, because they are computed from `state` alone."""
 
     sums_only: bool = True
-    """Whether updates count by sums over clients alone, of their entries or of these times ``num_samples``: what secure
-    aggregation gives a server, which sees no client's own. Each class says so itself: one that doesn't may look at
-    more."""
+    """Whether it uses nothing of the updates but sums over clients, of entries or of entries times ``num_samples``.
+
+    Secure aggregation gives a server these sums and no client's own update. It isn't inherited: each class sets it,
+    since a subclass may look at single updates.
+    """
 
     example_level: bool = False
-    """Whether it learns of clients by their weights alone, as ``trainer.example_privacy`` needs it; each class says so
-    itself."""
+    """Whether it learns about clients from weights alone, as ``trainer.example_privacy`` needs it; not inherited."""
     publishable: tuple[str, ...] = ()
-    """Columns of the record that its guarantee covers, as patterns; those of ``test/global_`` are of samples that no
-    client holds."""
+    """Columns of the record that its privacy guarantee covers, as patterns; columns ``test/global_*`` are of samples
+    that no client holds.
+    """
     guarantee: str = ""
-    """Of whom it guarantees differential privacy: of a ``client``, or of nobody. Each class says so itself; updates
-    then have only what it `needs`, and only client modules that fit are taken."""
+    """The unit of its differential privacy: ``client``, or empty without a guarantee. It isn't inherited.
+
+    With a guarantee, updates have only the entries it `needs`, and only client modules that fit are taken.
+    """
 
     fixed_sizes: bool = False
-    """Whether it takes the clients' numbers of samples once, before the first round; refused where these change."""
+    """Whether it reads the clients' numbers of samples once, before the first round; refused where they change."""
     meets_newcomers: bool = False
-    """Whether what a new client receives depends on what it is like: it then makes one round of local work that
-    nothing is kept of but its update, for `welcome`."""
+    """Whether a newcomer's payload depends on an update of the newcomer's own.
+
+    The newcomer then does one round of local work, of which nothing but the update is kept, for `welcome`.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # claims about privacy hold for the code of one class: a subclass's code may break them, so it must claim them
+        # anew
         cls.sums_only = vars(cls).get("sums_only", False)
         cls.example_level = vars(cls).get("example_level", False)
         cls.guarantee = vars(cls).get("guarantee", "")
 
     def __init__(self) -> None:
+        # here, and not in the class, where all aggregators of a process would share it
         self.state: dict[str, Any] = {}
 
     @property
     def name(self) -> str:
-        """What records and checkpoints call it."""
+        """Name in records and checkpoints."""
         return type(self).__name__
 
     def setup(self, server: Server) -> None:
-        """Fills `state` before the first round; on resume the checkpoint's state replaces it.
+        """Fill `state` before the first round; a resumed run takes the checkpoint's instead.
 
         Args:
-            server: the server's knowledge; keep a reference to what later rounds need of it.
+            server: the server's knowledge; keep a reference to the parts that later rounds need.
         """
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Takes a round's updates.
+        """Take a round's updates.
 
         Args:
-            updates: by client id, sorted by it; only clients that took part and did not diverge. Pair by id: a
-                rule that pairs lists by position is wrong. If it is empty, the state stays as it is.
+            updates: updates by client id, in the order of the ids, of clients that took part and didn't diverge. Pair
+                them by id and never by position. Without any, leave the state as it is.
             round: the round's number, from 0.
 
         Returns:
@@ -160,47 +176,57 @@ class Aggregator:
         return {}
 
     def download(self, client: int) -> Message:
-        """What a client receives now.
+        """Return a client's payload.
 
-        It is asked for often (training, evaluation, counting, checkpoints), so let it be pure and cheap: tensors of
-        `state` are returned as they are, and the client copies them.
+        Training, evaluation, accounting and checkpoints all call it, so let it be cheap and change nothing: return
+        tensors of `state` as they are, and the client copies them.
+
+        Args:
+            client: the client's id.
         """
         return {}
 
     def welcome(self, client: int, update: Message | None) -> Message:
-        """What a new client receives, of whom the server has never heard; by default what any client does.
+        """Return the payload of a newcomer, a client unknown to the server; by default as for any client.
 
-        Override it where `download` looks the client up. It changes nothing: the newcomer is no client afterwards.
+        Override it where `download` looks the client up. It changes nothing: the newcomer doesn't become a client.
 
         Args:
-            client: its id, from the number of clients up.
-            update: what the newcomer has sent, from its last local work; None where it has sent nothing yet. If
-                `meets_newcomers`, it has sent something before it receives what counts.
+            client: the newcomer's id, from the number of clients up.
+            update: the newcomer's update from its last local work; None before the first. With `meets_newcomers`, the
+                payload that counts comes after an update.
 
         Raises:
-            MisconfigurationException: if there is nothing that it could receive.
+            MisconfigurationException: if there is no payload for newcomers.
         """
         return self.download(client)
 
     def global_model(self) -> StateDict:
-        """The server's one model, as far as it has one; empty where every model is somebody's own."""
+        """Return the server's one model, or the shared part of it; empty where every client has a model of its own."""
         return {}
 
     def privacy(self, final: bool = False) -> dict[str, Any]:
-        """What it guarantees of the rounds so far, as numbers and texts for the record; empty without a guarantee.
+        """Return the privacy guarantee of the rounds so far for the record, as numbers and texts; empty without one.
 
         Args:
-            final: whether the run is over, so that it may take seconds.
+            final: whether the run is over, so that a computation of some seconds is allowed.
         """
         return {}
 
     def count_lost(self, rounds: int) -> None:
-        """Told when a run goes on from a checkpoint: rounds were made after it, and are made again.
+        """Account for rounds which ran after the loaded checkpoint, and will be run again.
+
+        A privacy guarantee must count them: their results were released.
 
         Args:
-            rounds: how many there may have been, at least 0.
+            rounds: the largest possible number of such rounds, 0 or more.
         """
 
     def find(self, kind: type[AnyAggregator]) -> AnyAggregator | None:
-        """Itself if it is of a kind, else None; `AggregatorList` looks into its server sides, and the first counts."""
+        """Return this aggregator if it is of a class, else None; `AggregatorList` searches its parts.
+
+        Args:
+            kind: the class.
+        """
+        # pictures look for a method's aggregator in this way, without knowing of lists
         return self if isinstance(self, kind) else None

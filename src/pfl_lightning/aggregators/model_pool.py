@@ -1,4 +1,4 @@
-"""Models of many clients side by side: a server that hands them out, and what compares them."""
+"""A pool of all clients' models, and comparisons of models: inner products and losses."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,49 +13,50 @@ from pfl_lightning.messages import CPU, Message, Updates, column
 from pfl_lightning.tasks import Task
 
 BLOCK = 20_000
-"""Columns of the matrices that inner products are summed from: they bound memory and stay in the processor's cache."""
+"""Columns of the matrices that `inner_products` sums over: they bound its memory and fit the processor's cache."""
 DOZEN = 12
-"""Products of rows by the dozen are up to twice as fast as of one more or less."""
+"""`inner_products` rounds the number of rows up to a multiple of this: measured up to twice as fast as one row more."""
 
 
 class ModelPool(Aggregator):
-    """Keeps every client's last upload, averages nothing, and sends each client the models of all others.
+    """Keeps every client's last upload, averages nothing, and sends each client all other clients' models.
 
-    Payloads are references to what is kept: each model is in memory once, however many clients it is sent to.
+    Payloads are references: each model is in memory once, however many clients receive it.
     """
 
     needs = frozenset({"weights"})
     sends = frozenset({"models"})
 
     def setup(self, server: Server) -> None:
-        """Starts empty."""
+        """Start empty."""
         self.state["models"] = {}
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Replaces the models of those who took part."""
+        """Replace the models of the round's clients."""
         models = self.state["models"] | {client: update["weights"] for client, update in updates.items()}
+        # by id, so that results don't depend on the rounds in which clients first took part
         self.state["models"] = dict(sorted(models.items()))
         return {}
 
     def download(self, client: int) -> Message:
-        """The models of the others that have taken part, by client id; its own a client has itself."""
+        """Return the last uploads of all other clients, by client id."""
         return {"models": {other: model for other, model in self.state["models"].items() if other != client}}
 
 
 def inner_products(
     models: Sequence[Mapping[str, Tensor]], names: Sequence[str], origin: Mapping[str, Tensor] | None = None
 ) -> Tensor:
-    r"""Inner products of models as long vectors, in float64, taken where the models are.
+    r"""Return the inner products of models as long vectors, in float64, computed on the models' device.
 
     >>> inner_products([{"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.0, 3.0])}], ["w"])
     tensor([[5., 6.],
             [6., 9.]], dtype=torch.float64)
 
     Args:
-        models: n of them.
+        models: n models.
         names: the entries that count.
-        origin: a model :math:`\theta_g`; given, products are of the differences :math:`\tau_k = \theta_k - \theta_g`,
-            and of :math:`\theta_g` itself as the last.
+        origin: a model :math:`\theta_g`; if given, products are of the differences :math:`\tau_k = \theta_k -
+            \theta_g`, followed by :math:`\theta_g` itself.
 
     Returns:
         ``[n, n]``, in the order of the models, on the CPU; ``[n + 1, n + 1]`` with an origin.
@@ -67,7 +68,7 @@ def inner_products(
     size = len(models) + (origin is not None)
     width = min(BLOCK, max((tensors[0].numel() for tensors in columns), default=0))
     device = columns[0][0].device if columns else CPU
-    # one buffer for all: where memory is new each time, getting it takes longer than the product
+    # one buffer for all blocks: to get new memory each time takes longer than the product
     buffer = torch.zeros(DOZEN * math.ceil(size / DOZEN), width, dtype=torch.float64, device=device)
     products = buffer.new_zeros(len(buffer), len(buffer))
     for tensors in columns:
@@ -75,14 +76,18 @@ def inner_products(
             rows = buffer[:, : block.shape[1]]
             rows[:size] = block
             if origin is not None:
-                # in float64: differences are small beside models
+                # subtracted in float64, since differences are small beside the models
                 rows[: size - 1] -= rows[size - 1]
             products.addmm_(rows, rows.T)
     return products[:size, :size].cpu()
 
 
 def blocks(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Tensors of one shape as the rows of a matrix, so many columns at a time."""
+    """Yield tensors of one shape as rows of matrices with at most `BLOCK` columns.
+
+    Args:
+        tensors: n tensors of one shape.
+    """
     if tensors[0].numel() <= BLOCK:
         yield torch.stack(tensors).reshape(len(tensors), tensors[0].numel())
         return
@@ -92,13 +97,14 @@ def blocks(tensors: list[Tensor]) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def mean_loss(model: Callable[[Any], Tensor], part: Samples, task: Task) -> float:
-    """The task's mean loss of a model on samples; infinite where it isn't a number.
+    """Return a model's mean loss on samples, by the task's definition; infinite in place of NaN.
 
     Args:
-        model: gives outputs of inputs, such as a net in evaluation mode.
+        model: maps inputs to outputs, such as a net in evaluation mode.
         part: the samples, on the model's device, at least one.
-        task: what the loss is of.
+        task: the task.
     """
     losses = [task.loss(model(x), y, "sum").double() for x, y in part.chunks()]
+    # the number of targets, not of samples: a text has several, and targets to be ignored don't count
     loss = float(torch.stack(losses).sum()) / max(int(task.weight(part.y)), 1)
     return math.inf if math.isnan(loss) else loss

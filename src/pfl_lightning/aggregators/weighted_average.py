@@ -1,4 +1,4 @@
-"""Averaging: the server side of federated averaging, and of many a method that counts clients otherwise."""
+"""Federated averaging: the server side of FedAvg, and of many methods with other client weights."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias, get_args
@@ -12,28 +12,28 @@ from pfl_lightning.messages import CPU, Message, StateDict, Updates, column, wei
 from pfl_lightning.transfers import moved
 
 Weighting: TypeAlias = Literal["samples", "uniform"]
-"""How clients count in a mean: by their training ``samples``, or all alike."""
+"""Weights of clients in a mean: by their numbers of training ``samples``, or all alike (``uniform``)."""
 
 
 class WeightedAverage(Aggregator):
     r"""Federated averaging: :math:`w \leftarrow \sum_{k \in S} \frac{n_k}{\sum_{m \in S} n_m} w_k`.
 
-    The mean is over the clients :math:`S` of the round, weighted by their training samples; each client receives it,
-    whether it took part or not. Source: McMahan et al., 2017, Algorithm 1 (https://arxiv.org/abs/1602.05629).
+    The mean is over the clients :math:`S` of the round, weighted by their numbers of training samples. Every client
+    receives it, in the round or not. Source: McMahan et al., 2017, Algorithm 1 (https://arxiv.org/abs/1602.05629).
 
-    With a server learning rate :math:`\eta_g` the global model goes from where it is towards the mean :math:`\bar w`,
-    :math:`w \leftarrow w + \eta_g (\bar w - w)`: less far than it, or further. That is of learnable parameters;
+    With a server learning rate :math:`\eta_g`, the global model moves towards the mean :math:`\bar w` and may stop
+    short of it or go beyond it: :math:`w \leftarrow w + \eta_g (\bar w - w)`. This holds for learnable parameters;
     running statistics are averaged.
 
     Args:
-        server_lr: :math:`\eta_g`, above 0; 1 is the mean itself.
-        weighting: how clients count in the mean: by their training ``samples``, or all alike (``uniform``).
-        mean: a rule in the place of the mean, such as `TrimmedMean`, which few bad uploads can't move at will; None
-            takes the mean. A rule counts all clients alike, unless it says otherwise itself.
+        server_lr: :math:`\eta_g`, above 0; 1 takes the mean itself.
+        weighting: client weights in the mean: ``samples`` or ``uniform``.
+        mean: a rule instead of the mean, such as `TrimmedMean`, which a few bad uploads can't move at will. A rule
+            counts all clients alike, unless it says otherwise. None takes the mean.
 
     Raises:
         MisconfigurationException: if ``server_lr`` isn't positive, ``weighting`` is none of its choices, or a ``mean``
-            is given to a class whose averages it wouldn't be.
+            is given to a subclass that combines updates by a formula of its own.
     """
 
     example_level = True
@@ -42,7 +42,10 @@ class WeightedAverage(Aggregator):
     sums_only = True
 
     takes_mean: bool = True
-    """Whether all that it averages goes by its ``mean``. Each class says so itself: one that doesn't refuses a mean."""
+    """Whether the setting ``mean`` applies to all that it averages; a class with False refuses the setting.
+
+    It isn't inherited: each class sets it.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -65,56 +68,63 @@ class WeightedAverage(Aggregator):
         self.mean = mean
         self.weighting: Weighting = weighting
         if mean is not None:
+            # a rule looks at single updates, which secure aggregation doesn't show
             self.sums_only = False
             self.weighting = "samples" if mean.weighted else "uniform"
+        # what isn't needed isn't sent: a client's number of samples is private
         if self.weighting == "uniform":
             self.needs = self.needs - {"num_samples"}
 
     @property
     def name(self) -> str:
-        """With the rule's, where there is one."""
+        """The class's name, with the rule's in addition where there is a rule."""
         return super().name if self.mean is None else f"{super().name}+{self.mean.name}"
 
     def setup(self, server: Server) -> None:
-        """Starts from the common initial model."""
+        """Start from the common initial model."""
         self.state["weights"] = server.weights
         if self.mean is not None:
             self.averaging = Averaging(self.mean, server)
             self.state["means"] = 0
         if self.server_lr != 1:
+            # all names of a tied parameter: `average` changes each entry of the state dict by itself
             self.learnable = server.parameter_names(remove_duplicate=False)
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Moves the global model to the mean of the uploads, or towards it; tells how many a rule left out."""
+        """Move the global model to the mean of the uploads, or towards the mean.
+
+        Returns:
+            ``left_out``, the number of clients to which a rule gave no weight; empty without such a rule.
+        """
         if updates:
             self.average(updates, client_weights(updates, self.weighting))
         return {} if self.mean is None else self.left_out()
 
     def left_out(self) -> dict[str, float]:
-        """How many clients of the round a rule gave no share, where its shares are those of whole clients."""
+        """Return the number of clients without weight in the mean, for rules with one weight a client; else nothing."""
         shares = self.state.get("shares", {})
         return {"left_out": float(sum(share == 0 for share in shares.values()))} if shares else {}
 
     def average(self, updates: Updates, weights: Mapping[int, float]) -> None:
-        """Moves the global model to a weighted mean of uploads, and keeps the weights as ``state["shares"]``.
+        """Move the global model to a weighted mean of uploads, and keep the weights as ``state["shares"]``.
 
         Args:
-            updates: by client id, at least one.
-            weights: the weight of each of them, by client id; used as they are.
+            updates: updates by client id, at least one.
+            weights: weight of each client, by id; used as they are.
         """
         mean = self.mean_of(updates, weights)
         if self.server_lr != 1:
             w = self.state["weights"]
             for name in self.learnable:
-                # the initial model is of another type than the uploads under precision=64-true
+                # with precision=64-true the initial model is float32 and uploads are float64
                 mean[name] = torch.lerp(w[name].to(mean[name]), mean[name], self.server_lr)
         self.state["weights"] = mean
 
     def mean_of(self, updates: Updates, weights: Mapping[int, float]) -> StateDict:
-        """The mean of uploads, or what the rule takes in its place; keeps each client's part as ``state["shares"]``.
+        """Return the mean of uploads, or the rule's result, and keep each client's part as ``state["shares"]``.
 
         Args:
-            updates: by client id, at least one.
+            updates: updates by client id, at least one.
             weights: as for `average`.
         """
         if self.mean is None:
@@ -125,25 +135,25 @@ class WeightedAverage(Aggregator):
         return found.entries
 
     def download(self, client: int) -> Message:
-        """The global model."""
+        """Return the global model."""
         return {"weights": self.state["weights"]}
 
     def global_model(self) -> StateDict:
-        """The global model."""
+        """Return the global model."""
         weights: StateDict = self.state["weights"]
         return weights
 
 
 def client_weights(updates: Updates, weighting: Weighting) -> dict[int, float]:
-    """The weight of each client in a mean over all; they sum to 1.
+    """Return each client's weight in a mean; the weights sum to 1.
 
     >>> updates = {4: {"num_samples": torch.tensor(30)}, 7: {"num_samples": torch.tensor(10)}}
     >>> client_weights(updates, "samples"), client_weights(updates, "uniform")
     ({4: 0.75, 7: 0.25}, {4: 0.5, 7: 0.5})
 
     Args:
-        updates: by client id, at least one; with ``num_samples`` where these count.
-        weighting: how clients count.
+        updates: updates by client id, at least one; with ``num_samples`` for ``samples``.
+        weighting: ``samples`` or ``uniform``.
     """
     if weighting == "uniform":
         return dict.fromkeys(updates, 1 / len(updates))
@@ -153,30 +163,30 @@ def client_weights(updates: Updates, weighting: Weighting) -> dict[int, float]:
 
 
 def mean_model(updates: Updates, weights: Mapping[int, float]) -> StateDict:
-    """The weighted mean of the models that clients uploaded.
+    """Return the weighted mean of uploaded models.
 
     Args:
-        updates: by client id, at least one, with ``weights``.
-        weights: the weight of each of them, by client id; used as they are.
+        updates: updates by client id, at least one, with ``weights``.
+        weights: weight of each client, by id; used as they are.
     """
     return weighted_mean([update["weights"] for update in updates.values()], [weights[client] for client in updates])
 
 
 def moved_model(updates: Updates, weights: Mapping[int, float], model: StateDict, names: Iterable[str]) -> StateDict:
-    r"""Where a model gets by changes that are weighted in any way, :math:`x + \sum_k \lambda_k (w_k - x)`.
+    r"""Return a model moved by the clients' weighted changes: :math:`x + \sum_k \lambda_k (w_k - x)`.
 
     Args:
-        updates: by client id, at least one, with ``weights``.
-        weights: :math:`\lambda_k` of each of them, by client id; they need not sum to 1.
+        updates: updates by client id, at least one, with ``weights``.
+        weights: :math:`\lambda_k`, by client id; any sum.
         model: x, from which the clients started.
-        names: the entries to be moved, of floating type; the others are left out.
+        names: the entries to move, of floating type; all others are left out.
     """
     entries = {}
     for name in names:
         uploads = column([update["weights"] for update in updates.values()], name)
         wide = torch.promote_types(uploads[0].dtype, torch.float32)
         x = model[name].to(uploads[0].device, wide)
-        # by differences: weights that sum to much more than 1 would cancel in digits that are lost
+        # by differences: with weights whose sum is far above 1, models would cancel and lose digits
         change = sum((weights[k] * (upload.to(wide) - x) for k, upload in zip(updates, uploads, strict=True)), 0 * x)
         entries[name] = (x + change).to(uploads[0].dtype)
     return dict(zip(entries, moved([*entries.values()], CPU), strict=True))

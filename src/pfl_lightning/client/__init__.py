@@ -1,4 +1,4 @@
-"""The client side: a client of a federation as a LightningModule, and the hooks that methods override."""
+"""The client side: the base class of client modules, and the phases of local training."""
 
 from pfl_lightning.client.module import Batch, ClientModule
 from pfl_lightning.client.phases import CLASSIFIER, Phase, everything, in_body, in_classifier

@@ -1,4 +1,4 @@
-"""The arguments that an object was made with."""
+"""Read back the constructor arguments of an object."""
 
 import inspect
 from collections.abc import Mapping
@@ -6,9 +6,13 @@ from typing import Any
 
 
 def live(arguments: Mapping[str, Any]) -> list[str]:
-    """Names of the arguments that are functions or classes, or lists of some, which don't belong in a checkpoint.
+    """Return the names of arguments with functions or classes as values, alone or in lists.
 
-    Under the command line they come as their plain configuration instead.
+    Such arguments are Python objects, which a checkpoint can't hold; runs from the command line save their
+    configuration in place of them.
+
+    Args:
+        arguments: an object's constructor arguments, by name.
     """
     return [
         name
@@ -18,7 +22,7 @@ def live(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def kept_arguments(made: object) -> dict[str, Any]:
-    """The arguments that an object was made with, as far as it keeps them: attributes of the same names, ``hparams``.
+    """Return an object's constructor arguments, as far as it kept them as attributes or in ``hparams``.
 
     >>> from torch.nn import Dropout
     >>> kept_arguments(Dropout(0.25))
@@ -33,7 +37,12 @@ def kept_arguments(made: object) -> dict[str, Any]:
 
 
 def parameters_of(made: object) -> dict[str, inspect.Parameter]:
-    """The parameters of all ``__init__`` of an object's classes, by name; those of the class itself win."""
+    """Return the parameters of all ``__init__`` of an object's classes, by name; a subclass's parameters win.
+
+    Args:
+        made: the object.
+    """
+    # from the base class to the object's own, so that a default which a subclass changes is the one that holds
     inits = [vars(cls).get("__init__") for cls in reversed(type(made).__mro__)]
     signatures = [inspect.signature(init) for init in inits if inspect.isfunction(init)]
     return {name: parameter for each in signatures for name, parameter in each.parameters.items()}

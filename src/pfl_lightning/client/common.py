@@ -1,4 +1,4 @@
-"""Entries of a client module that travel, that stay, and that are common: frozen, and there once for all clients."""
+"""Sort a client module's entries into shared (travelling), personal (staying), and common (frozen, for all clients)."""
 
 from collections.abc import Mapping
 
@@ -9,32 +9,42 @@ from pfl_lightning.messages import StateDict, detached
 
 
 def shared_entries(client: ClientModule, entries: Mapping[str, Tensor]) -> StateDict:
-    """Those that travel.
+    """Return the entries which travel between client and server.
 
     Args:
         client: the client module.
-        entries: of its ``state_dict``.
+        entries: entries of its ``state_dict``, by name.
     """
     return {name: t for name, t in entries.items() if client.is_shared(name) and name not in client.common_names}
 
 
 def personal_entries(client: ClientModule, entries: Mapping[str, Tensor]) -> StateDict:
-    """Those that stay with their client between rounds; see `shared_entries`."""
+    """Return the entries which stay with the client between rounds; arguments as for `shared_entries`.
+
+    An entry may be both shared and personal.
+    """
+    # a method's own `is_shared` and `is_personal` may forget common entries, so both functions take them out
     return {name: t for name, t in entries.items() if client.is_personal(name) and name not in client.common_names}
 
 
 def common_parameters(client: ClientModule) -> dict[str, nn.Parameter]:
-    """Return the parameters that are common, by the first name of each."""
+    """Return the parameters frozen for all clients, each tied parameter under its first name only.
+
+    Args:
+        client: the client module.
+    """
     rely_on(client, "net")
     return {name: parameter for name, parameter in client.named_parameters() if name in client.common_names}
 
 
 def trained_parameters(client: ClientModule, path: str) -> dict[str, nn.Parameter]:
-    """The parameters of a part that aren't common, by their names in it, whether a phase trains them now or not.
+    """Return a part's parameters without the common ones, by name within the part.
+
+    A parameter that the current phase leaves still is in the dict too.
 
     Args:
         client: the client module.
-        path: the part's name in it, such as ``net.classifier``.
+        path: the part's name in the client module, such as ``net.classifier``.
     """
     rely_on(client, path)
     part = client.get_submodule(path)
@@ -42,24 +52,34 @@ def trained_parameters(client: ClientModule, path: str) -> dict[str, nn.Paramete
 
 
 def rely_on(client: ClientModule, path: str) -> None:
-    """Note that something is made by what is common in a part: until the federation is set up, that may not change.
+    """Remember a part of the net whose frozen parameters a method has built upon, such as by a copy or a vector.
+
+    `ClientModule.settle_common` then refuses a change of ``requires_grad`` in that part.
 
     Args:
         client: the client module.
-        path: the part's name in it.
+        path: the part's name in the client module.
     """
     if not client.settled:
         client.relied_on.add(f"{path}.")
 
 
 def whole_model(client: ClientModule) -> StateDict:
-    """Copies of all entries on the CPU; what is common is one tensor under all of its names."""
+    """Return copies of all entries on the CPU.
+
+    Args:
+        client: the client module.
+
+    Returns:
+        The entries, by name. A common tensor with several names is copied once, and is the same tensor under each name.
+    """
     copies: StateDict = {}
     once: dict[int, Tensor] = {}
     for name, tensor in client.state_dict().items():
         if name not in client.common_names:
             copies[name] = detached(tensor)
             continue
+        # `add_copy` gives a common tensor further names, under which it isn't copied and saved again
         if tensor.data_ptr() not in once:
             once[tensor.data_ptr()] = detached(tensor)
         copies[name] = once[tensor.data_ptr()]

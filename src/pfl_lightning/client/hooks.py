@@ -1,4 +1,4 @@
-"""Which of Lightning's hooks a client module can override, and what serves a federation in the place of the others."""
+"""Refuse Lightning hooks without a use in a federation, and name the replacement of each."""
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
@@ -11,6 +11,7 @@ STEPS = "adjust_gradients, on_after_backward and on_before_optimizer_step, which
 METRICS = "configure_metrics and forward, which say what is measured of each client"
 DATA = "the data module"
 
+# a user who ports a LightningModule would otherwise see a hook do nothing, and no error
 ADVICE = {
     LOOPS: (
         "on_fit_start on_fit_end on_train_start on_train_end on_train_epoch_start on_train_epoch_end "
@@ -36,19 +37,27 @@ ADVICE = {
     "trainer.callbacks": "configure_callbacks",
     "state_dict, which is all that is saved of a client": "on_save_checkpoint on_load_checkpoint",
 }
-"""What does the work of Lightning's hooks that nothing calls on the client module of a federation."""
+"""Lightning hooks that nothing calls on a client module, by the advice that the error gives."""
 
 
 def overrides(module: LightningModule, hook: str) -> bool:
-    """Whether a client module has a hook of its own, by its class or put into the object."""
+    """Return True if a client module overrides a hook, in the class or on the object.
+
+    Args:
+        module: the client module.
+        hook: name of the hook.
+    """
     return getattr(type(module), hook, None) is not getattr(ClientModule, hook, None) or hook in vars(module)
 
 
 def check_hooks(client: ClientModule) -> None:
-    """Refuses hooks that would be ignored.
+    """Refuse a client module with overridden hooks outside the federation's own loop.
+
+    Args:
+        client: the client module.
 
     Raises:
-        MisconfigurationException: if the client module overrides one.
+        MisconfigurationException: if it overrides such a hook, or sets ``automatic_optimization`` to False.
     """
     for advice, hooks in ADVICE.items():
         for hook in hooks.split():
@@ -57,6 +66,7 @@ def check_hooks(client: ClientModule) -> None:
                     f"{type(client).__name__}.{hook} would never be called, as a federation trains many clients in one "
                     f"module; use {advice}."
                 )
+    # under manual optimization Lightning users step optimizers in `training_step`, which engines would do once more
     if not client.automatic_optimization:
         raise MisconfigurationException(
             f"{type(client).__name__}.automatic_optimization=False has no effect, as engines make the steps; leave it "

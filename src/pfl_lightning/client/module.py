@@ -1,11 +1,15 @@
-"""The client module: one client of a federation as a LightningModule, and the hooks that methods override."""
+"""The client module: one client of a federation as a LightningModule, with the hooks of a method's client side."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeAlias, cast
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
@@ -14,7 +18,6 @@ from torchmetrics import Metric, MetricCollection
 
 from pfl_lightning.choices import check_choices
 from pfl_lightning.client.arguments import live
-from pfl_lightning.client.entries import copy_entries, frozen_names, net_of_python, saved_client
 from pfl_lightning.client.optimizers import (
     Configured,
     check_first_rate,
@@ -24,10 +27,9 @@ from pfl_lightning.client.optimizers import (
     parts_of,
     restricted,
 )
-from pfl_lightning.client.phased import Phased, own_containers
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
-from pfl_lightning.messages import Message
+from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.nets import CNN, Net, NetFactory
 from pfl_lightning.nets.base import checked_list, checked_net
 from pfl_lightning.seeds import derive_seed
@@ -36,73 +38,93 @@ from pfl_lightning.tasks.base import number_of_classes, task_for
 from pfl_lightning.tasks.plain import hparams, made
 
 Batch: TypeAlias = tuple[Any, Any]
+"""Inputs and targets, each a tensor or a tree of tensors."""
+Value = TypeVar("Value")
 
 
-class ClientModule(Phased):
-    """A client of a federation, and the hooks that a method's client side overrides.
+class ClientModule(LightningModule):
+    """A client of a federation, and the hooks of a method's client side.
 
-    They are `loss` or `training_step`, `local_phases`, `is_shared`, `is_personal`, `on_download`, `upload` and
-    `configure_aggregator`. As they stand, a client receives a model, trains all of it, and sends all of it back.
+    The hooks are `loss` or `training_step`, `local_phases`, `is_shared`, `is_personal`, `on_download`, `upload` and
+    `configure_aggregator`. Without overrides, a client receives a model, trains all of it, and sends all of it back.
 
-    **A client is its** ``state_dict``. Engines run many clients through one module, so all that a client owns is an
-    entry of it, *shared* (travels), *personal* (stays with its client between rounds), or both. What each download
-    makes anew is a buffer registered with ``persistent=False``. Nothing in other attributes survives a round. What the
-    net has frozen when the federation is set up (``requires_grad=False``) is *common*: it exists once, never travels or
-    changes; a parameter that is frozen after that stands still, and travels. Buffers of frozen layers are as others:
-    running statistics move, and `buffers` says what becomes of them.
+    **A client is its** ``state_dict``. Engines run many clients through one module, so every entry that a client owns
+    is in the ``state_dict``: *shared* (it travels), *personal* (it stays with the client between rounds), or both. What
+    each download makes anew is a buffer with ``persistent=False``. No other attribute survives a round. Parameters of
+    the net that are frozen (``requires_grad=False``) when the federation is set up are *common*: one copy exists for
+    all clients, and it never travels or changes. A parameter frozen later stands still but travels. Buffers of frozen
+    layers are like all buffers: running statistics move, and the setting `buffers` decides whether they travel.
 
-    Engines call `on_download` and `upload` in evaluation mode, without gradients and in full precision, and tell the
-    module where it is: ``client_id``, ``round`` (from 0), ``num_rounds`` (of the run), ``phase``, its
-    ``learning_rate``, ``steps_done`` (batches trained in this round), and ``requested`` (of the `offers`). While
-    `on_download` runs, ``training_follows`` and ``evaluation_follows`` tell the purpose of the download, so that it can
-    leave out a pass over the client's samples that only the other needs.
+    Engines call `on_download` and `upload` in evaluation mode, without gradients and in full precision. They tell the
+    module where it is: ``client_id``, ``round`` (from 0), ``num_rounds`` (of the run), ``phase``, ``learning_rate`` of
+    the phase, ``steps_done`` (batches trained in this round), and ``requested`` (the entries of `offers` that the
+    server needs). While `on_download` runs, ``training_follows`` and ``evaluation_follows`` tell the purpose of the
+    download, so that a method can skip a pass over the client's samples that the other purpose needs.
 
-    As a LightningModule it is complete: a plain ``lightning.Trainer`` can train it further or predict with it.
+    It is a complete LightningModule: a plain ``lightning.Trainer`` can train it further or predict with it.
 
     Args:
-        net: builds the network from the shape of the data: a `Net` class, or a function; a list of them gives clients
-            different networks, for methods that share only what all networks have alike.
-        assign_nets: how a list of networks is dealt: ``turn`` gives client i the network i modulo their number,
-            ``block`` the first clients the first network, the next ones the second, in blocks of one size.
-        input_shape: shape of one sample, without the batch. On the command line it and the task come from the data.
-        num_classes: number of classes of the task, where that is to classify.
-        optimizer: builds the local optimizer from the trained parameters; not used where a subclass overrides
-            `configure_optimizers`, which then gives it.
+        net: builds the network from the shape of the data: a `Net` class or a function. A list gives clients different
+            networks, for methods that share only what all networks have in common.
+        assign_nets: deals out a list of networks: ``turn`` gives client i network i modulo their number; ``block``
+            gives the first clients the first network, the next ones the second, in blocks of equal size.
+        input_shape: shape of one sample, without the batch. The command line takes it and the task from the data.
+        num_classes: number of classes, where the task is classification.
+        optimizer: builds the local optimizer from the trained parameters; unused where a subclass overrides
+            `configure_optimizers`.
         lr_scheduler: builds the schedule of the learning rate from the optimizer; it steps once a round.
-        optimizer_lifetime: ``round`` starts each round with a new one; ``run`` lets its state live on with the client.
-        buffers: what becomes of the floating buffers of the net (BatchNorm's running statistics): ``average`` shares
-            them like parameters, ``local`` leaves them with each client.
-        task: what is predicted: the data module's ``task``. None is ``Classification(num_classes)``.
+        optimizer_lifetime: ``round`` starts each round with a new optimizer; ``run`` keeps its state with the client.
+        buffers: treatment of the net's floating-point buffers (BatchNorm's running statistics): ``average`` shares them
+            like parameters, ``local`` leaves them with each client.
+        task: the kind of prediction, which is the data module's ``task``. None is ``Classification(num_classes)``.
 
     Raises:
-        MisconfigurationException: if an argument is none of its choices, or the optimizer or the schedule can't be
-            used with their settings.
+        MisconfigurationException: if an argument is none of its choices, or the optimizer or schedule refuses its
+            settings.
     """
 
     sends: ClassVar[frozenset[str]] = frozenset({"weights", "num_samples"})
     """Entries of this client's updates."""
     offers: ClassVar[frozenset[str]] = frozenset({"class_counts"})
-    """Entries that an update has only where the aggregator needs them, because they reveal something."""
+    """Entries that an update has only if the aggregator needs them, because they reveal something about the data."""
     tells: ClassVar[frozenset[str]] = frozenset({"received_loss", "loss", "loss_squared", "seconds"})
-    """Numbers of its training that it gives where ``trainer.cohort`` asks for them to choose the clients of a round."""
+    """Numbers about local training that ``trainer.cohort`` may ask for to choose the clients of a round."""
     logs: ClassVar[frozenset[str]] = frozenset({"loss"})
-    """Scalars that `training_step` returns or logs: of others a deployment's server takes none from sites."""
+    """Names of the scalars that `training_step` returns or logs; a deployment's server takes no others from sites."""
     needs: ClassVar[frozenset[str]] = frozenset({"weights"})
     """Entries that a payload must have."""
     requires: ClassVar[frozenset[str]] = frozenset()
-    """What it can't do without: ``classes``, one a sample, or ``vector features`` ``[n, d]``."""
+    """Requirements on data and net: ``classes``, one a sample, or ``vector features`` ``[n, d]``."""
     client_level: ClassVar[bool] = False
-    """Whether others learn of a client by its ``weights`` alone, as `DPAverage` needs it; each class says so itself."""
+    """Whether others learn about this client from its ``weights`` alone, as `DPAverage` needs it.
+
+    It isn't inherited: each class sets it, since a subclass may send more.
+    """
     example_level: ClassVar[bool] = False
-    """Whether others learn of its samples by gradients of one sample each alone; each class says so itself."""
+    """Whether others learn about its samples through gradients of single samples alone. It isn't inherited either."""
     caches: ClassVar[frozenset[str]] = frozenset()
-    """Plain attributes, such as ``gains`` or ``net.mask``, that each round makes anew from the client's state, payload
-    and data. Another one that changes ends the run, as it would be taken from client to client. Engine ``vectorised``
-    refuses training steps that read one which differs between clients; let them read buffers."""
+    """Plain attributes that each round computes anew, such as ``gains`` or ``net.mask``.
+
+    They are functions of the client's state, payload and data. A change of any other attribute ends the run, as it
+    would leak from one client to the next. Engine ``vectorised`` refuses training steps that read an attribute which
+    differs between clients; let steps read buffers.
+    """
+
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+    _architecture: int
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Keep copies of the constructor's arguments, so that `architectures` can build further modules.
+
+        Copies are taken before any ``__init__`` can change the arguments.
+        """
+        made = super().__new__(cls)
+        vars(made).update(_made_with=(own_containers(args), own_containers(kwargs)), _architecture=0)
+        return made
 
     def __init__(
         self,
-        # the list first: jsonargparse writes a value as the first type that takes it
+        # the list first: jsonargparse serialises a value as the first type that accepts it
         net: list[NetFactory] | NetFactory = CNN,
         input_shape: tuple[int, ...] = (1, 28, 28),
         num_classes: int = 10,
@@ -114,8 +136,10 @@ class ClientModule(Phased):
         task: Task | None = None,
     ) -> None:
         super().__init__()
+        # the order below matters: nets need the task, and `save_hyperparameters` reads the arguments of this very call
         self.task = task_for(self, Classification(num_classes) if task is None else made(task))
         self.save_hyperparameters(ignore=["task", "num_classes"])
+        # a checkpoint is loaded with `weights_only=True`, which refuses functions and classes
         for name in live(self.hparams):
             del self.hparams[name]
         self.hparams.update(hparams(self.task))
@@ -137,36 +161,43 @@ class ClientModule(Phased):
         self.client_id = self.round = self.steps_done = 0
         self.num_rounds, self.learning_rate = 1, 0.0
         self.training_follows = self.evaluation_follows = True
+        # before a subclass registers buffers of its own, which `buffers` isn't about
         self._buffer_names = frozenset(name for name, _ in self.named_buffers())
         self.common_names = frozen_names(self, "net")
         self.relied_on, self.settled = set[str](), False
         checked_optimizer(optimizer, list(self.parameters()), "model.optimizer")
-        # not a subclass's own: what that reads may not be there yet
+        # a subclass's `configure_optimizers` isn't called yet: it may read attributes that its `__init__` sets after
+        # this one
         check_first_rate(lambda: parts_of(ClientModule.configure_optimizers(self), "model"))
 
     @property
     def num_classes(self) -> int:
-        """Number of classes; a MisconfigurationException where samples have none."""
+        """Number of classes of the task.
+
+        Raises:
+            MisconfigurationException: if samples have no classes.
+        """
         return number_of_classes(self.task, f"model {type(self).__name__}")
 
     def new_net(self) -> Net:
-        """A net of the same architecture with weights of its own, drawn from the global random state.
+        """Build a further net of the same architecture, with initial weights from the global random state.
 
         Raises:
-            MisconfigurationException: if it isn't cut in two modules.
+            MisconfigurationException: if the net has no ``features`` and ``classifier``.
         """
         return checked_net(self._build())
 
     def architectures(self) -> list["ClientModule"]:
-        """Return client modules like this one, one a network of the list; the first is this module itself.
+        """Return one client module per network of the list; the first is this module itself.
 
-        Each of the others draws its weights from a stream of its own, so that those of the first one stay.
+        Each further net draws its initial weights with a seed of its own, so that the first net's weights don't depend
+        on the length of the list.
         """
         modules = [self]
         for index in range(1, len(self.nets)):
             args, kwargs = own_containers(self._made_with)
             other = type(self).__new__(type(self), *args, **kwargs)
-            # which of the networks `__init__` builds
+            # set before `__init__`, which builds the network with this index
             vars(other)["_architecture"] = index
             with isolate_rng():
                 torch.manual_seed(derive_seed(torch.initial_seed(), "net", index))
@@ -175,15 +206,25 @@ class ClientModule(Phased):
         return modules
 
     def architecture_of(self, client: int, num_clients: int) -> int:
-        """Which of the ``architectures`` a client has, by its id and the number of clients."""
+        """Return the index in `architectures` of a client's network.
+
+        Args:
+            client: the client's id.
+            num_clients: number of clients of the federation.
+        """
         return client % len(self.nets) if self.assign_nets == "turn" else client // -(-num_clients // len(self.nets))
 
     def settle_common(self) -> None:
-        """Take as common what the net has frozen now, in the constructor of a subclass or before ``trainer.fit`` too.
+        """Fix the set of common parameters: all of the net with ``requires_grad=False`` now.
+
+        The trainer calls it when the federation is set up, so that a subclass's constructor and the user's own code
+        before ``trainer.fit`` can still freeze layers.
 
         Raises:
-            MisconfigurationException: if a copy or a vector of the net, made since, has it otherwise.
+            MisconfigurationException: if ``requires_grad`` changed after the method had built a copy or a vector of the
+                net.
         """
+        # `add_copy` enters the frozen parameters of its copies under names of their own
         copies = {name for name in self.common_names if not name.startswith("net.")}
         now = frozen_names(self, "net")
         changed = now ^ (self.common_names - copies)
@@ -197,65 +238,116 @@ class ClientModule(Phased):
         self.settled = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs ``[n, ...]``, as the task has them, of inputs ``[n, *input_shape]``: evaluation and prediction."""
+        """Return the model's outputs, as used for evaluation and prediction.
+
+        Args:
+            x: inputs ``[n, *input_shape]``.
+
+        Returns:
+            Outputs ``[n, ...]``, as the task defines them.
+        """
         outputs: Tensor = self.net(x)
         return outputs
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """The local objective on one batch.
+        """Return the local objective on one batch.
 
-        Free of ``.item()`` and counters, so that engines can run many clients at once.
+        An override makes no call of ``.item()`` and counts nothing, so that engines can run many clients at once.
 
         Args:
-            batch: inputs ``[n, *input_shape]`` and targets ``[n, ...]``, each a tensor or a tree of them.
+            batch: inputs ``[n, *input_shape]`` and targets ``[n, ...]``, each a tensor or a tree of tensors.
             batch_idx: number of the batch.
 
         Returns:
-            ``loss``, which is minimised, and any other scalars; their means over the round are in its record as
-            ``train/NAME``, as are those of what is given to ``self.log``. An override may return the loss alone.
+            ``loss``, which is minimised, and any other scalars. Their means over the round are in its record as
+            ``train/NAME``, like those of values given to ``self.log``. An override may return the loss alone.
         """
         x, target = batch
         features = self.net.features(x)
         return {"loss": self.loss(features, self.net.classifier(features), target)}
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Adds to what `training_step` returns, where a federation runs it; elsewhere Lightning's own.
+        """Add a scalar to the results of `training_step` in a federation; elsewhere call Lightning's ``log``.
 
         Args:
-            name: its name in the record, without ``train/`` before it.
+            name: its name in the record; ``train/`` in front of it is optional.
             value: a scalar.
-            *args: what Lightning's takes; without effect in a federation.
+            *args: as for Lightning's ``log``; without effect in a federation.
             **kwargs: the same by name.
         """
+        # engines set a dict around each step: Lightning's own `log` needs its own loops, and can't run under vmap
         if self._logged is None:
             super().log(name, value, *args, **kwargs)
         else:
             self._logged[name.removeprefix("train/")] = torch.as_tensor(value).detach()
 
     def loss(self, features: Tensor, logits: Tensor, target: Any) -> Tensor:
-        """The task's loss, of which classification's is cross-entropy; methods add their terms.
+        """Return the task's loss, which is cross-entropy for classification; methods add their terms.
 
         Args:
             features: the classifier's input ``[n, d]``.
-            logits: its output ``[n, outputs]``.
-            target: as the task has it, class numbers ``[n]`` for classification.
+            logits: the classifier's output ``[n, outputs]``.
+            target: the task's targets; class numbers ``[n]`` for classification.
         """
         return self.task.loss(logits, target)
 
+    def local_phases(self) -> list[Phase]:
+        """Return the phases of local training in a round, in order; by default one phase with all parameters."""
+        return [Phase()]
+
+    def evaluation_phases(self) -> list[Phase]:
+        """Return the phases of training before each evaluation; by default none.
+
+        They run on a copy of the client's model, as MAML-like methods need it. The record's columns ``val`` and
+        ``test`` are then of the adapted model, ``val_received`` and ``test_received`` of the same model before these
+        phases.
+        """
+        return []
+
+    def joining_phases(self) -> list[Phase]:
+        """Return the phases of a newcomer's training when the run is over; by default `local_phases`.
+
+        Override it where the paper trains newcomers otherwise, such as the classifier alone on finished features. The
+        resulting model is evaluated without `evaluation_phases`.
+        """
+        return self.local_phases()
+
+    def adjust_gradients(self, gradients: StateDict) -> StateDict:
+        """Return the gradients for the optimizer's step; by default the loss's own.
+
+        Clipping comes later. An override may read parameters and buffers but changes none, so that engines can call it
+        for many clients at once.
+
+        Args:
+            gradients: gradients by parameter name, such as ``net.classifier.bias``; of parameters in the loss alone.
+
+        Returns:
+            Gradients with the same names and shapes.
+        """
+        return gradients
+
     def is_shared(self, name: str) -> bool:
-        """Whether an entry of the ``state_dict`` travels; by default all of the net that isn't common."""
+        """Return whether an entry of the ``state_dict`` travels; by default all of the net except common entries.
+
+        Args:
+            name: name of the entry, such as ``net.classifier.weight``.
+        """
         stays = self._buffer_names if self.buffers_policy == "local" else ()
         return name.startswith("net.") and name not in stays and name not in self.common_names
 
     def is_personal(self, name: str) -> bool:
-        """Whether an entry of the ``state_dict`` stays with its client between rounds; by default what isn't shared."""
+        """Return whether an entry of the ``state_dict`` stays with its client between rounds; by default unless shared.
+
+        Args:
+            name: name of the entry.
+        """
         return not self.is_shared(name) and name not in self.common_names
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Take what the server sent; the personal entries are already in place.
+        """Load the server's payload; the personal entries are already in place.
 
-        It is called before local training and before each evaluation of the model as received: what takes a pass over
-        the client's samples and serves one of the two alone is best left out where ``training_follows`` or
+        Engines call it before local training and before each evaluation of the model as received. A pass over the
+        client's samples that serves one purpose alone is best skipped where ``training_follows`` or
         ``evaluation_follows`` is false. `evaluation_phases` count as training.
 
         Args:
@@ -265,21 +357,28 @@ class ClientModule(Phased):
         self.assign(payload["weights"])
 
     def shared_state(self) -> Mapping[str, Tensor]:
-        """The entries of the ``state_dict`` that travel, as they stand; engines may give rows of a stack."""
+        """Return the current shared entries of the ``state_dict``, by name.
+
+        The tensors are references. Engine ``vectorised`` returns rows of stacked tensors in their place.
+        """
         return {n: t for n, t in self.state_dict().items() if self.is_shared(n) and n not in self.common_names}
 
     def upload(self, data: ClientData) -> Message:
-        """What goes to the server after local training, with an entry for each name in `sends`.
+        """Return the client's update after local training, with an entry for each name in `sends`.
 
         References will do: the engine copies them.
+
+        Args:
+            data: the client's data.
         """
         update: Message = {"weights": self.shared_state()}
+        # `DPAverage` withholds the count: how many samples a client has is private, and its mean doesn't use it
         if "num_samples" not in self.withheld:
             update["num_samples"] = torch.scalar_tensor(data.size("train"), dtype=torch.int64)
         return update | ({"class_counts": data.class_counts} if "class_counts" in self.requested else {})
 
     def configure_aggregator(self) -> Any:
-        """The `Aggregator` that this client belongs to when no other is chosen.
+        """Return the `Aggregator` for this client module, unless the user chooses another.
 
         Raises:
             MisconfigurationException: if the client module names none.
@@ -290,34 +389,35 @@ class ClientModule(Phased):
         )
 
     def configure_metrics(self) -> MetricCollection | Metric:
-        """Metrics of one client's evaluation, computed on outputs and targets, each a number; by default the task's.
+        """Return the metrics of a client's evaluation, each one number from outputs and targets; by default the task's.
 
-        A client for which a metric is NaN, because it isn't defined there, is left out of its mean.
+        A client with an undefined (NaN) metric is left out of that metric's mean over clients.
         """
         return self.task.metrics()
 
     def local_optimizer(self, phase: Phase, parameters: list[nn.Parameter]) -> Optimizer:
         """Return a new optimizer for one phase of local training.
 
-        It is the setting ``optimizer``'s or, where a subclass overrides `configure_optimizers`, that method's, without
-        the parameters that the phase doesn't train.
+        It is built by the setting ``optimizer`` or by an overridden `configure_optimizers`, without the parameters that
+        the phase leaves still.
 
         Args:
             phase: the phase.
-            parameters: those that it trains.
+            parameters: the parameters that the phase trains.
 
         Raises:
-            MisconfigurationException: if `configure_optimizers` gives an optimizer of none of them.
+            MisconfigurationException: if `configure_optimizers` returns an optimizer without any of ``parameters``.
         """
         if not self._configures_optimizers():
             return self.optimizer(parameters)
         return restricted(self.configured(), parameters, phase.name)
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer of all parameters that carries the learning rate, and its schedule if there is one.
+        """Return the optimizer of all trainable parameters, with a schedule of the learning rate if there is one.
 
-        An override is what clients train by: one optimizer, with one schedule or none, in any of Lightning's forms. The
-        schedule steps once a round. It is called for each client and phase, so let it be quick and draw nothing.
+        Clients train by an override: one optimizer, with one schedule or none, in any of Lightning's forms. The
+        schedule steps once a round. Engines call it for each client and phase, so let it be quick and draw no random
+        numbers.
         """
         optimizer = self.optimizer([p for p in self.parameters() if p.requires_grad])
         if self.lr_scheduler is None:
@@ -325,31 +425,32 @@ class ClientModule(Phased):
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
 
     def _configures_optimizers(self) -> bool:
-        """Return whether `configure_optimizers` is overridden, by the class or in the object."""
+        """Return whether `configure_optimizers` is overridden, in the class or on the object."""
         own = type(self).configure_optimizers is not ClientModule.configure_optimizers
         return own or "configure_optimizers" in vars(self)
 
     def configured(self) -> Configured:
-        """Return the optimizer and the schedule that `configure_optimizers` makes, and the rates without the schedule.
+        """Return the optimizer and schedule from `configure_optimizers`, and the learning rates before the schedule.
 
         Raises:
-            MisconfigurationException: if it makes others than one optimizer and at most one schedule.
+            MisconfigurationException: if it returns several optimizers or schedules, or none.
         """
         if self._configures_optimizers():
             return parts_of(self.configure_optimizers(), f"{type(self).__name__}.configure_optimizers")
         made = parts_of(self.configure_optimizers(), "model")
-        # some schedules set rates of their own, such as OneCycleLR, and engines multiply the optimizer's
+        # some schedules, such as OneCycleLR, overwrite the optimizer's learning rate; engines multiply that of the
+        # setting
         plain = self.optimizer([p for p in self.parameters() if p.requires_grad])
         return made._replace(rates=[group["lr"] for group in plain.param_groups])
 
     def check_optimizers(self, rounds: int) -> None:
-        """Check that clients can train by what `configure_optimizers` gives.
+        """Check the optimizer and schedule of `configure_optimizers` before training.
 
         Args:
-            rounds: rounds to be run; 0 looks at no rate of the schedule yet.
+            rounds: number of rounds to be run; 0 checks no learning rate of the schedule yet.
 
         Raises:
-            MisconfigurationException: if the optimizer can't be used, or its schedule not as long.
+            MisconfigurationException: if the optimizer can't be used, or the schedule ends before the run.
         """
         made = self.configured()
         if self._configures_optimizers():
@@ -362,47 +463,62 @@ class ClientModule(Phased):
         check_schedule(made, rounds)
 
     def predict_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
-        """Logits of a batch of inputs, or of inputs and targets."""
+        """Return the outputs for a batch of inputs, or of inputs and targets.
+
+        Args:
+            batch: inputs, or a list or tuple that begins with inputs.
+            batch_idx: number of the batch.
+        """
         x = batch[0] if isinstance(batch, (list, tuple)) else batch
         return cast(Tensor, self(x))
 
     @torch.no_grad()
     def assign(self, entries: Mapping[str, Tensor]) -> None:
-        """Copies named tensors into the entries of the same names.
+        """Copy tensors into the entries of the same names.
+
+        Args:
+            entries: tensors by name.
 
         Raises:
-            MisconfigurationException: if there is no such entry, or one of another shape.
+            MisconfigurationException: if an entry doesn't exist or has another shape.
         """
+        # `state_dict()` takes long, and many methods have no personal entries
         if entries:
             copy_entries(entries, self.state_dict(), f"client {self.client_id}, {type(self).__name__}")
 
     def receive(self, personal: Mapping[str, Tensor], payload: Message, data: ClientData | None) -> None:
-        """Becomes a client: its personal entries, then what the server sends it."""
+        """Turn this module into one client: load the personal entries, then the server's payload.
+
+        Args:
+            personal: the client's personal entries, by name.
+            payload: the aggregator's payload for the client.
+            data: the client's data; None outside a federation.
+        """
         self.assign(personal)
         self.on_download(payload, data)
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, client: int | None = None, **kwargs: Any) -> Any:
-        """A model out of a federation's checkpoint, for use without a federation.
+        """Load a model from a federation's checkpoint, for use without a federation.
 
         Args:
             checkpoint_path: a checkpoint of `FederatedTrainer`.
-            client: id of the client whose model it shall be, as the next round would hand it over; None gives the
-                global model.
+            client: id of a client, for its model as the next round would begin with it; None loads the global model.
             *args: as for ``LightningModule.load_from_checkpoint``.
-            **kwargs: the same, but ``weights_only=True`` where it isn't given; a run from Python needs ``net=`` and
+            **kwargs: the same, with ``weights_only=True`` by default; a run from Python needs ``net=`` and
                 ``optimizer=`` if they are not the defaults.
 
         Raises:
-            MisconfigurationException: if ``net=`` is missing, or there is no such client.
+            MisconfigurationException: if ``net=`` is missing, or the federation has no such client.
         """
         try:
             model = super().load_from_checkpoint(checkpoint_path, *args, **{"weights_only": True, **kwargs})
         except (MisconfigurationException, RuntimeError) as error:
+            # the error is often PyTorch's list of missing entries, which doesn't say that `net=` is what is missing
             if "net" not in kwargs and (built := net_of_python(checkpoint_path)):
                 raise MisconfigurationException(
-                    f"{checkpoint_path} is of a run from Python, whose net, {built}, isn't the default one; give what "
-                    f"built it: {cls.__name__}.load_from_checkpoint(path, net=...)."
+                    f"{checkpoint_path} is of a run from Python with a net of its own, {built}; give the class or "
+                    f"function that built it: {cls.__name__}.load_from_checkpoint(path, net=...)."
                 ) from error
             raise
         if client is not None:
@@ -410,5 +526,128 @@ class ClientModule(Phased):
             model = model.architectures()[saved.architecture].to(model.device)
             model.settle_common()
             model.assign(saved.common)
+            # common entries before the payload, which may be computed from them; no data, since a checkpoint has none
             model.receive(saved.personal, saved.payload, data=None)
         return model
+
+
+# `inspect.signature` of a class prefers `__new__` to `__init__` where one class has both, and completion shows it
+ClientModule.__new__.__signature__ = inspect.signature(ClientModule.__init__)  # type: ignore[attr-defined]
+
+
+def own_containers(value: Value) -> Value:
+    """Return a copy of nested lists, tuples and dicts; all other objects in them stay the same objects.
+
+    >>> kept = {"net": [1, {"hidden": [8]}]}
+    >>> copy = own_containers(kept)
+    >>> copy["net"][1].pop("hidden"), kept
+    ([8], {'net': [1, {'hidden': [8]}]})
+
+    Args:
+        value: the value to copy.
+    """
+    made: Any = value
+    # exact types: a subclass, such as a named tuple or a config object, may not take its parts in this way
+    if type(made) is dict:
+        made = {name: own_containers(part) for name, part in made.items()}
+    elif type(made) in (list, tuple):
+        made = type(made)(map(own_containers, made))
+    return made  # type: ignore[no-any-return]
+
+
+def frozen_names(module: nn.Module, path: str) -> frozenset[str]:
+    """Return the full names of a part's parameters with ``requires_grad=False``.
+
+    Args:
+        module: the whole module.
+        path: the part's name in it.
+    """
+    # a tied parameter counts under each of its names, as it does in the `state_dict`
+    parameters = module.get_submodule(path).named_parameters(remove_duplicate=False)
+    return frozenset(f"{path}.{name}" for name, parameter in parameters if not parameter.requires_grad)
+
+
+def copy_entries(entries: Mapping[str, Tensor], own: StateDict, client: str) -> None:
+    """Copy tensors into the entries of the same names.
+
+    Args:
+        entries: the tensors from the server, by name.
+        own: the client module's ``state_dict``; changed in place.
+        client: name of the client and its class, for the error.
+
+    Raises:
+        MisconfigurationException: if an entry doesn't exist or has another shape.
+    """
+    for name, tensor in entries.items():
+        # checked here, since `copy_` would broadcast a smaller tensor in silence
+        if name not in own or own[name].shape != tensor.shape:
+            is_there = f"of shape {tuple(own[name].shape)}" if name in own else f"not in {sorted(own)}"
+            raise MisconfigurationException(
+                f"{client}.on_download: the server sent {name!r} of shape {tuple(tensor.shape)}, which is {is_there} "
+                "in the client's state_dict; let the aggregator send what upload gave it, by the same names."
+            )
+        own[name].copy_(tensor)
+
+
+@dataclass(frozen=True)
+class SavedClient:
+    """One client's part of a federation's checkpoint.
+
+    Args:
+        architecture: index of its network in the client module's ``architectures``.
+        common: the common entries of its architecture, where they differ from the global model's.
+        personal: its personal entries.
+        payload: the payload that it would receive in the next round.
+    """
+
+    architecture: int
+    common: StateDict
+    personal: StateDict
+    payload: Message
+
+
+def net_of_python(path: str | Path) -> str:
+    """Return the name of a checkpoint's network, if the checkpoint can't rebuild the network; else an empty string.
+
+    A run from Python may take any function as its ``net``, and no function is saved.
+
+    Args:
+        path: a checkpoint.
+    """
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    # a checkpoint of plain Lightning, or a net from the command line, whose configuration is in `hyper_parameters`
+    if "federation" not in saved or "net" in saved.get("hyper_parameters", {}):
+        return ""
+    net: str = saved["federation"].get("settings", {}).get("model.net", "a network of its own")
+    return net.split("(")[0]
+
+
+def saved_client(
+    path: str | Path, client: int, architecture_of: Callable[[int, int], int], device: torch.device
+) -> SavedClient:
+    """Read one client from a federation's checkpoint.
+
+    Args:
+        path: the checkpoint.
+        client: the client's id.
+        architecture_of: gives the index of a client's architecture from its id and the number of clients.
+        device: the device to put tensors on.
+
+    Raises:
+        MisconfigurationException: if the federation has no such client, or its personal entries are kept at a site.
+    """
+    saved = torch.load(path, map_location=device, weights_only=True)["federation"]
+    payloads = saved["payloads"]
+    if client not in payloads:
+        raise MisconfigurationException(f"client={client} is not in {path}: it has clients 0 to {len(payloads) - 1}.")
+    architecture = architecture_of(client, len(payloads))
+    own = saved["clients"].get(client, {})
+    # in a deployment personal entries never leave their site, and the server saves a name for them only
+    if own.get("kept") is not None:
+        raise MisconfigurationException(
+            f"client={client}: its personal entries are at its site and not in {path}; export its model there."
+        )
+    # a client that has never trained still has the initial personal entries
+    personal = own.get("personal", saved["initial"][architecture])
+    common = saved.get("common", {}).get(architecture, {})
+    return SavedClient(architecture, common, personal, payloads[client])

@@ -1,4 +1,4 @@
-"""Local optimizers and schedules of the learning rate, as client modules give them, and their checks."""
+"""Local optimizers and learning-rate schedules of client modules, and their checks before the first round."""
 
 import inspect
 import warnings
@@ -19,13 +19,13 @@ PLATEAU = (
 
 
 class Configured(NamedTuple):
-    """An optimizer and its schedule.
+    """An optimizer and schedule of a ``configure_optimizers``.
 
     Args:
-        optimizer: the optimizer; a schedule may have changed its rates already.
+        optimizer: the optimizer; a schedule may have changed its learning rates already.
         scheduler: the schedule of its learning rate, or None.
-        rates: the learning rate of each of its groups without the schedule.
-        source: the method or setting that they are from, for messages.
+        rates: the learning rate of each parameter group before the schedule.
+        source: name of the method or setting that made them, for errors.
     """
 
     optimizer: Optimizer
@@ -35,22 +35,23 @@ class Configured(NamedTuple):
 
     @property
     def factors(self) -> list[float]:
-        """By what the schedule multiplies the learning rate of each group now; 1.0 where that rate is 0."""
+        """The schedule's current factor on each group's learning rate; 1.0 for a rate of 0."""
         pairs = zip(self.optimizer.param_groups, self.rates, strict=True)
         return [group["lr"] / rate if rate else 1.0 for group, rate in pairs]
 
 
 def parts_of(returned: Any, source: str) -> Configured:
-    """Return the one optimizer and the schedule of what a ``configure_optimizers`` returned.
+    """Return the optimizer and the schedule of a ``configure_optimizers``.
 
     Args:
-        returned: one of Lightning's forms: an optimizer, a dict with ``optimizer`` and perhaps ``lr_scheduler``, a list
-            with one of these, or a list of optimizers and a list of schedules.
-        source: name of the method.
+        returned: its return value, in one of Lightning's forms: an optimizer, a dict with ``optimizer`` and perhaps
+            ``lr_scheduler``, a list with one of these, or a list of optimizers and a list of schedules.
+        source: name of the method, for errors.
 
     Raises:
         MisconfigurationException: if there is no optimizer, or several, or a schedule that doesn't count rounds.
     """
+    # the form `[optimizers], [schedulers]`; a list of two optimizers is no such form, and is refused below
     lists = isinstance(returned, (list, tuple)) and len(returned) == 2 and isinstance(returned[0], (list, tuple))
     optimizers, schedulers = returned if lists else (returned, [])
     optimizers = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
@@ -62,7 +63,7 @@ def parts_of(returned: Any, source: str) -> Configured:
         kinds = ", ".join(type(part).__name__ for part in [*optimizers, *schedulers])
         raise MisconfigurationException(
             f"{source} returns {kinds or 'nothing'}, and local training has one optimizer and at most one schedule; "
-            "return one, or override local_optimizer(phase, parameters), which is asked for each phase."
+            "return one, or override local_optimizer(phase, parameters), which is called for each phase."
         )
     scheduler = schedulers[0] if schedulers else None
     if isinstance(scheduler, Mapping):
@@ -74,7 +75,7 @@ def parts_of(returned: Any, source: str) -> Configured:
             )
         scheduler = scheduler.get("scheduler")
     [optimizer] = optimizers
-    # a schedule has changed the rate already
+    # a schedule sets its first learning rate when it is made, and keeps the configured one as `initial_lr`
     rates = [
         group["lr"] if scheduler is None else group.get("initial_lr", group["lr"]) for group in optimizer.param_groups
     ]
@@ -82,55 +83,57 @@ def parts_of(returned: Any, source: str) -> Configured:
 
 
 def restricted(made: Configured, parameters: Iterable[nn.Parameter], phase: str) -> Optimizer:
-    """Return an optimizer, as it is without its schedule, of those of its parameters that a phase trains.
+    """Return an optimizer for the parameters of one phase, with the learning rates before the schedule.
 
     Args:
         made: the optimizer, new, and its schedule; changed in place.
-        parameters: those that the phase trains.
-        phase: name of the phase, for the message.
+        parameters: the parameters that the phase trains.
+        phase: name of the phase, for the error.
 
     Raises:
-        MisconfigurationException: if it has none of them.
+        MisconfigurationException: if the optimizer has none of the parameters.
     """
+    # by identity: parameters are tensors, and == compares their entries
     optimizer, wanted = made.optimizer, {id(parameter) for parameter in parameters}
     groups = []
     for group, rate in zip(optimizer.param_groups, made.rates, strict=True):
         own = [parameter for parameter in group["params"] if id(parameter) in wanted]
         for parameter in group["params"]:
             if id(parameter) not in wanted:
-                # Adagrad has a state of each parameter from the start
+                # Adagrad creates a state for each parameter in its constructor
                 optimizer.state.pop(parameter, None)
         if own:
             groups.append(group | {"params": own, "lr": rate})
     if not groups:
         raise MisconfigurationException(
-            f"{made.source} gives an optimizer of none of the parameters that phase {phase!r} trains; give it all that "
-            "the module has, or set model.optimizer in its place."
+            f"{made.source} gives an optimizer without any parameter of phase {phase!r}; give it all parameters of the "
+            "module, or set model.optimizer instead."
         )
     optimizer.param_groups = groups
     return optimizer
 
 
 def checked_optimizer(build: OptimizerCallable, parameters: list[nn.Parameter], setting: str) -> Optimizer:
-    """Return an optimizer whose settings are in range.
+    """Build an optimizer and check the settings.
 
     Args:
-        build: makes it.
-        parameters: what it shall train.
-        setting: its dotted name.
+        build: makes the optimizer from parameters.
+        parameters: the parameters to train.
+        setting: dotted name of the setting, such as ``model.optimizer``.
 
     Raises:
-        MisconfigurationException: if it refuses its settings, or `check_optimizer` refuses it.
+        MisconfigurationException: if the optimizer refuses its settings, or `check_optimizer` refuses the optimizer.
     """
     if isinstance(build, Optimizer):
         name = type(build).__name__
         raise MisconfigurationException(
-            f"{setting}={name}(...) is an optimizer of certain parameters, and each client makes its own; give what "
-            f"builds one, such as partial({name}, lr={build.defaults.get('lr', 0.01)})."
+            f"{setting}={name}(...) is an optimizer of fixed parameters, and each client needs its own; give a "
+            f"function that builds one, such as partial({name}, lr={build.defaults.get('lr', 0.01)})."
         )
     if not callable(build):
         raise MisconfigurationException(f"{setting}={build} is no optimizer; name a class of torch.optim, such as SGD.")
     try:
+        # torch's optimizers check their own settings, and name them in what they raise
         optimizer = build(parameters)
     except (TypeError, ValueError) as error:
         raise MisconfigurationException(f"{setting}: {error}.") from error
@@ -139,16 +142,16 @@ def checked_optimizer(build: OptimizerCallable, parameters: list[nn.Parameter], 
 
 
 def check_optimizer(optimizer: Any, parameters: Iterable[nn.Parameter], setting: str) -> None:
-    """Check that clients can train by an optimizer.
+    """Check an optimizer before clients train with it.
 
     Args:
-        optimizer: what is to be one.
-        parameters: what it may train.
-        setting: the setting or method that it is from, for the message.
+        optimizer: the object to check.
+        parameters: all parameters that it may train.
+        setting: the setting or method that it comes from, for errors.
 
     Raises:
-        MisconfigurationException: if it is none, one of its settings is NaN or infinite, it needs more than gradients,
-            or it has parameters of something else.
+        MisconfigurationException: if it is no optimizer, a setting is NaN or infinite, ``step`` needs a closure, or it
+            has parameters of another module.
     """
     if not isinstance(optimizer, Optimizer):
         raise MisconfigurationException(
@@ -156,6 +159,7 @@ def check_optimizer(optimizer: Any, parameters: Iterable[nn.Parameter], setting:
         )
     for group in optimizer.param_groups:
         refuse_infinite({name: value for name, value in group.items() if name != "params"}, setting)
+    # engines hand an optimizer gradients, and LBFGS asks for the loss at further points
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise MisconfigurationException(
@@ -166,12 +170,12 @@ def check_optimizer(optimizer: Any, parameters: Iterable[nn.Parameter], setting:
 
 
 def check_own_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter], owner: str) -> None:
-    """Check that an optimizer trains nothing but what it was given.
+    """Refuse an optimizer with parameters beside the given ones.
 
     Args:
         optimizer: the optimizer.
-        parameters: what it may train.
-        owner: the setting or method that it is from, for the message.
+        parameters: all parameters that it may train.
+        owner: the setting or method that it comes from, for errors.
 
     Raises:
         MisconfigurationException: if it has other parameters.
@@ -187,7 +191,15 @@ def check_own_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter
 
 
 def refuse_infinite(settings: Mapping[str, Any], owner: str) -> None:
-    """Refuses settings that are NaN or infinite."""
+    """Refuse NaN and infinite settings.
+
+    Args:
+        settings: values by name; a value may be a list of numbers, such as Adam's ``betas``.
+        owner: dotted name of the settings' owner, for the error.
+
+    Raises:
+        MisconfigurationException: if a number isn't finite.
+    """
     for name, value in settings.items():
         for number in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(number, float) and not isfinite(number):
@@ -195,11 +207,11 @@ def refuse_infinite(settings: Mapping[str, Any], owner: str) -> None:
 
 
 def check_schedule(made: Configured, rounds: int) -> None:
-    """Go through the schedule of a run's learning rate.
+    """Run a learning-rate schedule through all rounds, and check each rate.
 
     Args:
-        made: a new optimizer with its schedule, which nothing else will use.
-        rounds: rounds to be run; 0 looks at no rate yet.
+        made: a new optimizer with its schedule, which are used up by this check.
+        rounds: number of rounds to be run; 0 checks no rate yet.
 
     Raises:
         MisconfigurationException: if the schedule waits for a metric, moves more than one learning rate, ends before
@@ -217,6 +229,7 @@ def check_schedule(made: Configured, rounds: int) -> None:
             f"{name} with cycle_momentum=True moves the momentum too, and clients follow the learning rate alone; give "
             "it cycle_momentum=False."
         )
+    # all rounds now, so that a bad learning rate is found before the first round
     for round in range(1, rounds + 1):
         rate = made.optimizer.param_groups[0]["lr"]
         if not 0 <= rate < inf:
@@ -224,6 +237,7 @@ def check_schedule(made: Configured, rounds: int) -> None:
                 f"{name} gives round {round} the learning rate {rate}; give it settings by which rates stay finite and "
                 "not negative."
             )
+        # an engine multiplies all groups' rates by one factor, which it computes once a round
         first, *others = made.factors
         if not all(isclose(factor, first, rel_tol=1e-6) for factor in others):
             raise MisconfigurationException(
@@ -232,7 +246,7 @@ def check_schedule(made: Configured, rounds: int) -> None:
             )
         try:
             with warnings.catch_warnings():
-                # torch's, of schedules that step before their optimizer
+                # PyTorch warns of a schedule that steps before its optimizer, which never steps here
                 warnings.simplefilter("ignore")
                 scheduler.step()
         except (ArithmeticError, ValueError) as error:
@@ -244,13 +258,13 @@ def check_schedule(made: Configured, rounds: int) -> None:
 
 
 def check_first_rate(configure: Callable[[], Configured]) -> None:
-    """Make an optimizer and its schedule.
+    """Build an optimizer and a schedule, and check their settings.
 
     Args:
-        configure: makes them by a client module's settings.
+        configure: builds both from a client module's settings.
 
     Raises:
-        MisconfigurationException: if the schedule refuses its settings, or its first rate can't be used.
+        MisconfigurationException: if the schedule refuses its settings, or its first learning rate can't be used.
     """
     try:
         check_schedule(configure(), rounds=0)

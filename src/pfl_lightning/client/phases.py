@@ -1,4 +1,4 @@
-"""Phases of local training: what is trained in them, for how long, on which samples."""
+"""Phases of local training: the parameters to train, the number of steps, and the samples."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,21 +6,22 @@ from dataclasses import dataclass
 from pfl_lightning.data import Samples
 
 CLASSIFIER = "net.classifier."
-"""What the names of the classifier's entries begin with."""
+"""Prefix of the names of the classifier's entries."""
 
 
 def everything(name: str) -> bool:
-    """Selects every parameter."""
+    """Return True: select every parameter."""
     return True
 
 
 def in_classifier(name: str) -> bool:
-    """Selects what belongs to the classifier."""
+    """Select the parameters of the classifier."""
+    # the names are those of the client module, whose `net` has `features` and `classifier`
     return name.startswith(CLASSIFIER)
 
 
 def in_body(name: str) -> bool:
-    """Selects all other parameters."""
+    """Select all parameters outside the classifier."""
     return not in_classifier(name)
 
 
@@ -29,18 +30,18 @@ class Phase:
     """A stretch of local training with one set of trained parameters and one optimizer.
 
     Args:
-        name: what the client module's hooks read in ``self.phase`` to tell phases apart; each has one of its own.
-        trains: selects the trained parameters by name; the others stand still, and so does what has
+        name: unique name, which hooks of the client module read as ``self.phase.name`` to tell phases apart.
+        trains: selects the trained parameters by name. All others stand still, and so does a parameter with
             ``requires_grad=False`` from the start. Running statistics of frozen layers still move.
         epochs: passes over the training data.
-        steps: batches, over as many passes as they take, in the place of ``epochs``; where neither is given, the
-            Trainer's ``local_epochs`` or ``local_steps`` hold.
-        data: samples to train on in the place of the client's own, such as public ones with what a server says of
-            them; on the client module's device. ``data.last_batch`` is of the client's own: of these none is left out.
+        steps: number of batches, over as many passes as that takes; replaces ``epochs``. Without either, the trainer's
+            ``local_epochs`` or ``local_steps`` hold.
+        data: samples to train on instead of the client's own, such as public samples with targets from the server; on
+            the client module's device. The data module's ``last_batch`` doesn't apply to them: none is left out.
         batch_size: samples a batch; None takes the data module's.
-        scheduled: whether the schedule of the learning rate holds; if not, it is the configured one in each round.
-        stays: whether nothing that it trains reaches others, be it through what other phases make of it:
-            ``trainer.example_privacy`` then leaves it as it is.
+        scheduled: whether the learning rate follows ``lr_scheduler``; if False, each round uses the configured rate.
+        stays: whether nothing that this phase trains ever leaves the client, not even through a later phase.
+            ``trainer.example_privacy`` then adds no noise to its steps.
     """
 
     name: str = "train"

@@ -1,1 +1,1 @@
-"""What client modules and aggregators promise one another, checked before the first round and in every round."""
+"""Checks of client modules against aggregators: before the first round, and in every round."""

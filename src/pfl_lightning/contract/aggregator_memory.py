@@ -1,4 +1,4 @@
-"""What an aggregator remembers outside its state, which no checkpoint would have."""
+"""Find memory of an aggregator outside ``state``, which checkpoints would lose."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,26 +12,35 @@ from pfl_lightning.contract.attributes import Attributes
 
 
 class Remembered:
-    """Ends a run whose aggregator remembers something outside its ``state``, which no checkpoint has.
+    """Ends a run whose aggregator keeps memory outside ``state``, as a checkpoint would lose such memory.
 
     Args:
-        aggregator: the server side, set up.
-        modules: the client modules, whose parameters an aggregator may refer to.
+        aggregator: the aggregator, after `Aggregator.setup`.
+        modules: the client modules; an aggregator may refer to their parameters, which engines change.
     """
 
     def __init__(self, aggregator: Aggregator, modules: Iterable[nn.Module]) -> None:
         self._aggregators = list(parts_of(aggregator))
         self._modules = list(modules)
+        # each part of a list by itself, so that an error names the part
         self._attributes = [Attributes({a.name: a}, {"state", *a.caches}, self._is_entry) for a in self._aggregators]
         self._looks = [attributes.look() for attributes in self._attributes]
 
     def _is_entry(self, tensor: Tensor) -> bool:
+        # engines train in the module, so its parameters change without the aggregator's doing
         entries = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in self._modules)
         return any(entry is tensor for entry in entries)
 
     @contextmanager
     def aggregation(self) -> Iterator[None]:
-        """Looks before, for what ``download`` has changed since the last one, and after."""
+        """Compare the aggregator's attributes before and after ``aggregate``.
+
+        Changes before it are due to ``download`` or ``global_model``, called since the last aggregation.
+
+        Raises:
+            MisconfigurationException: if an attribute changed.
+        """
+        # compared by version numbers, not by copies: a look costs no memory of the size of the state
         self._compare("download or global_model")
         yield
         self._compare("aggregate")
@@ -51,7 +60,11 @@ class Remembered:
 
 
 def parts_of(aggregator: Aggregator) -> Iterator[Aggregator]:
-    """The aggregator, or those that it runs together."""
+    """Yield an aggregator, or the parts of an `AggregatorList`, at any depth.
+
+    Args:
+        aggregator: the aggregator.
+    """
     if isinstance(aggregator, AggregatorList):
         for part in aggregator.aggregators:
             yield from parts_of(part)

@@ -1,4 +1,7 @@
-"""What objects hold in plain attributes: compared before and after, since nothing there is saved or kept apart."""
+"""Snapshots of objects' plain attributes, to find changes in them.
+
+Plain attributes are neither saved in checkpoints nor kept apart for each client, so a change of one is a mistake.
+"""
 
 import random
 import zlib
@@ -13,18 +16,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Look: TypeAlias = dict[str, Any]
-"""Contents of attributes by their shown names, such as ``FedDyn.h``."""
+"""A snapshot: contents of attributes by displayed name, such as ``FedDyn.h``."""
 
 
 class Attributes:
-    """The plain attributes of some objects: tensors, numbers, texts, containers of them, and what draws or learns.
+    """Snapshots of some objects' plain attributes, which show in-place changes.
 
-    Other objects count as themselves, whatever is in them.
+    Tensors, numbers, texts, containers, modules, optimizers and random generators are compared by content; all other
+    objects by identity.
 
     Args:
-        owners: the objects by the names that they are shown under.
+        owners: the objects, by the name that errors give them.
         left_out: names of attributes that may change.
-        known: tells tensors that are somebody else's and may change in place, such as a module's parameters.
+        known: tells tensors that have another owner and may change in place, such as a module's parameters.
     """
 
     def __init__(
@@ -35,7 +39,7 @@ class Attributes:
         self._known = known
 
     def look(self) -> Look:
-        """What they hold now."""
+        """Return a snapshot."""
         return {
             f"{owner}.{name}": content(value)
             for owner, table in self._tables
@@ -44,12 +48,12 @@ class Attributes:
         }
 
     def changed(self, before: Look, now: Look, allowed: Set[str] = frozenset()) -> str | None:
-        """The first attribute that came, went or changed in between, if there is one.
+        """Return the first attribute with a difference between two snapshots, in value or existence; None without any.
 
         Args:
-            before: a look.
+            before: a snapshot.
             now: a later one.
-            allowed: shown names of those that may.
+            allowed: displayed names of attributes that may change.
         """
         for name in {**before, **now}:
             known = name in before and name in now
@@ -58,11 +62,12 @@ class Attributes:
         return None
 
     def _same(self, one: Any, other: Any) -> bool:
-        # NaN is itself
+        # identity first: a NaN isn't equal to itself
         if one is other:
             return True
         if isinstance(one, _InPlace) and isinstance(other, _InPlace):
             return one.thing is other.thing and (one.mark == other.mark or self._known(one.thing))
+        # True == 1 == 1.0, and yet a counter has become something else
         if type(one) is not type(other):
             return False
         if isinstance(one, tuple):
@@ -71,20 +76,29 @@ class Attributes:
 
 
 VALUES = (bool, int, float, complex, str, bytes, frozenset, Enum, np.generic, torch.Size, torch.dtype, torch.device)
-"""What is compared by its value."""
+"""Types that are compared by value."""
 PLAIN = {type(None), bool, int, float, str}
-"""What most of it is, and of one glance."""
+"""The commonest types of `VALUES`, for a quick test before ``isinstance``."""
 
 
 class _InPlace:
-    """Something that can change in place, and a mark that changes with it."""
+    """An object open to in-place changes, with a mark of the content.
+
+    Args:
+        thing: the object, kept alive so that another one can't take its identity.
+        mark: a version number, or a copy or checksum of its content.
+    """
 
     def __init__(self, thing: Any, mark: Any) -> None:
         self.thing, self.mark = thing, mark
 
 
 def content(value: Any) -> Any:
-    """A value as it is now, to be compared later: in-place changes of it show."""
+    """Return a value in a form for later comparison: in-place changes of the original show.
+
+    Args:
+        value: the value.
+    """
     if type(value) in PLAIN or isinstance(value, VALUES):
         return value
     if isinstance(value, Tensor):
@@ -95,21 +109,28 @@ def content(value: Any) -> Any:
         return tuple(map(content, value))
     if isinstance(value, (set, np.ndarray, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
         return _InPlace(value, drawn(value))
+    # identity, and the versions of all tensors: training in place shows
     if isinstance(value, nn.Module):
+        # not `state_dict()`, which leaves out buffers with persistent=False
         return (value, *map(content, tensors_of(value)))
     if isinstance(value, Optimizer):
+        # moments, but not learning rates, which a schedule changes
         return value, content(value.state_dict()["state"])
     return value
 
 
 def tensors_of(module: nn.Module) -> Iterable[Tensor]:
-    """Parameters and buffers of a module."""
+    """Yield a module's parameters and buffers."""
     yield from module.parameters()
     yield from module.buffers()
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; -1 for one that doesn't count."""
+    """Return PyTorch's count of in-place changes of a tensor; -1 for tensors without a count.
+
+    Args:
+        tensor: the tensor.
+    """
     try:
         return tensor._version
     except RuntimeError:  # a tensor of inference mode, or of a vmap that has ended
@@ -117,7 +138,11 @@ def version(tensor: Tensor) -> int:
 
 
 def drawn(value: Any) -> Any:
-    """The state of what is drawn from; of a set its members, of an array a checksum."""
+    """Return the state of a random generator, the members of a set, or an array's shape and checksum.
+
+    Args:
+        value: the generator, set or array.
+    """
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
     if isinstance(value, np.random.Generator):

@@ -1,4 +1,4 @@
-"""Whether a guarantee of privacy survives the client module and the settings that it would be given with."""
+"""Refuse settings against a guarantee of differential privacy."""
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -9,21 +9,22 @@ from pfl_lightning.privacy import DPAverage
 from pfl_lightning.selection import Selection
 
 BOUNDED = frozenset({"weights", "num_samples"})
-"""Entries of updates that `DPAverage` bounds, or doesn't let clients send."""
+"""Entries of updates that are safe with `DPAverage`: its noise covers ``weights``, and it withholds ``num_samples``."""
 
 
 def check_guarantee(client: ClientModule, aggregator: Aggregator, min_clients: int) -> None:
-    """Refuses what would break an aggregator's guarantee; nothing where it gives none.
+    """Refuse settings against the aggregator's privacy guarantee; do nothing without a guarantee.
 
     Args:
         client: the client module.
-        aggregator: the server side.
+        aggregator: the aggregator.
         min_clients: ``trainer.min_clients``.
 
     Raises:
-        MisconfigurationException: if something would.
+        MisconfigurationException: if a setting would break it.
     """
     parts = list(parts_of(aggregator))
+    # a subclass of `DPAverage` has no guarantee until it claims one; its user still expects privacy, and gets an error
     private = [part for part in parts if part.guarantee or isinstance(part, DPAverage)]
     if not private:
         return
@@ -31,18 +32,19 @@ def check_guarantee(client: ClientModule, aggregator: Aggregator, min_clients: i
     if len(parts) > 1:
         others = " and ".join(type(part).__name__ for part in parts if part not in private)
         raise MisconfigurationException(
-            f"aggregator={aggregator.name}: what {others or name} takes beside {name} isn't protected by it; take "
+            f"aggregator={aggregator.name}: what {others or name} receives beside {name} is not protected; take "
             f"aggregator={name} alone."
         )
     if not private[0].guarantee:
         raise MisconfigurationException(
-            f"aggregator={name} changes DPAverage and doesn't say of itself, by guarantee = 'client' in its class, "
-            "that its noise is still enough; take DPAverage."
+            f"aggregator={name} changes DPAverage and has no guarantee of its own; set guarantee = 'client' in its "
+            "class if its noise is still enough, or take DPAverage."
         )
+    # one absent client would discard the updates of all others, a change of the result that no noise covers
     if min_clients > 1:
         raise MisconfigurationException(
-            f"trainer.min_clients={min_clients} lets one client decide whether all others of a round count, of which "
-            f"{name} would have to know; take 1."
+            f"trainer.min_clients={min_clients} lets one absent client discard all other updates of a round, which "
+            f"{name}'s guarantee doesn't cover; take 1."
         )
     if reason := unfit(client):
         raise MisconfigurationException(
@@ -52,15 +54,15 @@ def check_guarantee(client: ClientModule, aggregator: Aggregator, min_clients: i
 
 
 def check_example_level(client: ClientModule, aggregator: Aggregator, cohort: Selection) -> None:
-    """Refuses what would break ``trainer.example_privacy``: whatever tells of samples but by private steps.
+    """Refuse settings against ``trainer.example_privacy``: samples may count through noisy steps alone.
 
     Args:
         client: the client module.
-        aggregator: the server side.
+        aggregator: the aggregator.
         cohort: ``trainer.cohort``.
 
     Raises:
-        MisconfigurationException: if something would.
+        MisconfigurationException: if a setting would break it.
     """
     setting = "trainer.example_privacy"
     parts = list(parts_of(aggregator))
@@ -74,6 +76,7 @@ def check_example_level(client: ClientModule, aggregator: Aggregator, cohort: Se
         raise MisconfigurationException(
             f"model={name} sends nothing, so there is nothing to protect; leave {setting} out."
         )
+    # an aggregator's needs too: the client's `offers` are sent on demand, and aren't in `sends`
     needed = aggregator.needs - BOUNDED
     if further := sorted((client.sends - BOUNDED) | needed):
         raise MisconfigurationException(
@@ -86,18 +89,22 @@ def check_example_level(client: ClientModule, aggregator: Aggregator, cohort: Se
             f"trainer.cohort={type(cohort).__name__} chooses clients by what their training tells without noise, and "
             f"{setting} would not cover it; take Uniform, Poisson or Availability."
         )
-    # never inherited: a subclass may see samples otherwise, or several in one loss
+    # never inherited: a subclass may use samples in another way, or several in one loss
     own = "example_level" in vars(type(client)) and client.example_level
     others = [type(part).__name__ for part in parts if not part.example_level]
     for kind in ([] if own else [name]) + others:
         raise MisconfigurationException(
-            f"{setting}: {kind} doesn't say of itself, by example_level = True in its class, that it learns of samples "
-            "by private steps alone; take a method that does, such as FedAvg, FedPer or Ditto."
+            f"{setting}: {kind} doesn't set example_level = True in its own class, which claims that it learns of "
+            "samples by private steps alone; take a method that does, such as FedAvg, FedPer or Ditto."
         )
 
 
 def unfit(client: ClientModule) -> str:
-    """Why a client module can't have a guarantee at client level; empty if it can."""
+    """Return a reason against a client module's guarantee at client level; empty without one.
+
+    Args:
+        client: the client module.
+    """
     kind = type(client)
     if not client.sends:
         return "sends nothing, so there is nothing to protect"
@@ -105,10 +112,10 @@ def unfit(client: ClientModule) -> str:
     if further := sent or needed:
         way = "sends" if sent else "needs"
         return f"{way} {' and '.join(further)} beside weights, and noise at client level is added to weights alone"
-    # never inherited: a subclass may send more by its weights' names or values
+    # never inherited: a subclass may hide more in its weights, by their names or values
     if not vars(kind).get("client_level", False):
         return (
-            "doesn't say of itself, by client_level = True in its class, that others learn of a client by its weights "
-            "alone"
+            "doesn't set client_level = True in its own class, which claims that others learn of a client by its "
+            "weights alone"
         )
     return ""

@@ -1,4 +1,4 @@
-"""What client modules and aggregators promise one another, checked in every round."""
+"""Check the updates and payloads of every round."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -12,20 +12,20 @@ from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.messages import Message, Row, StateDict, Updates
 
 Shapes: TypeAlias = dict[str, Size]
-"""Shapes of weights, by name."""
+"""Shapes of tensors, by name."""
 Types: TypeAlias = dict[str, dtype]
-"""Types of weights, by name."""
+"""Types of tensors, by name."""
 
 
 def sound_updates(updates: Updates, aggregator: Aggregator, method: str, shared: StateDict) -> Updates:
-    """The updates that the aggregator can use; others are left out with a warning.
+    """Return the updates fit for the aggregator; leave out all others with a warning.
 
     Args:
-        updates: by client id.
-        aggregator: the server side.
-        method: name of the client module.
-        shared: the entries that clients share; ``weights`` are of these, with their shapes and types, and of the same
-            ones for all clients, or else for most.
+        updates: updates by client id.
+        aggregator: the aggregator.
+        method: name of the client module, for errors.
+        shared: the entries that clients share. An update's ``weights`` have these names, shapes and types, or, as in
+            methods that send a part of them, the names of the majority of updates.
 
     Raises:
         MisconfigurationException: if no update can be used.
@@ -34,10 +34,12 @@ def sound_updates(updates: Updates, aggregator: Aggregator, method: str, shared:
     if not any(fault(update, aggregator, shapes, types) for update in updates.values()):
         return updates
     if "weights" in aggregator.needs:
+        # a method may send a part of the shared entries; the majority tells which part, so that one wrong client can't
         names = Counter(frozenset(u["weights"]) for u in updates.values() if isinstance(u, Mapping) and "weights" in u)
         usual = names.most_common(1)[0][0] if names else shapes.keys()
         shapes = {name: shape for name, shape in shapes.items() if name in usual}
     wrong = {client: reason for client in updates if (reason := fault(updates[client], aggregator, shapes, types))}
+    # all wrong is a mistake in the method's code, and one wrong that of a client
     if wrong and len(wrong) == len(updates):
         client, reason = next(iter(wrong.items()))
         raise MisconfigurationException(
@@ -50,7 +52,14 @@ def sound_updates(updates: Updates, aggregator: Aggregator, method: str, shared:
 
 
 def fault(update: Any, aggregator: Aggregator, shapes: Shapes, types: Types) -> str:
-    """Return what an update lacks or has wrong; empty if nothing."""
+    """Return a description of an update's fault; empty without one.
+
+    Args:
+        update: the update.
+        aggregator: the aggregator, which names the entries that it needs.
+        shapes: shapes of the weights, by name.
+        types: types of the weights, by name.
+    """
     if not isinstance(update, (dict, Mapping)):
         return f"a {type(update).__name__} and no dict of entries"
     if not update.keys() >= aggregator.needs:
@@ -61,7 +70,12 @@ def fault(update: Any, aggregator: Aggregator, shapes: Shapes, types: Types) -> 
 
 
 def of_type(update: Mapping[Any, Any], types: Types) -> str:
-    """Return which of an update's weights has another type than the entry that clients share; empty if none has."""
+    """Return a description of a weight with the wrong type; empty without one.
+
+    Args:
+        update: the update, with ``weights``.
+        types: types of the weights, by name.
+    """
     for name, given in types_of(update["weights"]).items():
         if given != types[name]:
             return f"weights whose {name} is of type {given} and not {types[name]}"
@@ -69,9 +83,15 @@ def of_type(update: Mapping[Any, Any], types: Types) -> str:
 
 
 def miscounted(update: Mapping[Any, Any], aggregator: Aggregator) -> str:
-    """Return what is no number of samples in an update; empty if nothing that the aggregator needs."""
+    """Return a description of a wrong number of samples; empty without one.
+
+    Args:
+        update: the update.
+        aggregator: the aggregator.
+    """
     if "num_samples" in aggregator.needs:
         count = update["num_samples"]
+        # not negative and not 0 either: both would pass into weights of a mean without a sound
         whole = isinstance(count, Tensor) and count.dim() == 0 and not count.is_floating_point()
         if not whole or count < 1:
             return f"num_samples={count} and no tensor of one integer from 1 up"
@@ -83,21 +103,34 @@ def miscounted(update: Mapping[Any, Any], aggregator: Aggregator) -> str:
 
 
 def types_of(weights: Mapping[str, Tensor]) -> Types:
-    """Return the names and types of weights."""
+    """Return types of weights, by name, without a copy from the device.
+
+    Args:
+        weights: a state dict, or a row of a stack.
+    """
     if type(weights) is Row:
         return weights.stack.types
     return {name: tensor.dtype for name, tensor in weights.items()}
 
 
 def shapes_of(weights: Mapping[str, Tensor]) -> Shapes:
-    """The names and shapes of weights."""
+    """Return shapes of weights, by name, without a copy from the device.
+
+    Args:
+        weights: a state dict, or a row of a stack.
+    """
     if type(weights) is Row:
         return weights.stack.shapes
     return {name: tensor.shape for name, tensor in weights.items()}
 
 
 def unlike(weights: Mapping[str, Tensor], shapes: Shapes) -> str:
-    """How weights differ from the entries that clients share; empty if in nothing."""
+    """Return a description of the first difference between weights and the shared entries; empty without one.
+
+    Args:
+        weights: the weights.
+        shapes: shapes of the shared entries, by name.
+    """
     given = shapes_of(weights)
     if given == shapes:
         return ""
@@ -108,19 +141,19 @@ def unlike(weights: Mapping[str, Tensor], shapes: Shapes) -> str:
 
 
 def check_entries(payload: Any, client: int, aggregator: Aggregator, needs: frozenset[str], method: str) -> None:
-    """Check that a payload has something of what the client module needs, and weights if it needs them.
+    """Check a payload for an entry of the client module's needs, and for weights if the module needs weights.
 
-    Other entries may come in later rounds, such as KT-pFL's targets once clients have answered.
+    Further entries may come in later rounds, such as KT-pFL's targets once clients have answered.
 
     Args:
-        payload: what `Aggregator.download` or `Aggregator.welcome` gave.
+        payload: the result of `Aggregator.download` or `Aggregator.welcome`.
         client: the client's id.
-        aggregator: the server side.
-        needs: what the client module needs.
-        method: name of the client module.
+        aggregator: the aggregator.
+        needs: entries that the client module needs.
+        method: name of the client module, for errors.
 
     Raises:
-        MisconfigurationException: if it hasn't, or is no dict.
+        MisconfigurationException: if an entry is missing, or the payload is no dict.
     """
     if not isinstance(payload, dict):
         raise MisconfigurationException(
@@ -135,15 +168,23 @@ def check_entries(payload: Any, client: int, aggregator: Aggregator, needs: froz
 
 
 def check_payload(payload: Message, client: int, aggregator: Aggregator, shared: StateDict) -> None:
-    """Refuses a payload whose ``weights`` aren't the entries that clients share: others would stay the last client's.
+    """Refuse a payload with other ``weights`` than the shared entries.
+
+    An entry without a new value would keep that of the last client trained in the module.
+
+    Args:
+        payload: the payload.
+        client: the client's id.
+        aggregator: the aggregator.
+        shared: the entries that clients share.
 
     Raises:
-        MisconfigurationException: if they aren't.
+        MisconfigurationException: if names, shapes or kinds of types differ.
     """
     if "weights" not in payload:
         return
     weights = payload["weights"]
-    # a server may compute in more digits, but not in integers
+    # a server may send more digits than clients have, such as float64, but no integers for floats
     rounded = [n for n, kind in types_of(weights).items() if n in shared and not alike(kind, shared[n].dtype)]
     if reason := unlike(weights, shapes_of(shared)) or (rounded and f"weights whose {rounded[0]} is of another type"):
         raise MisconfigurationException(
@@ -152,5 +193,5 @@ def check_payload(payload: Message, client: int, aggregator: Aggregator, shared:
 
 
 def alike(one: dtype, other: dtype) -> bool:
-    """Return whether two types are both of floating numbers, or neither."""
+    """Return True if both types are floating, or neither is."""
     return one.is_floating_point == other.is_floating_point

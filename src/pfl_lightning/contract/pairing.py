@@ -1,4 +1,4 @@
-"""Whether a client and an aggregator fit together."""
+"""Check before the first round if a client module and an aggregator fit together."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,17 +16,29 @@ from pfl_lightning.messages import StateDict
 
 
 def check_finite(client: ClientModule, aggregator: Aggregator) -> None:
-    """Refuses settings that are NaN or infinite, but for those that are so by default."""
+    """Refuse NaN and infinite settings, except defaults.
+
+    Args:
+        client: the client module.
+        aggregator: the aggregator.
+
+    Raises:
+        MisconfigurationException: if a setting isn't finite.
+    """
     for name, value in (*numbers("model", client), *numbers("aggregator", aggregator)):
         if not math.isfinite(value):
             raise MisconfigurationException(f"{name}={value} must be finite.")
 
 
 def numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """The floating numbers of a setting under their dotted names, also those within what was made with settings.
+    """Yield floating numbers among settings by dotted name, also inside lists, dicts, ``partial`` and nested objects.
 
     >>> list(numbers("model.optimizer", partial(dict, lr=0.1, betas=[0.5, 0.9])))
     [('model.optimizer.lr', 0.1), ('model.optimizer.betas.0', 0.5), ('model.optimizer.betas.1', 0.9)]
+
+    Args:
+        name: dotted name of the setting.
+        value: the setting's value.
     """
     if isinstance(value, float):
         yield name, value
@@ -43,15 +55,30 @@ def numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def given(made: ClientModule | Aggregator) -> dict[str, Any]:
-    """The settings that something was made with, as far as it keeps them, without numbers that are the defaults."""
+    """Return the settings of a client module or aggregator, without floats at their defaults.
+
+    Some defaults are infinite, such as a bound that is off.
+
+    Args:
+        made: the client module or aggregator.
+    """
     defaults = {name: parameter.default for name, parameter in parameters_of(made).items()}
     kept = kept_arguments(made).items()
     return {name: value for name, value in kept if not (isinstance(value, float) and value == defaults.get(name))}
 
 
 def check_pair(client: ClientModule, aggregator: Aggregator) -> None:
-    """Refuses a client and an aggregator that don't exchange what the other needs."""
+    """Refuse a client and an aggregator if one needs an entry which the other doesn't send.
+
+    Args:
+        client: the client module.
+        aggregator: the aggregator.
+
+    Raises:
+        MisconfigurationException: if an entry is missing.
+    """
     names = type(client).__name__, aggregator.name
+    # once for the way up, once for the way down
     for needed, sent, (one, other) in (
         (aggregator.needs, client.sends | client.offers, names[::-1]),
         (client.needs, aggregator.sends, names),
@@ -64,12 +91,16 @@ def check_pair(client: ClientModule, aggregator: Aggregator) -> None:
 
 
 def check_tied(client: ClientModule) -> None:
-    """Refuses a tensor with two names of which one is shared and one personal: what arrives overwrites what was kept.
+    """Refuse a tied tensor with a shared and a personal name: a download would overwrite the client's own.
 
     Args:
         client: the client module.
+
+    Raises:
+        MisconfigurationException: if there is such a tensor.
     """
     entries = client.state_dict()
+    # empty tensors all have the address 0, and are no tie
     shared = {t.data_ptr(): name for name, t in shared_entries(client, entries).items() if t.numel()}
     for name, tensor in personal_entries(client, entries).items():
         other = shared.get(tensor.data_ptr())
@@ -82,32 +113,33 @@ def check_tied(client: ClientModule) -> None:
 
 
 def check_split(client: ClientModule) -> None:
-    """Check that a method which keeps a part of the model with each client has a part to keep, and one to share.
+    """Check a partly personal method for trainable parameters in both parts of the model, personal and shared.
 
-    A part that is frozen is common to all clients, so that it counts for neither. Where nothing is left to share, a
-    warning says that clients train alone, as in comparisons on a net that a method can't cut.
+    Frozen parameters are common to all clients and count for neither. A warning says so where nothing is shared and
+    clients train alone, as in comparisons on a net that a method can't cut.
 
     Args:
         client: the client module.
 
     Raises:
-        MisconfigurationException: if all that it keeps is frozen.
+        MisconfigurationException: if the whole personal part is frozen.
     """
     common, name, net = client.common_names, type(client).__name__, type(client.net).__name__
     entries = client.state_dict()
     parameters = dict(client.named_parameters(remove_duplicate=False))
-    # by the method's own rule, of which what is frozen is an exception
+    # emptied for a moment: `is_shared` and `is_personal` else exclude frozen entries, and here the method's rule counts
     client.common_names = frozenset()
     try:
         shared = {entry for entry in parameters if client.is_shared(entry)}
         personal = {entry for entry, t in entries.items() if t.is_floating_point() and client.is_personal(entry)}
-        # of the net, what FedAvg keeps too, such as by buffers='local'
+        # entries that FedAvg would keep as well, such as running statistics with buffers='local', don't make a method
+        # personal
         usual = {entry for entry in personal if entry.startswith("net.") and not ClientModule.is_shared(client, entry)}
     finally:
         client.common_names = common
     kept = personal - usual
     if own := {entry for entry in kept if entry.startswith("net.")}:
-        # beside these, copies that no step trains remember a model, and are none
+        # untrained copies of the net, which a method keeps to remember a model, are no personal part
         kept = own | {entry for entry in kept if entry not in parameters or parameters[entry].requires_grad}
     if kept and kept <= common:
         raise MisconfigurationException(
@@ -122,11 +154,14 @@ def check_split(client: ClientModule) -> None:
 
 
 def check_common(modules: Sequence[ClientModule], shared: Sequence[StateDict]) -> None:
-    """Refuses networks whose shared entries are not the same in all of them.
+    """Refuse different networks  with different shared entries, by name or shape.
 
     Args:
         modules: the client modules, one a network.
-        shared: what each of them shares.
+        shared: the shared entries of each.
+
+    Raises:
+        MisconfigurationException: if they differ.
     """
     first = {name: tensor.shape for name, tensor in shared[0].items()}
     for module, entries in zip(modules, shared, strict=True):

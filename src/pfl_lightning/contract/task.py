@@ -1,4 +1,4 @@
-"""Whether a client module, its server side and the data are about the same task, and one that they can work on."""
+"""Check client module, aggregator and data for one task, and the net for the data's samples."""
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,24 +13,28 @@ from pfl_lightning.tasks.base import number_of_classes
 
 
 def check_requirements(client: ClientModule, aggregator: Aggregator) -> None:
-    """Refuses a server side that tells samples by their class where they have none.
+    """Refuse an aggregator with work by class where samples have no classes.
+
+    Args:
+        client: the client module.
+        aggregator: the aggregator.
 
     Raises:
-        MisconfigurationException: if it does.
+        MisconfigurationException: if samples have no classes, and the aggregator needs them.
     """
     if "classes" in aggregator.requires or "class_counts" in aggregator.needs:
         number_of_classes(client.task, f"aggregator {aggregator.name}")
 
 
 def check_task(module: ClientModule, data: FederatedDataModule) -> None:
-    """Refuses a client module for other data than those of the run.
+    """Refuse a client module made for other data, by task and by a trial of the net on two samples.
 
     Args:
-        module: the client module, in any mode; left as it is.
-        data: set up.
+        module: the client module, in any mode, which stays as it is.
+        data: the data module, set up.
 
     Raises:
-        MisconfigurationException: if their tasks differ, or the net doesn't give what the task and the method need.
+        MisconfigurationException: if the tasks differ, or the net's outputs aren't those that task and method need.
     """
     if module.task != data.task:
         raise MisconfigurationException(
@@ -38,17 +42,19 @@ def check_task(module: ClientModule, data: FederatedDataModule) -> None:
             "task=data.task."
         )
     if data.at_sites:
-        # where they look at it themselves
+        # the server of a deployment has no samples; each site checks for itself
         return
-    # not `module.device`: while it is set up, Lightning has it say where the module will be
+    # not `module.device`: during setup, Lightning already reports the device to which the module will move
     where = next(module.parameters()).device
     samples = data.part(0, "train").take(slice(2)).to(where, module.dtype)  # type: ignore[arg-type]
     name = type(module.net).__name__
+    # a trial finds a wrong shape now, with both shapes in the error, rather than in the first round of some client
     try:
         with kept_modes(module), isolate_rng(), torch.no_grad():
             module.eval()
             outputs = module(samples.x)
             features = module.net.features(samples.x) if "vector features" in module.requires else None
+    # both say what to do already, and neither is about the samples
     except (MisconfigurationException, torch.cuda.OutOfMemoryError):
         raise
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Methods of personalised federated learning, one file each."""
+"""Methods of personalised federated learning, one file each: client modules and aggregators."""
 
 from pfl_lightning.methods.alternate_training import AlternateAlignment, AlternateTraining
 from pfl_lightning.methods.apfl import APFL
@@ -7,7 +7,6 @@ from pfl_lightning.methods.cfl import CFL
 from pfl_lightning.methods.cwfedavg import CwFedAvg
 from pfl_lightning.methods.ditto import Ditto
 from pfl_lightning.methods.feature_alignment import FeatureAlignment
-from pfl_lightning.methods.feature_generator import FeatureGenerator
 from pfl_lightning.methods.fedala import FedALA
 from pfl_lightning.methods.fedamp import CloudProx, FedAMP
 from pfl_lightning.methods.fedas import FedAS, FisherAverage
@@ -25,7 +24,7 @@ from pfl_lightning.methods.feddisco import FedDisco
 from pfl_lightning.methods.feddistill import FedDistill
 from pfl_lightning.methods.feddyn import DynamicAverage, FedDyn
 from pfl_lightning.methods.fedfomo import AffinityPool, FedFomo
-from pfl_lightning.methods.fedgen import FedGen
+from pfl_lightning.methods.fedgen import FeatureGenerator, FedGen
 from pfl_lightning.methods.fedgh import FedGH, GlobalHeader
 from pfl_lightning.methods.fedlaw import FedLAW
 from pfl_lightning.methods.fedlc import FedLC
@@ -64,6 +63,7 @@ from pfl_lightning.methods.q_fedavg import FairAverage, QFedAvg
 from pfl_lightning.methods.scaffold import SCAFFOLD, ControlVariates
 from pfl_lightning.methods.wdr import WDR
 
+# names of client sides, server sides and parts alike; `registry` pairs them into methods
 __all__ = [
     "APFL",
     "APPLE",

@@ -1,4 +1,4 @@
-"""Alternate training: first the classifier on frozen features, then the features under the frozen classifier."""
+"""Alternate training: the classifier on frozen features, then the features under the frozen classifier."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from pfl_lightning.methods.fedavg import FedAvg
 class AlternateTraining(FedAvg):
     """Trains the classifier alone, then the feature extractor alone, in each round.
 
-    The "+A" of FedReMa (https://arxiv.org/abs/2411.01825). Each phase has an optimizer of its own.
+    It is the "+A" of FedReMa (https://arxiv.org/abs/2411.01825). Each phase has an optimizer of its own.
 
     Args:
-        head_epochs: passes over the training data in the classifier's phase; None takes the Trainer's ``local_epochs``
-            or ``local_steps``, as the other phase does: twice the training of `FedAvg`.
+        head_epochs: passes over the training data in the classifier's phase; None takes the trainer's ``local_epochs``
+            or ``local_steps``, as the other phase does, which makes twice the training of `FedAvg`.
         **kwargs: the arguments of `FedAvg`.
 
     Raises:
@@ -35,14 +35,14 @@ class AlternateTraining(FedAvg):
         self.head_epochs = head_epochs
 
     def local_phases(self) -> list[Phase]:
-        """The classifier's phase, then the feature extractor's."""
+        """Train the classifier, then the feature extractor."""
         return [Phase("head", in_classifier, self.head_epochs), Phase("body", in_body)]
 
 
-# in this order, since the server side is that of `FeatureAlignment`
+# in this order, so that `configure_aggregator` is that of `FeatureAlignment`
 class AlternateAlignment(FeatureAlignment, AlternateTraining):
-    """Both at once, the "+A&F" of FedReMa: features are drawn to prototypes in their own phase alone.
+    """Alternate training with feature alignment, the "+A&F" of FedReMa.
 
-    In the classifier's phase the features stand still, and the alignment has no gradient. Takes the arguments of
-    `AlternateTraining` and of `FeatureAlignment`.
+    Only the features' phase draws features to prototypes: in the classifier's phase features stand still, and the
+    alignment has no gradient. Takes the arguments of `AlternateTraining` and of `FeatureAlignment`.
     """

@@ -1,7 +1,7 @@
-r"""APFL: predictions by a mixture of a personal model and the global one, whose share is learned too.
+r"""APFL: predictions by a mixture of a personal model and the global one, with a learned share.
 
 Source: Deng, Kamani and Mahdavi, 2020 (https://arxiv.org/abs/2003.13461). Symbols: w is the model that travels, v the
-personal one, :math:`\alpha` its share in the mixture, f a batch's loss.
+personal model, :math:`\alpha` its share in the mixture, f a batch's loss.
 """
 
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from pfl_lightning.nets import Net
 
 
 class APFL(PersonalNet, FedAvg):
-    r"""Trains w as `FedAvg` does, and v and the share by the loss of the mixture, in which w stands still.
+    r"""Trains w as `FedAvg` does, and v and the share by the mixture's loss with a fixed w.
 
     .. math::
 
@@ -29,24 +29,23 @@ class APFL(PersonalNet, FedAvg):
         \alpha \leftarrow \mathrm{clip}_{[0,1]}\left(\alpha - \eta_\alpha \frac{\partial}{\partial \alpha} f(\bar v)
         \right)
 
-    All three are at the same point. The mixture :math:`\bar v` is of outputs, :math:`\alpha z_v + (1 - \alpha) z_w`, as
-    in the official code (FedTorch), or of parameters, as in the paper; clients are evaluated by the same mixture with
-    the w that they receive, and by that alone until they have taken part. v and :math:`\alpha` never leave their
+    All three gradients are taken at the same point. The mixture :math:`\bar v` is of outputs, :math:`\alpha z_v + (1 -
+    \alpha) z_w`, as in the official code (FedTorch), or of parameters, as in the paper. Clients are evaluated by the
+    same mixture with the received w, and by w alone until they take part. v and :math:`\alpha` never leave their
     client; v starts from the common initial model.
 
-    The official code moves :math:`\alpha` by a surrogate of its derivative, and pulls it to 0 with a further term;
-    here it is the derivative. It takes v's step at the w after its step. Its parameters begin with a share of 0.5 and
-    don't adapt it unless they are told to (``adaptive: false``); which of the two the paper's tables had could not be
-    verified.
+    The official code moves :math:`\alpha` by a surrogate of its derivative, with a further term that pulls it to 0;
+    here it is the derivative. The official code steps v at the w after its step. Its default is a fixed share of 0.5
+    (``adaptive: false``); whether the paper's tables have adaptive shares could not be verified.
     Source: Deng et al., 2020, Algorithm 1 (https://arxiv.org/abs/2003.13461).
 
     Args:
-        alpha: the share of the personal model at the start, in [0, 1]; 1 without ``adaptive`` is `Local`.
+        alpha: initial share of the personal model, in [0, 1]; 1 without ``adaptive`` is `Local`.
         adaptive: whether clients learn their shares.
         alpha_lr: :math:`\eta_\alpha`, at least 0; None takes the learning rate.
         alpha_per: whether the share moves once a ``round``, on the first batch, as in the official code, or each
             ``step``.
-        mix: what is mixed: ``outputs`` or ``parameters``.
+        mix: the mixture's parts: ``outputs`` or ``parameters``.
         **kwargs: the arguments of `FedAvg`.
 
     Raises:
@@ -79,13 +78,14 @@ class APFL(PersonalNet, FedAvg):
         self.register_buffer("alpha", torch.tensor(float(alpha)))
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """The losses of w and of the mixture, whose gradients are of different parameters; moves the share."""
+        """Return the sum of w's loss and the mixture's, with gradients in w and v, and move the share."""
         x, target = batch
         features = self.net.features(x)
         z = self.net.classifier(features)
         loss = self.loss(features, z, target)
         if self.mix == "outputs":
             own = self.personal.features(x)
+            # z_w is detached, so that the mixture's loss trains v alone
             parts = {"features": own, "v": self.personal.classifier(own), "w": z.detach()}
         else:
             parts = {"v": trainable(self.personal), "buffers": dict(self.personal.named_buffers())}
@@ -95,21 +95,30 @@ class APFL(PersonalNet, FedAvg):
                 return self.loss(parts["features"], alpha * parts["v"] + (1 - alpha) * parts["w"], target)
             return loss_at(self, self.personal, self.mixture(alpha, parts["v"]) | parts["buffers"], batch)
 
+        # a copy for the graph, since the buffer is overwritten below
         alpha = self.alpha.clone()
         personal = mixed(alpha, parts)
         if self.adaptive and (self.alpha_per == "step" or batch_idx == 0):
+            # the phase's current rate, which a schedule may have changed
             rate = self.learning_rate if self.alpha_lr is None else self.alpha_lr
+            # the derivative in alpha alone; the copies keep this pass from moving running statistics again
             slope = grad(mixed)(alpha, tree_map(lambda t: t.detach().clone(), parts))
             self.alpha.copy_((alpha - rate * slope).clamp(0, 1))
         return {"loss": loss + personal, "alpha": alpha}
 
     def mixture(self, alpha: Tensor, v: StateDict) -> StateDict:
-        """The mixed parameters, by their names in the net; w gets no gradient."""
+        r"""Return the mixed parameters, by name; w receives no gradient.
+
+        Args:
+            alpha: the share :math:`\alpha`.
+            v: trained parameters of the personal model, by name.
+        """
+        # w and v have the same names, as v is a copy of the net
         w = dict(self.net.named_parameters())
         return {name: alpha * own + (1 - alpha) * w[name].detach() for name, own in v.items()}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs of the mixture, as soon as there is a personal model."""
+        """Return the outputs of the mixture, or of the received model before the first training."""
         outputs: Tensor
         if not self.has_personal:
             outputs = self.net(x)

@@ -1,7 +1,7 @@
-"""APPLE: each client's model is a mix of everybody's core models, and it learns its own core and the mix.
+"""APPLE: each client's model is a mix of all clients' core models, with learned weights.
 
-Source: Luo and Wu, 2022 (https://arxiv.org/abs/2110.08394). Symbols: c_m the core model of client m, rho_im how much of
-it is in the model of client i (its directed relationship), p_m = n_m / n, M clients.
+Source: Luo and Wu, 2022 (https://arxiv.org/abs/2110.08394). Symbols: c_m the core model of client m, rho_im its weight
+in the model of client i (its directed relationship), p_m = n_m / n, M clients.
 """
 
 import math
@@ -22,7 +22,7 @@ from pfl_lightning.messages import Message, StateDict
 
 
 class APPLE(ClientModule):
-    r"""Adaptive personalized cross-silo learning: trains a core model and the weights of all cores in its own model.
+    r"""Trains a core model, and the weights of all clients' cores in the client's own model.
 
     .. math::
 
@@ -32,25 +32,27 @@ class APPLE(ClientModule):
 
     by :math:`c_i \leftarrow c_i - \eta \rho_{ii} g` and :math:`\rho_{im} \leftarrow \rho_{im} - \eta_2 (\langle g, c_m
     \rangle + \lambda(r) \mu (\rho_{im} - p_m))`, where :math:`g = \nabla F_i(w_i)`. The model in ``net`` is the core;
-    evaluation and prediction use :math:`w_i`. Cores travel, and those of others stand still in a round; :math:`\rho_i`
-    stays with its client. All cores start from the common initial model; the official code draws one for each client.
+    evaluation and prediction use :math:`w_i`. Cores travel, and the other clients' cores are fixed in a round;
+    :math:`\rho_i` stays with its client. All cores start from the common initial model; the official code draws one for
+    each client.
 
-    While a client trains, it holds the cores of all: M times the memory of a model. The optimizer's momentum and weight
-    decay hold for both, as in the official code. Only parameters are mixed and sent: what is in buffers, such as
-    BatchNorm's running statistics, stays with each client, whatever ``buffers`` says.
+    While a client trains, it holds all cores: M times the memory of a model. The optimizer's momentum and weight decay
+    apply to core and weights, as in the official code. Only parameters are mixed and sent: buffers, such as BatchNorm's
+    running statistics, stay with each client, whatever ``buffers`` says.
 
     PFLlib has another rule, ``mode=pfllib``: :math:`\eta` is M times the optimizer's learning rate, which makes up for
     :math:`\rho_{ii}` near 1/M; :math:`\rho_i` begins with 1/M each; in its gradient the mean over tensors of the mean
-    of :math:`g \odot c_m` stands for the inner product, and is smaller by orders; the penalty fades a round later; and
-    a client's next core, which it sends too, is its personalised model :math:`w_i`, by which it is evaluated as it
-    stands. There :math:`w_i` lacks the last batch's step, and clients see new cores of those before them in a round.
+    of :math:`g \odot c_m` stands for the inner product, and is smaller by orders of magnitude; the penalty fades a
+    round later; and a client's next core, which it also sends, is its personalised model :math:`w_i`, by which it is
+    evaluated. In PFLlib itself :math:`w_i` lacks the last batch's step, and clients see the new cores of clients before
+    them in a round.
     Source: Luo and Wu, 2022 (https://arxiv.org/abs/2110.08394).
 
     Args:
         rho_lr: :math:`\eta_2`, at least 0; the schedule of the learning rate changes it too.
         mu: weight of the penalty, at least 0.
-        penalty_share: R as a share of the run's rounds, in [0, 1]; 0 is without the penalty. A run that goes on with
-            another number of rounds fades by the new one.
+        penalty_share: R as a share of the run's rounds, in [0, 1]; 0 is without the penalty. A resumed run with another
+            number of rounds fades by the new one.
         mode: ``paper`` as above, or ``pfllib``, whose learning rate may be too much for a large M.
         start: the first :math:`\rho_i`: p by ``samples``, 1/M each (``uniform``), or the client's ``own`` core alone,
             which is `Local` while ``rho_lr`` is 0; None takes the mode's, ``samples`` or ``uniform``.
@@ -83,42 +85,49 @@ class APPLE(ClientModule):
         self.rho_lr, self.mu, self.penalty_share = rho_lr, mu, penalty_share
         self.pfllib = mode == "pfllib"
         self.start = start or ("uniform" if self.pfllib else "samples")
-        # empty until the first download, which tells the number of clients
+        # empty until the first download brings the number of clients
         self.rho = nn.Parameter(torch.empty(0))
-        # new at each download: p, one's own place in it, and c_m by name [M, ...], where the own row is zero
+        # new at each download: p, the client's own place in it, and c_m by name [M, ...] with a zero row for its own
+        # core
         self.p, self.own, self.others = torch.empty(0), 0, dict[str, Tensor]()
 
     def is_personal(self, name: str) -> bool:
-        """Everything: what is sent stays too."""
+        """Keep everything; the core also travels."""
         return True
 
     def is_shared(self, name: str) -> bool:
-        """The core's parameters."""
+        """Share the core's parameters."""
         return super().is_shared(name) and name not in self._buffer_names
 
     def assign(self, entries: Mapping[str, Tensor]) -> None:
-        """Makes room for relationships first."""
+        r"""Resize :math:`\rho_i` if necessary, then copy the entries."""
         self._make_room(entries)
         super().assign(entries)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Makes room for relationships first."""
+        r"""Resize :math:`\rho_i` if necessary, then load the entries."""
         self._make_room(state_dict)
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def _make_room(self, entries: Mapping[str, Tensor]) -> None:
-        """Gives the relationships the size of those to come; until the next download there is the core alone."""
+        r"""Resize :math:`\rho_i` for entries to be loaded, and forget the other cores until the next download.
+
+        Args:
+            entries: entries to be loaded.
+        """
         if "rho" in entries:
             self.rho.data, self.others = self.rho.new_empty(entries["rho"].shape), {}
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Takes the cores of the others; the own is in place."""
+        """Load the other clients' cores; the client's own is in place."""
         cores, self.p = payload["models"], payload["shares"].to(self.rho)
         clients = range(len(self.p))
+        # the payload has all cores but the client's own, whose id is the one left over
         (self.own,) = set(clients) - set(cores)
         if not len(self.rho):
             starts = {"samples": self.p, "uniform": torch.full_like(self.p, 1 / len(self.p))}
             self.rho.data = starts.get(self.start, torch.eye(len(self.p))[self.own].to(self.p)).clone()
+        # a zero row for the own core, which `mixture` adds with its gradient
         core = trained_parameters(self, "net")
         self.others = {name: c.new_zeros(len(self.p), *c.shape) for name, c in core.items()}
         for m, other in cores.items():
@@ -126,8 +135,8 @@ class APPLE(ClientModule):
                 rows[m] = other[f"net.{name}"]
 
     def mixture(self) -> StateDict:
-        """w_i, by the names of the net."""
-        # not in half precision: a weight would be lost beside one that is much larger
+        """Return :math:`w_i`, by the net's names."""
+        # not in half precision, where a small weight is lost beside a much larger one
         with torch.autocast(self.device.type, enabled=False):
             mixed = {}
             for name, c in trained_parameters(self, "net").items():
@@ -136,37 +145,41 @@ class APPLE(ClientModule):
             return mixed
 
     def _slowed(self, size: int) -> Tensor:
-        """The relationships, with the gradient of a mean over a tensor's entries and over tensors."""
+        r"""Return :math:`\rho_i` with PFLlib's smaller gradient: a mean over a tensor's entries and over tensors.
+
+        Args:
+            size: number of the tensor's entries.
+        """
         rho = self.rho.detach()
         return rho + (self.rho - rho) / (size * len(self.others))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits by w_i; by the core where the others aren't there, or where it is the last w_i."""
+        """Return outputs of :math:`w_i`; of the core without other cores, and in evaluation under PFLlib's mode."""
         alone = not self.others or (self.pfllib and not self.training)
         logits: Tensor = functional_call(self.net, {} if alone else self.mixture(), (x,))
         return logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Cross-entropy of w_i, and the penalty."""
+        """Return the loss of :math:`w_i` plus the penalty."""
         x, target = batch
         loss = self.task.loss(self(x), target)
         weight = self.mu * self.fade()
         return {"loss": loss + weight / 2 * (self.rho - self.p).square().sum() if weight else loss}
 
     def fade(self) -> float:
-        """lambda(r)."""
+        r"""Return :math:`\lambda(r)`."""
         r = max(0, self.round - 1) if self.pfllib else self.round
         rounds = self.penalty_share * self.num_rounds
         return (1 + math.cos(math.pi * r / rounds)) / 2 if r < rounds else 0.0
 
     def upload(self, data: ClientData) -> Message:
-        """The core."""
+        """Return the core, which in PFLlib's mode becomes :math:`w_i`."""
         if self.pfllib and self.steps_done:
             self.assign({f"net.{name}": tensor for name, tensor in self.mixture().items()})
         return super().upload(data)
 
     def local_optimizer(self, phase: Phase, parameters: list[nn.Parameter]) -> Optimizer:
-        """The configured one, with a learning rate of their own for the relationships."""
+        r"""Return the configured optimizer, with a separate learning rate for :math:`\rho_i`."""
         core = [parameter for parameter in parameters if parameter is not self.rho]
         optimizer = super().local_optimizer(phase, core)
         optimizer.add_param_group({"params": [self.rho], "lr": self.rho_lr})
@@ -174,12 +187,12 @@ class APPLE(ClientModule):
         return optimizer
 
     def configure_aggregator(self) -> Aggregator:
-        """Hands the cores out."""
+        """Return a pool of cores."""
         return CorePool()
 
 
 class CorePool(ModelPool):
-    """Sends each client the cores of all others and p; who hasn't taken part has the common initial core.
+    """Sends each client all other clients' cores and p; cores start from the common initial model.
 
     Clients tell their numbers of training samples before the first round.
     """
@@ -188,17 +201,17 @@ class CorePool(ModelPool):
     fixed_sizes = True
 
     def setup(self, server: Server) -> None:
-        """Starts with the common initial model for every client."""
+        """Start from the common initial model for every client."""
         self.data, clients = server.data, range(server.num_clients)
         n = torch.tensor([server.data.size(client, "train") for client in clients], dtype=torch.float64)
         self.state |= {"models": dict.fromkeys(clients, server.weights), "shares": (n / n.sum()).float()}
 
     def download(self, client: int) -> Message:
-        """The cores by client id, and p ``[M]``."""
+        """Return the cores by client id, and p ``[M]``."""
         return super().download(client) | {"shares": self.state["shares"]}
 
     def welcome(self, client: int, update: Message | None) -> Message:
-        """The cores of all, and p ``[M + 1]`` with the newcomer in the last place."""
+        """Return all cores, and p ``[M + 1]`` with the newcomer in the last place."""
         sizes = [self.data.size(each, "train") for each in (*self.state["models"], client)]
         n = torch.tensor(sizes, dtype=torch.float64)
         return {"models": self.state["models"], "shares": (n / n.sum()).float()}

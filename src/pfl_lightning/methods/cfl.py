@@ -1,4 +1,4 @@
-"""CFL: clusters of clients, each with a model of its own, split in two where their updates disagree.
+"""CFL: clusters of clients with a model for each cluster, split in two when updates disagree.
 
 Source: Sattler, Müller and Samek, 2020 (https://arxiv.org/abs/1910.01991). Symbols: Delta_i the update of client i, by
 which its parameters changed, and S_im = cos(Delta_i, Delta_m).
@@ -19,28 +19,29 @@ from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
 class CFL(Aggregator):
     r"""Clustered federated learning: federated averaging within clusters, which split and never merge.
 
-    All clients begin in one cluster. After a round, a cluster c whose mean is at rest and whose clients aren't,
+    All clients begin in one cluster. After a round, a cluster c is split if the mean of its updates is small and a
+    client's update is not,
 
     .. math::
 
         \Bigl\lVert \frac1{|c|} \sum_{i \in c} \Delta_i \Bigr\rVert < \varepsilon_1, \qquad
         \max_{i \in c} \lVert \Delta_i \rVert > \varepsilon_2, \qquad |c| > 2
 
-    is split into the two clusters that complete linkage makes of the distances :math:`1 - S_{im}`, as the official code
-    does; the paper minimises the largest similarity across, and asks for a gap. Then each cluster takes the mean of its
-    clients' uploads. Updates are of parameters, and their norms grow with the learning rate and the number of steps: a
-    run's are ``server/mean_norm``, the smallest of its clusters, and ``server/max_norm``, the largest of its clients.
+    into the two clusters that complete linkage makes of the distances :math:`1 - S_{im}`, as in the official code; the
+    paper minimises the largest similarity across, and asks for a gap. Then each cluster takes the mean of its clients'
+    uploads. Updates are of parameters, and their norms grow with the learning rate and the number of steps: the record
+    has ``server/mean_norm``, the smallest of all clusters, and ``server/max_norm``, the largest of all clients.
     Source: Sattler et al., 2020 (https://arxiv.org/abs/1910.01991).
 
     Args:
-        eps1: below which norm a cluster's mean is at rest, at least 0; 0 never splits, which is federated averaging.
-        eps2: above which norm a client's update isn't, at least 0.
-        warmup: number of first rounds that split nothing, at least 0.
-        weights: how clients count in a mean, ``uniform`` as in the official code, or by ``samples``.
-        absent: how members that stay away are judged: by the ``last`` update that they sent, of which the server then
-            keeps one for each client, or not at all (``skip``). Who isn't judged follows the larger half.
-        mean: a rule in the place of the mean within each cluster, as for `WeightedAverage`; ``weights`` then count in
-            judging alone.
+        eps1: :math:`\varepsilon_1`, at least 0; 0 never splits, which is federated averaging.
+        eps2: :math:`\varepsilon_2`, at least 0.
+        warmup: number of first rounds without splits, at least 0.
+        weights: client weights in a mean, ``uniform`` as in the official code, or by ``samples``.
+        absent: treatment of absent members in a split: by their ``last`` update, of which the server then keeps one for
+            each client, or not at all (``skip``). A member without an update follows the larger half.
+        mean: a rule instead of the mean within each cluster, as for `WeightedAverage`; ``weights`` then count only in
+            the norms.
 
     Raises:
         MisconfigurationException: if a value is negative, or clients share no parameters.
@@ -69,11 +70,11 @@ class CFL(Aggregator):
 
     @property
     def name(self) -> str:
-        """With the rule's, where there is one."""
+        """The class's name, with the rule's in addition where there is a rule."""
         return super().name if self.mean is None else f"{super().name}+{self.mean.name}"
 
     def setup(self, server: Server) -> None:
-        """Starts with all clients in one cluster, which has the common initial model."""
+        """Start with all clients in one cluster, with the common initial model."""
         self.names = server.parameter_names()
         if not self.names:
             raise MisconfigurationException(
@@ -86,9 +87,10 @@ class CFL(Aggregator):
             self.state["means"] = 0
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Splits clusters and averages within each; tells how many there are, and their norms."""
+        """Split clusters and average within each; log the number of clusters and the norms."""
         if not updates:
             return {}
+        # deltas are against the models that clients received, before any split of this round
         judged = self.state["updates"] | {client: self._delta(client, update) for client, update in updates.items()}
         if self.absent == "last":
             self.state["updates"] = judged
@@ -99,12 +101,15 @@ class CFL(Aggregator):
             if sent:
                 products = inner_products([update["delta"] for update in sent.values()], self.names)
                 weights = torch.tensor(list(client_weights(sent, self.weights).values()), dtype=torch.float64)
+                # norm of the mean from inner products: |sum p_i Delta_i|^2 = p^T (Delta Delta^T) p
                 mean_norm = float((weights @ products @ weights).clamp_min(0).sqrt())
                 max_norm = float(products.diagonal().max().sqrt())
+                # both are logged, so that a first run tells which eps1 and eps2 would split
                 norms.append((mean_norm, max_norm))
                 if mean_norm < self.eps1 and max_norm > self.eps2 and len(sent) > 2 and round >= self.warmup:
                     halves = split(members, list(sent), products)
             for half in halves:
+                # a half without a client in the round keeps the cluster's model
                 present = {client: update for client, update in updates.items() if client in half}
                 clusters.append(half)
                 models.append(self._mean(present, model) if present else model)
@@ -113,7 +118,12 @@ class CFL(Aggregator):
         return {"clusters": float(len(clusters)), "mean_norm": min(means), "max_norm": max(largest)}
 
     def _mean(self, updates: Updates, model: StateDict) -> StateDict:
-        """Of the uploads of a cluster, which began with its model."""
+        """Return the mean of a cluster's uploads.
+
+        Args:
+            updates: updates of the cluster's clients in the round, by id.
+            model: the cluster's model, from which they started.
+        """
         if self.mean is None:
             return mean_model(updates, client_weights(updates, self.weights))
         weights = client_weights(updates, "samples" if self.mean.weighted else "uniform")
@@ -121,19 +131,24 @@ class CFL(Aggregator):
         return self.averaging.models(updates, weights, model, self.state["means"]).entries
 
     def _delta(self, client: int, update: Message) -> Message:
-        """Delta_i, and the number of samples that it is from."""
+        r"""Return :math:`\Delta_i` with the client's number of samples.
+
+        Args:
+            client: the client's id.
+            update: its update.
+        """
         start, end = self.download(client)["weights"], update["weights"]
         return {"delta": {name: end[name] - start[name] for name in self.names}, "num_samples": update["num_samples"]}
 
     def download(self, client: int) -> Message:
-        """The model of the client's cluster."""
+        """Return the model of the client's cluster."""
         cluster = next(index for index, members in enumerate(self.state["clusters"]) if client in members)
         return {"weights": self.state["models"][cluster]}
 
     def welcome(self, client: int, update: Message | None) -> Message:
-        """The cluster's model that lies most in the direction of the newcomer's Delta from the mean of these models.
+        """Return the cluster model nearest in direction to the newcomer's update, seen from the mean of these models.
 
-        That mean is what it receives at first.
+        Before the first update, the newcomer receives this mean.
         """
         models = self.state["models"]
         if len(models) == 1:
@@ -143,30 +158,31 @@ class CFL(Aggregator):
             return {"weights": middle}
         products = inner_products([update["weights"], *models], self.names, origin=middle)
         norms = products.diagonal().clamp_min(0).sqrt()
+        # cosines up to the factor of the newcomer's own norm, which is the same for all clusters
         nearness = products[0, 1:-1] / (norms[1:-1] + 1e-12)
         return {"weights": models[int(nearness.argmax())]}
 
     def global_model(self) -> StateDict:
-        """The model of all, while there is one cluster."""
+        """Return the model of all clients as long as one cluster has all clients; else nothing."""
         model: StateDict = self.state["models"][0]
         return model if len(self.state["models"]) == 1 else {}
 
 
 def split(members: list[int], sent: list[int], products: Tensor) -> list[list[int]]:
-    """Two clusters in the place of one, by complete linkage of the cosines of updates.
+    """Return two clusters instead of one, by complete linkage of the cosines of updates.
 
     >>> split([0, 3, 4, 7, 9], [0, 4, 9], torch.tensor([[1.0, -1.0, 0.9], [-1.0, 1.0, -0.9], [0.9, -0.9, 1.0]]))
     [[0, 3, 7, 9], [4]]
 
     Args:
         members: ids of the cluster, ascending.
-        sent: those of them that have an update, at least two.
+        sent: ids of the members with an update, at least two.
         products: inner products ``[n, n]`` of their updates.
 
     Returns:
         Ids, ascending; the cluster with the smallest first. Members without an update are in the larger one.
     """
-    # here, since it takes a second that only this method needs
+    # imported here: the import takes a second, and no other method needs it
     from sklearn.cluster import AgglomerativeClustering
 
     norms = products.diagonal().sqrt()

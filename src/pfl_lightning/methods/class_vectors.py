@@ -1,4 +1,4 @@
-"""Vectors that stand for classes: the means of a client's features or outputs, and what it receives of them."""
+"""Vectors by class, such as prototypes: a client's own class means, and the server's vectors during a round."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
@@ -12,11 +12,11 @@ from pfl_lightning.data import Samples
 from pfl_lightning.messages import Updates
 
 ClassMessage: TypeAlias = dict[int, Tensor]
-"""A vector ``[d]`` for each class that there is one of, by class number: absent classes take no bytes."""
+"""A vector ``[d]`` by class number, for the classes that a client has; absent classes take no bytes."""
 
 
 class ClassVectors(nn.Module):
-    """The vectors of classes that a client holds during a round, such as the prototypes that it received.
+    """Vectors of classes during a round, such as the prototypes from the server.
 
     Its buffers are no entries of the ``state_dict``: each download brings them anew.
 
@@ -30,8 +30,8 @@ class ClassVectors(nn.Module):
         size: width d of a vector.
 
     Attributes:
-        vectors: ``[C, d]``, zero where a class has none.
-        known: ``[C]``, whether a class has one.
+        vectors: ``[C, d]``; zero for a class without one.
+        known: ``[C]``; whether a class has a vector.
     """
 
     vectors: Tensor
@@ -44,24 +44,27 @@ class ClassVectors(nn.Module):
 
     @torch.no_grad()
     def take(self, received: Mapping[int, Tensor]) -> None:
-        """Replaces all vectors.
+        """Replace all vectors.
 
         Args:
-            received: the new ones, by class number.
+            received: the new vectors, by class number.
         """
         classes = range(len(self.known))
-        # stacks of what is there, where rows that are chosen by number would be a copy for each client
+        # a stack of all rows: writing single rows by number would launch a copy for each class and client
         absent, no, yes = self.vectors.new_zeros(()), self.known.new_zeros(()), self.known.new_ones(())
         absent = absent.expand(self.vectors.shape[1])
         self.vectors.copy_(torch.stack([received.get(c, absent).to(self.vectors) for c in classes]))
         self.known.copy_(torch.stack([yes if c in received else no for c in classes]))
 
     def forward(self, target: Tensor, default: Tensor) -> Tensor:
-        """The vector of each sample's class; the default where it has none.
+        """Return the vector of each sample's class, or the default where the class has none.
 
         Args:
             target: class numbers ``[n]``.
             default: ``[n, d]``.
+
+        Returns:
+            ``[n, d]``.
         """
         return torch.where(self.known[target][:, None], self.vectors[target], default)
 
@@ -70,27 +73,28 @@ class ClassVectors(nn.Module):
 def class_means(
     function: Callable[[Tensor], Tensor], part: Samples, classes: Sequence[int], num_classes: int
 ) -> ClassMessage:
-    r"""Mean of a function over the samples of each class, :math:`\frac{1}{n_c} \sum_{i: y_i = c} f(x_i)`.
+    r"""Return the mean of a function over the samples of each class, :math:`\frac{1}{n_c} \sum_{i: y_i = c} f(x_i)`.
 
     >>> part = Samples(torch.tensor([[1.0], [3.0], [4.0]]), torch.tensor([0, 0, 2]))
     >>> class_means(lambda x: 10 * x, part, classes=[0, 2], num_classes=3)
     {0: tensor([20.]), 2: tensor([40.])}
 
     Args:
-        function: gives vectors ``[n, d]`` of inputs ``[n, *input_shape]``, each sample's of its own alone: a net in
-            evaluation mode.
+        function: maps inputs ``[n, *input_shape]`` to vectors ``[n, d]``, each row from its own input alone, as a net
+            in evaluation mode does.
         part: the samples, on the function's device, at least one.
-        classes: those that it has, which its labels would have to come from a device to tell.
+        classes: the classes of the samples; given, because reading them from the labels would wait for the device.
         num_classes: number of all classes.
 
     Returns:
-        By class number, the classes of the part alone.
+        A vector for each of ``classes``, by class number.
     """
     sums, counts = [], []
     for x, y in part.chunks():
         values = function(x)
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
-        # a product, because index_add_ takes its addends in any order on a GPU; and it waits for no count
+        # a matrix product, because index_add_ on a GPU adds in any order; unlike indexing by a mask, it waits for no
+        # count
         members = F.one_hot(y, num_classes)
         sums.append(members.to(wide.dtype).T @ wide)
         counts.append(members.sum(0))
@@ -100,14 +104,14 @@ def class_means(
 
 
 def stacked(updates: Updates, entry: str) -> tuple[Tensor, Tensor]:
-    """What all clients sent for their classes, as samples: vectors ``[n, d]`` and their classes ``[n]``.
+    """Return the vectors of all clients and classes as samples ``[n, d]``, with class numbers ``[n]``.
 
     Args:
-        updates: by client id, at least one.
+        updates: updates by client id, at least one.
         entry: the entry with vectors by class number.
 
     Raises:
-        MisconfigurationException: if they have different widths.
+        MisconfigurationException: if vectors have different widths.
     """
     pairs = [(vector, c) for update in updates.values() for c, vector in sorted(update[entry].items())]
     check_one_width([vector for vector, _ in pairs], entry)

@@ -1,4 +1,4 @@
-"""Copies of a client's net that have their own weights, and share what is frozen."""
+"""Copies of a client's net with separate weights and common frozen parameters."""
 
 import copy
 
@@ -9,14 +9,15 @@ from pfl_lightning.client.common import common_parameters
 
 
 def add_copy(client: ClientModule, name: str, part: nn.Module) -> None:
-    """Gives a client module a copy of a part of its net as a submodule; common parameters are the same tensors in both.
+    """Add a copy of a part of the net to a client module; common parameters are the same tensors in both.
 
     Args:
         client: the client module.
-        name: the copy's name in it.
+        name: the copy's name in the client module.
         part: the part.
     """
     common = {id(parameter): parameter for parameter in common_parameters(client).values()}
+    # with common parameters in its memo, deepcopy takes them as copied already
     made = copy.deepcopy(part, dict(common))
     client.add_module(name, made)
     again = {f"{name}.{own}" for own, p in made.named_parameters(remove_duplicate=False) if id(p) in common}
@@ -24,11 +25,11 @@ def add_copy(client: ClientModule, name: str, part: nn.Module) -> None:
 
 
 def copy_net(client: ClientModule, name: str) -> None:
-    """Copies the net as it stands into a copy of it, but for what is common.
+    """Copy the net's current weights into a copy made by `add_copy`, except common parameters.
 
     Args:
         client: the client module.
-        name: the copy's name in it.
+        name: the copy's name in the client module.
     """
     entries = {own: t for own, t in client.net.state_dict().items() if f"net.{own}" not in client.common_names}
     client.get_submodule(name).load_state_dict(entries, strict=False)

@@ -1,4 +1,4 @@
-"""cwFedAvg: class-wise federated averaging, the server side; `WDR` is the client's.
+"""cwFedAvg: the server side of class-wise federated averaging; `WDR` is the client side.
 
 Source: cwFedAvg, ICCV 2025 (https://arxiv.org/abs/2406.07800). Symbols: M clients, K classes, n_i samples of client i,
 p_i = n_i / sum n, p_ij the share of class j in client i, Theta_j row j of the output layer, p~_i its estimate of p_i.
@@ -17,7 +17,7 @@ from pfl_lightning.nets import find_output_layer
 
 
 def row_distribution(rows: Tensor) -> Tensor:
-    r"""Class distribution that an output layer shows by the norms of its rows.
+    r"""Return the class distribution as estimated from the norms of an output layer's rows.
 
     .. math:: \tilde p_j = \lVert\Theta_j\rVert_2 / \sum_k \lVert\Theta_k\rVert_2
 
@@ -29,13 +29,14 @@ def row_distribution(rows: Tensor) -> Tensor:
     """
     norms = torch.linalg.vector_norm(rows, dim=1)
     total = norms.sum()
+    # without an `if`, so that many clients can run at once
     uniform = (total == 0) / len(norms)
     estimate: Tensor = norms / total.clamp_min(torch.finfo(norms.dtype).tiny) + uniform
     return estimate
 
 
 class CwFedAvg(WeightedAverage):
-    r"""Class-wise averaging: a global model a class, and a mix of them by its class distribution for each client.
+    r"""Class-wise averaging: a global model for each class, mixed for each client by the class distribution.
 
     .. math::
 
@@ -44,15 +45,15 @@ class CwFedAvg(WeightedAverage):
         \tilde w_i = \sum_j P_{ij} w^G_j
 
     over the clients of the round; in one matrix, :math:`\tilde W = P Q^\top W`, so that class models needn't be made.
-    The server keeps each client's last distribution, and a class model that nobody fed. A client that never took part
-    is mixed by the initial model's distribution.
+    The server keeps each client's last distribution, and the class models without a client in the round. A client that
+    never took part gets a mix by the initial model's distribution.
 
     Args:
-        layers: what is averaged by class: the ``output`` layer alone, ``all`` of the model, or a list of names of
-            modules; the rest is averaged as by `WeightedAverage`.
-        distribution: where P comes from: ``norms`` reads it from the uploaded output layer, `row_distribution`;
-            ``counts`` has clients send how many samples of each class they hold (the paper's "Dist"), which tells the
-            server exactly what ``norms`` only lets it guess.
+        layers: the part that is averaged by class: the ``output`` layer alone, ``all`` of the model, or a list of names
+            of modules; the rest is averaged as by `WeightedAverage`.
+        distribution: source of P: ``norms`` reads it from the uploaded output layer, `row_distribution`; with
+            ``counts`` clients send their numbers of samples of each class (the paper's "Dist"), which tells the server
+            exactly what ``norms`` only lets it guess.
         output_layer: name of the linear layer with a row a class, where the net's classifier has more than one.
     """
 
@@ -78,13 +79,14 @@ class CwFedAvg(WeightedAverage):
         self._starts: tuple[Tensor, StateDict] | None = None
 
     def setup(self, server: Server) -> None:
-        """Starts with the common initial model for every class."""
+        """Start from the common initial model for every class."""
         super().setup(server)
         classes = server.module.num_classes
         layer = find_output_layer(server.module, classes, self.output_layer)
         self.num_clients = server.num_clients
         self.rows = f"{layer}.weight"
         self.names = class_wise_entries(server.weights, [layer] if self.layers == "output" else self.layers)
+        # distribution of clients before their first update; uniform without a look at the weights
         prior = torch.full((classes,), 1 / classes, dtype=torch.float64)
         if self.distribution == "norms":
             if self.rows not in server.weights:
@@ -101,47 +103,61 @@ class CwFedAvg(WeightedAverage):
         }
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Takes the uploads as the sources of the class models."""
+        """Take the uploads as sources of the class models; log the number of classes with samples in the round."""
         if not updates:
             return {}
         super().aggregate(updates, round)
         for client, update in updates.items():
             self.state["distributions"][client] = self._distribution_of(update)
         p = torch.tensor([float(update["num_samples"]) for update in updates.values()], dtype=torch.float64)
+        # p_i P_ij
         mass = (p / p.sum())[:, None] * torch.stack([self.state["distributions"][client] for client in updates])
         fed = mass.sum(0) > 0
+        # a class without mass in the round has no q, and keeps its last class model below
         q = torch.where(fed, mass / mass.sum(0), 0.0)
         unfed = int((~fed).sum())
-        # mixing nothing would still stack all of the last round's sources
+        # only if needed: even an empty mix would stack all of the last round's sources
         kept = self._mixed(torch.eye(len(fed), dtype=torch.float64)[~fed]) if unfed else {}
         self.state["sources"] = [{name: update["weights"][name] for name in self.names} for update in updates.values()]
         self.state["sources"] += [{name: kept[name][i] for name in self.names} for i in range(unfed)]
+        # columns: the round's uploads, then the kept class models, each the source of its own class
         self.state["mix"] = torch.cat([q.T, torch.eye(len(fed), dtype=torch.float64)[:, ~fed]], 1)
         return {"classes_fed": float(fed.sum())}
 
     def _distribution_of(self, update: Message) -> Tensor:
-        """P_i, in float64."""
+        """Return :math:`P_i`, in float64.
+
+        Args:
+            update: the client's update.
+        """
         if self.distribution == "norms":
             return row_distribution(update["weights"][self.rows].double())
         counts: Tensor = update["class_counts"].double()
         return counts / counts.sum()
 
     def distributions(self) -> Tensor:
-        """P ``[M, K]``: each client's last class distribution."""
+        """Return P ``[M, K]``, each client's last class distribution."""
         known = self.state["distributions"]
         return torch.stack([known.get(client, self.state["prior"]) for client in range(self.num_clients)])
 
     def mixing_matrix(self) -> Tensor:
-        """A ``[M, S]``: the share of each of the S sources, the last round's uploads by id, in each client's start."""
+        """Return A ``[M, S]``, the share of each source in each client's start.
+
+        The first sources are the last round's uploads, by client id; class models without samples in that round follow.
+        """
         mix: Tensor = self.state["mix"]
         return self.distributions() @ mix
 
     def class_models(self) -> StateDict:
-        """The class models' entries, ``[K, ...]`` each."""
+        """Return the class models' entries, ``[K, ...]`` each."""
         return self._mixed(torch.eye(len(self.state["mix"]), dtype=torch.float64))
 
     def _mixed(self, distributions: Tensor) -> StateDict:
-        """One model for each row of class distributions, from one matrix product an entry."""
+        """Return one model for each row of class distributions, by one matrix product an entry.
+
+        Args:
+            distributions: ``[n, K]``.
+        """
         shares = distributions @ self.state["mix"]
         mixed = {}
         for name in self.names:
@@ -151,17 +167,17 @@ class CwFedAvg(WeightedAverage):
         return mixed
 
     def download(self, client: int) -> Message:
-        """The client's mix of the class models, over the global model."""
+        """Return the client's mix of the class models, over the global model."""
         return {"weights": self.state["weights"] | self._start(client)}
 
     def welcome(self, client: int, update: Message | None) -> Message:
-        """The mix of the class models by the newcomer's own distribution, at first by the initial model's."""
+        """Return the mix by the newcomer's own distribution; by the initial model's before the first update."""
         own = self.state["prior"] if update is None else self._distribution_of(update)
         return {"weights": self.state["weights"] | {name: rows[0] for name, rows in self._mixed(own[None]).items()}}
 
     def _start(self, client: int) -> StateDict:
         if self.num_clients > 2 * len(self.state["sources"]):
-            # few took part: everybody's start would be far larger than what it is made of
+            # few sources: all clients' starts together would be far larger than the sources
             return {name: rows[0] for name, rows in self._mixed(self.distributions()[[client]]).items()}
         if self._starts is None or self._starts[0] is not self.state["mix"]:
             self._starts = self.state["mix"], self._mixed(self.distributions())
@@ -169,7 +185,11 @@ class CwFedAvg(WeightedAverage):
 
 
 def class_wise_entries(weights: StateDict, layers: Sequence[str] | Literal["all"]) -> list[str]:
-    """Names of the floating entries of some modules.
+    """Return the names of the floating entries of some modules.
+
+    Args:
+        weights: shared entries, by name.
+        layers: names of the modules, or ``all``.
 
     Raises:
         MisconfigurationException: if a module has none among the shared weights.

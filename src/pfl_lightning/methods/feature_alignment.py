@@ -1,4 +1,4 @@
-"""Feature alignment: features are drawn to the prototypes of their classes."""
+"""Feature alignment: the loss draws features to class prototypes."""
 
 from typing import Any, Literal
 
@@ -16,14 +16,14 @@ from pfl_lightning.nets import feature_size
 
 
 class FeatureAlignment(ClientModule):
-    r"""Draws features h to the global prototype of their class.
+    r"""Draws features h to the global prototype of the sample's class.
 
     Minimises :math:`\mathrm{CE} + \lambda\,\mathrm{mean}_{i,j}\,(h_{ij} - g_{y_i j})^2`, where :math:`g_c` is the
-    server's mean of the clients' prototypes of class c. A sample of a class without one adds nothing to the term. After
-    training, the client sends its own prototypes: class means of the features of its training samples, in evaluation
+    server's mean of the clients' prototypes of class c. A sample whose class has no prototype adds nothing to the term.
+    After training, the client sends its own prototypes: class means of its training samples' features, in evaluation
     mode.
 
-    The "+F" of FedReMa (https://arxiv.org/abs/2411.01825), over any server side that sends a model, such as
+    It is the "+F" of FedReMa (https://arxiv.org/abs/2411.01825), for any server that sends a model, such as
     ``AggregatorList([CwFedAvg(), ClassMeans(weighted=False)])``.
 
     Args:
@@ -52,28 +52,29 @@ class FeatureAlignment(ClientModule):
         self.prototypes = ClassVectors(self.num_classes, feature_size(self.net))
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Takes the global prototypes too."""
+        """Load the model and the global prototypes."""
         super().on_download(payload, data)
         self.prototypes.take(payload["prototypes"])
 
     def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
-        """Cross-entropy and the alignment."""
+        """Return the task's loss plus the alignment."""
         loss = super().loss(features, logits, target)
         if self.align_lambda == 0:
             return loss
+        # without a prototype the aim is the feature itself, at distance 0
         aim = self.prototypes(target, default=features.detach())
         if self.align == "mse":
             return loss + self.align_lambda * F.mse_loss(features, aim)
-        # torch gives the norm the gradient 0 at 0
+        # PyTorch's norm has the gradient 0 at 0, and not NaN
         distances: Tensor = torch.linalg.vector_norm(features - aim, dim=1)
         return loss + self.align_lambda * distances.mean()
 
     def upload(self, data: ClientData) -> Message:
-        """The model, and the client's own prototypes by it."""
+        """Return the model, and the client's own prototypes."""
         return super().upload(data) | {
             "prototypes": class_means(self.net.features, data.train, data.classes, self.num_classes)
         }
 
     def configure_aggregator(self) -> Aggregator:
-        """Averages models by samples, and prototypes plainly."""
+        """Return an average of models by samples, and an unweighted one of prototypes."""
         return AggregatorList([WeightedAverage(), ClassMeans(weighted=False)])

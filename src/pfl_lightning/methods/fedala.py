@@ -1,4 +1,4 @@
-"""FedALA: clients mix the received model into their own, element by element, by weights that they learn."""
+"""FedALA: an element-wise mix of the received model and the client's own, with learned weights."""
 
 from statistics import pstdev
 from typing import Any
@@ -25,31 +25,31 @@ class FedALA(FedAvg):
         \hat\Theta_i = \Theta_i + (\Theta - \Theta_i) \odot W_i, \qquad
         W_i \leftarrow \mathrm{clip}\big(W_i - \eta\,\nabla_{W_i} L(\hat\Theta_i),\, 0,\, 1\big)
 
-    in the net's last layers; the others are taken over (:math:`W_i = 1`). The weights begin with 1 and are learnt on a
-    random share of the client's training samples, in batches: until the losses settle when a client comes back for the
-    first time, and then in one pass a round. In a client's first round there is nothing to mix. What is trained from
-    there, and what travels, is as with `FedAvg`.
+    in the net's last layers; all lower layers are as received (:math:`W_i = 1`). The weights begin with 1 and are
+    learned on a random share of the client's training samples, in batches: until the loss settles in a client's second
+    round, and then in one pass a round. A client's first round has nothing to mix. Local training and the update are
+    those of `FedAvg`.
 
-    A client is evaluated by its mix, before it trains. It learns the same weights there as in the round that follows,
-    so that learning them takes its time twice, and outside a federation, where it has no data, takes its last ones.
-    They and its own layers stay with the client: twice the size of those layers. The net is in evaluation mode while
-    weights are learnt; in the official code it normalises by batches and drops units.
+    A client is evaluated by its mix, before it trains. The evaluation learns the same weights as the round after it, so
+    that learning them takes its time twice; outside a federation, without data, the last weights are used. Weights and
+    own layers stay with the client: twice the size of those layers. The net is in evaluation mode while weights are
+    learned; in the official code it normalises by batches and uses dropout.
 
     Source: Zhang et al., 2023, Algorithm 1 (https://arxiv.org/abs/2212.01197). In the official code and PFLlib all
-    clients mix in all rounds, so that one that isn't drawn goes on from its last mix; here it goes on from its last
-    trained model. They sample a block of neighbouring samples, whose last, smaller batch their older versions left out,
-    and count in ``layer_idx`` tensors, a weight and a bias apiece, where the paper and ``layers`` count layers.
+    clients mix in all rounds, so that a client that isn't drawn continues from its last mix; here it continues from its
+    last trained model. They sample a block of neighbouring samples, whose smaller last batch their older versions left
+    out, and count tensors in ``layer_idx``, a weight and a bias apiece, where the paper and ``layers`` count layers.
 
     Args:
-        layers: the paper's p, how many of the net's last layers are mixed, at least 1; layers without parameters, or
+        layers: the paper's p, the number of mixed layers at the net's end, at least 1; layers without parameters, or
             with frozen ones, don't count. 1 is the output layer.
         rand_percent: the paper's s, the share of the samples to learn from in percent, above 0 and up to 100.
         eta: :math:`\eta`, the learning rate of the weights, at least 0; 0 is `FedAvg` bit for bit.
-        threshold: the losses have settled when the last ones have a smaller standard deviation than this, above 0; they
-            are those of the last batch of each pass.
-        num_pre_loss: how many last losses that are, at least 1.
-        max_passes: passes after which they are taken as settled, at least 1; the official code has no end.
-        ala_batch_size: samples a batch while weights are learnt, at least 1; the paper trains with the same 10.
+        threshold: the loss has settled when the last passes' losses, each of its last batch, have a smaller standard
+            deviation than this, above 0.
+        num_pre_loss: number of these last passes, at least 1.
+        max_passes: largest number of passes, at least 1; the official code has no limit.
+        ala_batch_size: samples a batch while weights are learned, at least 1; the paper trains with the same 10.
         **kwargs: the arguments of `FedAvg`.
 
     Raises:
@@ -86,6 +86,7 @@ class FedALA(FedAvg):
                 raise MisconfigurationException(f"model.{name}={value} must be {advice}.")
         self.rand_percent, self.eta, self.threshold = rand_percent, eta, threshold
         self.num_pre_loss, self.max_passes, self.ala_batch_size = num_pre_loss, max_passes, ala_batch_size
+        # with eta = 0 nothing is mixed, and the client keeps no copies
         top = owners[-layers:] if eta > 0 else []
         mixed = [(name, p) for name, p in trained_parameters(self, "net").items() if name.rpartition(".")[0] in top]
         self.names = [name for name, _ in mixed]
@@ -94,7 +95,7 @@ class FedALA(FedAvg):
         self.register_buffer("rounds_trained", torch.tensor(0))
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Learns weights, and mixes by them."""
+        """Load the model, learn the weights, and mix."""
         super().on_download(payload, data)
         if self.names and self.rounds_trained > 0:
             if data is not None:
@@ -102,41 +103,52 @@ class FedALA(FedAvg):
             self.assign({f"net.{name}": tensor for name, tensor in self.mix(self.weights.tensors()).items()})
 
     def mix(self, weights: StateDict) -> StateDict:
-        """The mixed layers, while the net holds the received model; weights of 1 and 0 give either bit for bit."""
+        """Return the mixed layers, while the net holds the received model; weights of 1 and 0 give either bit for bit.
+
+        Args:
+            weights: :math:`W_i`, by name.
+        """
         return {
             name: torch.lerp(own, self.net.get_parameter(name).detach(), weights[name])
             for name, own in self.own.tensors().items()
         }
 
     def learn(self, weights: StateDict, part: Samples) -> StateDict:
-        """Goes on learning weights on a random share of some samples."""
-        # a generator of its own leaves the draws of training as they are
+        """Return weights after further training on a random share of some samples.
+
+        Args:
+            weights: :math:`W_i`, by name.
+            part: the samples.
+        """
+        # a separate generator, so that local training draws the same numbers as without
         generator = torch.Generator().manual_seed(derive_seed(torch.initial_seed(), "ala"))
         rows = torch.randperm(len(part), generator=generator)[: max(1, int(len(part) * self.rand_percent / 100))]
         drawn = part.take(rows)
         net: nn.Module = self.net
         path = ""
         if all(name.startswith("classifier.") for name in self.names):
-            # the features don't change
+            # only the classifier is mixed: features are computed once
             net, path = self.net.classifier, "classifier."
             drawn = Samples(joined([self.net.features(x) for x, _ in drawn.chunks()]), drawn.y)
 
         losses: list[float] = []
         for _ in range(self.max_passes if self.rounds_trained == 1 else 1):
             for x, target in drawn.chunks(self.ala_batch_size):
+                # engines call `on_download` without gradients
                 with torch.enable_grad():
                     leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
                     mixed = {name.removeprefix(path): tensor for name, tensor in self.mix(leaves).items()}
                     loss = self.task.loss(functional_call(net, mixed, (x,)), target)
                 slopes = zip(weights.items(), torch.autograd.grad(loss, list(leaves.values())), strict=True)
                 weights = {name: (w - self.eta * slope).clamp(0, 1) for (name, w), slope in slopes}
+            # the loss of the pass's last batch, as in the official code
             losses.append(float(loss.detach()))
             if len(losses) > self.num_pre_loss and pstdev(losses[-self.num_pre_loss :]) < self.threshold:
                 break
         return weights
 
     def upload(self, data: ClientData) -> Message:
-        """The trained model, whose last layers are the client's own from now on."""
+        """Return the trained model, and keep the last layers as the client's own."""
         self.own.take(self.net.named_parameters())
         self.rounds_trained += 1
         return super().upload(data)

@@ -1,4 +1,4 @@
-"""FedAMP: each client trains near a model in the cloud, which is mixed for it from those like its own.
+"""FedAMP: each client trains near a cloud model, a mix of similar clients' models.
 
 Source: Huang et al., 2021 (https://arxiv.org/abs/2007.03797). Symbols: w_i the model of client i, u_i its model in the
 cloud, xi_im the weight of w_m in u_i, A(x) = 1 - exp(-x / sigma), alpha the step of the message passing.
@@ -18,21 +18,21 @@ from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean, w
 from pfl_lightning.methods.fedprox import FedProx
 
 ALONE = 0.999
-"""The mean weight of clients' own models above which nobody learns from anybody."""
+"""Above this mean weight of clients' own models, no client learns from another."""
 
 
 class CloudProx(FedProx):
-    r"""Every client keeps its model, and trains it near what the server sends.
+    r"""Keeps every client's model, and trains near the cloud model from the server.
 
     .. math:: \min_w \; F_i(w) + \frac\mu2 \lVert w - u_i \rVert^2
 
     The client side of FedAMP, where :math:`\mu` is the paper's :math:`\lambda / \alpha`; its server side is `FedAMP`.
-    Training goes on from the client's own model, and that is evaluated. Only parameters travel: buffers, such as
-    BatchNorm's running statistics, stay with each client, whatever ``buffers`` says.
+    Training continues from the client's own model, which is also the evaluated one. Only parameters travel: buffers,
+    such as BatchNorm's running statistics, stay with each client, whatever ``buffers`` says.
 
     Args:
         mode: ``paper`` as above; ``pfllib`` takes ``mu`` as 0, which is `Local` bit for bit: PFLlib's term has no
-            gradient, so that what it calls FedAMP is local training.
+            gradient, so that its FedAMP is local training.
         mu: :math:`\mu`, at least 0; 0 is `Local`.
         **kwargs: the arguments of `FedAvg`.
 
@@ -44,28 +44,30 @@ class CloudProx(FedProx):
 
     def __init__(self, mode: Literal["paper", "pfllib"] = "paper", mu: float = 0.1, **kwargs: Any) -> None:
         super().__init__(mu=mu, **kwargs)
+        # PFLlib adds the term to the loss as a number without a graph
         if mode == "pfllib":
             self.mu = 0.0
 
     def is_shared(self, name: str) -> bool:
-        """The parameters of the net."""
+        """Share the net's parameters."""
+        # without buffers: distances and mixes are of parameters
         return super().is_shared(name) and name not in self._buffer_names
 
     def is_personal(self, name: str) -> bool:
-        """The model stays with its client."""
+        """Keep the whole model."""
         return True
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Takes u_i as what the own model is held near."""
+        """Take the cloud model :math:`u_i` as the centre of the proximal term."""
         self.received.take((name.removeprefix("net."), tensor) for name, tensor in payload["weights"].items())
 
     def configure_aggregator(self) -> Aggregator:
-        """Attentive message passing."""
+        """Return attentive message passing."""
         return FedAMP()
 
 
 class FedAMP(ModelPool):
-    r"""Attentive message passing: a client's model in the cloud is mixed from all, the more of one the nearer it is.
+    r"""Attentive message passing: mixes a cloud model for each client, with larger weights for nearer models.
 
     .. math::
 
@@ -73,15 +75,16 @@ class FedAMP(ModelPool):
         \xi_{im} = \alpha A'(\lVert w_i - w_m \rVert^2) = \frac\alpha\sigma e^{-\lVert w_i - w_m \rVert^2 / \sigma},
         \qquad \xi_{ii} = 1 - \sum_{m \ne i} \xi_{im}
 
-    over the last models of all clients that have taken part; distances are of parameters. The mix is convex for a small
-    alpha only: where models are so near that :math:`\xi_{ii}` would be less than ``min_own``, the weights of the others
-    are scaled down together. Under `CloudProx` clients keep their model; under `FedAvg` or `FedProx` they start from
-    :math:`u_i`. Source: Huang et al., 2021, Algorithm 1 (https://arxiv.org/abs/2007.03797).
+    over the last models of all clients that have taken part; distances are over parameters. The mix is convex for a
+    small alpha only: if models are so near that :math:`\xi_{ii}` would be less than ``min_own``, the other weights are
+    scaled down together. Under `CloudProx` clients keep their model; under `FedAvg` or `FedProx` they start from
+    :math:`u_i`.
+    Source: Huang et al., 2021, Algorithm 1 (https://arxiv.org/abs/2007.03797).
 
-    The defaults are ours. What attracts whom depends on distances, which grow with the net and with every round: under
-    the values of the cwFedAvg paper (1000, 0.1 and ``mu`` 0.001) models are too far apart after a few rounds, every
-    :math:`\xi_{ii}` is 1, and what runs is `Local`. ``server/own_weight`` in the record is their mean, and a warning
-    says once when it comes near 1.
+    The defaults are ours. The weights depend on distances, which grow with the net and with every round: with the
+    values of the cwFedAvg paper (1000, 0.1 and ``mu`` 0.001) models are too far apart after a few rounds, every
+    :math:`\xi_{ii}` is 1, and the method is `Local`. The record's ``server/own_weight`` is their mean, and one warning
+    says when it comes near 1.
 
     Args:
         alpha: step of the message passing, at least 0; 0 sends every client its own model.
@@ -110,13 +113,13 @@ class FedAMP(ModelPool):
         self.alpha, self.sigma, self.min_own = alpha, sigma, min_own
 
     def setup(self, server: Server) -> None:
-        """Starts with the common initial model for every client."""
+        """Start from the common initial model for every client."""
         super().setup(server)
         self.names = server.parameter_names()
         self.state |= {"initial": server.weights, "clouds": {}}
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Mixes every client's model anew, and tells the mean weight of clients' own."""
+        """Mix every client's cloud model anew; log the mean weight of clients' own models."""
         if not updates:
             return {}
         super().aggregate(updates, round)
@@ -134,26 +137,31 @@ class FedAMP(ModelPool):
         return {"own_weight": own_weight}
 
     def _attention(self, models: list[StateDict]) -> Tensor:
-        """Xi ``[n, n]``."""
+        r"""Return :math:`\xi` ``[n, n]``.
+
+        Args:
+            models: n models, by name.
+        """
         products = inner_products(models, self.names)
         norms = products.diagonal()
+        # |w_i - w_m|^2 from inner products
         squares = norms[:, None] + norms - 2 * products
         return attention(squares, self.alpha, self.sigma, 1 / len(models) if self.min_own is None else self.min_own)
 
     def welcome(self, client: int, update: Message | None) -> Message:
-        """The mix of all models that the newcomer's own would have; the common initial model at first."""
+        """Return the cloud model for the newcomer's own model; the common initial model before the first update."""
         if update is None:
             return {"weights": self.state["initial"]}
         models = [*self.state["models"].values(), update["weights"]]
         return {"weights": weighted_mean(models, self._attention(models)[-1].tolist())}
 
     def download(self, client: int) -> Message:
-        """u_i; the common initial model for who hasn't taken part."""
+        """Return :math:`u_i`, or the common initial model before the client's first update."""
         return {"weights": self.state["clouds"].get(client, self.state["initial"])}
 
 
 def attention(squares: Tensor, alpha: float, sigma: float, min_own: float) -> Tensor:
-    r"""FedAMP's weights :math:`\xi`; the rows sum to 1.
+    r"""Return FedAMP's weights :math:`\xi`; the rows sum to 1.
 
     >>> attention(torch.tensor([[0.0, 2.0], [2.0, 0.0]]), alpha=0.5, sigma=1.0, min_own=0.5)
     tensor([[0.9323, 0.0677],
@@ -169,5 +177,6 @@ def attention(squares: Tensor, alpha: float, sigma: float, min_own: float) -> Te
     """
     xi = alpha / sigma * torch.exp(-squares.clamp_min(0) / sigma)
     xi.fill_diagonal_(0)
+    # the factor is at most 1: rows that leave enough for the own model stay
     xi *= ((1 - min_own) / xi.sum(1, keepdim=True).clamp_min(torch.finfo(xi.dtype).tiny)).clamp_max(1)
     return xi + torch.diag(1 - xi.sum(1))

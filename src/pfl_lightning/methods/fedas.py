@@ -1,4 +1,4 @@
-"""FedAS: received features are aligned with a client's own ones, and clients count by the slope of their loss.
+"""FedAS: alignment of received features with the client's own, and client weights by the loss's slope.
 
 Source: Yang, Huang and Ye, 2024 (https://github.com/xiyuanyang45/FedAS).
 """
@@ -26,32 +26,33 @@ from pfl_lightning.nets.modes import kept_modes
 
 
 class FedAS(PersonalNet, FedPer):
-    r"""Trains as `FedPer`, from a received body that is first brought near to the client's last one.
+    r"""Trains as `FedPer`, after an alignment of the received feature extractor with the client's last one.
 
     .. math::
 
         \min_\theta \sum_c \mathrm{mean}_{i: y_i = c,\, j}\, (\theta(x_i)_j - \mu_{cj})^2, \qquad
         F_k = \sum_b \lVert \nabla \ell_b \rVert^2
 
-    :math:`\mu_c` are the class means of features by the body that the client had after it last took part; who never did
-    aligns nothing. After training, :math:`F_k` sums over batches of the client's samples the squared length of the
-    gradient of their mean loss, in evaluation mode; it grows with the samples, and falls with the size of batches. A
-    client is evaluated by the model that it trained last, which stays with it.
+    :math:`\mu_c` are the class means of features by the client's last trained feature extractor; in a client's first
+    round nothing is aligned. After training, :math:`F_k` is the sum over batches of the squared length of the
+    gradient of the batch's mean loss, in evaluation mode; it grows with the number of samples, and falls with the batch
+    size. A client is evaluated by its last trained model, which stays with it.
 
-    The alignment runs in evaluation mode, as in the official code from its second round on: BatchNorm's running
-    statistics, by which :math:`\mu_c` were computed, are used and stand still.
+    The alignment runs in evaluation mode, as in the official code from its second round on: it uses BatchNorm's running
+    statistics, which also gave :math:`\mu_c`, and doesn't update them.
 
-    The official code aligns the server's own model in place, client after client: each begins with a body that is
-    already aligned with the clients before it, and the order of clients counts. Here each aligns a copy of what the
-    server sent, as the paper has it. There all clients compute :math:`F_k` in each round, and batches are shuffled and
-    whole; FL-bench aligns means of batches. The settings behind the paper's tables could not be verified.
+    The official code aligns the server's own model in place, client after client: each begins with a feature extractor
+    that is already aligned with the clients before it, and the order of clients matters. Here each client aligns a copy
+    of the server's model, as in the paper. In the official code all clients compute :math:`F_k` in each round, over
+    shuffled batches without a smaller last one; FL-bench aligns means of batches. The settings behind the paper's
+    tables could not be verified.
     Source: Yang, Huang and Ye, 2024 (https://github.com/xiyuanyang45/FedAS).
 
     Args:
         align_epochs: passes of the alignment, at least 0; 0 leaves it out.
-        align_lr: its learning rate, of plain SGD, at least 0.
-        align_batch_size: samples of its batches, at least 1.
-        fisher_batch_size: samples of the batches of :math:`F_k`, at least 1.
+        align_lr: learning rate of the alignment, with plain SGD, at least 0.
+        align_batch_size: samples a batch of the alignment, at least 1.
+        fisher_batch_size: samples a batch for :math:`F_k`, at least 1.
         **kwargs: the arguments of `FedAvg`.
 
     Raises:
@@ -81,21 +82,24 @@ class FedAS(PersonalNet, FedPer):
         self.align_epochs, self.align_lr = align_epochs, align_lr
         self.align_batch_size, self.fisher_batch_size = align_batch_size, fisher_batch_size
         self.make_personal(self.net)
+        # a copy to evaluate and to align with, which no phase trains
         self.personal.requires_grad_(False)
         self.aims = ClassVectors(self.num_classes, feature_size(self.net))  # mu_c
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Take the body, and before training the class means to align it with."""
+        """Load the feature extractor, and before training compute the class means for the alignment."""
         super().on_download(payload, data)
         if not self.training_follows:
             return
+        # in its first round a client has no last model: no class has an aim, and the alignment adds nothing
         known = data is not None and bool(self.has_personal) and len(data.train) > 0
         self.aims.take(
             class_means(self.personal.features, data.train, data.classes, self.num_classes) if known and data else {}
         )
 
     def local_phases(self) -> list[Phase]:
-        """The alignment of the body, then training of all."""
+        """Align the feature extractor, then train everything."""
+        # not the personal copy, which is in the module too
         train = Phase("train", lambda name: name.startswith("net."))
         if not self.align_epochs:
             return [train]
@@ -109,7 +113,7 @@ class FedAS(PersonalNet, FedPer):
         return [align, train]
 
     def local_optimizer(self, phase: Phase, parameters: list[nn.Parameter]) -> Optimizer:
-        """The configured one, and plain SGD for the alignment."""
+        """Return the configured optimizer, or plain SGD for the alignment."""
         return (
             SGD(parameters, lr=self.align_lr) if phase.name == "align" else super().local_optimizer(phase, parameters)
         )
@@ -119,52 +123,60 @@ class FedAS(PersonalNet, FedPer):
         if self.phase.name != "align":
             return super().training_step(batch, batch_idx)
         x, target = batch
+        # running statistics are used and stand still; engines have the net in training mode here
         with kept_modes(self.net.features):
             self.net.features.eval()
             h = self.net.features(x)
         squares = (h - self.aims(target, default=h.detach())).square().mean(1)
+        # each class counts the same, however many samples of the batch it has
         counts = F.one_hot(target, self.num_classes).sum(0)
         return {"loss": (squares / counts[target]).sum()}
 
     def upload(self, data: ClientData) -> Message:
-        """The body and the slope of the loss; keeps the model."""
+        """Return the feature extractor and the slope of the loss; keep the trained model."""
         if self.steps_done:
             copy_net(self, "personal")
         return super().upload(data) | {"fisher": self.slope(data.train)}
 
     def slope(self, part: Samples) -> Tensor:
-        """F_k of some samples."""
+        """Return :math:`F_k` of some samples.
+
+        Args:
+            part: the samples.
+        """
 
         def objective(weights: StateDict, x: Any, y: Any) -> Tensor:
             return self.task.loss(functional_call(self.net, weights, (x,)), y)
 
         weights = {name: parameter.detach() for name, parameter in trained_parameters(self, "net").items()}
+        # float64, since thousands of squares of very different size are added
         total = torch.zeros((), dtype=torch.float64)
         for x, y in part.chunks(self.fisher_batch_size):
             total += sum(float(g.double().square().sum()) for g in grad(objective)(weights, x, y).values())
         return total
 
     def configure_aggregator(self) -> Aggregator:
-        """FedAS' server."""
+        """Return FedAS' server."""
         return FisherAverage()
 
 
 class FisherAverage(WeightedAverage):
-    r"""Averages bodies by the slopes of their clients' losses, :math:`\theta \leftarrow \sum F_k \theta_k / \sum F_k`.
+    r"""Averages feature extractors by the clients' slopes, :math:`\theta \leftarrow \sum F_k \theta_k / \sum F_k`.
 
-    Where all slopes are 0 it is `WeightedAverage`. Slopes span orders of magnitude: the largest share is logged.
+    If all slopes are 0 it is `WeightedAverage`. Slopes span orders of magnitude: the largest share is logged.
     Source: Yang, Huang and Ye, 2024 (https://github.com/xiyuanyang45/FedAS). Takes the arguments of `WeightedAverage`.
     """
 
     needs = WeightedAverage.needs | {"fisher"}
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Moves the global body."""
+        """Average by the slopes; log the largest weight."""
         if not updates:
             return {}
         slopes = {client: float(update["fisher"]) for client, update in updates.items()}
         total = sum(slopes.values())
         plain = client_weights(updates, self.weighting)
+        # slopes of 0 throughout would divide by 0
         shares = {client: slope / total for client, slope in slopes.items()} if total > 0 else plain
         self.average(updates, shares)
         return {"max_share": max(shares.values())}

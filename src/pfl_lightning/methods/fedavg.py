@@ -1,13 +1,13 @@
-"""FedAvg: everything is shared, and the server averages it."""
+"""FedAvg: clients share the whole model, and the server averages."""
 
 from pfl_lightning.aggregators import Aggregator, WeightedAverage
 from pfl_lightning.client import ClientModule
 
 
 class FedAvg(ClientModule):
-    """Federated averaging's client: receives the global model, trains all of it, sends all of it back.
+    """Receives the global model, trains every parameter, and sends all of the model back.
 
-    Methods that add something to it subclass it: a term in `loss`, phases of training, entries that stay personal.
+    Methods that add to it subclass it: a term in `loss`, phases of training, personal entries.
     Source: McMahan et al., 2017 (https://arxiv.org/abs/1602.05629).
     """
 
@@ -15,5 +15,5 @@ class FedAvg(ClientModule):
     example_level = True
 
     def configure_aggregator(self) -> Aggregator:
-        """The mean of the clients' models, weighted by their training samples."""
+        """Return the mean of the clients' models, weighted by their numbers of training samples."""
         return WeightedAverage()

@@ -1,4 +1,4 @@
-"""FedAWA: averaging with weights that the server fits to the clients' updates.
+"""FedAWA: the server fits the client weights of the average to the clients' updates.
 
 Source: FedAWA, CVPR 2025 (https://arxiv.org/abs/2503.15842). Symbols: theta_g the global model, theta_k the upload of
 client k, tau_k = theta_k - theta_g its client vector, T the logits, lambda = softmax(T) the weights, K participants.
@@ -19,18 +19,18 @@ from pfl_lightning.methods.feddisco import disco_shares
 from pfl_lightning.methods.server_optimizer import server_optimizer
 
 Init: TypeAlias = Literal["log_size", "raw_size", "uniform", "disco"]
-"""What a client's logit is when it first takes part."""
+"""Initial logit of a client."""
 RegTerm: TypeAlias = Literal["aggregate", "per_client"]
-"""What is held near the global model: the mean of the uploads, or on the mean each of them."""
+"""Object of the second term: the mean of the uploads, or on average each upload."""
 
 ROUNDING = 1e-13
-"""Squared norms that are smaller than this part of what they are the difference of count as 0."""
+"""A difference of squared norms counts as 0 below this share of its terms."""
 SMALLEST_SHARE = 1e-6
-"""What a share of 0 counts as where its logarithm is needed."""
+"""Replacement of a share of 0 in a logarithm."""
 
 
 class FedAWA(WeightedAverage):
-    r"""Adaptive weight aggregation: the weights of the average are learned from the client vectors, without data.
+    r"""Adaptive weight aggregation: learns the weights of the average from the client vectors, without data.
 
     .. math::
 
@@ -40,25 +40,25 @@ class FedAWA(WeightedAverage):
         + 1 - \cos\Bigl(\sum_k \lambda_k \theta_k, \theta_g\Bigr), \qquad
         \tau_g = \sum_k \lambda_k \tau_k
 
-    over the clients of the round. The logits T stay with the server, by client; each round takes ``server_steps`` on
-    those of its participants, with a new optimizer, so that one step of Adam moves each by its learning rate, up or
-    down. Norms are over parameters; buffers are averaged alike. Every one-hot :math:`\lambda` makes the first term 0:
-    a long optimisation ends with one client's model, and few steps a round are the method.
+    over the clients of the round. The server keeps the logits T by client; each round takes ``server_steps`` on the
+    logits of its clients, with a new optimizer, so that one step of Adam moves each logit by its learning rate, up or
+    down. Norms are over parameters; buffers are averaged with the same weights. Every one-hot :math:`\lambda` makes the
+    first term 0: a long optimisation ends with one client's model, and the method is a few steps a round.
 
-    The objective is the paper's. The optimizer, its one step a round, and that logits live on are the released code's:
-    we know of no word of the paper on them. That logits begin with the samples' shares (``log_size``), and that the
-    average takes the weights after the step (``post``), are choices of ours, where the code's own look like slips:
-    nearly equal weights whatever the sizes, and weights that are a round old.
+    The objective is the paper's. The optimizer, its one step a round, and the lifetime of the logits are the released
+    code's: we know of no word of the paper on them. Two choices are ours, where the code's own look like slips: logits
+    begin with the samples' shares (``log_size``) instead of nearly equal weights whatever the sizes, and the average
+    takes the weights after the step (``post``) instead of weights from the round before.
     Source: FedAWA, CVPR 2025 (https://arxiv.org/abs/2503.15842).
 
     Args:
         preset: sets ``init``, ``reg_term`` and ``apply`` where they are None: ``paper`` to ``log_size``, ``aggregate``
             and ``post``, of which ``reg_term`` is the paper's and the others are ours; ``official`` to the released
             code's ``raw_size``, ``per_client`` and ``pre``.
-        init: a client's logit when it first takes part: ``log_size``, the logarithm of its number of samples, with
-            which the weights begin as `WeightedAverage`'s; ``raw_size``, its share of the samples of the round, with
-            which they begin nearly equal; ``uniform``, 0; ``disco``, the logarithm of its weight in `FedDisco` with
-            the defaults, where a weight below 1e-6 counts as that.
+        init: a client's initial logit: ``log_size``, the logarithm of its number of samples, with which the weights
+            begin as `WeightedAverage`'s; ``raw_size``, its share of the samples of the round, with which they begin
+            nearly equal; ``uniform``, 0; ``disco``, the logarithm of its weight in `FedDisco` with the defaults, at
+            least 1e-6.
         reg_term: the second term: ``aggregate`` as above, or ``per_client``,
             :math:`\sum_k \lambda_k (1 - \cos(\theta_k, \theta_g))`.
         apply: whether the average takes the weights of ``post``, after the last step, or of ``pre``, before it.
@@ -90,6 +90,7 @@ class FedAWA(WeightedAverage):
             raise MisconfigurationException(f"aggregator.server_steps={server_steps} must be 0 or more, such as 1.")
         if not 0 < gamma < math.inf:
             raise MisconfigurationException(f"aggregator.gamma={gamma} must be above 0 and finite; 1 gives a mean.")
+        # the preset fills in what isn't set; a setting given by the user wins
         official = preset == "official"
         self.init = init or ("raw_size" if official else "log_size")
         self.reg_term = reg_term or ("per_client" if official else "aggregate")
@@ -102,7 +103,7 @@ class FedAWA(WeightedAverage):
             self.needs = self.needs | {"class_counts"}
 
     def setup(self, server: Server) -> None:
-        """Starts from the common initial model, without logits."""
+        """Start from the common initial model, without logits."""
         super().setup(server)
         shared = server.weights
         self.parameters = set(server.parameter_names())
@@ -117,17 +118,24 @@ class FedAWA(WeightedAverage):
         self.state["logits"] = {}
 
     def grouping(self, shared: StateDict) -> dict[str, list[str]]:
-        """Names of shared entries by group; a group has weights of its own. Here it is the whole model."""
+        """Return the names of shared entries by group; here the whole model is one group.
+
+        Args:
+            shared: the shared entries, by name.
+        """
         return {"model": list(shared)}
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Fits the weights and averages; tells both terms at the weights that it took, and the largest weight."""
+        """Fit the weights and average; log both terms at the used weights, and the largest weight."""
         if not updates:
             return {}
+        # inner products once, so that no step touches the models
         grams, known = self.grams(updates), self.state["logits"]
+        # a client's first logit may depend on the whole round, as by `raw_size`
         if new := [client for client in updates if client not in known]:
             first = self.first_logits(updates)
             known |= {client: torch.full_like(self.sizes, first[client]) for client in new}
+        # [G, K], a leaf: the optimizer sees this round's clients alone
         logits = torch.stack([known[client] for client in updates], 1).requires_grad_()
         weights = logits.softmax(1)
         optimizer = self.optimizer([logits])
@@ -138,11 +146,12 @@ class FedAWA(WeightedAverage):
             optimizer.step()
         logits = logits.detach()
         weights = logits.softmax(1) if self.apply == "post" else weights.detach()
-        # copies, since a checkpoint would store all of the round's with a view of one client's
+        # copies: a checkpoint would store a row's view together with all other rows of the round
         known |= {client: own.clone() for client, own in zip(updates, logits.T, strict=True)}
         self.mix(updates, self.gamma * weights)
         sim, reg = self.objective(weights, grams)
         largest = float(weights.max())
+        # a collapse to one client is the objective's minimum, and no error of the optimizer
         if len(updates) > 1 and largest > 0.9:
             rank_zero_warn(
                 f"round {round + 1}: one client has {largest:.2f} of the weight; FedAWA's objective is least where one "
@@ -151,21 +160,26 @@ class FedAWA(WeightedAverage):
         return {"sim": float(sim.sum()), "reg": float(reg.sum()), "max_weight": largest}
 
     def first_logits(self, updates: Updates) -> dict[int, float]:
-        """The logits of clients that take part for the first time; also of the others, for which they are of no use."""
+        """Return initial logits for the round's clients, known ones included.
+
+        Args:
+            updates: updates by client id.
+        """
         if self.init == "uniform":
             return dict.fromkeys(updates, 0.0)
         if self.init == "log_size":
             return {client: math.log(update["num_samples"]) for client, update in updates.items()}
         if self.init == "raw_size":
             return client_weights(updates, "samples")
+        # FedDisco's own defaults
         shares = disco_shares(updates, a=0.5, b=0.1, metric="kl")
         return {client: math.log(max(share, SMALLEST_SHARE)) for client, share in shares.items()}
 
     def grams(self, updates: Updates) -> Tensor:
-        r"""Inner products of :math:`\tau_1, \ldots, \tau_K, \theta_g` in float64, all that the objective depends on.
+        r"""Return inner products of :math:`\tau_1, \ldots, \tau_K, \theta_g` in float64, which determine the objective.
 
         Args:
-            updates: by client id.
+            updates: updates by client id.
 
         Returns:
             One matrix a group, ``[G, K + 1, K + 1]``.
@@ -175,11 +189,10 @@ class FedAWA(WeightedAverage):
         return torch.stack([inner_products(models, names, self.state["weights"]) for names in groups])
 
     def objective(self, weights: Tensor, grams: Tensor) -> tuple[Tensor, Tensor]:
-        r"""Both terms, a value a group.
+        r"""Return both terms, one value a group.
 
-        With :math:`A_{jk} = \langle\tau_j, \tau_k\rangle`, the first is of
-        :math:`\lVert\tau_k - \tau_g\rVert^2 = A_{kk} - 2 (A\lambda)_k + \lambda^\top A \lambda`; no step needs the
-        vectors themselves.
+        With :math:`A_{jk} = \langle\tau_j, \tau_k\rangle`, the first is of :math:`\lVert\tau_k - \tau_g\rVert^2 =
+        A_{kk} - 2 (A\lambda)_k + \lambda^\top A \lambda`; no step needs the vectors themselves.
 
         Args:
             weights: lambda, ``[G, K]``.
@@ -195,13 +208,13 @@ class FedAWA(WeightedAverage):
         gaps = root(squares - 2 * with_mean + square_of_mean, squares + square_of_mean)
         sim = (weights * gaps).sum(1)
         if self.reg_term == "aggregate":
-            # sum lambda_k theta_k = theta_g + tau_g
+            # the mean of the uploads is sum lambda_k theta_k = theta_g + tau_g
             distance = self.distance(square_of_mean, (weights * along).sum(1, keepdim=True), size)[:, 0]
             return sim, distance
         return sim, (weights * self.distance(squares, along, size)).sum(1)
 
     def distance(self, square: Tensor, along: Tensor, size: Tensor) -> Tensor:
-        r"""Distance of :math:`\theta_g + \tau` from :math:`\theta_g`.
+        r"""Return the distance of :math:`\theta_g + \tau` from :math:`\theta_g`.
 
         Args:
             square: :math:`\lVert\tau\rVert^2`, a row a group.
@@ -210,21 +223,26 @@ class FedAWA(WeightedAverage):
         """
         if self.reg_distance == "euclidean":
             return square / self.sizes[:, None]
-        # as torch's cosine: a zero norm gives the cosine 0
+        # as PyTorch's cosine: a zero norm gives the cosine 0
         norms = root(size + 2 * along + square, size + square).clamp_min(1e-8) * size.sqrt().clamp_min(1e-8)
         return 1 - (size + along) / norms
 
     def mix(self, updates: Updates, weights: Tensor) -> None:
-        """Makes the uploads' mean the global model.
+        """Make the weighted mean of the uploads the global model.
 
         Args:
-            updates: by client id.
+            updates: updates by client id.
             weights: gamma times lambda, ``[G, K]``, in the order of the updates.
         """
         self.average(updates, dict(zip(updates, weights[0].tolist(), strict=True)))
 
 
 def root(squares: Tensor, scale: Tensor) -> Tensor:
-    """Square root with the gradient 0 at 0, where 0 is what rounding leaves of a difference of terms of this scale."""
+    """Return the square root, with value and gradient 0 where a difference is only rounding.
+
+    Args:
+        squares: differences of squared norms.
+        scale: sum of the terms of each difference.
+    """
     positive = squares > ROUNDING * scale
     return torch.where(positive, squares, 1.0).sqrt() * positive

@@ -1,4 +1,4 @@
-"""FedBABU: a body trained under a classifier that nobody touches until the model is used."""
+"""FedBABU: a feature extractor trained under a random classifier."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ from pfl_lightning.methods.fedper import FedPer
 
 
 class FedBABU(FedPer):
-    """Only the body is trained and averaged; the classifier keeps its random start until each client tunes the model.
+    """Trains and averages the feature extractor alone; the classifier stays random until fine-tuning.
 
-    The fine-tuning is part of the evaluation: of all layers, by the local optimizer at the round's learning rate, and
-    on a copy. What counts as the classifier is the net's choice (``head: last | all_fc``).
-    Source: Oh, Kim and Yun, 2022, Algorithm 1 (https://arxiv.org/abs/2106.06042). The official code averages bodies
-    with equal weights, here they count by their clients' samples.
+    The fine-tuning is a part of evaluation: of all layers, with the local optimizer at the round's learning rate, on a
+    copy. The net decides which layers are the classifier (``head: last | all_fc``).
+    Source: Oh, Kim and Yun, 2022, Algorithm 1 (https://arxiv.org/abs/2106.06042). The official code averages feature
+    extractors with equal weights; here they count by their clients' samples.
 
     Args:
-        finetune_epochs: passes over a client's training data before it is evaluated; 0 evaluates without.
+        finetune_epochs: passes over a client's training data before its evaluation; 0 evaluates without.
         **kwargs: the arguments of `FedAvg`.
 
     Raises:
@@ -36,13 +36,14 @@ class FedBABU(FedPer):
         self.finetune_epochs = finetune_epochs
 
     def local_phases(self) -> list[Phase]:
-        """One that trains what travels."""
+        """Train the shared parameters alone."""
+        # whatever travels is trained, also where a subclass shares more or less
         return [Phase("body", trains=self.is_shared)]
 
     def evaluation_phases(self) -> list[Phase]:
-        """Fine-tuning of everything."""
+        """Fine-tune all parameters."""
         return [Phase("finetune", epochs=self.finetune_epochs)] if self.finetune_epochs else []
 
     def joining_phases(self) -> list[Phase]:
-        """As long a fine-tuning, of the classifier alone."""
+        """Fine-tune the classifier alone, for the same number of epochs."""
         return [Phase("head", in_classifier, self.finetune_epochs)] if self.finetune_epochs else []

@@ -9,13 +9,13 @@ from pfl_lightning.methods.fedavg import FedAvg
 
 
 class FedBN(FedAvg):
-    """All is averaged but BatchNorm layers, whose parameters and statistics never leave their client.
+    """Averages all layers but BatchNorm; the parameters and running statistics of BatchNorm stay with each client.
 
-    Layers are told by their type, whatever their name; a net without any gives a warning, as this is `FedAvg` then. A
-    client that hasn't taken part yet has the common initial layers; what the paper gives it could not be verified.
-    Clients count by their samples; in the official code, of five domains of one size each, they count equally
-    (``aggregator.weighting: uniform``).
-    Source: Li et al., 2021 (https://arxiv.org/abs/2102.07623). Takes the arguments of `FedAvg`.
+    Layers are recognised by type. A net without BatchNorm gives a warning, as the method then is `FedAvg`. A client has
+    the common initial layers until it takes part; the paper's choice for such a client could not be verified. Clients
+    count by their samples; in the official code, on five domains of equal size, they count equally
+    (``aggregator.weighting: uniform``). Source: Li et al., 2021 (https://arxiv.org/abs/2102.07623). Takes the arguments
+    of `FedAvg`.
     """
 
     client_level = True
@@ -23,11 +23,12 @@ class FedBN(FedAvg):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        # by type and not by name: in a Sequential, a layer's name is a number
         layers = [(name, layer) for name, layer in self.net.named_modules() if isinstance(layer, _BatchNorm)]
         self.normalising = frozenset(f"net.{name}.{own}" for name, layer in layers for own in layer.state_dict())
         if not layers:
             rank_zero_warn(f"model.net={type(self.net).__name__} has no BatchNorm layer, so that FedBN is FedAvg.")
 
     def is_shared(self, name: str) -> bool:
-        """Everything but BatchNorm layers."""
+        """Share everything but BatchNorm layers."""
         return super().is_shared(name) and name not in self.normalising

@@ -1,7 +1,7 @@
-r"""FedCAC: parameters that a client's data depend on are averaged over clients that depend on the same ones.
+"""FedCAC: critical parameters are averaged over similar clients, all other parameters over all.
 
-Source: Wu et al., 2023 (https://arxiv.org/abs/2309.11103). Symbols: :math:`x_k` is what client k received, :math:`y_k`
-its model after training, :math:`M_k` the mask of its critical parameters, t the round, from 1 on.
+Source: Wu et al., 2023 (https://arxiv.org/abs/2309.11103). Symbols: :math:`x_k` is client k's received model,
+:math:`y_k` its model after training, :math:`M_k` the mask of its critical parameters, t the round, from 1 on.
 """
 
 from typing import Any
@@ -19,11 +19,11 @@ from pfl_lightning.methods.frozen import Frozen
 
 
 class FedCAC(FedAvg):
-    r"""Trains as `FedAvg`, and tells which of its parameters are critical.
+    r"""Trains as `FedAvg`, and sends a mask of the critical parameters.
 
-    These are the :math:`\lfloor \tau n \rfloor` of the n entries of each tensor with the largest
-    :math:`\lvert (y_k - x_k)\, y_k \rvert`; entries that didn't move are none of them, and equal ones at the margin all
-    are. A mask takes a bit for each parameter.
+    These are the :math:`\lfloor \tau n \rfloor` of a tensor's n entries with the largest :math:`\lvert (y_k - x_k)\,
+    y_k \rvert`; entries that didn't move aren't critical, and ties at the margin all are. A mask takes one bit a
+    parameter.
     Source: Wu et al., 2023 (https://arxiv.org/abs/2309.11103), whose official code (Fling) has the defaults for
     CIFAR-10.
 
@@ -45,29 +45,29 @@ class FedCAC(FedAvg):
         self.received = Frozen(self.learnable().items())  # x_k
 
     def learnable(self) -> StateDict:
-        """Return the parameters that are trained and travel, by all of their names."""
+        """Return the trained and shared parameters, a tied one under each name."""
         trained = {id(parameter) for parameter in trained_parameters(self, "net").values()}
         named = self.named_parameters(remove_duplicate=False)
         return {name: p for name, p in named if id(p) in trained and self.is_shared(name)}
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Remembers the received model."""
+        """Load the model, and copy the received parameters."""
         super().on_download(payload, data)
         self.received.take(self.learnable().items())
 
     def upload(self, data: ClientData) -> Message:
-        """The model, and the mask of its critical parameters."""
+        """Return the model, and the mask of critical parameters."""
         y, x = self.learnable(), self.received.tensors()
         masks = {name: packed(critical(((y[name] - x[name]) * y[name]).abs(), self.tau)) for name in y}
         return super().upload(data) | {"critical": masks}
 
     def configure_aggregator(self) -> Aggregator:
-        """FedCAC's server."""
+        """Return FedCAC's server."""
         return CriticalAverage()
 
 
 class CriticalAverage(WeightedAverage):
-    r"""Sends each client the mean of all, but for its critical parameters, which are of those that it is like.
+    r"""Sends each client the mean of all models, with critical parameters averaged over similar clients.
 
     .. math::
 
@@ -75,14 +75,14 @@ class CriticalAverage(WeightedAverage):
         C_k = \{k\} \cup \{j: O_{kj} \ge \bar O + \tfrac{t}{\beta} (O_{max} - \bar O)\}, \qquad
         x_k \leftarrow M_k \odot \frac{1}{|C_k|} \sum_{j \in C_k} y_j + (1 - M_k) \odot \sum_j p_j y_j
 
-    over the clients of the round; mean and maximum are of all pairs of different clients. After :math:`\beta` rounds
-    critical parameters are the client's own alone. Clients that stayed away keep their mask and what was averaged for
-    it, and get the new mean around it; who has never taken part gets the mean. Whether the paper counts rounds from 0
-    or 1, and what it does with who stayed away, could not be verified.
+    over the clients of the round; mean and maximum are over all pairs of different clients. After :math:`\beta` rounds
+    critical parameters are the client's own alone. Absent clients keep their mask and its last average, and get the new
+    mean around it; a client that never took part gets the mean. Whether the paper counts rounds from 0 or 1, and how it
+    treats absent clients, could not be verified.
     Source: Wu et al., 2023 (https://arxiv.org/abs/2309.11103).
 
     Args:
-        beta: :math:`\beta`, the rounds of collaboration, above 0.
+        beta: :math:`\beta`, the number of rounds of collaboration, above 0.
         **kwargs: the arguments of `WeightedAverage`.
 
     Raises:
@@ -98,32 +98,34 @@ class CriticalAverage(WeightedAverage):
         self.beta = beta
 
     def setup(self, server: Server) -> None:
-        """Starts from the common initial model, without masks."""
+        """Start from the common initial model, without masks."""
         super().setup(server)
         self.state |= {"critical": {}, "own": {}}
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Averages over all, and over those that are alike; logs the mean overlap and how many are together."""
+        """Average over all and over similar clients; log the mean overlap, and the mean number of similar clients."""
         if not updates:
             return {}
         super().aggregate(updates, round)
         overlap = overlaps([update["critical"] for update in updates.values()])
+        # without the diagonal: a client overlaps fully with itself
         pairs = overlap[~torch.eye(len(updates), dtype=torch.bool)]
         middle, largest = (float(pairs.mean()), float(pairs.max())) if len(pairs) else (0.0, 0.0)
         reached = (round + 1) / self.beta
-        # in a form in which the largest is reached bit for bit
+        # in this form the threshold at t = beta is the maximum bit for bit
         threshold = (1 - reached) * middle + reached * largest
         together = 0
         for row, (client, update) in enumerate(updates.items()):
             alike = {k: u for j, (k, u) in enumerate(updates.items()) if k == client or overlap[row, j] >= threshold}
             mean = mean_model(alike, dict.fromkeys(alike, 1 / len(alike)))
+            # kept whole, also outside the mask: `download` picks the critical entries
             self.state["own"][client] = {name: mean[name] for name in update["critical"]}
             self.state["critical"][client] = update["critical"]
             together += len(alike)
         return {"overlap": middle, "together": together / len(updates)}
 
     def download(self, client: int) -> Message:
-        """The mean of all, with the client's critical parameters."""
+        """Return the mean of all, with the client's critical parameters."""
         weights = dict(self.state["weights"])
         for name, own in self.state["own"].get(client, {}).items():
             mask = unpacked(self.state["critical"][client][name], own.numel()).reshape(own.shape)
@@ -132,27 +134,30 @@ class CriticalAverage(WeightedAverage):
 
 
 def critical(sensitivity: Tensor, share: float) -> Tensor:
-    """The mask of the entries of a tensor that are largest.
+    """Return the mask of a tensor's largest entries.
 
     >>> critical(torch.tensor([3.0, 0.0, 2.0, 1.0]), 0.5), critical(torch.tensor([3.0, 0.0]), 1.0)
     (tensor([ True, False,  True, False]), tensor([ True, False]))
 
     Args:
-        sensitivity: of any shape, at least 0; zeros are never among them.
-        share: how many of them, in [0, 1], rounded down.
+        sensitivity: of any shape, at least 0; zeros are never in the mask.
+        share: share of the entries in the mask, in [0, 1], rounded down.
     """
     count = int(share * sensitivity.numel())
     if not count:
         return torch.zeros_like(sensitivity, dtype=torch.bool)
+    # the smallest of the largest; all entries at least as large are critical, ties included
     margin = sensitivity.flatten().topk(count).values[-1]
     return (sensitivity >= margin) & (sensitivity > 0)
 
 
 def overlaps(masks: list[dict[str, Tensor]]) -> Tensor:
-    r"""The overlap of each client's mask with each, :math:`1 - \lVert M_k - M_j \rVert_1 / (2 \lVert M_k \rVert_1)`.
+    r"""Return the overlap of each client's mask with each.
+
+    .. math:: 1 - \lVert M_k - M_j \rVert_1 / (2 \lVert M_k \rVert_1)
 
     Args:
-        masks: packed, by name; K of them, at least one. One that is empty has the overlap 0 with all.
+        masks: K packed masks, by name, at least one. An empty mask has the overlap 0 with all.
 
     Returns:
         ``[K, K]`` in float64, 1 on the diagonal of masks that aren't empty.
@@ -160,18 +165,23 @@ def overlaps(masks: list[dict[str, Tensor]]) -> Tensor:
     bits = [{name: unpacked(mask, 8 * len(mask)) for name, mask in named.items()} for named in masks]
     both = inner_products(bits, list(masks[0]))
     sizes = both.diagonal()
+    # |M_k - M_j|_1 = |M_k| + |M_j| - 2 <M_k, M_j> for masks of 0 and 1
     differing = sizes[:, None] + sizes - 2 * both
     return torch.where(sizes[:, None] > 0, 1 - differing / (2 * sizes[:, None].clamp_min(1)), 0.0)
 
 
 def packed(mask: Tensor) -> Tensor:
-    """A mask of any shape as bits, eight in a byte ``[ceil(n / 8)]``; `unpacked` is its inverse."""
+    """Return a mask as bits, eight in a byte ``[ceil(n / 8)]``; `unpacked` is the inverse.
+
+    Args:
+        mask: n booleans, of any shape.
+    """
     flat = torch.nn.functional.pad(mask.flatten().to(torch.uint8), (0, -mask.numel() % 8))
     return (flat.reshape(-1, 8) << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(1).to(torch.uint8)
 
 
 def unpacked(bits: Tensor, size: int) -> Tensor:
-    """The first n entries of a packed mask, flat.
+    """Return the first n entries of a packed mask, flat.
 
     >>> unpacked(packed(torch.tensor([[True, False, True]])), 3)
     tensor([ True, False,  True])

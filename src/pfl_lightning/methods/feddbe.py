@@ -1,4 +1,4 @@
-r"""FedDBE: the bias of a client's features in a vector of its own, and their mean held at everybody's.
+r"""FedDBE: a trained bias vector for each client's features, and a regulariser on the mean of the features.
 
 Source: Zhang et al., 2023 (https://arxiv.org/abs/2311.14975). Symbols: h are features of d units, :math:`\bar z_k` the
 client's bias, r the running mean of its features in a round, :math:`\bar g` the consensus.
@@ -20,23 +20,24 @@ from pfl_lightning.nets import feature_size
 
 
 class FedDBE(FedAvg):
-    r"""Adds a trained bias to the features that its classifier takes, and holds their mean near the consensus.
+    r"""Adds a trained bias to the classifier's input, and holds the mean of the features near the consensus.
 
     .. math::
 
         L = \mathrm{CE}(\phi(h + \bar z_k)) + \frac{\kappa}{2}\,\mathrm{mean}_j\,(r_j - \bar g_j)^2, \qquad
         r \leftarrow (1 - \mu)\,r + \mu\,\mathrm{mean}_i\,h_i
 
-    r starts a round at 0 and lets the gradient through the batch alone, so that with :math:`\mu < 1` it is short of its
-    mass at first, and the gradient is :math:`\mu` times as large, as in the official code; an unbiased mean is left
-    out. The bias stays with its client and starts at 0. A client is evaluated with its bias and the received model.
+    r is 0 at the start of a round, and only the current batch receives a gradient. With :math:`\mu < 1`, r is therefore
+    too small at first, and the gradient is :math:`\mu` times as large, as in the official code; an unbiased mean is
+    left out. The bias stays with its client and starts at 0. A client is evaluated with its bias and the received
+    model.
 
-    The first round is not one of learning: its clients train without bias and regulariser, and report r, whose mean by
-    samples is the consensus; their models are thrown away. In the paper and its official code all clients report then,
-    and the consensus is fixed for the whole run, as it is here where all take part. Where some stay away, a client
-    reports in the first round that it takes part in: it trains without bias and regulariser there too, which would hold
-    its features at the others' mean, and the consensus becomes the mean over all who have reported. Its model counts,
-    as no more rounds shall be lost. A client that joins when the federation is over reports nothing.
+    The first round trains nothing that lasts: its clients train without bias and regulariser and report r, whose mean
+    by samples is the consensus; their models are discarded. In the paper and its official code all clients report then,
+    and the consensus is fixed for the whole run, as it is here if all take part. With fewer clients a round, a client
+    reports in the first round in which it takes part: it trains without bias and regulariser there too, since the
+    regulariser would hold its features at the other clients' mean, and the consensus becomes the mean over all reports
+    so far. Its model counts, so that no more rounds are lost. A client that joins after the run reports nothing.
     Source: Zhang et al., 2023 (https://arxiv.org/abs/2311.14975).
 
     Args:
@@ -69,48 +70,50 @@ class FedDBE(FedAvg):
         self.bias = nn.Parameter(zeros.clone())
         for name in ("running", "consensus"):
             self.register_buffer(name, zeros.clone(), persistent=False)
-        # 1 where there is a consensus; in the round before it 0 takes bias and regulariser out
+        # 1 with a consensus, 0 in the round before it: a factor that switches bias and regulariser without a branch
         self.register_buffer("reached", torch.tensor(0.0), persistent=False)
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Takes the consensus, if there is one."""
+        """Load the model, and the consensus if the server has one."""
         super().on_download(payload, data)
+        # r belongs to one round
         self.running.zero_()
         self.reached.fill_(float(bool(payload["consensus"])))
         if payload["consensus"]:
             self.consensus.copy_(payload["consensus"]["mean"])
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """The loss with the bias, and the regulariser."""
+        """Return the loss with the bias, plus the regulariser."""
         x, target = batch
         h = self.net.features(x)
         loss = self.loss(h, self.net.classifier(h + self.reached * self.bias), target)
         r = (1 - self.mu) * self.running + self.mu * h.mean(0)
+        # detached, so that the next batch's gradient stops at this batch
         self.running.copy_(r.detach())
         apart = 0.5 * self.reached * (r - self.consensus).square().mean()
         return {"loss": loss + self.kappa * apart, "apart": apart}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs with the client's bias."""
+        """Return outputs with the client's bias."""
         outputs: Tensor = self.net.classifier(self.net.features(x) + self.bias)
         return outputs
 
     def upload(self, data: ClientData) -> Message:
-        """Return the model, and the running mean of the features where the server lacks it, else zeros."""
+        """Return the model, and a report of the mean features; zeros after the first report."""
         return super().upload(data) | {"feature_mean": self.running * (1 - self.reached)}
 
     def configure_aggregator(self) -> Aggregator:
-        """FedDBE's server."""
+        """Return a server with a consensus of mean features."""
         return DomainConsensus()
 
 
 class DomainConsensus(WeightedAverage):
-    r"""Average the models, and keep the mean of the features that clients report when they first take part.
+    r"""Averages models, and keeps the consensus: the mean of the features in the clients' first reports.
 
     .. math:: \bar g = \sum_k p_k r_k
 
-    over all who have reported. The models of the first round don't count. Where a ``mean`` is given, models and
-    features go by it, and the server keeps each client's r, so that the rule sees all of them at each report.
+    over all reports so far. The models of the first round don't count. A rule given as ``mean`` applies to models and
+    features; the server then keeps each client's r, so that the rule sees all of them at each report.
     Source: Zhang et al., 2023 (https://arxiv.org/abs/2311.14975). Takes the arguments of `WeightedAverage`.
     """
 
@@ -124,11 +127,15 @@ class DomainConsensus(WeightedAverage):
         if self.mean is not None:
             check_models_alone(self.mean, self.name, "features")
         super().setup(server)
-        # reported: by how much each client counts in the consensus, by id
+        # reported: each client's weight in the consensus, by id
         self.state |= {"consensus": {}, "reported": {}, "reports": {}}
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Average the models unless it is the first round, and take the features of new clients into the consensus."""
+        """Average the models, except in the first round, and take new reports into the consensus.
+
+        Returns:
+            ``consensus_norm``, the consensus's length, in rounds with new reports.
+        """
         begun = bool(self.state["consensus"])
         logs = super().aggregate(updates, round) if begun or not updates else {}
         if new := {client: update for client, update in updates.items() if not self._has_reported(client)}:
@@ -137,14 +144,18 @@ class DomainConsensus(WeightedAverage):
         return logs
 
     def _has_reported(self, client: int) -> bool:
-        """Return whether the consensus has a client's features; it is fixed in checkpoints that don't know of whom."""
+        """Return True if the consensus includes a client's features.
+
+        Checkpoints of older versions have a fixed consensus, without the ids of its clients: all then count as
+        reported.
+        """
         return bool(self.state["consensus"]) and client in self.state.get("reported", (client,))
 
     def _take(self, new: Updates) -> None:
-        """Take features into the consensus.
+        """Take reports into the consensus.
 
         Args:
-            new: updates of clients who report for the first time, by id, at least one.
+            new: updates of clients with their first report, by id, at least one.
         """
         before = sum(self.state["reported"].values())
         counts = {c: float(update["num_samples"]) if self.weighting == "samples" else 1.0 for c, update in new.items()}
@@ -152,8 +163,10 @@ class DomainConsensus(WeightedAverage):
         if self.mean is None:
             p = client_weights(new, self.weighting)
             mean = torch.stack([p[client] * update["feature_mean"] for client, update in new.items()]).sum(0)
+            # a running mean, by the weights of all reports before and of the new ones
             if before:
                 share = sum(counts.values()) / (before + sum(counts.values()))
+                # the old mean moves by the new reports' share of all weights
                 mean = torch.lerp(self.state["consensus"]["mean"].to(mean), mean, share)
         else:
             self.state["reports"] |= {client: {"mean": update["feature_mean"]} for client, update in new.items()}
@@ -165,7 +178,7 @@ class DomainConsensus(WeightedAverage):
         self.state["consensus"] = {"mean": mean}
 
     def download(self, client: int) -> Message:
-        """Return the model, and the consensus for a client that it has the features of."""
+        """Return the model, and after the client's own report also the consensus."""
         return super().download(client) | {"consensus": self.state["consensus"] if self._has_reported(client) else {}}
 
     def welcome(self, client: int, update: Message | None) -> Message:

@@ -1,4 +1,4 @@
-"""FedDisco: averaging that weights a client by its samples and by how far its classes are from balance.
+"""FedDisco: averaging by numbers of samples and by the balance of the clients' classes.
 
 Source: Ye et al., 2023 (https://arxiv.org/abs/2305.19229). Symbols: p_k = n_k / sum n, q_k the class distribution of
 client k, u the uniform one, d_k the discrepancy between the two.
@@ -17,11 +17,11 @@ from pfl_lightning.aggregators import WeightedAverage, client_weights
 from pfl_lightning.messages import Updates
 
 Discrepancy: TypeAlias = Literal["kl", "cosine", "l1", "l2"]
-"""How far a class distribution is from the uniform one: KL divergence, 1 - cosine, or the norm of the difference."""
+"""Distance of a class distribution from the uniform one: KL divergence, 1 - cosine, or a norm of the difference."""
 
 
 class FedDisco(WeightedAverage):
-    r"""Discrepancy-aware averaging.
+    r"""Discrepancy-aware averaging: clients with balanced classes have larger weights.
 
     .. math::
 
@@ -29,13 +29,13 @@ class FedDisco(WeightedAverage):
         \lambda_k = \frac{\max(0,\; p_k - a\, d_k + b)}{\sum_m \max(0,\; p_m - a\, d_m + b)}
 
     over the clients of the round, where :math:`d_k` is the discrepancy between the client's class distribution and the
-    uniform one, divided by the sum over the clients (the official code does so for ``kl`` alone). Clients send how many
-    samples of each class they hold.
+    uniform one, divided by the sum over the clients (in the official code for ``kl`` alone). Clients send their numbers
+    of samples of each class.
     Source: Ye et al., 2023 (https://arxiv.org/abs/2305.19229).
 
     Args:
         a: weight of the discrepancy, at least 0; ``a`` and ``b`` of 0 are `WeightedAverage` bit for bit.
-        b: what is added to each client's share before negative ones are cut off.
+        b: added to each client's share before negative ones become 0.
         metric: the discrepancy.
 
     Raises:
@@ -54,7 +54,7 @@ class FedDisco(WeightedAverage):
         self.metric: Discrepancy = metric
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Averages, and tells how many clients got no weight."""
+        """Average; log the number of clients without weight."""
         if not updates:
             return {}
         shares = disco_shares(updates, self.a, self.b, self.metric)
@@ -63,9 +63,9 @@ class FedDisco(WeightedAverage):
 
 
 def disco_shares(updates: Updates, a: float, b: float, metric: Discrepancy) -> dict[int, float]:
-    r"""FedDisco's weight of each client, :math:`\lambda_k`; they sum to 1.
+    r"""Return FedDisco's weight of each client, :math:`\lambda_k`; the weights sum to 1.
 
-    A client that counted no sample gets 0. Where no client would get a weight, it is :math:`p_k`, with a warning.
+    A client without counted samples gets 0. If no client would get a weight, all get :math:`p_k`, with a warning.
 
     >>> counts = {0: [10, 10], 1: [6, 6], 2: [8, 0]}
     >>> updates = {k: {"num_samples": torch.tensor(sum(n)), "class_counts": torch.tensor(n)} for k, n in counts.items()}
@@ -73,19 +73,20 @@ def disco_shares(updates: Updates, a: float, b: float, metric: Discrepancy) -> d
     {0: 0.6, 1: 0.4, 2: 0.0}
 
     Args:
-        updates: by client id, each with ``num_samples`` and ``class_counts`` ``[num_classes]``.
+        updates: updates by client id, each with ``num_samples`` and ``class_counts`` ``[num_classes]``.
         a: weight of the discrepancy.
-        b: what is added to each client's share.
+        b: added to each client's share.
         metric: the discrepancy.
     """
     none = dict.fromkeys(updates, 0.0)
+    # a client with no counted sample has no distribution
     counted = {client: update for client, update in updates.items() if update["class_counts"].any()}
     if counted:
         counts = torch.stack([update["class_counts"] for update in counted.values()]).double()
         n = torch.stack([update["num_samples"] for update in counted.values()]).double()
         d = discrepancies(counts / counts.sum(1, keepdim=True), metric)
         d = d / d.sum().clamp_min(torch.finfo(d.dtype).tiny)
-        # the paper's numerator times sum n: a = b = 0 then leaves the very quotients of the average by samples
+        # the paper's numerator times sum n: with a = b = 0 these are the very quotients of the average by samples
         weights = (n + n.sum() * (b - a * d)).clamp_min(0)
         if weights.sum() > 0:
             return none | dict(zip(counted, (weights / weights.sum()).tolist(), strict=True))
@@ -97,10 +98,10 @@ def disco_shares(updates: Updates, a: float, b: float, metric: Discrepancy) -> d
 
 
 def discrepancies(q: Tensor, metric: Discrepancy) -> Tensor:
-    """Distances of class distributions from the uniform one, exactly 0 for it.
+    """Return distances of class distributions from the uniform one, exactly 0 for the uniform one itself.
 
     Args:
-        q: one distribution a row, ``[K, num_classes]``, in float64.
+        q: distributions as rows ``[K, num_classes]``, in float64.
         metric: the discrepancy.
 
     Returns:
@@ -110,7 +111,7 @@ def discrepancies(q: Tensor, metric: Discrepancy) -> Tensor:
     if metric == "kl":
         return torch.xlogy(q, q / u).sum(1).clamp_min(0)
     if metric == "cosine":
-        # 1 - cos as half the squared distance of unit vectors, which doesn't cancel where they are near
+        # 1 - cos as half the squared distance of unit vectors, which keeps its digits where the two are near
         return (F.normalize(q) - F.normalize(u)).square().sum(1) / 2
     distances: Tensor = torch.linalg.vector_norm(q - u, ord=1 if metric == "l1" else 2, dim=1)
     return distances

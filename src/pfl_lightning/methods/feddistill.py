@@ -1,4 +1,4 @@
-"""FedDistill: clients share their mean outputs by class, and no weights."""
+"""FedDistill: clients share mean outputs by class, and no weights."""
 
 from typing import Any, Literal
 
@@ -14,20 +14,20 @@ from pfl_lightning.methods.local import Local
 
 
 class FedDistill(Local):
-    r"""Every client keeps its model, and distils into it what the others answer to samples of a class.
+    r"""Keeps every client's model, and distils the other clients' mean outputs by class.
 
-    Minimises :math:`\mathrm{CE}(z, y) + \gamma\,\mathrm{CE}(z, G_{-k}[y])`: soft targets, where :math:`G_{-k}[c]` is
-    the mean over the other clients of :math:`F_k[c]`, their mean output for their own samples of class c. A sample of a
-    class that no other client has adds nothing to the term.
+    Minimises :math:`\mathrm{CE}(z, y) + \gamma\,\mathrm{CE}(z, G_{-k}[y])`, where the soft target :math:`G_{-k}[c]` is
+    the mean over the other clients of :math:`F_k[c]`, a client's mean output for its own samples of class c. A sample
+    of a class without other clients adds nothing to the second term.
 
-    The paper averages outputs over the steps of training; here the trained model answers to the training samples, in
-    evaluation mode: what it then is, without its earlier states and dropout.
+    The paper averages outputs over the steps of training; here the trained model's outputs for the training samples are
+    averaged, in evaluation mode, without earlier weights and dropout.
     Source: Jeong et al., 2018, Federated Distillation (https://arxiv.org/abs/1811.11479).
 
     Args:
         gamma: weight of the distillation, at least 0; 0 is `Local` bit for bit.
-        target: what is averaged and taught: ``prob``, the softmax of the logits; ``raw_logits``, the logits as if they
-            were probabilities, as PFLlib does, with a loss that has no lower bound.
+        target: the averaged outputs: ``prob`` are the softmax of the logits; ``raw_logits`` are the logits, taken as if
+            they were probabilities, as in PFLlib, with a loss that has no lower bound.
         **kwargs: the arguments of `Local`.
 
     Raises:
@@ -47,19 +47,19 @@ class FedDistill(Local):
         self.outputs = ClassVectors(self.num_classes, self.num_classes)
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Takes the others' outputs."""
+        """Load the other clients' mean outputs."""
         self.outputs.take(payload["outputs"])
 
     def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
-        """Cross-entropy and the distillation."""
+        """Return cross-entropy plus the distillation."""
         loss = super().loss(features, logits, target)
         if self.gamma == 0:
             return loss
-        # soft targets that are all zero, of a class that isn't known, add nothing
+        # a class without other clients has an all-zero target, which adds nothing to the cross-entropy
         return loss + self.gamma * F.cross_entropy(logits, self.outputs.vectors[target])
 
     def upload(self, data: ClientData) -> Message:
-        """F_k: the mean output of each of the client's classes."""
+        """Return :math:`F_k`, the mean output for each of the client's classes."""
         return {"outputs": class_means(self._output, data.train, data.classes, self.num_classes)}
 
     def _output(self, x: Tensor) -> Tensor:
@@ -67,5 +67,5 @@ class FedDistill(Local):
         return logits.softmax(1) if self.target == "prob" else logits
 
     def configure_aggregator(self) -> Aggregator:
-        """Averages the other clients' outputs."""
+        """Return a mean of the other clients' outputs, for each client."""
         return ClassMeans(entry="outputs", weighted=False, exclude_self=True)

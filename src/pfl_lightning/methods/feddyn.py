@@ -1,7 +1,7 @@
-r"""FedDyn: local losses that are regularised so that their optima come to agree with everybody's.
+"""FedDyn: dynamic regularisation makes the optima of local losses agree with the global one.
 
-Source: Acar et al., 2021 (https://arxiv.org/abs/2111.04263). Symbols: x is the model that the server sends, :math:`y_k`
-client k's after training, :math:`g_k` the gradient that it remembers, K the number of clients and m those of the round.
+Source: Acar et al., 2021 (https://arxiv.org/abs/2111.04263). Symbols: x is the server's model, :math:`y_k` client k's
+after training, :math:`g_k` the client's remembered gradient, K the number of clients and m of those in the round.
 """
 
 from typing import Any
@@ -20,20 +20,21 @@ from pfl_lightning.methods.frozen import Frozen
 
 
 class FedDyn(FedAvg):
-    r"""Minimises a dynamically regularised loss, and then remembers its gradient.
+    r"""Minimises a dynamically regularised loss, and then updates the remembered gradient.
 
     .. math::
 
         y_k = \arg\min_w\; F_k(w) - \langle g_k, w \rangle + \frac{\alpha_k}{2} \lVert w - x \rVert^2, \qquad
         g_k \leftarrow g_k - \alpha_k (y_k - x)
 
-    with :math:`g_k = 0` until a client takes part. Where training ends at the minimum, :math:`g_k` is the gradient of
-    :math:`F_k` there; too few steps, momentum and adaptive optimizers are outside of the paper's theory. The record has
-    the loss :math:`F_k` alone. :math:`g_k` stays with its client, and is as large as what is trained of the net.
+    with :math:`g_k = 0` until a client takes part. If training reaches the minimum, :math:`g_k` is the gradient of
+    :math:`F_k` there; the paper's theory doesn't cover fewer steps, momentum and adaptive optimizers. The record has
+    the loss :math:`F_k` alone. :math:`g_k` stays with its client, and is as large as the trained part of the net.
 
-    The official code divides :math:`\alpha` by a client's share of the samples, relative to equal shares: then what all
-    agree on minimises the loss of all samples, and otherwise the sum of the clients' mean losses. It also clips the
-    gradient to norm 10 (``trainer.gradient_clip_val``), without the quadratic term, which is with it here.
+    The official code divides :math:`\alpha` by a client's share of the samples, relative to equal shares: the common
+    optimum then minimises the loss of all samples, and without it the sum of the clients' mean losses. The official
+    code also clips the gradient to norm 10 (``trainer.gradient_clip_val``), without the quadratic term; here the
+    clipped gradient includes it.
     Source: Acar et al., 2021, Algorithm 1 (https://arxiv.org/abs/2111.04263).
 
     Args:
@@ -60,40 +61,43 @@ class FedDyn(FedAvg):
         self.register_buffer("alpha_k", torch.tensor(float(alpha)), persistent=False)
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Remembers x."""
+        r"""Load the model, copy x, and compute :math:`\alpha_k`."""
         super().on_download(payload, data)
         self.received.take(trained_parameters(self, "net").items())
         if data is not None and self.weighting == "samples":
+            # alpha over the client's share of the samples, relative to equal shares
             self.alpha_k.fill_(self.alpha * float(payload["mean_samples"]) / max(len(data.train), 1))
 
     def adjust_gradients(self, gradients: StateDict) -> StateDict:
-        r"""Those of the regularised loss: plus :math:`\alpha_k (w - x) - g_k`."""
+        r"""Return the gradients of the regularised loss: :math:`\nabla F_k + \alpha_k (w - x) - g_k`."""
+        # added to the gradients and not to the loss, so that the record has F_k
         w, x, g = trained_parameters(self, "net"), self.received.tensors(), self.gradient.tensors()
         added = {f"net.{name}": self.alpha_k * (w[name] - x[name]) - g[name] for name in w}
         return {name: gradient + added[name] for name, gradient in gradients.items()}
 
     def upload(self, data: ClientData) -> Message:
-        """The model; takes the new gradient."""
+        """Return the model, and update :math:`g_k`."""
         y, x, g = trained_parameters(self, "net"), self.received.tensors(), self.gradient.tensors()
         for name in g:
+            # g_k <- g_k - alpha_k (y_k - x)
             g[name].sub_(self.alpha_k * (y[name] - x[name]))
         return super().upload(data)
 
     def configure_aggregator(self) -> Aggregator:
-        """FedDyn's server."""
+        """Return FedDyn's server."""
         return DynamicAverage()
 
 
 class DynamicAverage(WeightedAverage):
-    r"""Sends the mean of the uploads, and on top of it all that clients have ever moved.
+    r"""Sends the mean of the uploads plus H, the clients' accumulated changes.
 
     .. math::
 
         H \leftarrow H + \frac1K \sum_{k \in S} (y_k - x), \qquad x \leftarrow \frac1m \sum_{k \in S} y_k + H
 
     This is the paper's server with :math:`s = -\alpha H`, so that it needs no :math:`\alpha`. Clients count equally,
-    whatever their samples; running statistics are averaged. Clients receive x, and are evaluated by it; the server's
-    one model, which ``test/global_acc`` is of, is the mean of the round's uploads, which is less noisy at first.
+    whatever their samples; running statistics are averaged. Clients receive x, and are evaluated by it. The global
+    model (``test/global_acc``) is the mean of the round's uploads, which is less noisy at first.
     Source: Acar et al., 2021, Algorithm 1 (https://arxiv.org/abs/2111.04263).
     """
 
@@ -106,21 +110,23 @@ class DynamicAverage(WeightedAverage):
         super().__init__(weighting="uniform")
 
     def setup(self, server: Server) -> None:
-        """Starts from the common initial model, and counts the samples of all clients."""
+        """Start from the common initial model, and compute the clients' mean number of samples."""
         super().setup(server)
         self.num_clients, self.learnable = server.num_clients, server.parameter_names(remove_duplicate=False)
+        # all clients' sizes, known before the first round
         sizes = [server.data.size(client, "train") for client in range(server.num_clients)]
         mean_samples = torch.tensor(sum(sizes) / len(sizes), dtype=torch.float64)
         self.state |= {"drift": {}, "mean": server.weights, "mean_samples": mean_samples}
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Moves H and x, and logs the length of H."""
+        """Update H and x; log the length of H."""
         if not updates:
             return {}
         x, drift = self.state["weights"], self.state["drift"]
         mean = mean_model(updates, client_weights(updates, "uniform"))
         sent = dict(mean)
         for name in self.learnable:
+            # (1/K) sum (y_k - x) = (m/K) (mean - x)
             moved = len(updates) / self.num_clients * (mean[name] - x[name].to(mean[name]))
             drift[name] = moved + drift[name] if name in drift else moved
             sent[name] = mean[name] + drift[name]
@@ -128,10 +134,10 @@ class DynamicAverage(WeightedAverage):
         return {"drift_norm": sum(float(h.double().square().sum()) for h in drift.values()) ** 0.5}
 
     def download(self, client: int) -> Message:
-        """x, and how many samples a client has on average."""
+        """Return x, and the clients' mean number of samples."""
         return super().download(client) | {"mean_samples": self.state["mean_samples"]}
 
     def global_model(self) -> StateDict:
-        """The mean of the last uploads."""
+        """Return the mean of the last uploads."""
         mean: StateDict = self.state["mean"]
         return mean

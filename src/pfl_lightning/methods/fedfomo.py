@@ -1,7 +1,8 @@
-"""FedFomo: each client mixes the others' models by how much each would lower its own validation loss.
+"""FedFomo: each client mixes the other clients' models by gains in validation loss.
 
 Source: Zhang et al., 2021 (https://arxiv.org/abs/2012.08565). Symbols: L_i the validation loss of client i, w_i^old its
-model before its last local training, w_m what it receives, M how many that is, P_im client i's affinity to client m.
+model before its last local training, w_m a received model, M the number of received models, P_im client i's affinity to
+client m.
 """
 
 import math
@@ -22,7 +23,7 @@ from pfl_lightning.seeds import derive_seed
 
 
 class FedFomo(ClientModule):
-    r"""First-order model optimization: starts local training from a mix of received models and its own.
+    r"""First-order model optimization: local training starts from a mix of received models and the client's own.
 
     .. math::
 
@@ -30,24 +31,24 @@ class FedFomo(ClientModule):
         a_m = \frac{\max(\Delta_m, 0)}{\sum_j \max(\Delta_j, 0)}, \qquad
         w_i \leftarrow \sum_m a_m w_m
 
-    over the received models and the client's own, which it kept; where none lowers the loss, it goes on with its own.
-    A loss that isn't finite gives the model no weight. The distance is of parameters. The mix is made, and evaluated,
-    with what the server has when the client is asked; the tables of others are of the model after local training,
-    ``trainer.evaluate=after``.
+    over the received models and the client's own, which it kept; if none lowers the loss, it continues with its own. A
+    model with a loss that isn't finite has no weight. The distance is over parameters. Each download mixes anew, with
+    the server's current models, also before an evaluation; the tables of other publications are of the model after
+    local training, ``trainer.evaluate=after``.
 
-    Losses are taken on the client's validation part, as the paper holds one out for this. That part also selects the
-    round that is reported: FedFomo's ``val/acc`` flatters it, and doesn't compare with that of other methods; its test
-    accuracy does. A client keeps two models: the one that it trained, and the one that it started from.
+    Losses are on the client's validation samples, as the paper holds out a part for this. The same samples select the
+    reported round: FedFomo's ``val/acc`` is too high and isn't comparable with that of other methods; its test accuracy
+    is. A client keeps two models: the trained one, and the one it started from.
     Source: Zhang et al., 2021, Algorithm 1 (https://arxiv.org/abs/2012.08565).
 
     Args:
         norm: the distance in the denominator: ``l2``, or ``l1``, the official code's default.
-        weigh_on: where losses are taken: ``val``, or ``train``, for data without a validation part; a client's own
-            model then has the advantage of having learnt from these samples.
+        weigh_on: samples for the losses: ``val``, or ``train``, for data without a validation part; a client's own
+            model then has the advantage of having been trained on these samples.
         **kwargs: the arguments of `FedAvg`.
 
     Raises:
-        MisconfigurationException: if a client has no samples to weigh models on.
+        MisconfigurationException: if a client has no samples for the losses.
     """
 
     sends = ClientModule.sends | {"affinity"}
@@ -63,15 +64,15 @@ class FedFomo(ClientModule):
         self.weigh_on = weigh_on
         add_copy(self, "old", self.net)  # w_i^old
         self.old.requires_grad_(False)
-        # Delta_m by client, new at each download
+        # Delta_m by client id, new at each download
         self.gains: dict[int, float] = {}
 
     def is_personal(self, name: str) -> bool:
-        """Everything: what is sent stays too."""
+        """Keep the whole model, which also travels."""
         return True
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Mixes; outside a federation, where there is nothing to weigh models on, the own model stays."""
+        """Mix the received models and the own one; outside a federation, without data, keep the own model."""
         if data is None:
             return
         part = data.train if self.weigh_on == "train" else data.val
@@ -80,20 +81,30 @@ class FedFomo(ClientModule):
                 "data.val_fraction=0 leaves model FedFomo no samples to weigh models on; take data.val_fraction=0.1, "
                 "or model.weigh_on=train."
             )
+        # a copy: `_gain` loads each model into the net to compute its loss
         own = detached(shared_entries(self, self.state_dict()))
         models = dict(sorted({**payload["models"], self.client_id: own}.items()))
         before = mean_loss(self.old, part, self.task)
         self.gains = {m: self._gain(model, before, part) for m, model in models.items()}
         helpful = {m: gain for m, gain in self.gains.items() if gain > 0}
         total = math.fsum(helpful.values())
+        # fsum, in the order of ids: the weights don't depend on the order of uploads
         a = [gain / total for gain in helpful.values()]
         self.assign(weighted_mean([models[m] for m in helpful], a) if helpful else own)
+        # after the mix: w_i^old of the next round is where this round's training starts
         copy_net(self, "old")
 
     def _gain(self, model: StateDict, before: float, part: Samples) -> float:
-        """Delta_m; 0 where it isn't finite."""
+        r"""Return :math:`\Delta_m` of a model, or 0 in place of NaN and infinity.
+
+        Args:
+            model: the model, by name.
+            before: :math:`L_i(w_i^{old})`.
+            part: the samples for the loss.
+        """
         self.assign(model)
         pairs = zip(*(trained_parameters(self, path).values() for path in ("net", "old")), strict=True)
+        # the norm of the tensors' norms is the norm of all parameters
         gaps = torch.stack([torch.linalg.vector_norm(w - old, ord=self.order) for w, old in pairs])
         gain = (before - mean_loss(self, part, self.task)) / (
             float(torch.linalg.vector_norm(gaps, ord=self.order)) + 1e-5
@@ -101,28 +112,29 @@ class FedFomo(ClientModule):
         return gain if math.isfinite(gain) else 0.0
 
     def upload(self, data: ClientData) -> Message:
-        """The trained model, and what the received ones were worth."""
+        """Return the trained model, and the gains of the received ones."""
         gains = {m: torch.tensor(gain, dtype=torch.float64) for m, gain in self.gains.items()}
         return super().upload(data) | {"affinity": gains}
 
     def configure_aggregator(self) -> Aggregator:
-        """Hands models out."""
+        """Return a pool of models, sent by affinity."""
         return AffinityPool()
 
 
 class AffinityPool(ModelPool):
-    r"""Sends each client the models of those others that it had most of so far.
+    r"""Sends each client the models of the peers with the client's highest affinity.
 
     .. math:: P_{im} \leftarrow P_{im} + \Delta_{im}
 
-    for each model that client i weighed in the round. It is sent the M of the highest :math:`P_{im}`; in the place of
-    each, with probability epsilon, a random one of those that are left. A model that was never sent stands at 0, above
-    those that did harm. Source: Zhang et al., 2021 (https://arxiv.org/abs/2012.08565).
+    for each model that client i weighed in the round. A client receives the M models of the highest :math:`P_{im}`;
+    each of them is replaced with probability epsilon by a random one of the rest. A model that was never sent has the
+    affinity 0, above harmful ones.
+    Source: Zhang et al., 2021 (https://arxiv.org/abs/2012.08565).
 
     Args:
-        num_models: M, the most models of others that a client is sent, at least 1; None sends all.
+        num_models: M, the number of other clients' models in a payload, at least 1; None sends all.
         epsilon: probability of a random choice in the first round, in [0, 1]; the official code's is 0.3.
-        epsilon_decay: what it falls by in each round, at least 0.
+        epsilon_decay: decrease of epsilon in each round, at least 0.
 
     Raises:
         MisconfigurationException: if a value is out of its range.
@@ -142,13 +154,13 @@ class AffinityPool(ModelPool):
         self.num_models, self.epsilon, self.epsilon_decay = num_models, epsilon, epsilon_decay
 
     def setup(self, server: Server) -> None:
-        """Starts with no models and no preferences."""
+        """Start without models and affinities."""
         super().setup(server)
         self.seed = server.seed
         self.state |= {"affinity": {}, "round": 0}
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Takes models and preferences."""
+        """Take the round's models, and add the gains to the affinities."""
         if not updates:
             return {}
         super().aggregate(updates, round)
@@ -160,20 +172,26 @@ class AffinityPool(ModelPool):
         return {}
 
     def download(self, client: int) -> Message:
-        """The chosen models, by client id."""
+        """Return the chosen models, by client id."""
         return self._chosen(client, self.state["affinity"].get(client, {}))
 
     def welcome(self, client: int, update: Message | None) -> Message:
-        """The same by what the newcomer has just made of models, of which it knows nothing at first."""
+        """Return models chosen by the newcomer's last gains; before the first update all affinities are 0."""
         gains = {} if update is None else update["affinity"]
         return self._chosen(client, {other: float(gain) for other, gain in gains.items()})
 
     def _chosen(self, client: int, row: Mapping[int, float]) -> Message:
-        """The models that stand highest in a row of affinities, or random ones."""
+        """Return the models of highest affinity, with random exceptions.
+
+        Args:
+            client: the client's id.
+            row: affinities by client id; 0 for all others.
+        """
         models = super().download(client)["models"]
         if self.num_models is None or self.num_models >= len(models):
             return {"models": models}
         ranked = sorted(models, key=lambda other: (-row.get(other, 0.0), other))
+        # a function of seed, round and client: `download` is called often, and must give the same models each time
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "fedfomo", self.state["round"], client))
         epsilon = self.epsilon - self.epsilon_decay * self.state["round"]
         chosen = []

@@ -1,4 +1,4 @@
-r"""FedGH: one classifier for clients with different bodies, trained at the server on means of their features.
+"""FedGH: one classifier for clients with different feature extractors, trained by the server on mean features.
 
 Source: Yi et al., 2023 (https://arxiv.org/abs/2303.13137).
 """
@@ -21,10 +21,11 @@ from pfl_lightning.seeds import derive_seed
 
 
 class FedGH(LGFedAvg):
-    """Trains its own body and the received classifier, and sends the mean feature of each of its classes alone.
+    """Trains a personal feature extractor with the received classifier, and sends mean features by class.
 
-    Means are of the trained body in evaluation mode, over all training samples of a class. Bodies never leave their
-    clients, and may be different ones, as long as their features have one width. Takes the arguments of `FedAvg`.
+    Means are of the trained feature extractor in evaluation mode, over all training samples of a class. Feature
+    extractors never leave their clients and may differ, as long as their features have one width. Takes the arguments
+    of `FedAvg`.
     Source: Yi et al., 2023 (https://arxiv.org/abs/2303.13137).
     """
 
@@ -33,25 +34,25 @@ class FedGH(LGFedAvg):
     offers = frozenset()
 
     def upload(self, data: ClientData) -> Message:
-        """The mean features of the client's classes."""
+        """Return the mean features of the client's classes."""
         return {"prototypes": class_means(self.net.features, data.train, data.classes, self.num_classes)}
 
     def configure_aggregator(self) -> Aggregator:
-        """FedGH's server."""
+        """Return a server with a trained classifier."""
         return GlobalHeader()
 
 
 class GlobalHeader(Aggregator):
-    r"""Trains the classifier on the mean features of all clients of the round, each with its class, and sends it.
+    """Trains the classifier on the mean features of the round's clients, and sends the classifier.
 
-    Dropout is off meanwhile, and no pair counts for more than another, as in the paper: weights by samples are left
-    out. A class that nobody in the round holds is only pushed down. In the official code the server's optimizer is that
-    of a client's net, so that its classifier never leaves its random start; the defaults are HtFLlib's, which trains
-    it.
+    Dropout is off on the server, and every pair of mean feature and class counts the same, as in the paper: samples
+    don't weight them. A class without clients in the round is only pushed down. In the official code the server's
+    optimizer has a client net's parameters, so that its classifier never leaves the random start; the defaults are
+    those of HtFLlib, which trains it.
     Source: Yi et al., 2023 (https://arxiv.org/abs/2303.13137).
 
     Args:
-        server_epochs: passes over the pairs in a round, at least 0; 0 sends the initial classifier for ever.
+        server_epochs: passes over the pairs in a round, at least 0; 0 always sends the initial classifier.
         batch_size: pairs a batch, at least 1.
         optimizer: builds the optimizer, which is new in each round; None takes ``SGD(lr=0.01)``.
 
@@ -72,22 +73,25 @@ class GlobalHeader(Aggregator):
         self.optimizer = server_optimizer(optimizer or (lambda params: SGD(params, lr=0.01)), lr=0.01)
 
     def setup(self, server: Server) -> None:
-        """Starts from the common initial classifier."""
+        """Start from the common initial classifier."""
         self.server = server
         self.state["weights"] = server.weights
         self.names = server.parameter_names()
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Trains the classifier, and logs its mean loss in the last pass."""
+        """Train the classifier; log the mean loss of the last pass."""
         if not updates or not self.server_epochs:
             return {}
         module = self.server.module
         features, target = stacked(updates, "prototypes")
         features, target = features.to(module.device), target.to(module.device)
+        # copies on the clients' device: the module's own weights are the last client's, and stay
         entries = {name: tensor.to(module.device, copy=True) for name, tensor in self.state["weights"].items()}
         trained = [entries[name].requires_grad_() for name in self.names]
+        # the classifier's entries by their names within it, as functional_call takes them
         head: StateDict = {name.removeprefix(CLASSIFIER): tensor for name, tensor in entries.items()}
         optimizer = self.optimizer(trained)
+        # a function of seed and round, so that a resumed run draws the same batches
         generator = torch.Generator().manual_seed(derive_seed(self.server.seed, "fedgh", round))
         for _ in range(self.server_epochs):
             losses = []
@@ -103,10 +107,10 @@ class GlobalHeader(Aggregator):
         return {"header_loss": sum(losses) / len(target)}
 
     def download(self, client: int) -> Message:
-        """The classifier."""
+        """Return the classifier."""
         return {"weights": self.state["weights"]}
 
     def global_model(self) -> StateDict:
-        """The classifier."""
+        """Return the classifier, as a part of a model."""
         weights: StateDict = self.state["weights"]
         return weights

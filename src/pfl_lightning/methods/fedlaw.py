@@ -1,4 +1,4 @@
-"""FedLAW: aggregation weights, and how far to shrink their sum, learned on the server's samples.
+"""FedLAW: aggregation weights and a shrinking factor, learned on the server's samples.
 
 Source: Li et al., 2023 (https://arxiv.org/abs/2302.10911). Symbols: K clients of the round, p_k = n_k / sum n, lambda_k
 the weight of client k, gamma the shrinking factor, z the K + 1 numbers that both are functions of.
@@ -25,7 +25,7 @@ from pfl_lightning.seeds import derive_seed
 
 
 class FedLAW(WeightedAverage):
-    r"""Learnable aggregation weights.
+    r"""Averages models by client weights and a shrinking factor, both learned on proxy samples.
 
     .. math::
 
@@ -33,21 +33,21 @@ class FedLAW(WeightedAverage):
         \lambda = \mathrm{softmax}(z_1, \ldots, z_K), \qquad
         \gamma = \exp(z_{K+1})
 
-    Each round starts at :math:`\lambda_k = p_k` and :math:`\gamma = 1`, which is `WeightedAverage`, and minimises the
-    cross-entropy of :math:`w` on the server's proxy samples over :math:`z`. BatchNorm layers normalise by the proxy
-    batch meanwhile, dropout is off, and entries that clients keep to themselves are the common initial ones. Floating
-    buffers are averaged by :math:`\lambda` without :math:`\gamma`. Source: Li et al., 2023
-    (https://arxiv.org/abs/2302.10911).
+    Each round starts from :math:`\lambda_k = p_k` and :math:`\gamma = 1`, which is `WeightedAverage`, and minimises the
+    cross-entropy of :math:`w` on the server's proxy samples over :math:`z`. Meanwhile BatchNorm normalises by the proxy
+    batch, dropout is off, and personal entries are the common initial ones. Floating buffers are averaged by
+    :math:`\lambda`, without :math:`\gamma`.
+    Source: Li et al., 2023 (https://arxiv.org/abs/2302.10911).
 
     Args:
         server_epochs: passes over the proxy samples, at least 0; 0 is `WeightedAverage` bit for bit.
         batch_size: samples a proxy batch, at least 1; at least 2 for nets with BatchNorm.
         optimizer: builds the optimizer of z; None takes ``Adam(lr=0.01, betas=(0.5, 0.999))``, the official code's for
-            CIFAR-10; elsewhere it takes lr 0.005.
+            CIFAR-10; for other data sets it takes lr 0.005.
         halving: number of server epochs after which the learning rate halves, at least 1.
-        proxy_fraction: where the data module has no ``server_data``, clients lend copies of this share of all training
-            samples to the server, as many of each class; in [0, 1], and 0 is `WeightedAverage`. The official code
-            takes them from the test samples instead.
+        proxy_fraction: if the data module has no ``server_data``, clients lend the server copies of this share of all
+            training samples, balanced over classes; in [0, 1], and 0 is `WeightedAverage`. The official code takes them
+            from the test samples instead.
 
     Raises:
         MisconfigurationException: if a value is out of range, or the optimizer refuses its settings.
@@ -95,7 +95,8 @@ class FedLAW(WeightedAverage):
             self.proxy = lent_samples(server.data, self.proxy_fraction, generator)
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Learns the weights and averages by them."""
+        """Learn the weights, and average the models; log gamma, the proxy loss and the largest weight."""
+        # the plain average first, as the starting point and where nothing can be learned
         super().aggregate(updates, round)
         proxy = self.proxy
         if not updates or not self.server_epochs or proxy is None or len(proxy) < self.smallest_batch:
@@ -115,24 +116,32 @@ class FedLAW(WeightedAverage):
         return logs
 
     def _learn(self, updates: Updates, proxy: Samples, round: int) -> tuple[Tensor, float]:
-        """z, and the last epoch's mean loss; the module is left as it is."""
+        """Return z and the last epoch's mean loss; leave the module unchanged.
+
+        Args:
+            updates: updates by client id.
+            proxy: the proxy samples.
+            round: the round's number, which seeds the order of batches.
+        """
         module = self.server.module
-        # uploads may be of half precision
+        # uploads may be in half precision, in which small changes of z would be lost
         device, dtype = module.device, torch.promote_types(cast(torch.dtype, module.dtype), torch.float32)
         proxy = proxy.to(device, dtype)
         stacks = {
             name: torch.stack([update["weights"][name] for update in updates.values()]).to(device, dtype)
             for name in self.names
         }
-        # copies, since BatchNorm moves its running statistics
+        # copies, since BatchNorm updates its running statistics in place
         rest = {
             name: tensor.to(device, dtype if tensor.is_floating_point() else None, copy=True)
             for name, tensor in (self.state["personal"] | self.state["weights"]).items()
             if name not in stacks
         }
+        # in float64: few numbers, and a softmax of their logarithms gives p back
         p = torch.tensor(list(client_weights(updates, "samples").values()), dtype=torch.float64)
         z = torch.cat([p.log(), torch.zeros(1, dtype=torch.float64)]).requires_grad_()
         optimizer = self.optimizer([z])
+        # counted in passes over the proxy samples, not in steps
         scheduler = StepLR(optimizer, step_size=self.halving, gamma=0.5)
         generator = torch.Generator().manual_seed(derive_seed(self.server.seed, "fedlaw", round))
         for _ in range(self.server_epochs):
@@ -142,6 +151,7 @@ class FedLAW(WeightedAverage):
             for rows in batches:
                 batch = proxy.take(rows)
                 shares = (z[-1].exp() * z[:-1].softmax(0)).to(dtype).to(device)
+                # gradients reach z through the mixed model w = gamma sum_k lambda_k w_k
                 w = {name: torch.tensordot(shares, stack, 1) for name, stack in stacks.items()}
                 with on_batch_statistics(module):
                     logits = functional_call(module, rest | w, (batch.x,), tie_weights=False)

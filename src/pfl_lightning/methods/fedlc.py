@@ -1,4 +1,4 @@
-"""FedLC: logits that are calibrated by how many samples of each class a client has."""
+"""FedLC: logits calibrated by the client's number of samples of each class."""
 
 from typing import Any, Literal
 
@@ -13,25 +13,25 @@ from pfl_lightning.methods.fedavg import FedAvg
 
 
 class FedLC(FedAvg):
-    r"""Train by the cross-entropy of calibrated logits, whose margins are wider for rarer classes.
+    r"""Trains by the cross-entropy of calibrated logits, with wider margins for rarer classes.
 
     .. math:: z_c - \tau\, n_{k,c}^{-1/4}
 
-    with :math:`n_{k,c}` the client's own training samples of class c. A class of which the client has none counts as
-    one sample, so that its margin is :math:`\tau`, the widest there is (``absent=one``): the formula itself gives it an
-    infinite one. That takes the class out of the client's softmax (``absent=out``), and its row of the classifier gets
-    no gradient: where clients lack most classes, the global model then learns to tell these apart more slowly than
-    `FedAvg`'s, where the paper has it learn faster. Predictions are by the logits as they are.
+    :math:`n_{k,c}` is the client's number of training samples of class c. A class without samples counts as one sample,
+    which gives it :math:`\tau`, the widest margin of all (``absent=one``). The formula itself would give it an infinite
+    margin, which takes the class out of the client's softmax (``absent=out``), so that its row of the classifier gets
+    no gradient. Where clients lack most classes, the global model then learns to tell these classes apart more slowly
+    than `FedAvg`'s, while the paper reports faster learning. Predictions use the uncalibrated logits.
 
-    In the paper the sum of the softmax leaves the true class out, and the loss has no lower bound; here it is the
-    ordinary one. The paper's :math:`\tau` could not be verified. PFLlib counts the samples of all clients together.
+    In the paper the sum of the softmax leaves out the true class, and the loss has no lower bound; here the sum is over
+    all classes. The paper's :math:`\tau` could not be verified. PFLlib counts the samples of all clients together.
     Source: Zhang et al., 2022 (https://arxiv.org/abs/2209.00189).
 
     Args:
-        tau: how wide the margins are, at least 0; 0 is `FedAvg` bit for bit, or with ``absent=out`` a softmax over the
+        tau: scale of the margins, at least 0; 0 is `FedAvg` bit for bit, or with ``absent=out`` a softmax over the
             client's own classes.
-        absent: margin of a class that the client has no training sample of: :math:`\tau`, as of ``one`` sample, or an
-            infinite one, which takes the class ``out`` of its softmax.
+        absent: margin of a class without training samples: ``one`` gives the margin of one sample, :math:`\tau`;
+            ``out`` an infinite one, which takes the class out of the softmax.
         **kwargs: the arguments of `FedAvg`.
 
     Raises:
@@ -53,13 +53,15 @@ class FedLC(FedAvg):
         self.register_buffer("margins", torch.zeros(self.num_classes), persistent=False)
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Compute the margins by the client's class counts."""
+        """Load the model, and compute the margins from the client's class counts."""
         super().on_download(payload, data)
         if data is not None:
             counts = data.class_counts.to(self.margins)
+            # the clamp gives an absent class the margin of one sample
             margins = self.tau * counts.clamp_min(1) ** -0.25
             self.margins.copy_(margins if self.absent == "one" else margins.masked_fill(counts == 0, torch.inf))
 
     def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the cross-entropy of calibrated logits."""
+        """Return the cross-entropy of the calibrated logits."""
+        # margins in training alone: `forward`, by which clients are evaluated, has none
         return super().loss(features, logits - self.margins, target)

@@ -1,4 +1,4 @@
-"""FedNH: a common head of class prototypes, spread uniformly at first, that slowly take on what classes mean.
+"""FedNH: a fixed classifier of class prototypes, uniformly spread at first, which slowly take on class semantics.
 
 Source: Dai et al., 2023 (https://arxiv.org/abs/2212.02758). Symbols: V_c is the prototype of class c, a unit vector; h
 the features of a sample, s the scale of the logits, rho the smoothing of the prototypes.
@@ -25,14 +25,14 @@ PROTOTYPES = "net.classifier.prototypes"
 class CosineClassifier(nn.Module):
     r"""Logits by the angle to prototypes: :math:`z_c = s \langle h / \lVert h \rVert, V_c \rangle`.
 
-    The prototypes are a buffer: no gradient moves them. At first they are orthonormal, or random unit vectors where
-    there are more classes than units. A feature that is all zero has logits that are all zero.
+    The prototypes are a buffer: no gradient moves them. At first they are orthonormal, or random unit vectors if there
+    are more classes than units. An all-zero feature has all-zero logits.
 
     Args:
         size: width d of the features.
         num_classes: number of classes K.
         scale: s.
-        learn_scale: whether s is a parameter that is trained.
+        learn_scale: whether s is trained.
     """
 
     prototypes: Tensor
@@ -40,29 +40,34 @@ class CosineClassifier(nn.Module):
     def __init__(self, size: int, num_classes: int, scale: float, learn_scale: bool) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(float(scale)), requires_grad=learn_scale)
+        # orthogonal_ gives orthonormal rows if they fit, else rows to be normalised
         self.register_buffer("prototypes", F.normalize(nn.init.orthogonal_(torch.empty(num_classes, size))))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits ``[n, K]`` of features ``[n, d]``."""
+        """Return logits ``[n, K]``.
+
+        Args:
+            features: ``[n, d]``.
+        """
         return self.scale * F.linear(F.normalize(features), self.prototypes)
 
 
 class NormalizedHead(ClientModule):
-    r"""Trains the features and the scale under a `CosineClassifier`, which takes the place of the net's classifier.
+    r"""Trains features and scale under a `CosineClassifier`, which replaces the net's classifier.
 
-    With ``head: all_fc`` that is all fully connected layers. After training, the client sends for each of its classes
-    the direction of its features,
+    With ``head: all_fc`` these are all fully connected layers. After training, the client sends its class counts and,
+    for each of its classes, the direction of its features,
 
     .. math:: \mu_c = \frac{\bar h_c}{\lVert \bar h_c \rVert}, \qquad
         \bar h_c = \frac{1}{n_c} \sum_{i: y_i = c} \frac{h_i}{\lVert h_i \rVert},
 
-    of its training samples in evaluation mode, and its class counts. The server side is `FedNH`; under another one,
-    such as `WeightedAverage`, the prototypes never move. The official code clips the norm of gradients at 10, which is
+    over its training samples in evaluation mode. The server side is `FedNH`; under another one, such as
+    `WeightedAverage`, the prototypes never move. The official code clips the norm of gradients at 10, which is
     ``trainer.gradient_clip_val`` here.
 
     Args:
         scale: s at the start, above 0. The official code takes 1 for its small network and 20 for ResNet.
-        learn_scale: whether s is trained and averaged; the official code keeps 30 where it is not.
+        learn_scale: whether s is trained and averaged; the official code fixes it at 30 otherwise.
         **kwargs: the arguments of `FedAvg`.
 
     Raises:
@@ -80,27 +85,27 @@ class NormalizedHead(ClientModule):
         self.net.classifier = CosineClassifier(feature_size(self.net), self.num_classes, scale, learn_scale)
 
     def upload(self, data: ClientData) -> Message:
-        """The model, and where it is asked for the direction of each class, by number."""
+        """Return the model, and on request the direction of each class, by class number."""
         update = super().upload(data)
         if "directions" not in self.requested:
             return update
-        # the server has the prototypes, and moves them itself
+        # the server has the prototypes, and moves them itself; no need to send them
         del update["weights"][PROTOTYPES]
         means = class_means(lambda x: F.normalize(self.net.features(x)), data.train, data.classes, self.num_classes)
         return update | {"directions": {c: F.normalize(mean, dim=0) for c, mean in means.items()}}
 
     def configure_aggregator(self) -> Aggregator:
-        """FedNH's server."""
+        """Return FedNH's server."""
         return FedNH()
 
 
 class FedNH(WeightedAverage):
-    r"""Averages models with equal weights, and moves prototypes towards the mean direction of their class.
+    r"""Averages models with equal weights, and moves each prototype towards the mean direction of the class.
 
     .. math:: V_c \leftarrow \mathrm{normalise}\bigl(\rho V_c + (1 - \rho)\,
         \mathrm{normalise}(\sum_{i \in S} n_{ic}\, \mu_{ic})\bigr)
 
-    over the clients S of the round. The prototype of a class that none of them has stays where it is.
+    over the clients S of the round. A class without samples in the round keeps its prototype.
     Source: Dai et al., 2023 (https://arxiv.org/abs/2212.02758).
 
     Args:
@@ -121,7 +126,7 @@ class FedNH(WeightedAverage):
         self.rho = rho
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Averages, and logs the mean cosine of the classes' directions to their old prototypes."""
+        """Average models and move prototypes; log the mean cosine of class directions with old prototypes."""
         if not updates:
             return {}
         old = self.state["weights"][PROTOTYPES]
@@ -129,10 +134,11 @@ class FedNH(WeightedAverage):
         sums = torch.zeros_like(old, dtype=torch.float64)
         for update in updates.values():
             for c, direction in update["directions"].items():
+                # n_ic mu_ic
                 sums[c] += update["class_counts"][c] * direction.double()
         mu = F.normalize(sums)
         new = F.normalize(self.rho * old + (1 - self.rho) * mu)
-        # a class without samples has mu = 0; normalising moves the last bits of what stands still
+        # a class without samples has mu = 0 and keeps its prototype as it is: normalising again would move last bits
         moves = mu.any(1) & new.any(1) & (self.rho < 1)
         self.state["weights"][PROTOTYPES] = torch.where(moves[:, None], new.to(old.dtype), old)
         return {"cosine": float((mu * old).sum(1)[mu.any(1)].mean())} if mu.any() else {}

@@ -1,4 +1,4 @@
-r"""FedNova: changes of clients count by step and not by client, however many steps each of them made.
+r"""FedNova: clients' changes are averaged per step, whatever the clients' numbers of steps.
 
 Source: Wang et al., 2020 (https://arxiv.org/abs/2007.07481). Symbols: x is the server's model, :math:`\Delta_k` the
 change of client k after its :math:`\tau_k` steps, :math:`p_k` its share of the samples, and :math:`A_k` the number of
@@ -21,14 +21,14 @@ from pfl_lightning.methods.fedprox import FedProx
 
 
 class FedNova(FedProx):
-    r"""Trains as `FedProx` or, with ``mu=0``, as `FedAvg`, and tells how many gradients are in what it sends.
+    r"""Trains as `FedProx` or, with ``mu=0``, as `FedAvg`, and reports the number of gradients in the change.
 
-    :math:`A_k` is how far the client's own optimizer takes a number from 0 against the steady gradient -1, in units of
-    the learning rate: :math:`\tau_k` for plain SGD, and what the paper's formulas give for momentum, Nesterov's
-    momentum and the proximal term, whose gradient is then :math:`-1 + \mu w`. It is exact for optimizers whose steps
-    are linear in the gradients; others have no :math:`A_k`. Weight decay and clipping are not in it.
-    Source: Wang et al., 2020 (https://arxiv.org/abs/2007.07481); its official code counts plain momentum also for
-    Nesterov's, and leaves the steps that a proximal term undoes.
+    :math:`A_k` is the distance that the client's optimizer goes from 0 against the constant gradient -1, in units of
+    the learning rate: :math:`\tau_k` for plain SGD, and the paper's formulas for momentum, Nesterov's momentum and the
+    proximal term, with which the gradient is :math:`-1 + \mu w`. It is exact for optimizers whose steps are linear in
+    the gradients; all others have no :math:`A_k`. Weight decay and clipping don't count.
+    Source: Wang et al., 2020 (https://arxiv.org/abs/2007.07481); its official code takes the formula of plain momentum
+    also for Nesterov's, and ignores the steps that a proximal term undoes.
 
     Args:
         mu: weight of the proximal term, at least 0.
@@ -48,6 +48,7 @@ class FedNova(FedProx):
                 "model.optimizer_lifetime='run' brings gradients of earlier rounds into a change, which FedNova can't "
                 "count; take 'round'."
             )
+        # a linear optimizer goes twice as far by twice the gradient; Adam doesn't
         one, two = self.way(3), self.way(3, gradient=-2.0)
         if abs(two - 2 * one) > 1e-6 * abs(two):
             raise MisconfigurationException(
@@ -57,13 +58,14 @@ class FedNova(FedProx):
 
     @torch.no_grad()
     def way(self, steps: int, gradient: float = -1.0, lr: float = 0.1) -> float:
-        """How far the optimizer goes from 0, and the proximal term pulls back.
+        """Return the distance of the optimizer's steps from 0, with the proximal term's pull back.
 
         Args:
-            steps: how many it makes.
-            gradient: of each of them, without the proximal term's.
+            steps: number of steps.
+            gradient: constant gradient, without the proximal term's.
             lr: learning rate.
         """
+        # one number stands for all parameters: a linear optimizer treats each entry alike
         w = nn.Parameter(torch.zeros((), dtype=torch.float64))
         optimizer = self.local_optimizer(self.phase, [w])
         for group in optimizer.param_groups:
@@ -74,25 +76,26 @@ class FedNova(FedProx):
         return float(w)
 
     def upload(self, data: ClientData) -> Message:
-        """The model, A_k and the number of steps."""
+        """Return the model, :math:`A_k` and the number of steps."""
         lr = self.learning_rate
         normalizer = self.way(self.steps_done, lr=lr) / lr if lr else 0.0
         counted = {"normalizer": torch.tensor(normalizer, dtype=torch.float64), "steps": torch.tensor(self.steps_done)}
         return super().upload(data) | counted
 
     def configure_aggregator(self) -> Aggregator:
-        """FedNova's server."""
+        """Return FedNova's server."""
         return NormalizedAverage()
 
 
 class NormalizedAverage(FedAvgM):
-    r"""Averages changes by gradient, and goes as far as the clients did on average.
+    r"""Averages the clients' changes per gradient, and steps as far as the clients did on average.
 
     .. math:: x \leftarrow x + \tau_{eff} \sum_k p_k \frac{\Delta_k}{A_k}
 
-    Clients without a step are left out. Where all :math:`A_k` are equal and ``effective`` is ``norm``, this is
-    `WeightedAverage`. With momentum at the server, the sum is what `FedAvgM` takes for the change. Running statistics
-    are averaged by samples. Source: Wang et al., 2020 (https://arxiv.org/abs/2007.07481).
+    Clients without a step are left out. With equal :math:`A_k` and ``effective=norm`` this is `WeightedAverage`. With
+    momentum on the server, the sum takes the place of the change in `FedAvgM`. Running statistics are averaged by
+    samples.
+    Source: Wang et al., 2020 (https://arxiv.org/abs/2007.07481).
 
     Args:
         effective: :math:`\tau_{eff}`: ``norm`` is :math:`\sum_k p_k A_k`, ``steps`` is :math:`\sum_k p_k \tau_k`, which
@@ -112,8 +115,9 @@ class NormalizedAverage(FedAvgM):
         self.effective = effective
 
     def average(self, updates: Updates, weights: Mapping[int, float]) -> None:
-        """Makes the step; see `WeightedAverage.average` for the arguments."""
+        """Make the step; see `WeightedAverage.average` for the arguments."""
         counts = {client: float(update["normalizer"]) for client, update in updates.items()}
+        # if no client made a step, all count, and all changes are 0
         stepped = {client: update for client, update in updates.items() if counts[client] > 0} or updates
         total = sum(weights[client] for client in stepped)
         p = {client: weights[client] / total for client in stepped}

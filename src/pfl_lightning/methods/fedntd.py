@@ -1,4 +1,4 @@
-"""FedNTD: what the received model says of the classes that a sample is not of is preserved."""
+"""FedNTD: distillation of the received model's predictions over all classes but the true one."""
 
 from typing import Any
 
@@ -16,35 +16,36 @@ from pfl_lightning.methods.losses import divergence
 
 
 def not_true_distillation(logits: Tensor, teacher: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
-    r"""The divergence of the softmaxes over all classes but the true one, :math:`T^2\,\mathrm{KL}(p^g \Vert p)`.
+    r"""Return the divergence of softmaxes over all classes but the true one, :math:`T^2\,\mathrm{KL}(p^g \Vert p)`.
 
-    It is a mean over samples. The logit of the true class gets no gradient; of two classes it is 0.
+    It is a mean over samples. The logit of the true class gets no gradient; with two classes it is 0.
 
     >>> z, teacher = torch.tensor([[5.0, 0.0, 1.0]]), torch.tensor([[-2.0, 1.0, 0.0]])
     >>> not_true_distillation(z, teacher, torch.tensor([0]))
     tensor(0.4621)
 
     Args:
-        logits: ``[n, C]`` of the model under training.
-        teacher: ``[n, C]`` of the received one.
+        logits: ``[n, C]`` of the model in training.
+        teacher: ``[n, C]`` of the received model.
         target: class numbers ``[n]``.
         temperature: T, above 0.
     """
     classes = logits.shape[1]
+    # each sample's C - 1 other classes, in an order that starts after its own
     others = (target[:, None] + torch.arange(1, classes, device=target.device)) % classes
     known, student = (z.gather(1, others) / temperature for z in (teacher, logits))
     return temperature**2 * divergence(known, student)
 
 
 class FedNTD(FedAvg):
-    r"""Minimises cross-entropy and :math:`\beta` times the not-true distillation from the received model.
+    r"""Minimises cross-entropy plus :math:`\beta` times the not-true distillation from the received model.
 
-    The received model teaches in evaluation mode, at the cost of its forward pass on each batch.
+    The received model teaches in evaluation mode, which costs its forward pass on each batch.
     Source: Lee et al., 2022 (https://arxiv.org/abs/2106.03097); the defaults are its official code's for CIFAR-10.
 
     Args:
         beta: weight of the distillation, at least 0; 0 is `FedAvg` bit for bit.
-        temperature: T of its softmaxes, above 0.
+        temperature: T of the softmaxes, above 0.
         **kwargs: the arguments of `FedAvg`.
 
     Raises:
@@ -65,16 +66,17 @@ class FedNTD(FedAvg):
             raise MisconfigurationException(f"model.temperature={temperature} must be above 0, such as 1.")
         self.beta, self.temperature = beta, temperature
         if beta > 0:
+            # only with beta > 0: else the copy would cost memory for nothing
             self.received = FrozenModule(self.net, common=common_parameters(self).values())
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Remembers the received model."""
+        """Load the model, with a copy as the teacher."""
         super().on_download(payload, data)
         if self.beta > 0:
             self.received.take_from(self.net)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Cross-entropy and the distillation."""
+        """Return cross-entropy plus the distillation, which the record has apart too."""
         if self.beta == 0:
             return super().training_step(batch, batch_idx)
         x, target = batch

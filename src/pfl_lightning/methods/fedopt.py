@@ -1,7 +1,7 @@
-r"""FedAvgM, FedAdagrad, FedAdam and FedYogi: a server that takes the clients' mean change for a gradient.
+r"""FedAvgM, FedAdagrad, FedAdam and FedYogi: server optimizers with the clients' mean change as the gradient.
 
-Symbols: x is the server's model, :math:`\Delta = \sum_k p_k (y_k - x)` the mean change of the clients of the round, so
-that -Δ stands for the gradient, and :math:`\eta_s` the server's learning rate. All arithmetic is entry by entry.
+Symbols: x is the server's model, :math:`\Delta = \sum_k p_k (y_k - x)` the mean change of the round's clients, so that
+-Δ takes the gradient's place, and :math:`\eta_s` the server's learning rate. All arithmetic is entry by entry.
 """
 
 from collections.abc import Mapping
@@ -17,62 +17,68 @@ from pfl_lightning.messages import StateDict, Updates
 
 
 class ServerSteps(WeightedAverage):
-    """What the four have in common: learnable parameters make steps, and buffers are averaged.
+    """Base class of the four: learnable parameters make steps, and buffers are averaged.
 
-    In a round to which nobody contributed nothing moves, and no moment decays.
+    In a round without updates nothing moves, and no moment decays.
     """
 
     def setup(self, server: Server) -> None:
-        """Starts from the common initial model, without moments."""
+        """Start from the common initial model, without moments."""
         super().setup(server)
         self.learnable = server.parameter_names(remove_duplicate=False)
         self.state |= {"m": {}, "v": {}}
 
     def average(self, updates: Updates, weights: Mapping[int, float]) -> None:
-        """Makes a step by what the mean of the uploads is away from the global model.
+        """Make a step towards the mean of the uploads.
 
         Args:
-            updates: by client id, at least one.
-            weights: the weight of each of them, by client id; used as they are.
+            updates: updates by client id, at least one.
+            weights: weight of each client, by id; used as they are.
         """
+        # with a `mean`, Δ is the change to the rule's result
         self.move(self.mean_of(updates, weights))
 
     def move(self, target: StateDict) -> None:
-        """Makes a step.
+        """Make a step.
 
         Args:
-            target: where a server that only averages would go: x + Δ, with buffers.
+            target: the model of a server that only averages: x + Δ, with buffers.
         """
         x, moved = self.state["weights"], dict(target)
         for name in self.learnable:
-            # uploads may be of half precision; moments are not
+            # uploads may be in half precision; moments are float32 or better
             y = target[name].to(torch.promote_types(target[name].dtype, torch.float32))
             change = y - x[name].to(y)
-            # x + step, in an order in which the change itself as a step ends at the mean bit for bit
+            # x + step, computed as y + (step - Δ): a step equal to Δ then ends at the mean bit for bit
             moved[name] = (y + (self.step(name, change) - change)).to(target[name].dtype)
         self.state["weights"] = moved
 
     def step(self, name: str, change: Tensor) -> Tensor:
-        """Takes the change of an entry into its moments, and gives the step that it makes."""
+        """Update the moments of an entry by Δ, and return the step.
+
+        Args:
+            name: the entry's name.
+            change: Δ, in float32 or better.
+        """
         raise NotImplementedError
 
 
 class FedAvgM(ServerSteps):
-    r"""Federated averaging with momentum at the server.
+    r"""Federated averaging with momentum on the server.
 
     .. math:: m \leftarrow \beta m + \Delta, \qquad x \leftarrow x + \eta_s m
 
-    Nothing is damped, so that a steady change moves the model :math:`1/(1-\beta)` times as far. Nesterov's variant goes
-    :math:`\eta_s(\Delta + \beta m)`; ports differ in which of the two they call FedAvgM. Without momentum and with
+    Without damping, a steady change moves the model :math:`1/(1-\beta)` times as far. Nesterov's variant steps by
+    :math:`\eta_s(\Delta + \beta m)`; other libraries differ in which of the two they call FedAvgM. With ``beta=0`` and
     :math:`\eta_s = 1` it is `WeightedAverage` bit for bit.
     Source: Hsu, Qi and Brown, 2019 (https://arxiv.org/abs/1909.06335).
 
     Args:
         server_lr: :math:`\eta_s`, above 0.
         beta: the momentum, in [0, 1).
-        nesterov: whether to look ahead.
-        weighting: how clients count in :math:`\Delta`: by their training ``samples``, or all alike (``uniform``).
-        mean: a rule in the place of the mean of uploads, as for `WeightedAverage`.
+        nesterov: whether to take Nesterov's step.
+        weighting: client weights in :math:`\Delta`: by training ``samples``, or all alike (``uniform``).
+        mean: a rule instead of the mean of uploads, as for `WeightedAverage`.
 
     Raises:
         MisconfigurationException: if an argument is out of its range.
@@ -95,36 +101,36 @@ class FedAvgM(ServerSteps):
         self.beta, self.nesterov = beta, nesterov
 
     def step(self, name: str, change: Tensor) -> Tensor:
-        """Along the momentum, or ahead of it."""
+        """Return the step along the momentum, or Nesterov's."""
         m: StateDict = self.state["m"]
+        # no factor 1 - beta on the change: a steady change adds up to 1 / (1 - beta) times itself
         m[name] = self.beta * m[name] + change if name in m else change
         return self.server_lr * (change + self.beta * m[name] if self.nesterov else m[name])
 
 
 class FedAdagrad(ServerSteps):
-    r"""A server whose steps shrink with all the change that an entry has seen.
+    r"""Divides each entry's step by the root of the entry's summed squared changes.
 
     .. math::
 
         m \leftarrow \beta_1 m + (1 - \beta_1)\Delta, \qquad v \leftarrow v + \Delta^2, \qquad
         x \leftarrow x + \eta_s \frac{m}{\sqrt v + \tau}
 
-    There is no correction of bias, and :math:`\tau` is outside of the root. Clients count by their samples, as in the
-    paper's experiments, where its algorithm has them all alike. The defaults are those of ``flwr.serverapp``, which
-    follow the paper, whose text was not at hand; Flower's older strategies of FedAdagrad and FedAdam have a
-    :math:`\tau` of 1e-9. The paper's tables have learning rates that are tuned for each task. In the first rounds every
-    entry moves by up to :math:`\eta_s`, however little clients changed it: where that undoes what they have learned,
-    and the loss is higher than before, :math:`\eta_s` is to be smaller, such as 0.01.
+    Bias isn't corrected, and :math:`\tau` is outside the root. Clients count by their samples, as in the paper's
+    experiments; its algorithm weights them equally. The defaults are those of ``flwr.serverapp``, which follow the
+    paper, whose text was not at hand; Flower's older strategies have a :math:`\tau` of 1e-9 for FedAdagrad and FedAdam.
+    The paper's tables have learning rates tuned for each task. In the first rounds every entry moves by up to
+    :math:`\eta_s`, however little clients changed it: if the loss rises, take a smaller :math:`\eta_s`, such as 0.01.
     Source: Reddi et al., 2021, Algorithm 2 (https://arxiv.org/abs/2003.00295).
 
     Args:
         server_lr: :math:`\eta_s`, above 0.
         beta1: decay of the first moment, in [0, 1).
-        tau: how adaptive it is, above 0: the smaller, the more equal are the steps of all entries.
+        tau: degree of adaptivity, above 0: with a smaller one, the steps of all entries are more equal.
         initial: the second moment before the first round: ``tau2`` is :math:`\tau^2`, the least that the paper allows;
-            ``zero``, which ports have, makes the first steps larger.
-        weighting: how clients count in :math:`\Delta`: by their training ``samples``, or all alike (``uniform``).
-        mean: a rule in the place of the mean of uploads, as for `WeightedAverage`.
+            ``zero``, as in other libraries, makes the first steps larger.
+        weighting: client weights in :math:`\Delta`: by training ``samples``, or all alike (``uniform``).
+        mean: a rule instead of the mean of uploads, as for `WeightedAverage`.
 
     Raises:
         MisconfigurationException: if an argument is out of its range.
@@ -151,28 +157,29 @@ class FedAdagrad(ServerSteps):
         self.beta1, self.tau, self.initial = beta1, tau, initial
 
     def step(self, name: str, change: Tensor) -> Tensor:
-        """The first moment over the root of the second."""
+        """Return the first moment over the root of the second, times the learning rate."""
         m: StateDict = self.state["m"]
         v: StateDict = self.state["v"]
         m[name] = (1 - self.beta1) * change + (self.beta1 * m[name] if name in m else 0)
+        # v before the first round
         first = self.tau**2 if self.initial == "tau2" else 0.0
         v[name] = self.second(v[name] if name in v else torch.full_like(change, first), change.square())
         return self.server_lr * m[name] / (v[name].sqrt() + self.tau)
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:
-        """The second moment after a round.
+        """Return the second moment after a round.
 
         Args:
-            v: before it.
-            square: of the change.
+            v: the second moment before the round.
+            square: the squared change.
         """
         return v + square
 
 
 class FedAdam(FedAdagrad):
-    r"""As `FedAdagrad`, with a second moment that forgets: :math:`v \leftarrow \beta_2 v + (1 - \beta_2)\Delta^2`.
+    r"""`FedAdagrad` with a decaying second moment: :math:`v \leftarrow \beta_2 v + (1 - \beta_2)\Delta^2`.
 
-    It is not ``torch.optim.Adam`` at the server, which corrects the bias of young moments.
+    It differs from ``torch.optim.Adam`` on the server, which corrects the bias of young moments.
     Source: Reddi et al., 2021, Algorithm 2 (https://arxiv.org/abs/2003.00295).
 
     Args:
@@ -194,12 +201,12 @@ class FedAdam(FedAdagrad):
         self.beta2 = beta2
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:
-        """A running mean of squares."""
+        """Return the running mean of squares."""
         return self.beta2 * v + (1 - self.beta2) * square
 
 
 class FedYogi(FedAdam):
-    r"""As `FedAdam`, with a second moment that moves by steps of the square's size, whatever its own.
+    r"""`FedAdam` with a second moment in steps of a fixed share of the squared change.
 
     .. math:: v \leftarrow v - (1 - \beta_2)\,\Delta^2\,\mathrm{sign}(v - \Delta^2)
 
@@ -212,12 +219,16 @@ class FedYogi(FedAdam):
     takes_mean = True
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:
-        """Towards the square, never below 0."""
+        """Return the second moment moved towards the square, never below 0."""
+        # sign(0) is 0: where v is the square already, it stays
         return v - (1 - self.beta2) * square * torch.sign(v - square)
 
 
 def check_decays(**decays: float) -> None:
-    """Refuses decays that don't decay.
+    """Refuse decays outside [0, 1).
+
+    Args:
+        **decays: decays by name of the setting.
 
     Raises:
         MisconfigurationException: if one isn't in [0, 1).

@@ -1,4 +1,4 @@
-"""FedPAC: features aligned to global prototypes, and for each client its own combination of all classifiers.
+"""FedPAC: features aligned to global prototypes, and for each client a personal combination of all classifiers.
 
 Source: Xu et al., 2023 (https://arxiv.org/abs/2306.11867). Symbols: n_i samples of client i, pi_c the share of class c
 in them, mu_c the mean of its features h; V_i and H_i, whose row c is pi_c mu_c, the client's statistics; alpha_i the
@@ -21,15 +21,15 @@ from pfl_lightning.methods.class_vectors import ClassVectors, class_means
 from pfl_lightning.nets import feature_size
 
 NEGLIGIBLE = 1e-3
-"""The weight below which a classifier is left out of a combination."""
+"""Classifiers with a smaller weight are left out of a combination."""
 FLOOR = 1e-10
-"""The least curvature of a problem, as a share of its largest: keeps the solution unique and the solver from noise."""
+"""The least curvature of a problem, as a share of its largest: makes the solution unique and bounds rounding errors."""
 
 
 class PACClient(AlternateAlignment):
-    r"""Trains the received classifier on the received features, then the features, drawn to prototypes.
+    r"""Trains the received classifier on the received features, then the features with alignment to prototypes.
 
-    Before it trains, the client takes the statistics by which the server chooses its classifier, with the received
+    Before training, the client computes the statistics by which the server combines its classifier, with the received
     feature extractor and all of its n training samples:
 
     .. math::
@@ -37,12 +37,12 @@ class PACClient(AlternateAlignment):
         H_c = \pi_c\,\mu_c, \qquad
         V = \frac1n \Big( \sum_c \pi_c\, \mathrm{E}\big[\lVert h \rVert^2 \mid c\big] - \sum_c \lVert H_c \rVert^2 \Big)
 
-    A class that the server has no prototype of is drawn to the client's own mean before training; nothing is drawn
-    before the server has any. Its server side is `FedPAC`.
+    The features of a class without a global prototype are drawn to the client's own mean from before training; nothing
+    is drawn before the server has any prototype. Its server side is `FedPAC`.
 
     Args:
-        head_epochs: passes over the training data in the classifier's phase; None as `AlternateTraining` takes it.
-        head_lr: learning rate of that phase, in the place of the optimizer's; the schedule changes it too.
+        head_epochs: passes over the training data in the classifier's phase; None as for `AlternateTraining`.
+        head_lr: learning rate of the classifier's phase instead of the optimizer's; the schedule changes it too.
         **kwargs: the arguments of `AlternateAlignment`.
 
     Raises:
@@ -56,16 +56,17 @@ class PACClient(AlternateAlignment):
         if not head_lr > 0:
             raise MisconfigurationException(f"model.head_lr={head_lr} must be above 0, such as 0.1.")
         self.head_lr = head_lr
-        # mu_c and E[||h||^2 | c] as received
+        # mu_c, and E[||h||^2 | c] in the last column, by the received feature extractor
         self.own = ClassVectors(self.num_classes, feature_size(self.net) + 1)
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Take the model and the prototypes, and before training the client's statistics by them."""
+        """Load the model and the prototypes, and before training compute the client's statistics."""
         super().on_download(payload, data)
         if data is None or not self.training_follows:
             return
         self.own.take(class_means(self._features_and_square, data.train, data.classes, self.num_classes))
         if payload["prototypes"]:
+            # the own mean where the server has no prototype of the class
             classes = torch.arange(self.num_classes, device=self.device)
             self.prototypes.vectors.copy_(self.prototypes(classes, default=self.own.vectors[:, :-1]))
             self.prototypes.known.logical_or_(self.own.known)
@@ -75,7 +76,7 @@ class PACClient(AlternateAlignment):
         return torch.cat([features, features.square().sum(1, keepdim=True)], 1)
 
     def local_optimizer(self, phase: Phase, parameters: list[nn.Parameter]) -> Optimizer:
-        """The configured optimizer, with the classifier's learning rate in its phase."""
+        """Return the configured optimizer, with ``head_lr`` in the classifier's phase."""
         optimizer = super().local_optimizer(phase, parameters)
         if phase.name == "head":
             for group in optimizer.param_groups:
@@ -83,32 +84,37 @@ class PACClient(AlternateAlignment):
         return optimizer
 
     def upload(self, data: ClientData) -> Message:
-        """The model, its prototypes, and the statistics from before training."""
+        """Return the model, the prototypes, and the statistics from before training."""
         update = super().upload(data)
         return update | ({"statistics": self._statistics(data)} if "statistics" in self.requested else {})
 
     def _statistics(self, data: ClientData) -> Message:
-        """V, and H without the rows of absent classes, which are 0."""
+        """Return V and H, where H has no rows for absent classes, which are 0.
+
+        Args:
+            data: the client's data.
+        """
         n = len(data.train)
         pi = data.class_counts.to(self.own.vectors) / n
         means = pi[:, None] * self.own.vectors[:, :-1]
+        # rounding can make a difference of squares negative
         variance = (pi @ self.own.vectors[:, -1] - means.square().sum()).clamp_min(0) / n
         return {"variance": variance, "means": {c: means[c] for c in torch.nonzero(pi).flatten().tolist()}}
 
     def configure_aggregator(self) -> Aggregator:
-        """FedPAC's server."""
+        """Return FedPAC's server."""
         return FedPAC()
 
 
 class ClassifierCombination(WeightedAverage):
-    r"""Averages feature extractors by samples, and gives each client its own mix of the round's classifiers.
+    r"""Averages feature extractors by samples, and combines the round's classifiers for each client.
 
     .. math:: \varphi_i = \sum_j \alpha_{ij}\, \hat\varphi_j
 
-    over the clients of the round, with the weights of `combination_weights`; those below 0.001 are left out, and the
-    others made to sum to 1. A client that stays away keeps its last classifier, at first the common initial one. The
-    global model is the mean of all of the round's models. ``state["combinations"]`` has each client's last weights,
-    ``{client: {client: weight}}``.
+    over the clients of the round, with the weights of `combination_weights`; weights below 0.001 are dropped, and the
+    others scaled to sum to 1. An absent client keeps its last classifier, at first the common initial one. The global
+    model is the mean of all of the round's models. ``state["combinations"]`` has each client's last weights, ``{client:
+    {client: weight}}``.
     """
 
     requires = frozenset({"classes"})
@@ -116,17 +122,18 @@ class ClassifierCombination(WeightedAverage):
     needs = WeightedAverage.needs | {"statistics"}
 
     def setup(self, server: Server) -> None:
-        """Starts with the common initial model."""
+        """Start from the common initial model."""
         super().setup(server)
         self.shape = server.module.num_classes, feature_size(server.module.net)
         self.state |= {"initial": classifier_of(server.weights), "classifiers": {}, "combinations": {}}
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Averages, combines, and logs the mean weight of clients' own classifiers and how many there are in a mix."""
+        """Average and combine; log the mean weight of clients' own classifiers, and the mean size of a combination."""
         if not updates:
             return {}
         super().aggregate(updates, round)
         variances = torch.stack([update["statistics"]["variance"] for update in updates.values()]).double()
+        # H with zero rows for absent classes
         means = torch.zeros(len(updates), *self.shape, dtype=torch.float64)
         for index, update in enumerate(updates.values()):
             for c, mean in update["statistics"]["means"].items():
@@ -142,18 +149,22 @@ class ClassifierCombination(WeightedAverage):
         return {"own_classifier": float(weights.diagonal().mean()), "classifiers_mixed": mixed}
 
     def download(self, client: int) -> Message:
-        """The averaged feature extractor under the client's own classifier."""
+        """Return the averaged feature extractor with the client's own classifier."""
         return {"weights": self.state["weights"] | self.state["classifiers"].get(client, self.state["initial"])}
 
     def welcome(self, client: int, update: Message | None) -> Message:
-        """The global model, whose classifier is the mean of all; others' statistics, to combine by, are not kept."""
+        """Return the global model, with the mean of all classifiers.
+
+        A combination would need the other clients' statistics, which aren't kept.
+        """
         return {"weights": self.state["weights"]}
 
 
 class FedPAC(AggregatorList):
     """FedPAC's server: a combination of classifiers for each client, and prototypes averaged by class counts.
 
-    It is ``AggregatorList([ClassifierCombination(), ClassMeans()])``; each of the two also goes with others.
+    It is ``AggregatorList([ClassifierCombination(), ClassMeans()])``; each of the two also works with other
+    aggregators.
     Source: Xu et al., 2023 (https://arxiv.org/abs/2306.11867).
     """
 
@@ -162,17 +173,21 @@ class FedPAC(AggregatorList):
 
 
 def classifier_of(weights: StateDict) -> StateDict:
-    """The entries of a model's classifier."""
+    """Return the entries of a model's classifier.
+
+    Args:
+        weights: the model, by name.
+    """
     return {name: tensor for name, tensor in weights.items() if in_classifier(name)}
 
 
 def combination_weights(variances: Tensor, means: Tensor) -> Tensor:
-    r"""Weights of all clients' classifiers in each client's, by bias and variance.
+    r"""Return the weights of all clients' classifiers in each client's combination, by bias and variance.
 
     .. math:: \alpha_i = \arg\min_\alpha \alpha^\top \big(\mathrm{diag}(V) + D_i\big)\, \alpha, \qquad
         (D_i)_{ab} = \langle H_i - H_a,\, H_i - H_b \rangle, \qquad \alpha \ge 0,\ \sum_j \alpha_j = 1
 
-    Clients whose statistics are the same count by :math:`1/V_j`:
+    Clients with equal statistics H count by :math:`1/V_j`:
 
     >>> combination_weights(torch.tensor([1.0, 4.0]), torch.ones(2, 3))
     tensor([[0.8000, 0.2000],
@@ -189,7 +204,7 @@ def combination_weights(variances: Tensor, means: Tensor) -> Tensor:
     gram = means @ means.T
     rows = []
     for i in range(len(gram)):
-        # K^2 inner products are enough for all D_i
+        # D_i from K^2 inner products: <H_i - H_a, H_i - H_b> multiplied out
         bias = gram[i, i] - gram[i] - gram[i][:, None] + gram
         weights = least_on_simplex(torch.diag(variances.double()) + bias)
         kept = torch.where(weights < NEGLIGIBLE, 0, weights)
@@ -198,7 +213,7 @@ def combination_weights(variances: Tensor, means: Tensor) -> Tensor:
 
 
 def least_on_simplex(matrix: Tensor) -> Tensor:
-    r"""The :math:`\alpha \ge 0` with :math:`\sum_j \alpha_j = 1` that has the least :math:`\alpha^\top P \alpha`.
+    r"""Return the :math:`\alpha \ge 0` with :math:`\sum_j \alpha_j = 1` and the least :math:`\alpha^\top P \alpha`.
 
     With :math:`P = A^\top A` it is the direction of the :math:`u \ge 0` that minimises
     :math:`\lVert A u \rVert^2 + (\mathbf 1^\top u - 1)^2`, because for :math:`u = t \alpha` the best t leaves
@@ -210,13 +225,14 @@ def least_on_simplex(matrix: Tensor) -> Tensor:
     Returns:
         ``[K]``; all 0 if the solver gives up.
     """
-    # no other method wants it, and it takes half a second
+    # imported here: the import takes half a second, and no other method needs it
     from scipy.optimize import nnls
 
     values, vectors = torch.linalg.eigh(matrix)
-    # the matrix's scale doesn't matter
+    # scaled to a largest eigenvalue of 1, which doesn't change the minimum, so that FLOOR is relative
     values = (values / values[-1].clamp_min(torch.finfo(values.dtype).tiny)).clamp_min(FLOOR)
     root = values.sqrt()[:, None] * vectors.T
+    # the last row is (1^T u - 1)^2, the rows above it A u
     aim = torch.zeros(len(values) + 1, dtype=torch.float64)
     aim[-1] = 1
     try:

@@ -1,4 +1,4 @@
-"""FedPHP: a personal model that inherits from all that its client has trained, and teaches the received one."""
+"""FedPHP: a running mean of the client's past models teaches the received model."""
 
 from typing import Any
 
@@ -15,27 +15,27 @@ from pfl_lightning.methods.frozen import FrozenModule, tensors_of
 
 
 class FedPHP(FedAvg):
-    r"""Learns from a history of its own models, and then adds the trained one to it.
+    r"""Learns from the history, a running mean of the client's past models, and adds the trained model to the history.
 
     .. math::
 
         L = (1 - \lambda)\,\mathrm{CE} - \lambda \sum_c \mathrm{softmax}(z_s / T)_c \log \mathrm{softmax}(z)_c, \qquad
         s_k \leftarrow \mu s_k + (1 - \mu) y_k, \qquad \mu = 0.9\,\frac{\text{rounds with k before}}{\text{expected}}
 
-    :math:`y_k` is the model that is trained from the received one and sent, and :math:`z_s` the outputs of the history
-    :math:`s_k`, which never leaves its client. Running statistics are mixed as parameters are. A client is evaluated by
-    :math:`s_k` as soon as it has taken part; until then the received model stands for it, and is its first teacher. In
-    the official code the first teacher is a net with random weights.
+    :math:`y_k` is the model trained from the received one and sent; :math:`z_s` are the outputs of the history
+    :math:`s_k`, which never leaves its client. Running statistics are averaged like parameters. A client is evaluated
+    by :math:`s_k` once it has taken part; until then by the received model, which is also its first teacher. In the
+    official code the first teacher is a net with random weights.
 
-    The official code has also a variant that compares features by a multi-kernel MMD, which is left out; PFLlib has
-    that alone, counts rounds of the federation, and evaluates the received model.
+    The official code also has a variant that compares features by a multi-kernel MMD, which is left out; PFLlib has
+    that variant alone, counts rounds of the federation, and evaluates the received model.
     Source: Li et al., 2021 (https://doi.org/10.1007/978-3-030-86486-6_36); the defaults are its official code's.
 
     Args:
-        weight: :math:`\lambda`, in [0, 1]; 0 sends what `FedAvg` does, bit for bit.
+        weight: :math:`\lambda`, in [0, 1]; 0 sends the same as `FedAvg`, bit for bit.
         temperature: T of the history's softmax, above 0.
-        momentum: the largest share of the history, in [0, 1); 0 makes it the last trained model.
-        participation: the share of rounds that a client is expected to take part in, above 0 and up to 1.
+        momentum: the largest share of the history, in [0, 1); 0 makes the history the last trained model.
+        participation: the expected share of rounds in which a client takes part, above 0 and up to 1.
         **kwargs: the arguments of `FedAvg`.
 
     Raises:
@@ -70,34 +70,37 @@ class FedPHP(FedAvg):
         self.register_buffer("taken_part", torch.tensor(0))
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Lets the received model stand for the history where there is none."""
+        """Load the model; before the first training the history is a copy of the received model."""
         super().on_download(payload, data)
         if not self.taken_part:
             self.history.take_from(self.net)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits by the history, as soon as there is one."""
+        """Return the outputs of the history, or of the received model before the first training."""
         logits: Tensor = (self.history if self.taken_part else self.net)(x)
         return logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Cross-entropy, and what the history teaches."""
+        """Return the mixture of cross-entropy and distillation from the history."""
         if self.weight == 0:
             return super().training_step(batch, batch_idx)
         x, target = batch
         features = self.net.features(x)
         logits = self.net.classifier(features)
         taught = (self.history(x) / self.temperature).softmax(1)
+        # the temperature divides the teacher's logits alone, as in the official code
         inherited = -(taught * logits.log_softmax(1)).sum(1).mean()
         return {"loss": (1 - self.weight) * self.loss(features, logits, target) + self.weight * inherited}
 
     def upload(self, data: ClientData) -> Message:
-        """The trained model, which becomes a part of the history."""
+        """Return the trained model, and update the history with the same model."""
+        # a client without a batch has trained nothing to remember
         if self.steps_done:
             expected = self.participation * self.num_rounds
             kept = self.momentum * min(float(self.taken_part) / expected, 1.0)
             trained = dict(tensors_of(self.net))
             for name, entry in self.history.tensors().items():
+                # counters can't be averaged, and take the newest value
                 entry.copy_(torch.lerp(trained[name], entry, kept) if entry.is_floating_point() else trained[name])
             self.taken_part += 1
         return super().upload(data)

@@ -1,4 +1,4 @@
-"""FedProto: clients share prototypes of classes, and no weights."""
+"""FedProto: clients share class prototypes, and no weights."""
 
 from typing import Any, Literal
 
@@ -13,19 +13,20 @@ from pfl_lightning.methods.local import Local
 
 
 class FedProto(FeatureAlignment, Local):
-    r"""Every client keeps its model; features are drawn to global prototypes, and classified by the nearest one.
+    r"""Keeps every client's model, draws features to global prototypes, and predicts by the nearest prototype.
 
     Minimises :math:`\mathrm{CE} + \lambda\,\mathrm{mean}_{i,j}\,(h_{ij} - g_{y_i j})^2` as `FeatureAlignment` does. The
-    server's :math:`g_c` weights clients by their samples of the class, as the paper; the official code and PFLlib
-    don't: ``ClassMeans(weighted=False)``. That can matter much: 93 % against 71 to 76 % where many clients hold few
-    samples of a class (docs/results.md, "Defaults"). Clients send the class means of their trained model in evaluation
-    mode; the official code collects them while it trains. ``align_lambda=0`` trains as `Local` does, bit for bit.
+    server's :math:`g_c` weights clients by their samples of the class, as the paper does; the official code and PFLlib
+    weight them equally: ``ClassMeans(weighted=False)``. The choice can matter much: 93 % against 71 to 76 % where many
+    clients hold few samples of a class (docs/results.md, "Defaults"). Clients send the class means of their trained
+    model in evaluation mode; the official code collects them during training. ``align_lambda=0`` trains as `Local`
+    does, bit for bit.
     Source: Tan et al., 2022 (https://arxiv.org/abs/2105.00243).
 
     Args:
-        predict: ``proto`` gives :math:`-\lVert h - g_c \rVert^2` as logits, minus infinity for a class without a
-            prototype, so that the loss of its samples is infinite; the classifier's logits while there is no prototype
-            at all. ``head`` always gives the classifier's.
+        predict: ``proto`` gives the logits :math:`-\lVert h - g_c \rVert^2`, minus infinity for a class without a
+            prototype, whose samples then have an infinite loss; without any prototype, the classifier's logits.
+            ``head`` always gives the classifier's logits.
         **kwargs: the arguments of `FeatureAlignment`.
     """
 
@@ -37,21 +38,22 @@ class FedProto(FeatureAlignment, Local):
         self.predict = predict
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits by prototypes or by the classifier."""
+        """Return logits by prototypes or by the classifier."""
         features: Tensor = self.net.features(x)
         logits: Tensor = self.net.classifier(features)
         if self.predict == "head":
             return logits
         known, vectors = self.prototypes.known, self.prototypes.vectors
         wide = torch.promote_types(vectors.dtype, torch.float32)
-        # a matrix product would be faster, and loses small distances between long vectors
+        # a matrix product would be faster, but loses small distances between long vectors to rounding
         distances = torch.cdist(features.to(wide), vectors.to(wide), compute_mode="donot_use_mm_for_euclid_dist")
+        # by `where` and not by `if`, so that many clients can run at once
         return torch.where(known.any(), torch.where(known, -distances.square(), -torch.inf), logits)
 
     def upload(self, data: ClientData) -> Message:
-        """The client's prototypes, and its class counts where they are asked for."""
+        """Return the client's prototypes, and class counts on request."""
         return super().upload(data) | ({"class_counts": data.class_counts} if "class_counts" in self.requested else {})
 
     def configure_aggregator(self) -> Aggregator:
-        """Averages prototypes by samples."""
+        """Return an average of prototypes by samples."""
         return ClassMeans()

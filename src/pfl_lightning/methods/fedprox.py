@@ -1,4 +1,4 @@
-"""FedProx: local training that is held near the received model."""
+"""FedProx: a proximal term keeps local training near the received model."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from pfl_lightning.methods.losses import proximal
 
 
 class FedProx(FedAvg):
-    r"""Minimises :math:`F_k(w) + \frac{\mu}{2} \lVert w - w^t \rVert^2` on the client; :math:`w^t` is as received.
+    r"""Adds :math:`\frac{\mu}{2} \lVert w - w^t \rVert^2` to the client's loss; :math:`w^t` is the received model.
 
     Source: Li et al., 2020, equation 2 (https://arxiv.org/abs/1812.06127).
 
@@ -37,13 +37,14 @@ class FedProx(FedAvg):
         self.received = Frozen(trained_parameters(self, "net").items())  # w^t
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Remembers the received model."""
+        """Load the model, with a copy of the parameters as :math:`w^t`."""
         super().on_download(payload, data)
         self.received.take(trained_parameters(self, "net").items())
 
     def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
-        """Cross-entropy and the proximal term."""
+        """Return the task's loss plus the proximal term."""
         loss = super().loss(features, logits, target)
+        # not 0 times the term: adding a zero could still change a bit, and takes time
         if self.mu == 0:
             return loss
         return loss + self.mu * proximal(trained_parameters(self, "net").values(), self.received.buffers())

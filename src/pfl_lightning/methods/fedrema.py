@@ -1,8 +1,8 @@
-"""FedReMa: one body for all, and for each client a classifier averaged over its most relevant peers.
+"""FedReMa: one feature extractor for all clients, and classifiers averaged over each client's peers.
 
-Source: Liang et al., 2024 (https://arxiv.org/abs/2411.01825). Symbols: theta the body, phi_k client k's classifier,
-phi^_k as uploaded, h~ a vector of noise in the place of features, M a temperature, A_k the peers of client k (itself
-among them), G_ki how often k had i among its peers, CCP the critical co-learning period.
+Source: Liang et al., 2024 (https://arxiv.org/abs/2411.01825). Symbols: theta the feature extractor, phi_k client k's
+classifier, phi^_k as uploaded, h~ a noise vector instead of features, M a temperature, A_k the peers of client k
+(itself among them), G_ki the number of rounds in which i was a peer of k, CCP the critical co-learning period.
 """
 
 from statistics import fmean
@@ -16,7 +16,7 @@ from pfl_lightning.methods.relevance import Relevance, Segmentation
 
 
 def is_over(mean_gaps: list[float], delta: float) -> bool:
-    r"""Whether the critical co-learning period ends with the last of its rounds (equation 9).
+    r"""Return True if the critical co-learning period ends with the last given round (equation 9).
 
     .. math:: \bar\Delta^t \le \delta \max_{\tau \le t} \bar\Delta^\tau
 
@@ -25,15 +25,15 @@ def is_over(mean_gaps: list[float], delta: float) -> bool:
 
     Args:
         mean_gaps: the mean gap of each round, at least one.
-        delta: the share of the largest, in [0, 1].
+        delta: the share of the largest mean gap, in [0, 1].
     """
     return mean_gaps[-1] <= delta * max(mean_gaps)
 
 
 class FedReMa(WeightedAverage):
-    r"""Averages bodies over all clients, and classifiers over each client's most relevant peers.
+    r"""Averages feature extractors over all clients, and classifiers over each client's most relevant peers.
 
-    In the critical co-learning period (CCP) peers are found anew each round, by what classifiers make of noise:
+    In the critical co-learning period (CCP) peers are found anew each round, by the classifiers' outputs for noise:
 
     .. math::
 
@@ -42,31 +42,32 @@ class FedReMa(WeightedAverage):
         \varphi_k = \frac{\sum_{i \in A_k} n_i \hat\varphi_i}{\sum_{i \in A_k} n_i}, \quad
         G_{ki} \leftarrow G_{ki} + 1 \;\; (i \in A_k)
 
-    It ends for good with the round whose mean gap is at most delta times the largest so far, see `segment` and
-    `is_over`. From then on how often clients were peers decides:
+    It ends for good with the first round whose mean gap is at most delta times the largest so far, see `segment` and
+    `is_over`. From then on, classifiers are weighted by the number of rounds as peers:
 
     .. math:: \varphi_k = \sum_i G_{ki} \hat\varphi_i / \sum_i G_{ki}
 
-    Sums are over the clients of the round. Those that stay away receive the new body and keep their classifier, which
-    is the common initial one until they first take part; one that first does so after the period keeps its own.
-    Where the period ends in the first rounds, or features are still poor when it ends, clients go on with few or wrong
-    peers, and can end below FedAvg's single model: a smaller ``delta`` prolongs it.
-    Rounds of fewer than three clients show no gap and don't end the period. What counts as the classifier is the net's
-    choice; the paper's is ``head: all_fc``. The global model is the body with the mean of all classifiers.
+    Sums are over the clients of the round. Absent clients receive the new feature extractor and keep their classifier,
+    which is the common initial one until they take part; a client that first takes part after the period keeps its own.
+    If the period ends in the first rounds, or while features are still poor, clients continue with few or wrong peers,
+    and can end below FedAvg's single model: a smaller ``delta`` prolongs it. Rounds of fewer than three clients show no
+    gap and don't end the period. The net decides which layers are the classifier; the paper's choice is ``head:
+    all_fc``. The global model is the feature extractor with the mean of all classifiers.
 
     The official code pairs classifiers and clients by position in lists of different orders, averages classifiers in
-    place, so that later clients see earlier results, and divides by M on a row's own client alone; none of it is here.
+    place, so that later clients see earlier results, and divides by M only for a row's own client; all this is left out
+    here.
 
     Args:
         delta: the period ends at this share of the largest mean gap, in [0, 1]: 0 never ends it, 1 at once.
         temperature: M, above 0; a large one makes all classifiers alike.
         probe_max: the noise is uniform from 0 to this, above 0; the paper draws up to 1, the official code up to 0.5.
-        shared_probe: whether one vector of noise a round is for all; the official code draws one for each row of S.
-        segmentation: which gaps may be the largest, and who is a peer: ``above_excl_top`` leaves the gap to the client
-            itself out and takes who is above the largest of the others (official code); ``algorithm1`` looks at all
-            gaps and takes the client just below too (the paper's Algorithm 1); ``above_all`` looks at all gaps and
-            takes who is above, which may be the client alone.
-        weights: of peers in the period: by their training ``samples`` (paper) or ``uniform`` (official code).
+        shared_probe: whether all clients share one noise vector a round; the official code draws one for each row of S.
+        segmentation: candidates for the largest gap, and the peers: ``above_excl_top`` leaves out the gap to the client
+            itself and takes the clients above the largest other gap (official code); ``algorithm1`` considers all gaps
+            and also takes the client just below (the paper's Algorithm 1); ``above_all`` considers all gaps and takes
+            the clients above, which may be the client alone.
+        weights: weights of peers in the period: by training ``samples`` (paper) or ``uniform`` (official code).
 
     Raises:
         MisconfigurationException: if a number is out of its range, or clients keep their classifier to themselves.
@@ -103,7 +104,7 @@ class FedReMa(WeightedAverage):
         self.weights = weights
 
     def setup(self, server: Server) -> None:
-        """Starts with the common initial classifier for every client, and no peers."""
+        """Start from the common initial classifier for every client, without peers."""
         super().setup(server)
         self.relevance = Relevance(server, self.temperature, self.probe_max, self.shared_probe, self.segmentation)
         self.state |= {
@@ -112,21 +113,21 @@ class FedReMa(WeightedAverage):
             "in_period": True,
             "mean_gaps": [],
             "peer_counts": torch.zeros(server.num_clients, server.num_clients, dtype=torch.int64),
-            # of the last round of the period, to look at
+            # of the period's last round, for plots
             "similarity": torch.zeros(0, 0, dtype=torch.float64),
             "peers": {},
             "gaps": {},
         }
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Averages the bodies of all, and each client's classifier over its peers."""
+        """Average all feature extractors, and classifiers over each client's peers; log the mean number of peers."""
         if not updates:
             return {}
-        # theta; the mean classifier, of the same sum, is the global model's alone
+        # theta; the mean classifier of the same sum is used in the global model alone
         super().aggregate(updates, round)
         in_period = self.state["in_period"]
         shares = self._co_learn(updates, round) if in_period else self._recall(updates)
-        # from phi^ throughout: nobody's average may contain another's
+        # from the uploads phi^ throughout: no average may contain another average
         self.state["classifiers"] = self.state["classifiers"] | {
             k: weighted_mean([self.relevance.classifier(updates[i]) for i in row], list(row.values()))
             for k, row in shares.items()
@@ -135,35 +136,52 @@ class FedReMa(WeightedAverage):
         return {"in_period": float(in_period), "peers": fmean(map(len, shares.values())), **gap}
 
     def _co_learn(self, updates: Updates, round: int) -> dict[int, dict[int, float]]:
-        """A round of the period: finds peers, counts them, and ends the period; shares of i in k's classifier."""
+        """Run a round of the period: find and count peers, and end the period if due.
+
+        Args:
+            updates: updates by client id.
+            round: the round's number, from 0.
+
+        Returns:
+            Weights of the clients i in k's classifier, ``{k: {i: weight}}``.
+        """
         similarity, peers, gaps = self.relevance.compare(updates, round)
         counts = self.state["peer_counts"].clone()
         for k, members in peers.items():
             counts[k, members] += 1
         self.state |= {"peer_counts": counts, "similarity": similarity, "peers": peers, "gaps": gaps}
         if len(updates) > 2:
+            # two clients have no gap between others
             mean_gaps = [*self.state["mean_gaps"], fmean(gaps.values())]
             self.state |= {"mean_gaps": mean_gaps, "in_period": not is_over(mean_gaps, self.delta)}
         return {k: client_weights({i: updates[i] for i in members}, self.weights) for k, members in peers.items()}
 
     def _recall(self, updates: Updates) -> dict[int, dict[int, float]]:
-        """A round after the period: shares by how often i was a peer of k, of those that are there."""
+        """Run a round after the period: weight present clients by past rounds as peers.
+
+        Args:
+            updates: updates by client id.
+
+        Returns:
+            Weights of the clients i in k's classifier, ``{k: {i: weight}}``.
+        """
         clients = list(updates)
         shares = {}
         for k in clients:
             counts = dict(zip(clients, self.state["peer_counts"][k, clients].tolist(), strict=True))
             total = sum(counts.values())
+            # without a present peer, the client keeps its own classifier
             shares[k] = {i: count / total for i, count in counts.items() if count} or {k: 1.0}
         return shares
 
     def download(self, client: int) -> Message:
-        """The body, and the client's own classifier."""
+        """Return the feature extractor, and the client's own classifier."""
         return {"weights": self.state["weights"] | self.state["classifiers"].get(client, self.state["initial"])}
 
     def welcome(self, client: int, update: Message | None) -> Message:
-        """The global model, with the mean of all classifiers; once it has a classifier the newcomer keeps its own.
+        """Return the global model; after an update, with the newcomer's own classifier.
 
-        Who its peers are can't be said: the classifiers that others sent are not kept.
+        A newcomer can't have peers: the other clients' uploaded classifiers aren't kept.
         """
         own = {} if update is None else self.relevance.classifier(update)
         return {"weights": self.state["weights"] | own}

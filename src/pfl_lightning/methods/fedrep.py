@@ -1,4 +1,4 @@
-"""FedRep: a shared representation, for which every client first finds its best classifier."""
+"""FedRep: a shared feature extractor, trained under each client's already trained classifier."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from pfl_lightning.methods.fedper import FedPer
 
 
 class FedRep(AlternateTraining, FedPer):
-    r"""In each round a client trains its own classifier on the received features, then the features under it.
+    r"""Trains the client's own classifier on the received features, then the feature extractor, in each round.
 
     .. math::
 
@@ -16,15 +16,15 @@ class FedRep(AlternateTraining, FedPer):
         \phi_i \leftarrow \phi_i - \alpha \nabla_\phi f_i(h_i, \phi_i), \qquad
         \phi \leftarrow \sum_i \tfrac{n_i}{n} \phi_i
 
-    The classifier :math:`h_i` stays with its client, which goes on from its last one; the feature extractor
-    :math:`\phi` travels, as in `FedPer`. Its epochs are the Trainer's ``local_epochs``: the paper's experiments make 1
-    or 5 after 10 of the classifier. The paper's server counts clients equally, and the official code those with
-    unequal data by their samples, as here.
+    The classifier :math:`h_i` stays with its client, which continues from its last one; the feature extractor
+    :math:`\phi` travels, as in `FedPer`. It is trained for the trainer's ``local_epochs``: 1 or 5 in the paper's
+    experiments, after 10 epochs of the classifier. The paper's server weights clients equally; the official code
+    weights clients with unequal data by their samples, as here.
     Source: Collins et al., 2021, Algorithm 1 (https://arxiv.org/abs/2102.07078).
 
     Args:
         head_epochs: passes over the training data in the classifier's phase, at least 1; None takes as many as the
-            features get.
+            feature extractor gets.
         **kwargs: the arguments of `FedAvg`.
     """
 
@@ -35,5 +35,5 @@ class FedRep(AlternateTraining, FedPer):
         super().__init__(head_epochs=head_epochs, **kwargs)
 
     def joining_phases(self) -> list[Phase]:
-        """The classifier's phase alone."""
+        """Train the classifier alone, by the first phase of an ordinary round."""
         return self.local_phases()[:1]

@@ -1,4 +1,4 @@
-"""Fed-RoD: a generic predictor that class frequencies don't bias, and a personal one on top of it that they do."""
+"""Fed-RoD: a generic predictor unbiased by class frequencies, and a personal predictor on top."""
 
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from pfl_lightning.methods.personal_net import PersonalNet
 
 
 class FedRoD(PersonalNet, FedAvg):
-    r"""Trains a generic head by balanced softmax, and a personal one by what is left to explain.
+    r"""Trains a generic head by balanced softmax, and a personal head on the generic head's errors.
 
     Minimises, over batches and with both terms at once,
 
@@ -23,23 +23,22 @@ class FedRoD(PersonalNet, FedAvg):
         -\log\frac{N_y^\gamma\, e^{h^G_y(z)}}{\sum_c N_c^\gamma\, e^{h^G_c(z)}}
         \;+\; \mathrm{CE}\big(\overline{h^G(z)} + h^P(\overline z),\, y\big)
 
-    where z are the features, :math:`h^G` and :math:`h^P` the generic and the personal head, and :math:`N_c` the
-    client's training samples of class c. A bar stops the gradient: the features and the generic head learn from the
-    first term alone, and the personal head from the second. A class that a client doesn't hold has no part in its first
-    term. Features and generic head are averaged; the personal head stays, and begins as a copy of the initial
-    classifier.
+    with the features z, the generic head :math:`h^G`, the personal head :math:`h^P`, and the client's number
+    :math:`N_c` of training samples of class c. A bar stops the gradient: features and generic head learn from the first
+    term alone, the personal head from the second. A class without samples has no part in the client's first term.
+    Features and generic head are averaged; the personal head stays, and begins as a copy of the initial classifier.
 
-    The server's model, which is what ``test/global_acc`` is of, and a client that hasn't taken part yet predict by
-    :math:`h^G(z)`, the generic model; other clients by :math:`h^G(z) + h^P(z)`. This is the linear variant of the
-    paper, whose other one makes personal heads by a hypernetwork from class frequencies. The official repository has no
-    code. PFLlib counts classes without the samples of a last, smaller batch, so that a class can have an infinite loss.
+    The server's model (``test/global_acc``), and a client that hasn't taken part yet, predict by :math:`h^G(z)`, the
+    generic model; other clients by :math:`h^G(z) + h^P(z)`. This is the paper's linear variant; its other one makes
+    personal heads by a hypernetwork from class frequencies. The official repository has no code. PFLlib counts classes
+    without the samples of a smaller last batch, so that a class can have an infinite loss.
 
     Source: Chen and Chao, 2022 (https://arxiv.org/abs/2107.00778); balanced softmax is by Ren et al., 2020
     (https://arxiv.org/abs/2007.10740).
 
     Args:
         gamma: exponent of the class frequencies, at least 0. With 0 the generic model is that of `FedAvg` bit for bit.
-        predict: what clients are evaluated by, the ``personal`` predictor or the ``generic`` one.
+        predict: the evaluated predictor, ``personal`` or ``generic``.
         **kwargs: the arguments of `FedAvg`.
 
     Raises:
@@ -64,19 +63,20 @@ class FedRoD(PersonalNet, FedAvg):
         self.register_buffer("log_prior", torch.zeros(self.num_classes), persistent=False)
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Counts the client's classes."""
+        """Load the model, and count the client's classes."""
         super().on_download(payload, data)
         if data is not None:
-            # a power before the logarithm: 0 to the power of 0 is 1
+            # the power before the logarithm: with gamma = 0 an absent class counts 0^0 = 1, and not 0 times -infinity
             self.log_prior.copy_(data.class_counts.to(self.log_prior.dtype).pow(self.gamma).log())
 
     def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
-        """Balanced softmax of the generic head, and the cross-entropy of both heads together."""
+        """Return the balanced softmax loss of the generic head plus the cross-entropy of both heads together."""
         generic = super().loss(features, logits + self.log_prior, target)
+        # both bars of the equation are `detach`
         return generic + F.cross_entropy(logits.detach() + self.personal(features.detach()), target)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of both heads together, or of the generic one."""
+        """Return the outputs of both heads together, or of the generic head."""
         features = self.net.features(x)
         logits: Tensor = self.net.classifier(features)
         if self.predict == "personal" and self.has_personal:

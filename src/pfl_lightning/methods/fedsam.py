@@ -1,4 +1,4 @@
-"""FedSAM and FedASAM: local steps by the gradient at the worst point near by."""
+"""FedSAM and FedASAM: local steps along the gradient at the worst point nearby."""
 
 from typing import Any
 
@@ -13,22 +13,22 @@ from pfl_lightning.methods.functional import gradient_at, loss_at, trainable
 
 
 class FedSAM(FedAvg):
-    r"""Sharpness-aware minimisation on the client: a step is by the gradient at :math:`w + e`.
+    r"""Sharpness-aware minimisation on the client: each step takes the gradient at :math:`w + e` instead of w.
 
     .. math:: e = \rho\,\frac{T^2 g}{\lVert T g \rVert}, \qquad g = \nabla F_k(w)
 
-    The norm is of all parameters together. T is 1 (SAM), or for entries of parameters whose name contains "weight"
-    :math:`|w| + \eta_a` (ASAM). The optimizer makes the step at :math:`w`, and its momentum and weight decay act in it
-    alone. Each batch takes two passes; the record has the loss of the second one, at :math:`w + e`.
+    The norm is over all parameters together. T is 1 (SAM), or :math:`|w| + \eta_a` for parameters with "weight" in
+    their name (ASAM). The optimizer steps from w, and its momentum and weight decay act there. Each batch takes two
+    passes; the recorded loss is that of the second, at :math:`w + e`.
 
-    BatchNorm's running statistics follow the second pass alone; in the official code they follow both. Its optional
-    mean of the server's late models is left out.
+    BatchNorm's running statistics follow the second pass alone; in the official code they follow both. The official
+    code's optional mean of late server models is left out.
     Source: Caldarola, Caputo and Ciccone, 2022 (https://arxiv.org/abs/2203.11834); SAM in federations is also by Qu et
     al., 2022. The defaults are those of the official code for CIFAR-10.
 
     Args:
-        rho: how far to look, at least 0; 0 is `FedAvg` bit for bit.
-        adaptive: whether it is ASAM, which looks further along larger weights; its official code takes rho 0.7.
+        rho: distance to the worst point, at least 0; 0 is `FedAvg` bit for bit.
+        adaptive: whether to use ASAM, which goes further along larger weights; its official code takes rho 0.7.
         eta: :math:`\eta_a`, at least 0.
         **kwargs: the arguments of `FedAvg`.
 
@@ -47,25 +47,32 @@ class FedSAM(FedAvg):
         self.rho, self.adaptive, self.eta = rho, adaptive, eta
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """The loss at w + e, whose gradient in w is that at w + e, as e is a constant."""
+        """Return the loss at w + e, with e as a constant: the gradient in w is then the gradient at w + e."""
         if self.rho == 0:
             return super().training_step(batch, batch_idx)
+        # one forward and backward pass for e, then the pass that the engine differentiates
         w = trainable(self.net)
         e = self.ascent(w, gradient_at(self, w, batch))
         return {"loss": loss_at(self, self.net, {name: w[name] + e[name] for name in w}, batch)}
 
     def ascent(self, w: StateDict, g: StateDict) -> StateDict:
-        """The way e to the worst point near by; 0 where the gradient is.
+        """Return e, the way to the worst point nearby; 0 where the gradient is 0.
 
         Args:
             w: parameters, by name.
-            g: their gradient.
+            g: their gradients, by name.
         """
         scales = {name: self.scale(name, weight.detach()) for name, weight in w.items()}
         lengths = [torch.linalg.vector_norm(scales[name] * g[name]) for name in w]
+        # the official code's 1e-16 keeps a zero gradient from 0 / 0
         length = torch.linalg.vector_norm(torch.stack(lengths)) + 1e-16
         return {name: self.rho * scales[name] ** 2 * g[name] / length for name in w}
 
     def scale(self, name: str, weight: Tensor) -> Tensor:
-        """T of a parameter."""
+        """Return T for one parameter.
+
+        Args:
+            name: name of the parameter.
+            weight: the parameter.
+        """
         return weight.abs() + self.eta if self.adaptive and "weight" in name else torch.ones_like(weight)

@@ -1,4 +1,4 @@
-r"""FedTGP: prototypes of classes that the server trains to be far apart.
+r"""FedTGP: class prototypes which the server trains to be far apart.
 
 Source: Zhang et al., 2024 (https://arxiv.org/abs/2401.03230). Symbols: :math:`P_k^c` is the mean feature of client k's
 samples of class c, :math:`\hat g_c` the server's trained prototype, d the width of features.
@@ -23,15 +23,15 @@ from pfl_lightning.seeds import derive_seed
 
 
 class FedTGP(FedProto):
-    """Trains as `FedProto`, towards prototypes that the server has trained.
+    """Trains as `FedProto`, towards prototypes trained by the server.
 
-    The server's prototypes lie far apart, and the distance to them counts tenfold: a learning rate that suits FedAvg
-    may be too large, so that accuracy falls once there are prototypes; the official one is 0.01.
+    The server's prototypes lie far apart, and the distance to them has ten times the weight: a learning rate for FedAvg
+    may be too large, so that accuracy falls once prototypes arrive; the official one is 0.01.
     Source: Zhang et al., 2024 (https://arxiv.org/abs/2401.03230), whose official code's script has the default; the
     paper's own could not be verified.
 
     Args:
-        align_lambda: weight of the distance to the prototype, at least 0; 0 is `Local` bit for bit in training.
+        align_lambda: weight of the distance to the prototype, at least 0; 0 trains as `Local`, bit for bit.
         **kwargs: the other arguments of `FedProto`.
     """
 
@@ -41,12 +41,12 @@ class FedTGP(FedProto):
         super().__init__(align_lambda=align_lambda, **kwargs)
 
     def configure_aggregator(self) -> Aggregator:
-        """FedTGP's server."""
+        """Return a server with trainable prototypes."""
         return TrainablePrototypes()
 
 
 class TrainablePrototypes(Aggregator):
-    r"""Trains a prototype of each class to be nearest to what clients sent for it, by an adaptive margin.
+    r"""Trains each class's prototype to be the nearest to the clients' prototypes of the class, by an adaptive margin.
 
     .. math::
 
@@ -54,20 +54,20 @@ class TrainablePrototypes(Aggregator):
         + \sum_{j \ne c} e^{-\lVert P_k^c - \hat g_j \rVert}}, \qquad
         \delta = \min\big(\max_c \min_{j \ne c} \lVert Q_c - Q_j \rVert,\ \mathrm{cap}\big)
 
-    where :math:`Q_c` is the plain mean of what the clients of the round sent for class c. Prototypes are made by a net
-    of a table of the classes and two layers, which keeps learning from round to round, by plain SGD. All receive all
-    prototypes, also of classes that nobody has sent. Before the first round there are none.
+    with the plain mean :math:`Q_c` of the round's client prototypes of class c. The server's prototypes are outputs of
+    a net, an embedding of the classes and two layers, which keeps learning from round to round by plain SGD. Every
+    client receives all prototypes, also of classes without any client. There are none before the first round.
     Source: Zhang et al., 2024 (https://arxiv.org/abs/2401.03230); the defaults are those of its official code's script,
     the paper's could not be verified.
 
     Args:
-        server_epochs: passes over what was sent in a round, at least 0; 0 leaves the prototypes as they were drawn.
+        server_epochs: passes over the round's client prototypes, at least 0; 0 keeps the random initial prototypes.
         lr: learning rate of the server, at least 0.
-        batch_size: vectors a batch, at least 1.
+        batch_size: client prototypes a batch, at least 1.
         cap: the largest margin, at least 0.
 
     Raises:
-        MisconfigurationException: if a value is out of range, or clients send vectors of different widths.
+        MisconfigurationException: if a value is out of range, or clients send prototypes of different widths.
     """
 
     needs = frozenset({"prototypes"})
@@ -82,23 +82,25 @@ class TrainablePrototypes(Aggregator):
         self.server_epochs, self.lr, self.batch_size, self.cap = server_epochs, lr, batch_size, cap
 
     def setup(self, server: Server) -> None:
-        """Draws the net that makes prototypes."""
+        """Draw the initial weights of the net."""
         self.seed, self.num_classes = server.seed, server.module.num_classes
         size = feature_size(server.module.net)
+        # the caller's random state stays as it is
         with isolate_rng():
             torch.manual_seed(derive_seed(server.seed, "fedtgp"))
             net = nn.Sequential(
                 nn.Embedding(self.num_classes, size), nn.Linear(size, size), nn.ReLU(), nn.Linear(size, size)
             )
-        self._net = (net,)  # its shape alone; what it learns is in the state
+        self._net = (net,)  # the architecture; trained weights are in the state
         self.state |= {"net": detached(net.state_dict()), "prototypes": {}}
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Trains the prototypes; logs the margin and the mean loss in the last pass."""
+        """Train the prototypes; log the margin, and the mean loss of the last pass."""
         if not updates:
             return {}
         sent, target = stacked(updates, "prototypes")
         delta = min(margin(sent, target), self.cap)
+        # copies, in the prototypes' precision: the state changes only when training is over
         weights: StateDict = {n: t.to(sent.dtype, copy=True).requires_grad_() for n, t in self.state["net"].items()}
         optimizer = SGD(weights.values(), lr=self.lr)
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "fedtgp", round))
@@ -107,6 +109,7 @@ class TrainablePrototypes(Aggregator):
             total = 0.0
             for rows in torch.split(torch.randperm(len(target), generator=generator), self.batch_size):
                 distances = torch.cdist(sent[rows], self.made(weights), compute_mode="donot_use_mm_for_euclid_dist")
+                # delta moves the own class away, so that the loss is low only where it is nearer by the margin
                 apart = F.one_hot(target[rows], self.num_classes) * delta
                 batch_loss = F.cross_entropy(-(distances + apart), target[rows])
                 optimizer.zero_grad()
@@ -119,19 +122,21 @@ class TrainablePrototypes(Aggregator):
         return {"margin": delta, "prototype_loss": loss}
 
     def made(self, weights: StateDict) -> Tensor:
-        """The prototypes ``[C, d]`` by some weights of the net."""
+        """Return the prototypes ``[C, d]`` for given weights of the net.
+
+        Args:
+            weights: the net's weights, by name.
+        """
         prototypes: Tensor = functional_call(self._net[0], weights, (torch.arange(self.num_classes),))
         return prototypes
 
     def download(self, client: int) -> Message:
-        """The prototypes of all classes; none before the first round."""
+        """Return the prototypes of all classes; none before the first round."""
         return {"prototypes": self.state["prototypes"]}
 
 
 def margin(sent: Tensor, target: Tensor) -> float:
-    """How far the mean of a class is from the nearest other one, for the class where that is farthest.
-
-    It is infinite where there is one class alone.
+    """Return the largest distance of a class mean from the nearest other class mean; infinite with one class.
 
     Args:
         sent: vectors ``[n, d]``.
@@ -139,4 +144,5 @@ def margin(sent: Tensor, target: Tensor) -> float:
     """
     means = torch.stack([sent[target == c].mean(0) for c in sorted(set(target.tolist()))])
     distances = torch.cdist(means, means, compute_mode="donot_use_mm_for_euclid_dist")
+    # a mean is no neighbour of itself
     return float(distances.fill_diagonal_(torch.inf).min(1).values.max())

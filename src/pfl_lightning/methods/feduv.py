@@ -1,4 +1,4 @@
-"""FedUV: local training with the spread of outputs and of features that data of all classes would give.
+"""FedUV: regularisers on the spread of outputs and features, which is small where classes are missing.
 
 Source: Son et al., 2024 (https://arxiv.org/abs/2402.18372). Symbols: K classes, p the softmax of the logits, h the
 features; sums are over the samples of a batch.
@@ -16,12 +16,12 @@ from pfl_lightning.methods.fedavg import FedAvg
 
 
 def variance_loss(logits: Tensor) -> Tensor:
-    r"""How far the probability of each class is from varying over a batch as it does where all classes are.
+    r"""Return how much less the class probabilities vary over a batch than with all classes present.
 
     .. math:: L_V = \frac1K \sum_j \max\Bigl(0,\ \frac{1}{\sqrt K} - \mathrm{std}_i\, p_{ij}\Bigr)
 
     with the unbiased standard deviation, which is :math:`1/\sqrt K` for a batch with one sample of each class, all
-    predicted with certainty. One sample has none, and the loss 0.
+    predicted with certainty. For one sample the loss is 0.
 
     >>> variance_loss(torch.tensor([[9.0, 0.0], [9.0, 0.0]])), variance_loss(torch.tensor([[1e3, 0.0], [0.0, 1e3]]))
     (tensor(0.7071), tensor(0.))
@@ -31,18 +31,18 @@ def variance_loss(logits: Tensor) -> Tensor:
     """
     if len(logits) < 2:
         return logits.new_zeros(())
-    # torch gives a standard deviation of 0 the gradient 0
+    # PyTorch's standard deviation has the gradient 0 at 0, and not NaN
     spread = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(1).std(0)
     return F.relu(1 / math.sqrt(logits.shape[1]) - spread).mean()
 
 
 def uniformity_loss(features: Tensor) -> Tensor:
-    r"""How far features are from being spread evenly: a Gaussian potential, as wide as their median distance.
+    r"""Return the clustering of features: a Gaussian potential of pairs, as wide as the median distance.
 
     .. math:: L_U = \mathrm{mean}_{a < b}\, e^{-\lVert h_a - h_b \rVert^2 / m}, \qquad
         m = \mathrm{median}\{\lVert h_a - h_b \rVert^2 > 0\}
 
-    m is differentiated too, which makes the loss blind to the scale of the features. Where no two features differ, it
+    m is differentiated too, so that the loss doesn't depend on the scale of the features. If no two features differ, it
     is 0.
 
     >>> uniformity_loss(torch.tensor([[0.0, 0.0], [0.0, 2.0], [2.0, 0.0]]))  # squared distances 4, 4 and 8
@@ -55,17 +55,18 @@ def uniformity_loss(features: Tensor) -> Tensor:
         return features.new_zeros(())
     h = features.to(torch.promote_types(features.dtype, torch.float32))
     pairs = torch.triu_indices(len(h), len(h), 1, device=h.device).unbind()
-    # a matrix product would be faster, and loses small distances between long vectors
+    # a matrix product would be faster, but loses small distances between long vectors to rounding
     distances = torch.cdist(h, h, compute_mode="donot_use_mm_for_euclid_dist")[pairs].square()
     apart = distances > 0
+    # by `where` and not by `if`, so that many clients can run at once; NaN leaves equal features out of the median
     m = torch.where(apart.any(), torch.where(apart, distances, torch.nan).nanmedian(), 1)
     return torch.where(apart.any(), torch.exp(-distances / m).mean(), 0)
 
 
 class FedUV(FedAvg):
-    r"""Minimises :math:`\mathrm{CE} + \lambda_V L_V + \mu_U L_U` on the client, see `variance_loss`, `uniformity_loss`.
+    r"""Minimises :math:`\mathrm{CE} + \lambda_V L_V + \mu_U L_U` on the client: `variance_loss`, `uniformity_loss`.
 
-    Both terms are noisy in small batches: where these hold two classes of ten, most outputs vary less than
+    Both terms are noisy in small batches: with two of ten classes in a batch, most outputs vary less than
     :math:`1/\sqrt K`, and the first term moves probability to absent classes.
     Source: Son et al., 2024 (https://arxiv.org/abs/2402.18372); formulas and defaults are the official code's.
 
@@ -90,7 +91,7 @@ class FedUV(FedAvg):
         self.variance_lambda, self.uniformity_mu = variance_lambda, uniformity_mu
 
     def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
-        """Cross-entropy and the two terms."""
+        """Return cross-entropy plus the two terms."""
         loss = super().loss(features, logits, target)
         if self.variance_lambda:
             loss = loss + self.variance_lambda * variance_loss(logits)

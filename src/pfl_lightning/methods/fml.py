@@ -1,4 +1,4 @@
-"""FML: a personal model and the one that travels teach each other."""
+"""FML: a personal model and the shared model teach each other."""
 
 from typing import Any
 
@@ -14,16 +14,17 @@ from pfl_lightning.nets import Net
 
 
 class FML(PersonalNet, FedAvg):
-    r"""Deep mutual learning of a personal model v and the "meme" model w, of which only w travels.
+    r"""Deep mutual learning of a personal model v and a shared "meme" model w.
 
     .. math::
 
         L_v = \alpha\,\mathrm{CE}(v) + (1 - \alpha)\,\mathrm{KL}(p_w \Vert p_v), \qquad
         L_w = \beta\,\mathrm{CE}(w) + (1 - \beta)\,\mathrm{KL}(p_v \Vert p_w)
 
-    Neither gets a gradient of the other's loss, and the divergences are means over samples; in PFLlib and HtFLlib both
-    get it, and divergences are smaller by the number of classes. Clients count equally, and are evaluated by v as soon
-    as they have taken part. Here both have the same network; v starts from the common initial model.
+    Only w travels. Neither model receives a gradient of the other's loss, and divergences are means over samples; in
+    PFLlib and HtFLlib both models receive both gradients, and divergences are smaller by the number of classes. Clients
+    count equally, and are evaluated by v once they have taken part. Here both have the same architecture; v starts from
+    the common initial model.
     Source: Shen et al., 2020 (https://arxiv.org/abs/2006.16765); the defaults are its official code's.
 
     Args:
@@ -50,14 +51,16 @@ class FML(PersonalNet, FedAvg):
         self.make_personal(self.net)  # v
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Both losses; the record has that of v apart."""
+        """Return the sum of both losses, and v's loss for the record."""
         x, target = batch
         features = [net.features(x) for net in (self.net, self.personal)]
         w, v = self.net.classifier(features[0]), self.personal.classifier(features[1])
         loss_w = self.beta * self.loss(features[0], w, target) + (1 - self.beta) * divergence(v, w)
         loss_v = self.alpha * self.loss(features[1], v, target) + (1 - self.alpha) * divergence(w, v)
+        # one backward pass for both: `divergence` detaches the teacher, so each loss has a gradient in its own model
+        # alone
         return {"loss": loss_w + loss_v, "personal_loss": loss_v}
 
     def configure_aggregator(self) -> Aggregator:
-        """The plain mean of the memes."""
+        """Return the unweighted mean of the meme models."""
         return WeightedAverage(weighting="uniform")

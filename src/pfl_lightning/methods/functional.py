@@ -1,4 +1,4 @@
-"""The loss of a net with other weights than its own, and its gradient."""
+"""Losses and gradients of a net at given weights."""
 
 from torch import Tensor, nn
 from torch.func import functional_call, grad
@@ -9,12 +9,13 @@ from pfl_lightning.nets import Net
 
 
 def loss_at(client: ClientModule, net: Net, entries: StateDict, batch: Batch) -> Tensor:
-    """A client's loss on a batch by a net some of whose entries are others.
+    """Return a client's loss on a batch, by a net with some entries replaced.
 
     Args:
-        client: the client module, whose `ClientModule.loss` it is.
-        net: the net, its own or another one.
-        entries: parameters and buffers in the place of the net's; running statistics among them move, else the net's.
+        client: the client module, for its `ClientModule.loss`.
+        net: the net, the client's own or another one.
+        entries: parameters and buffers that replace the net's. BatchNorm updates the running statistics among them, or
+            the net's own if they have none.
         batch: inputs and targets.
     """
     x, target = batch
@@ -23,27 +24,37 @@ def loss_at(client: ClientModule, net: Net, entries: StateDict, batch: Batch) ->
 
 
 def gradient_at(client: ClientModule, weights: StateDict, batch: Batch) -> StateDict:
-    """The gradient of a client's loss in the weights of its net, as constants; running statistics stand still.
+    """Return the gradient of a client's loss at given weights, as a constant; running statistics stand still.
 
     Args:
         client: the client module.
-        weights: by name, those that the gradient is in.
+        weights: the weights, by name, at which to take the gradient.
         batch: inputs and targets.
     """
 
     def objective(constants: StateDict, buffers: StateDict) -> Tensor:
         return loss_at(client, client.net, constants | buffers, batch)
 
+    # detached, and buffers cloned: neither a graph nor a running statistic of the caller's may change
     constants = {name: weight.detach() for name, weight in weights.items()}
     slope: StateDict = grad(objective)(constants, {name: b.clone() for name, b in client.net.named_buffers()})
     return slope
 
 
 def trainable(net: nn.Module) -> StateDict:
-    """The parameters of a net that the phase trains, by name."""
+    """Return the net's parameters in training now, by name.
+
+    Args:
+        net: the net.
+    """
     return {name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad}
 
 
 def within(part: str, entries: StateDict) -> StateDict:
-    """Entries of a part of a net, under their names in it."""
+    """Return the entries of a part of a net, by name within the part.
+
+    Args:
+        part: the part's prefix, such as ``features.``.
+        entries: entries of the net, by name.
+    """
     return {name.removeprefix(part): entry for name, entry in entries.items() if name.startswith(part)}

@@ -1,4 +1,4 @@
-r"""GPFL: global and personal features, told apart by a conditional layer and by vectors of the classes.
+r"""GPFL: global and personal features, separated by a conditional layer and class vectors.
 
 Source: Zhang et al., 2023 (https://arxiv.org/abs/2308.10279). Symbols: h are features of d units, :math:`G_c` the
 trained vector of class c, :math:`\hat G_c` the received one, :math:`\pi_c` the client's share of class c.
@@ -33,12 +33,17 @@ class ConditionalLayer(nn.Module):
         self.beta = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.LayerNorm(size))
 
     def forward(self, h: Tensor, u: Tensor) -> Tensor:
-        """Features ``[n, d]`` of features ``[n, d]`` and a condition ``[d]``."""
+        """Return conditioned features ``[n, d]``.
+
+        Args:
+            h: features ``[n, d]``.
+            u: condition ``[d]``.
+        """
         return F.relu(h * (self.gamma(u) + 1) + self.beta(u))
 
 
 class GPFL(FedAvg):
-    r"""Learns personal features for its own classifier, and global ones that point to the vector of their class.
+    r"""Trains personal features for the client's own classifier, and global features towards the class vectors.
 
     .. math::
 
@@ -46,14 +51,14 @@ class GPFL(FedAvg):
         + \frac\mu2 \lVert \Theta \rVert^2, \qquad
         f_P = \mathrm{CoV}(h; \sum_c \pi_c \hat G_c), \quad f_G = \mathrm{CoV}(h; \mathrm{mean}_c \hat G_c)
 
-    CoV is the conditional layer, :math:`\Theta` its parameters and the vectors, and the norm is of the whole batch's
-    matrix, so that its gradient is no smaller for larger batches. The body, CoV and the vectors are averaged, and the
-    classifier stays. Predictions are :math:`\phi(f_P)`.
+    CoV is the conditional layer, :math:`\Theta` its parameters and the class vectors. The norm is of the whole batch's
+    matrix, so that its gradient isn't smaller for larger batches. Feature extractor, CoV and class vectors are
+    averaged, and the classifier stays. Predictions are :math:`\phi(f_P)`.
 
-    In the official code conditions are of the client's own vectors before it receives others, and are 0 in its first
-    round; here they are of the received ones, and conditions of its own are left out, as is a norm that is a mean over
-    samples. Its :math:`\mu` is a weight decay, and none of its samples is shuffled. Of which vectors the paper's tables
-    took conditions could not be verified.
+    In the official code conditions are of the client's own vectors before it receives new ones, and are 0 in its first
+    round; here they are of the received vectors; conditions of own vectors, and a norm averaged over samples, are left
+    out. The official code's :math:`\mu` is a weight decay, and it shuffles no samples. Which vectors the paper's tables
+    took for the conditions could not be verified.
     Source: Zhang et al., 2023 (https://arxiv.org/abs/2308.10279), whose official code has the defaults for a CNN. Its
     poster gives the learning rates: 0.005 for the CNN and the MLP, 0.1 for ResNet-18 and fastText, 0.01 for HAR.
 
@@ -83,15 +88,15 @@ class GPFL(FedAvg):
         self.conditional = ConditionalLayer(size)
         self.vectors = nn.Parameter(torch.randn(self.num_classes, size))  # G
         self.register_buffer("received", self.vectors.detach().clone(), persistent=False)
-        # kept for use without data
+        # an entry of the state, for predictions without data
         self.register_buffer("shares", torch.zeros(self.num_classes))
 
     def is_shared(self, name: str) -> bool:
-        """The body, the conditional layer and the vectors."""
+        """Share the feature extractor, the conditional layer and the class vectors."""
         return (super().is_shared(name) and not in_classifier(name)) or name.startswith(("conditional.", "vectors"))
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Remembers the received vectors, and counts the client's classes."""
+        """Load the model, copy the received class vectors, and compute the shares of the client's classes."""
         super().on_download(payload, data)
         self.received.copy_(self.vectors)
         if data is not None:
@@ -99,26 +104,31 @@ class GPFL(FedAvg):
             self.shares.copy_(counts / counts.sum().clamp_min(1))
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """The four terms."""
+        """Return the sum of the four terms."""
         x, target = batch
         h = self.net.features(x)
         personal, common = self.personal_features(h), self.conditional(h, self.received.mean(0))
         loss = self.loss(personal, self.net.classifier(personal), target)
         cosines = F.normalize(common, dim=1) @ F.normalize(self.vectors, dim=1).T
         guide = F.cross_entropy(cosines, target)
-        # torch gives the norm the gradient 0 at 0
+        # PyTorch's norm has the gradient 0 at 0, and not NaN
         distance = torch.linalg.vector_norm(common - self.received[target])
         squares = [p.square().sum() for p in (self.vectors, *self.conditional.parameters())]
         decay = 0.5 * self.decay * torch.stack(squares).sum()
-        # without its value, as it is no part of what is minimised in the official code's record
+        # the decay acts by its gradient alone: in the official code it is a weight decay and no part of the recorded
+        # loss
         return {"loss": loss + guide + self.magnitude * distance + decay - decay.detach(), "guide": guide}
 
     def personal_features(self, h: Tensor) -> Tensor:
-        """Features by the condition of the client's own classes."""
+        """Return features conditioned on the client's own classes.
+
+        Args:
+            h: features ``[n, d]``.
+        """
         features: Tensor = self.conditional(h, self.shares @ self.received)
         return features
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of the personal features."""
+        """Return outputs of the personal features."""
         logits: Tensor = self.net.classifier(self.personal_features(self.net.features(x)))
         return logits

@@ -1,4 +1,4 @@
-"""Growing epochs: local training that becomes longer from round to round."""
+"""Growing epochs: longer local training from round to round."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from pfl_lightning.methods.fedavg import FedAvg
 
 
 class GrowingEpochs(FedAvg):
-    """Trains one epoch in the first two rounds, two in the third, and so on, up to a largest number.
+    """Trains one epoch in the first two rounds, two in the third, three in the fourth, and so on, up to a maximum.
 
-    The schedule of KT-pFL's official code, whose first round is the initial training of all clients.
+    It is the schedule of KT-pFL's official code, whose first round is the initial training of all clients.
 
     Args:
-        max_epochs: the largest number of local epochs; None takes the Trainer's ``local_epochs`` or ``local_steps`` in
+        max_epochs: the largest number of local epochs; None takes the trainer's ``local_epochs`` or ``local_steps`` in
             every round, as `FedAvg` does.
         **kwargs: the arguments of `FedAvg`.
 
@@ -34,5 +34,6 @@ class GrowingEpochs(FedAvg):
         self.max_epochs = max_epochs
 
     def local_phases(self) -> list[Phase]:
-        """One, of as many epochs as the round asks for."""
+        """Train everything, for the round's number of epochs."""
+        # rounds count from 0, and the first two have one epoch
         return [Phase(epochs=None if self.max_epochs is None else min(max(self.round, 1), self.max_epochs))]

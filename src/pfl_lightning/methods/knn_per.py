@@ -1,4 +1,4 @@
-"""kNN-Per: the global model's predictions, mixed with those of the nearest of a client's own samples."""
+"""kNN-Per: the global model's predictions, mixed with the labels of a client's nearest training samples."""
 
 from typing import Any
 
@@ -21,16 +21,16 @@ class KNNPer(FedAvg):
         p_c = \lambda\,p^{knn}_c + (1 - \lambda)\,\mathrm{softmax}(z)_c, \qquad
         p^{knn}_c \propto \sum_{i \in kNN(h):\, y_i = c} e^{-\lVert h - h_i \rVert^2 / (d s)}
 
-    h are the d features of a sample by the received model, and :math:`h_i` those of the client's training samples; they
-    are computed whenever it receives a model that is to be evaluated. Outputs are :math:`\log p`. Without data, and for
-    clients without samples, predictions are the model's.
+    h are a sample's d features by the received model, and :math:`h_i` those of the client's training samples, computed
+    on each download before an evaluation. Outputs are :math:`\log p`. Without data or training samples, predictions are
+    the model's.
 
-    The paper chooses :math:`\lambda` for each client on validation samples; here all have one.
+    The paper chooses :math:`\lambda` for each client on validation samples; here all clients have the same.
     Source: Marfoq et al., 2022 (https://arxiv.org/abs/2111.09360), whose official code's example has 7 neighbours.
 
     Args:
         share: :math:`\lambda`, in [0, 1]; 0 is `FedAvg` bit for bit.
-        neighbours: how many nearest samples count, at least 1; where a client has fewer, all do.
+        neighbours: number of nearest samples that count, at least 1; a client with fewer samples takes all.
         scale: s, above 0; an infinite one counts all neighbours alike.
         **kwargs: the arguments of `FedAvg`.
 
@@ -56,25 +56,26 @@ class KNNPer(FedAvg):
         self.known: tuple[Tensor, Tensor] | None = None
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Take the model, and before an evaluation the features of the client's training samples."""
+        """Load the model, and before an evaluation compute the features of the client's training samples."""
         super().on_download(payload, data)
         self.known = None
         if self.share > 0 and data is not None and self.evaluation_follows and len(data.train):
             self.known = joined([self.net.features(x) for x, _ in data.train.chunks()]), data.train.y
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logarithms of the mixed probabilities, or logits where nothing is known."""
+        """Return logarithms of the mixed probabilities, or logits without training samples."""
         features = self.net.features(x)
         logits: Tensor = self.net.classifier(features)
         if self.known is None:
             return logits
         near = neighbour_shares(features, *self.known, self.num_classes, self.neighbours, self.scale)
         mixed = self.share * near + (1 - self.share) * logits.softmax(1)
+        # log of 0 is -infinity, which would make losses infinite
         return mixed.clamp_min(torch.finfo(mixed.dtype).tiny).log()
 
 
 def neighbour_shares(h: Tensor, known: Tensor, labels: Tensor, classes: int, count: int, scale: float) -> Tensor:
-    """Shares ``[n, C]`` of the classes among the nearest neighbours, by distance.
+    """Return the shares ``[n, C]`` of the classes among the nearest neighbours, weighted by distance.
 
     >>> known, labels = torch.tensor([[0.0], [1.0], [9.0]]), torch.tensor([0, 1, 1])
     >>> neighbour_shares(torch.tensor([[0.0]]), known, labels, classes=2, count=2, scale=1.0)
@@ -82,14 +83,15 @@ def neighbour_shares(h: Tensor, known: Tensor, labels: Tensor, classes: int, cou
 
     Args:
         h: features ``[n, d]``.
-        known: features of samples ``[m, d]``.
-        labels: their classes ``[m]``.
+        known: features of training samples ``[m, d]``.
+        labels: classes of training samples ``[m]``.
         classes: C.
-        count: how many neighbours count.
+        count: number of neighbours.
         scale: s.
     """
+    # the faster mode by a matrix product loses small distances to rounding
     squares = torch.cdist(h, known, compute_mode="donot_use_mm_for_euclid_dist").square()
     nearest, rows = squares.topk(min(count, len(known)), dim=1, largest=False)
-    # a softmax, in which the least distance is taken off all before anything vanishes
+    # softmax subtracts the least distance, before all exponentials could vanish
     weights = (-nearest / (h.shape[1] * scale)).softmax(1)
     return (weights[:, :, None] * F.one_hot(labels[rows], classes)).sum(1)

@@ -1,6 +1,6 @@
-"""Knowledge coefficients: how much each client learns from each, learned from what clients send.
+"""Knowledge coefficients: each client's weights of all clients as teachers, learned from the clients' updates.
 
-Source: Zhang et al., 2021 (https://arxiv.org/abs/2111.02862). Symbols: K clients, p_l what client l sends, c [K, K] the
+Source: Zhang et al., 2021 (https://arxiv.org/abs/2111.02862). Symbols: K clients, p_l client l's update, c [K, K] the
 knowledge coefficients.
 """
 
@@ -18,15 +18,16 @@ Update: TypeAlias = Literal["project", "softmax5", "raw"]
 
 
 def project(rows: Tensor) -> Tensor:
-    r"""The nearest points on the simplex, :math:`\arg\min_{c \ge 0,\, \sum_l c_l = 1} \lVert c - r \rVert_2`.
+    r"""Return the nearest points on the simplex, :math:`\arg\min_{c \ge 0,\, \sum_l c_l = 1} \lVert c - r \rVert_2`.
 
     >>> project(torch.tensor([[0.5, 0.9], [-3.0, 2.0]]))
     tensor([[0.3000, 0.7000],
             [0.0000, 1.0000]])
 
     Args:
-        rows: ``[n, K]``.
+        rows: r, ``[n, K]``.
     """
+    # the usual algorithm: subtract the one number with which the largest entries sum to 1, and cut at 0
     ordered = rows.sort(1, descending=True).values
     excess = (ordered.cumsum(1) - 1) / torch.arange(1, rows.shape[1] + 1, device=rows.device)
     kept = (ordered > excess).sum(1, keepdim=True)
@@ -34,7 +35,7 @@ def project(rows: Tensor) -> Tensor:
 
 
 def official_rates(slopes: Tensor) -> Tensor:
-    """Powers of 5, from 1/3125 to 3125, that bring the mean size of a row's entries to between 0.01 and 0.05.
+    """Return powers of 5, from 1/3125 to 3125, as step sizes: a row's mean step is then between 0.01 and 0.05.
 
     >>> official_rates(torch.tensor([[0.003, -0.001], [0.2, 0.2]]))
     tensor([[5.0000],
@@ -56,22 +57,23 @@ UPDATES: dict[Update, Callable[[Tensor], Tensor]] = {
 
 
 class KnowledgeCoefficients(Aggregator):
-    r"""How much each client learns from each, learned by one gradient step a round on each client's row of c.
+    r"""Weights of all clients as teachers of each client, updated by one gradient step a round.
 
     .. math:: J_k = \mathrm{MSE}\Big(p_k, \sum_l c_{kl}\, p_l\Big) + \rho\,\mathrm{MSE}(c_k, 1/K)
 
-    where p is what the method compares. All coefficients begin as 1/K. A round changes the rows of its clients, and in
-    these the columns of its clients: scaled to whole rows for the step, and then back to the share that they had.
+    where p are the compared parts of updates. All coefficients begin as 1/K. A round changes the rows of its clients,
+    and in these rows the columns of its clients: scaled to a whole row for the step, and then back to their former
+    share.
 
     Args:
         rho: weight of the second term, at least 0. The paper of FedClassAvg takes 0.7 for CIFAR-10 and 0.6 for
             Fashion-MNIST and EMNIST.
-        coefficient_lr: step size, at least 0; 0 keeps c uniform. The 0.02 of FedClassAvg's code moves coefficients by
-            some thousandths in a hundred rounds; None takes the official code's `official_rates`, with which steps are
-            large and never shrink.
-        c_update: what follows the step: ``project``, onto the simplex; ``softmax5``, the softmax of 5 times the row as
-            in the official code, which draws it to uniform for more than 5 clients and away from it for fewer;
-            ``raw``, nothing, as in FedClassAvg's code, so that a row need not stay a mix.
+        coefficient_lr: learning rate of the coefficients, at least 0; 0 keeps c uniform. The 0.02 of FedClassAvg's code
+            moves coefficients by some thousandths in a hundred rounds; None takes the official code's `official_rates`,
+            whose steps are large and never shrink.
+        c_update: operation after the step: ``project`` onto the simplex; ``softmax5``, the softmax of 5 times the row
+            as in the official code, which draws the row to uniform for more than 5 clients and away from it for fewer;
+            ``raw``, nothing, as in FedClassAvg's code, with which a row need not stay a mix.
 
     Raises:
         MisconfigurationException: if a number is negative.
@@ -91,36 +93,44 @@ class KnowledgeCoefficients(Aggregator):
         self.c_update = c_update
 
     def setup(self, server: Server) -> None:
-        """Starts with equal coefficients."""
+        """Start from equal coefficients."""
         super().setup(server)
         self.state["c"] = torch.full((server.num_clients,) * 2, 1 / server.num_clients, dtype=torch.float64)
 
     def shares(self, client: int, among: list[int]) -> Tensor:
-        """A client's coefficients of some clients, scaled to what the whole row sums to, in float64."""
+        """Return a client's coefficients of some clients in float64, scaled to the sum of the whole row.
+
+        Args:
+            client: the client's id.
+            among: ids of the clients.
+        """
         row: Tensor = self.state["c"][client]
         kept = row[among]
+        # nothing to scale: equal coefficients instead of 0 / 0
         if kept.sum() == 0:
             return torch.full_like(kept, float(row.sum()) / len(among))
         return kept * (row.sum() / kept.sum())
 
     def learn(self, clients: list[int], products: Tensor) -> dict[str, float]:
-        r"""Makes a step on the rows of a round's clients.
+        r"""Make one gradient step on the rows of a round's clients.
 
         Args:
-            clients: their ids.
-            products: :math:`\langle p_k, p_l \rangle` over the length of p ``[n, n]`` in float64: all that the gradient
-                depends on.
+            clients: ids of the round's clients.
+            products: :math:`\langle p_k, p_l \rangle` over the length of p ``[n, n]`` in float64; the gradient depends
+                on nothing else.
 
         Returns:
-            The mean of what they learn from themselves, and the largest coefficient, to log.
+            The mean of the clients' coefficients of themselves, and the largest coefficient, to log.
         """
         n = len(clients)
         c = torch.stack([self.shares(client, clients) for client in clients])
+        # gradient of J: the first term by inner products alone, so that p is never mixed here
         slopes = 2 * (c @ products - products) + 2 * self.rho / n * (c - 1 / n)
         rates = official_rates(slopes) if self.coefficient_lr is None else self.coefficient_lr
         c = UPDATES[self.c_update](c - rates * slopes)
         table = self.state["c"].clone()
         for client, row in zip(clients, c, strict=True):
+            # back to the share that the round's clients had of the whole row
             table[client, clients] = row * (table[client, clients].sum() / table[client].sum())
         self.state["c"] = table
         return {"own_share": float(c.diagonal().mean()), "largest_share": float(c.max())}

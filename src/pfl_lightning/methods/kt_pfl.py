@@ -1,7 +1,7 @@
-"""KT-pFL: clients of any network teach each other by their answers to public samples, each by a mix of its own.
+"""KT-pFL: clients with any networks teach each other by predictions on public samples, mixed for each client.
 
 Source: Zhang et al., 2021 (https://arxiv.org/abs/2111.02862). Symbols: K clients, z_l client l's logits for the public
-samples, p_l = softmax(z_l / T) its predictions, c [K, K] the knowledge coefficients, q_k what client k is taught.
+samples, p_l = softmax(z_l / T) its predictions, c [K, K] the knowledge coefficients, q_k the targets of client k.
 """
 
 from typing import Any, Literal
@@ -21,20 +21,20 @@ from pfl_lightning.methods.public_answers import PublicAnswers, check_answers, t
 
 
 class KnowledgeTransfer(PublicAnswers, GrowingEpochs, Local):
-    r"""Keeps its whole model to itself; learns what the server teaches on public samples, then its own samples.
+    r"""Keeps the whole model on the client; trains on public samples with the server's targets, then on private ones.
 
-    In the first phase it minimises :math:`\mathrm{KL}(q_k \Vert \mathrm{softmax}(z / T))` on the public samples, the
-    mean over samples; in the second the cross-entropy on its own. After that it answers to the public samples, in
-    evaluation mode. A client that has not answered yet has nothing to be taught, and begins with the second phase. Its
-    server side is `KTpFL`.
+    The first phase minimises :math:`\mathrm{KL}(q_k \Vert \mathrm{softmax}(z / T))` on the public samples, the mean
+    over samples; the second the cross-entropy on the client's own. Then the client sends its predictions for the public
+    samples, in evaluation mode. A client without earlier predictions has no targets, and begins with the second phase.
+    Its server side is `KTpFL`.
 
-    The official code divides the KL by the number of classes too. The implementation in FedClassAvg's code distils by
-    ``distill=mse`` at T = 1 answers that were given at T = 10 to other images than those it trains on; here both are
-    of the same T and the same images.
+    The official code divides the KL by the number of classes too. The implementation in FedClassAvg's code distils, by
+    ``distill=mse`` at T = 1, predictions that were made at T = 10 for other images than those in training; here both
+    have the same T and the same images.
 
     Args:
         temperature: T, above 0.
-        distill: the loss of the first phase: ``kl`` as above, or ``mse``, the mean of squares of
+        distill: the loss of the first phase: ``kl`` as above, or ``mse``, the mean square of
             :math:`\mathrm{softmax}(z / T) - q_k` over samples and classes.
         **kwargs: the arguments of `PublicAnswers` and of `GrowingEpochs`.
 
@@ -50,36 +50,41 @@ class KnowledgeTransfer(PublicAnswers, GrowingEpochs, Local):
         self.distill = distill
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Cross-entropy, or in the first phase the distance from q_k."""
+        """Return cross-entropy, or in the first phase the distance from :math:`q_k`."""
         if self.phase.name != "distill":
             return super().training_step(batch, batch_idx)
         x, q = batch
         z = self.tempered(x)
         if self.distill == "kl":
+            # q are probabilities, not logits, and kl_div takes 0 log 0 as 0
             return {"loss": F.kl_div(z.log_softmax(1), q, reduction="batchmean")}
         return {"loss": F.mse_loss(z.softmax(1), q)}
 
     def tempered(self, x: Tensor) -> Tensor:
-        """Logits over T, in no less than single precision."""
+        """Return logits over T, in float32 or better.
+
+        Args:
+            x: inputs ``[n, *input_shape]``.
+        """
         z: Tensor = self.net(x)
         return z.to(torch.promote_types(z.dtype, torch.float32)) / self.temperature
 
     def answer(self, x: Tensor) -> Tensor:
-        """p_k."""
+        """Return the predictions :math:`p_k`."""
         return self.tempered(x).softmax(1)
 
     def configure_aggregator(self) -> Aggregator:
-        """The knowledge coefficients."""
+        """Return a server with knowledge coefficients."""
         return KTpFL()
 
 
 class KTpFL(KnowledgeCoefficients):
-    r"""Teaches each client its own mix of all clients' predictions, :math:`q_k = \sum_l c_{kl}\, p_l`.
+    r"""Sends each client a personal mix of all clients' predictions as targets, :math:`q_k = \sum_l c_{kl}\, p_l`.
 
-    The mix is of the last predictions of all clients that have answered so far. The public samples are those of the
-    data module's ``server_samples``, the same in each round, whose labels play no part. They travel as they are stored,
-    a byte a colour and pixel, wherever clients can make the net's inputs of that. They are no part of the state. They
-    travel in each round: this is what the comparison in FedClassAvg's paper counts, and `Consensus` sends them once.
+    The mix is of the last predictions of all clients so far. The public samples are those of the data module's
+    ``server_samples``, the same in each round; their labels are unused. They travel in stored form, one byte a colour
+    and pixel, if clients can make the net's inputs of it, and aren't part of the state. They travel in each round, as
+    the comparison in FedClassAvg's paper counts them; `Consensus` sends them once.
     Source: Zhang et al., 2021 (https://arxiv.org/abs/2111.02862). Takes the arguments of `KnowledgeCoefficients`.
 
     Raises:
@@ -91,33 +96,39 @@ class KTpFL(KnowledgeCoefficients):
     meets_newcomers = True
 
     def setup(self, server: Server) -> None:
-        """Takes the public samples; nobody has answered yet."""
+        """Read the public samples; start without predictions."""
         super().setup(server)
         self.public = travelling_inputs(server.data, "KTpFL")
         self.state["predictions"] = {}
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Takes the round's answers, and learns from them who learns from whom."""
+        """Take the round's predictions, and update the knowledge coefficients."""
         if not updates:
             return {}
         answers = {client: update["predictions"] for client, update in updates.items()}
         self.state["predictions"] = self.state["predictions"] | answers
+        # [n, samples * classes]: mean squared errors of mixes follow from inner products of these rows
         p = torch.stack(list(answers.values())).flatten(1).double()
         return self.learn(list(answers), p @ p.T / p.shape[1])
 
     def download(self, client: int) -> Message:
-        """The public samples, and q_k once the client has answered itself."""
+        """Return the public samples, and :math:`q_k` if the client has sent predictions before."""
         predictions = self.state["predictions"]
         if client not in predictions:
             return {"public": self.public}
         check_answers(predictions[client], self.public)
+        # in a fixed order, so that sums don't depend on who answered first
         known = sorted(predictions)
         mix = weighted_mean([{"targets": predictions[k]} for k in known], self.shares(client, known).tolist())
         return {"public": self.public, **mix}
 
     def welcome(self, client: int, update: Message | None) -> Message:
-        """The public samples, and once the newcomer has answered the mean of all answers, as coefficients begin."""
+        """Return the public samples, and after the newcomer's own predictions the mean of all predictions.
+
+        Coefficients begin as this mean.
+        """
         if update is None:
             return {"public": self.public}
+        # a newcomer has no row of coefficients, and takes the initial one, with all clients and itself alike
         answers = [*self.state["predictions"].values(), update["predictions"]]
         return {"public": self.public, "targets": torch.stack(answers).mean(0)}

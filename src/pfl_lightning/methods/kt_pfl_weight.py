@@ -1,4 +1,4 @@
-"""KT-pFL "+weight": knowledge coefficients that mix models instead of predictions.
+"""KT-pFL "+weight": knowledge coefficients mix models instead of predictions.
 
 Source: Jang et al., 2022, section 4.3 (https://arxiv.org/abs/2210.14226). Symbols: c [K, K] the knowledge coefficients,
 w_l the model of client l.
@@ -12,13 +12,13 @@ from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
 
 
 class KTpFLWeight(KnowledgeCoefficients, WeightedAverage):
-    r"""Gives each client its own mix of all clients' models, :math:`\bar w_k = \sum_l c_{kl}\, w_l`.
+    r"""Sends each client a personal mix of all clients' models, :math:`\bar w_k = \sum_l c_{kl}\, w_l`.
 
     KT-pFL "+weight" of the FedClassAvg paper (https://arxiv.org/abs/2210.14226), for clients with one network and
-    without public samples; its code isn't released. The coefficients are learned as in `KTpFL`, with models in the
-    place of predictions, by their parameters. Mixes are over the clients of the round; those that stay away keep their
-    last one, and those that never took part receive the plain mean of the last round's models, which also is the global
-    model. Floating buffers are mixed alike. Takes the arguments of `KnowledgeCoefficients`.
+    without public samples; its code isn't released. The coefficients are learned as in `KTpFL`, from the models'
+    parameters instead of predictions. Mixes are over the clients of the round; absent clients keep their last mix, and
+    a client that never took part receives the plain mean of the last round's models, which is also the global model.
+    Floating buffers are mixed with the same coefficients. Takes the arguments of `KnowledgeCoefficients`.
 
     Raises:
         MisconfigurationException: if a number is negative; at setup, if clients share no parameters.
@@ -28,7 +28,7 @@ class KTpFLWeight(KnowledgeCoefficients, WeightedAverage):
     needs = sends = frozenset({"weights"})
 
     def setup(self, server: Server) -> None:
-        """Starts with the common initial model for every client."""
+        """Start from the common initial model for every client."""
         super().setup(server)
         self.parameters = server.parameter_names()
         if not self.parameters:
@@ -39,17 +39,19 @@ class KTpFLWeight(KnowledgeCoefficients, WeightedAverage):
         self.state["models"] = {}
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Learns from the models of the round who learns from whom, and mixes them."""
+        """Update the knowledge coefficients by the round's models, and mix the models."""
         if not updates:
             return {}
         clients, models = list(updates), [update["weights"] for update in updates.values()]
+        # the global model, and the payload of clients that never took part
         self.average(updates, client_weights(updates, "uniform"))
         size = sum(self.state["weights"][name].numel() for name in self.parameters)
+        # inner products over the number of parameters: the mean squared error of the paper's objective needs no more
         logs = self.learn(clients, inner_products(models, self.parameters) / size)
         mixes = weighted_means(models, [self.shares(client, clients).tolist() for client in clients])
         self.state["models"] = self.state["models"] | dict(zip(clients, mixes, strict=True))
         return logs
 
     def download(self, client: int) -> Message:
-        """The client's mix."""
+        """Return the client's mix."""
         return {"weights": self.state["models"].get(client, self.state["weights"])}

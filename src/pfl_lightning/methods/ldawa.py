@@ -16,7 +16,7 @@ from pfl_lightning.messages import Updates, column, weighted_mean
 
 
 class LDAWA(WeightedAverage):
-    r"""Layer-wise divergence-aware averaging: each tensor of a client counts by its cosine with the global one.
+    r"""Layer-wise divergence-aware averaging: each tensor of a client counts by the cosine with the global tensor.
 
     .. math::
 
@@ -24,14 +24,14 @@ class LDAWA(WeightedAverage):
         c_{kl} = \min\bigl(1,\, \cos(\theta_{kl}, \theta_{gl})\bigr)
 
     The weights aren't renormalised, so that the model shrinks where clients diverge, and learns more slowly than
-    `FedAvg`'s there; a tensor that has turned round counts negatively. A zero tensor has no direction: its cosine
-    is 1. What isn't weighted is averaged plainly. The first rounds are `WeightedAverage`'s. ``state["shares"]`` has
-    each client's mean of :math:`c_{kl} / K` over its tensors. Source: Rehman et al., 2023
-    (https://arxiv.org/abs/2307.07393).
+    `FedAvg`'s there; a reversed tensor counts negatively. A zero tensor has no direction: its cosine is 1. All
+    unweighted entries are averaged plainly. The first rounds are those of `WeightedAverage`. ``state["shares"]`` has
+    each client's mean of :math:`c_{kl} / K` over its tensors.
+    Source: Rehman et al., 2023 (https://arxiv.org/abs/2307.07393).
 
     Args:
-        warmup: number of first rounds that average by samples, at least 0.
-        tensors: what is weighted: learnable ``parameters``, or ``all`` floating entries, with BatchNorm's running
+        warmup: number of first rounds averaged by samples, at least 0.
+        tensors: the weighted entries: learnable ``parameters``, or ``all`` floating entries, with BatchNorm's running
             statistics, as in the official code.
 
     Raises:
@@ -48,16 +48,17 @@ class LDAWA(WeightedAverage):
         self.tensors = tensors
 
     def setup(self, server: Server) -> None:
-        """Starts from the common initial model, and finds what is weighted in it."""
+        """Start from the common initial model, and find the entries to be weighted."""
         super().setup(server)
         names = server.weights if self.tensors == "all" else server.parameter_names(remove_duplicate=False)
         self.names = [name for name in names if server.weights[name].is_floating_point()]
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Averages, and tells the mean cosine of all clients and tensors."""
+        """Average; log the mean cosine of all clients and tensors."""
         if not updates:
             return {}
         uploads = [update["weights"] for update in updates.values()]
+        # cosines with the model that clients received, before the average replaces it
         before = self.state["weights"]
         c = {name: [cosine(upload, before[name]) for upload in column(uploads, name)] for name in self.names}
         means = torch.tensor(list(c.values()), dtype=torch.float64).mean(0)
@@ -72,7 +73,7 @@ class LDAWA(WeightedAverage):
 
 
 def cosine(one: Tensor, other: Tensor) -> float:
-    """Cosine of the angle between two tensors, at most 1; 1 if one of them is zero.
+    """Return the cosine of the angle between two tensors, at most 1; 1 with a zero tensor.
 
     >>> cosine(torch.tensor([1.0, 0.0]), torch.tensor([-2.0, 0.0])), cosine(torch.zeros(2), torch.ones(2))
     (-1.0, 1.0)
@@ -82,6 +83,6 @@ def cosine(one: Tensor, other: Tensor) -> float:
         other: of the same shape.
     """
     x, y = one.flatten().double(), other.flatten().to(one.device, torch.float64)
-    # one root of the product and not a product of roots: it is exact for equal tensors
+    # one root of a product instead of two roots: exact for equal tensors
     scale = math.sqrt(float(x @ x) * float(y @ y))
     return min(1.0, float(x @ y) / scale) if scale else 1.0

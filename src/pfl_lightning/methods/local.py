@@ -1,4 +1,4 @@
-"""Local: every client trains on its own data alone."""
+"""Local: every client trains on local data alone."""
 
 from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.client import ClientModule
@@ -7,10 +7,10 @@ from pfl_lightning.messages import Message
 
 
 class Local(ClientModule):
-    """No communication: every client keeps its whole model and starts from the common initial one.
+    """Communicates nothing: every client keeps a whole model, which starts from the common initial one.
 
-    The yardstick of personalised federated learning: what doesn't beat it isn't worth sending. Takes the arguments of
-    `FedAvg`.
+    It is the baseline of personalised federated learning: a method with lower accuracy isn't worth its communication.
+    Takes the arguments of `FedAvg`.
     """
 
     sends = frozenset()
@@ -18,16 +18,16 @@ class Local(ClientModule):
     needs = frozenset()
 
     def is_shared(self, name: str) -> bool:
-        """Nothing travels."""
+        """Share nothing."""
         return False
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """There is nothing to take."""
+        """Load nothing: payloads are empty."""
 
     def upload(self, data: ClientData) -> Message:
-        """There is nothing to send."""
+        """Return an empty update."""
         return {}
 
     def configure_aggregator(self) -> Aggregator:
-        """A server that does nothing."""
+        """Return the base class of aggregators, which sends nothing."""
         return Aggregator()

@@ -1,7 +1,7 @@
-"""MOON: local features that stay near the received model's and move away from those of the client's last model.
+"""MOON: local features stay near the received model's, and away from the client's previous model's.
 
-Source: Li, He and Song, 2021 (https://arxiv.org/abs/2103.16257). Symbols: z, z_glob and z_prev are the features of one
-input by the model under training, the received one and the one that the client had after its last local training.
+Source: Li, He and Song, 2021 (https://arxiv.org/abs/2103.16257). Symbols: z, z_glob and z_prev are an input's features
+by the model in training, by the received model, and by the client's model after its previous local training.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from pfl_lightning.methods.frozen import FrozenModule
 
 
 def model_contrast(z: Tensor, z_glob: Tensor, z_prev: Tensor, tau: float) -> Tensor:
-    r"""The model-contrastive loss, as its mean over a batch.
+    r"""Return the model-contrastive loss, averaged over a batch.
 
     .. math::
 
@@ -31,22 +31,23 @@ def model_contrast(z: Tensor, z_glob: Tensor, z_prev: Tensor, tau: float) -> Ten
     tensor(0.1269)
 
     Args:
-        z: features ``[n, d]`` of the model under training; a feature that is all zero has the cosine 0 to any.
+        z: features ``[n, d]`` of the model in training; the cosine of a zero vector is 0.
         z_glob: features ``[n, d]`` of the received model.
         z_prev: features ``[n, d]`` of the client's previous model.
         tau: temperature, above 0.
     """
+    # the second form of the equation: softplus(x) = log(1 + e^x) doesn't overflow
     return F.softplus((F.cosine_similarity(z, z_prev) - F.cosine_similarity(z, z_glob)) / tau).mean()
 
 
 class MOON(FedAvg):
     r"""Minimises :math:`\mathrm{CE} + \mu\,\ell_{con}(z; z_{glob}; z_{prev})` on the client.
 
-    z is what the net's classifier takes: a projection head is a part of the net's features. Until a client has taken
-    part, its previous model is the received one, which makes the contrastive loss log 2 and its gradient 0. The
-    previous feature extractor stays with its client, so that a client's state is that much larger.
-    Source: Li, He and Song, 2021, Algorithm 1 (https://arxiv.org/abs/2103.16257); the official code
-    contrasts a client's first model with random weights instead.
+    z is the classifier's input: a projection head is a part of the net's features. Until a client takes part, its
+    previous model is the received one, so that the contrastive loss is log 2 with a gradient of 0. The previous feature
+    extractor stays with its client, whose state is larger by its size.
+    Source: Li, He and Song, 2021, Algorithm 1 (https://arxiv.org/abs/2103.16257); the official code contrasts a
+    client's first model with random weights instead.
 
     Args:
         mu: weight of the contrastive loss, at least 0; 0 is `FedAvg` bit for bit.
@@ -72,6 +73,7 @@ class MOON(FedAvg):
         if tau <= 0:
             raise MisconfigurationException(f"model.tau={tau} must be above 0, such as 0.5.")
         self.mu, self.tau = mu, tau
+        # with mu=0 a client keeps no copies, and its state is as small as FedAvg's
         if mu > 0:
             common = common_parameters(self).values()
             self.received = FrozenModule(self.net.features, common=common)
@@ -79,7 +81,7 @@ class MOON(FedAvg):
             self.register_buffer("has_previous", torch.tensor(False))
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Remembers the received feature extractor."""
+        """Load the model, and copy the received feature extractor."""
         super().on_download(payload, data)
         if self.mu > 0:
             self.received.take_from(self.net.features)
@@ -87,7 +89,7 @@ class MOON(FedAvg):
                 self.previous.take_from(self.net.features)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Cross-entropy and the contrastive loss."""
+        """Return the task's loss plus the contrastive loss, which the record has apart too."""
         if self.mu == 0:
             return super().training_step(batch, batch_idx)
         x, target = batch
@@ -96,7 +98,7 @@ class MOON(FedAvg):
         return {"loss": self.loss(z, self.net.classifier(z), target) + self.mu * contrast, "contrast": contrast}
 
     def upload(self, data: ClientData) -> Message:
-        """The model, which is the previous one from now on."""
+        """Return the update, and keep the trained feature extractor as the previous one."""
         if self.mu > 0:
             self.previous.take_from(self.net.features)
             self.has_previous.fill_(True)

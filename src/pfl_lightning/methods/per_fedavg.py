@@ -1,7 +1,7 @@
-"""Per-FedAvg: a global model from which one gradient step on a client's own data gives a good model for that client.
+"""Per-FedAvg: a global model made for adaptation by one gradient step on a client's data.
 
 Source: Fallah, Mokhtari and Ozdaglar, 2020 (https://arxiv.org/abs/2002.07948). Symbols: L(w; b) is the loss of the
-weights w on the batch b, alpha the step of the adaptation, beta the step of the local updates.
+weights w on the batch b, alpha the learning rate of the adaptation, beta that of the local updates.
 """
 
 from contextlib import AbstractContextManager
@@ -20,7 +20,7 @@ from pfl_lightning.nets.batch_norm import smallest_batch
 
 
 class PerFedAvg(FedAvg):
-    r"""Trains the model for what it is after one step of adaptation, and takes that step before it is evaluated.
+    r"""Trains the model for the loss after one step of adaptation, and adapts the model before each evaluation.
 
     A local step splits its batch and makes
 
@@ -30,16 +30,17 @@ class PerFedAvg(FedAvg):
         w \leftarrow w - \beta \left(g - \alpha\,\frac{\nabla L(w + \delta g; b_3) - \nabla L(w - \delta g; b_3)}
         {2\delta}\right)
 
-    (HF, Hessian-free), or leaves the fraction out (FO, first-order). The optimizer makes the last step; its learning
-    rate is beta. A step reads ``data.batch_size`` samples in all: set it to two times (HF: three times) the size that
-    each part shall have. A batch too small for parts of one sample (of two with BatchNorm) is learnt from as it is.
+    (HF, Hessian-free), or leaves out the fraction (FO, first-order). The optimizer makes the last step; its learning
+    rate is beta. A step reads ``data.batch_size`` samples in all: set it to two (HF: three) times the size of a part. A
+    batch too small for parts of one sample (of two with BatchNorm) is trained on without adaptation.
 
-    BatchNorm's running statistics follow the forward pass on :math:`b_2` alone: it is the adapted model's, which is
-    the one in use. Both sides of the fraction drop the same units.
+    BatchNorm's running statistics follow the forward pass on :math:`b_2` alone, as the adapted model is the one in use.
+    Both sides of the fraction drop the same units.
     Source: Fallah et al., 2020, Algorithm 1 (https://arxiv.org/abs/2002.07948).
 
     Args:
-        alpha: step of the adaptation, at least 0; 0 learns from the second part of each batch and adapts nothing.
+        alpha: learning rate of the adaptation, at least 0; 0 learns from the second part of each batch and doesn't
+            adapt.
         variant: ``FO`` ignores second derivatives, ``HF`` estimates their product with g.
         delta: half the width of HF's difference quotient, above 0.
         **kwargs: the arguments of `FedAvg`.
@@ -59,11 +60,11 @@ class PerFedAvg(FedAvg):
         if delta <= 0:
             raise MisconfigurationException(f"model.delta={delta} must be above 0, such as 0.001.")
         self.alpha, self.variant, self.delta = alpha, variant, delta
-        # BatchNorm refuses the statistics of one sample
+        # in training, BatchNorm refuses a batch of one sample
         self.smallest_part = smallest_batch(self.net)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """The loss of the adapted model, whose gradient is the direction of the outer step."""
+        """Return the adapted model's loss, with the direction of the outer step as the gradient."""
         x, target = batch
         n, parts = len(target), 2 if self.variant == "FO" else 3
         if self.phase.name == "adapt" or n < parts * self.smallest_part:
@@ -71,41 +72,53 @@ class PerFedAvg(FedAvg):
         cuts = [part * n // parts for part in range(1, parts)]
         b1, b2, *rest = zip(x.tensor_split(cuts), target.tensor_split(cuts), strict=True)
         w = trainable(self.net)
-        # the inner gradient is a constant, so that a gradient in w' is one in w
+        # the inner gradient is a constant, so the gradient in w' is also the gradient in w
         adapted = step(w, -self.alpha, gradient_at(self, w, b1))
         if self.variant == "FO":
             return {"loss": loss_at(self, self.net, adapted, b2)}
         with self.replayed_draws():
             g = gradient_at(self, adapted, b2)
         loss = loss_at(self, self.net, adapted, b2)
-        # of value 0, and its gradient is the fraction
+        # a term of value 0 whose gradient is alpha times the fraction
         product = torch.stack([(h * w[name]).sum() for name, h in self.curvature(w, g, rest[0]).items()]).sum()
         return {"loss": loss - self.alpha * (product - product.detach())}
 
     def curvature(self, weights: StateDict, direction: StateDict, batch: Batch) -> StateDict:
-        """The Hessian of L times a direction, by a central difference that drops the same units on both sides."""
+        """Return the Hessian of L times a direction, by a central difference.
+
+        Args:
+            weights: the weights, by name.
+            direction: the direction g, by name.
+            batch: :math:`b_3`.
+        """
         with self.replayed_draws():
             above = gradient_at(self, step(weights, self.delta, direction), batch)
         below = gradient_at(self, step(weights, -self.delta, direction), batch)
         return {name: (above[name] - below[name]) / (2 * self.delta) for name in weights}
 
     def replayed_draws(self) -> AbstractContextManager[None]:
-        """Puts the random state back at its end: the next forward pass drops the same units."""
+        """Return a context for repeated random numbers: the next forward pass drops the same units."""
         return torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else [])
 
     def evaluation_phases(self) -> list[Phase]:
-        """One step on one batch of the client's training data."""
+        """Adapt by one step on one batch of the client's training data."""
         return [Phase("adapt", steps=1, scheduled=False)] if self.alpha > 0 else []
 
     def joining_phases(self) -> list[Phase]:
-        """The same: what the model is trained for."""
+        """Adapt as before an evaluation: the model is trained for this step."""
         return self.evaluation_phases()
 
     def local_optimizer(self, phase: Phase, parameters: list[nn.Parameter]) -> Optimizer:
-        """The configured one, and for the adaptation plain gradient descent by alpha."""
+        """Return the configured optimizer, or plain SGD with learning rate alpha for the adaptation."""
         return SGD(parameters, lr=self.alpha) if phase.name == "adapt" else super().local_optimizer(phase, parameters)
 
 
 def step(weights: StateDict, size: float, direction: StateDict) -> StateDict:
-    """Weights that went some way in a direction."""
+    """Return weights moved along a direction.
+
+    Args:
+        weights: the weights, by name.
+        size: factor on the direction.
+        direction: the direction, by name.
+    """
     return {name: weight + size * direction[name] for name, weight in weights.items()}

@@ -1,4 +1,4 @@
-"""A personal copy of the net, or of a part of it, beside what travels."""
+"""A personal copy of the net, or of a part, beside the shared net."""
 
 import torch
 from torch import Tensor, nn
@@ -10,35 +10,37 @@ from pfl_lightning.methods.copies import add_copy
 
 
 class PersonalNet(ClientModule):
-    """A client that is evaluated by a personal net of its own, as soon as training has given it one.
+    """A client evaluated by a personal net, from the first training on.
 
-    It comes before the client module whose net travels: ``class Ditto(PersonalNet, FedAvg)``. A subclass makes the copy
-    in its ``__init__``, and trains it as its method does.
+    Name it before the client module whose net travels: ``class Ditto(PersonalNet, FedAvg)``. The subclass calls
+    `make_personal` in its ``__init__``, and trains the personal net as its method does.
 
     Attributes:
-        personal: the copy, which stays with its client, but for what is frozen.
-        has_personal: whether the client has trained it; until then it is the initial one.
+        personal: the copy, which stays with its client, except frozen parameters, which are common.
+        has_personal: whether the client has trained; until then the received model is evaluated.
     """
 
     personal: nn.Module
     has_personal: Tensor
 
     def make_personal(self, part: nn.Module) -> None:
-        """Makes a copy the client's own.
+        """Add the personal copy.
 
         Args:
             part: the net, or a part of it.
         """
         add_copy(self, "personal", part)
+        # a buffer and no attribute, so that it stays with the client as the copy does
         self.register_buffer("has_personal", torch.tensor(False))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of the personal net, as soon as there is one."""
+        """Return the outputs of the personal net, or of the received one before the first training."""
         logits: Tensor = (self.personal if self.has_personal else self.net)(x)
         return logits
 
     def upload(self, data: ClientData) -> Message:
-        """What travels, which the personal net doesn't; notes that there is one."""
+        """Return the update of the shared net, and note the training."""
+        # a client without a batch, such as one with too few samples, has trained nothing
         if self.steps_done:
             self.has_personal.fill_(True)
         return super().upload(data)

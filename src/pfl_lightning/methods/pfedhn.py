@@ -1,33 +1,34 @@
-r"""pFedHN: a hypernetwork at the server makes each client's model out of an embedding of the client.
+r"""pFedHN: a hypernetwork on the server makes each client's model from an embedding of the client.
 
 Source: Shamsian et al., 2021 (https://arxiv.org/abs/2103.04628). Symbols: :math:`v_k` is client k's embedding,
 :math:`\phi` the hypernetwork's weights and all embeddings, :math:`w_k = H(v_k; \phi)` the model that it makes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
+from torch import Size, Tensor, nn
 from torch.func import functional_call
+from torch.optim import LBFGS
 
 from pfl_lightning.aggregators import Aggregator, Server
 from pfl_lightning.choices import check_choices, check_least
 from pfl_lightning.client import in_classifier
 from pfl_lightning.messages import Message, StateDict, Updates, detached
 from pfl_lightning.methods.fedavg import FedAvg
-from pfl_lightning.methods.model_maker import ModelMaker, nearest
 from pfl_lightning.seeds import derive_seed
 
 
 class PFedHN(FedAvg):
-    """Trains the model that the hypernetwork made for it, and sends it back; buffers of the net stay.
+    """Trains the hypernetwork's model for the client, and sends the trained parameters back.
 
-    Only parameters are made: running statistics stay with each client, whatever ``buffers`` says. What is trained isn't
-    kept, unless the classifier is personal, which is the paper's pFedHN-PC.
+    Only parameters are made: running statistics stay with each client, whatever ``buffers`` says. The client doesn't
+    keep the trained model, except a personal classifier, which is the paper's pFedHN-PC.
     Source: Shamsian et al., 2021 (https://arxiv.org/abs/2103.04628).
 
     Args:
@@ -40,45 +41,73 @@ class PFedHN(FedAvg):
         self.personal_classifier = personal_classifier
 
     def is_shared(self, name: str) -> bool:
-        """Parameters, of the body alone where the classifier is personal."""
+        """Share parameters, without a personal classifier."""
         stays = name in self._buffer_names or (self.personal_classifier and in_classifier(name))
         return super().is_shared(name) and not stays
 
     def configure_aggregator(self) -> Aggregator:
-        """The hypernetwork."""
+        """Return the hypernetwork."""
         return HyperNetwork()
 
 
+class ModelMaker(nn.Module):
+    """A perceptron with a linear output layer for each tensor of a model.
+
+    Args:
+        embedding_size: width e of an embedding.
+        hidden: width of the hidden layers.
+        layers: number of hidden layers after the first one.
+        shapes: shapes of the model's tensors, by name.
+    """
+
+    def __init__(self, embedding_size: int, hidden: int, layers: int, shapes: dict[str, Size]) -> None:
+        super().__init__()
+        deeper = chain.from_iterable((nn.ReLU(), nn.Linear(hidden, hidden)) for _ in range(layers))
+        self.body = nn.Sequential(nn.Linear(embedding_size, hidden), *deeper)
+        # one output layer a tensor: nearly all of the hypernetwork's weights are here
+        self.heads = nn.ModuleList(nn.Linear(hidden, shape.numel()) for shape in shapes.values())
+        self.shapes = shapes
+
+    def forward(self, v: Tensor) -> StateDict:
+        """Return a model's tensors, by name, for an embedding.
+
+        Args:
+            v: embedding ``[e]``.
+        """
+        h = self.body(v)
+        return {n: head(h).view(shape) for head, (n, shape) in zip(self.heads, self.shapes.items(), strict=True)}
+
+
 class HyperNetwork(Aggregator):
-    r"""Makes each client's model, and learns from what the client's training changed in it.
+    r"""Makes each client's model, and learns from the change by the client's training.
 
     .. math::
 
         g = \big(\nabla_\phi\, H(v_k; \phi)\big)^\top (w_k - \tilde w_k), \qquad
         u \leftarrow \rho u + \mathrm{clip}(g) + \lambda \phi, \qquad \phi \leftarrow \phi - \eta u
 
-    where :math:`\tilde w_k` is the trained model. The paper has one client in a round, as has ``clients_per_round: 1``.
-    With more, all gradients are at the :math:`\phi` that made the round's models; steps are one a client, in the order
-    of ids, or one a round. Momentum and decay also move embeddings of clients who are absent, as in the official code.
-    H starts as torch's layers do, so that the first models have not the scale of the net's own initialisation.
+    where :math:`\tilde w_k` is the trained model. The paper has one client in a round, as with ``clients_per_round:
+    1``. With more, all gradients are at the :math:`\phi` that made the round's models; there is one step a client, in
+    the order of ids, or one a round. Momentum and decay also move the embeddings of absent clients, as in the official
+    code. H has PyTorch's initialisation, so that the first models don't have the scale of the net's own.
 
-    The state has about :math:`2h` numbers for each of the model's, h being the width of H: 200 by default.
+    The state has about :math:`2h` numbers for each of the model's, where h is the width of H: 200 by default.
 
-    A new client gets the model of the mean embedding. When it has trained that, it gets the model, of all that H makes
-    with :math:`\phi` standing still, that is nearest to the trained one; the paper trains the embedding over rounds.
+    A newcomer gets the model of the mean embedding. After training it, it gets, of all models that H makes with fixed
+    :math:`\phi`, the nearest to the trained one; the paper trains the embedding over rounds.
     Source: Shamsian et al., 2021 (https://arxiv.org/abs/2103.04628); the defaults are its official code's, which has
     ``lr=0.05`` for pFedHN-PC.
 
     Args:
         lr: :math:`\eta`, at least 0; 0 leaves all models as they were first made.
-        embedding_lr: the same of the embeddings; None takes ``lr``.
+        embedding_lr: :math:`\eta` of the embeddings; None takes ``lr``.
         momentum: :math:`\rho`, in [0, 1).
         weight_decay: :math:`\lambda`, at least 0.
         clip: the largest norm of g, above 0.
         embedding_size: width of an embedding, at least 1; None takes 1 + K // 4 for K clients.
         hidden: h, at least 1.
-        layers: hidden layers after the first one, at least 0.
-        step: whether each ``client`` is a step, or each ``round``, by the mean of its clients' gradients.
+        layers: number of hidden layers after the first one, at least 0.
+        step: whether to make a step for each ``client``, or one a ``round``, by the mean of the clients' gradients.
         sparse_embeddings: whether embeddings of absent clients stand still.
 
     Raises:
@@ -116,25 +145,30 @@ class HyperNetwork(Aggregator):
         self.step, self.sparse_embeddings = step, sparse_embeddings
 
     def setup(self, server: Server) -> None:
-        """Draws the embeddings and H."""
+        """Draw the embeddings and the weights of H."""
         shapes = {name: server.weights[name].shape for name in server.parameter_names()}
+        # H makes a tied parameter once, and clients receive it under each of its names
         self.first = server.first_names()
+        # the official code's width
         size = self.embedding_size or 1 + server.num_clients // 4
+        # the caller's random state stays as it is
         with isolate_rng():
             torch.manual_seed(derive_seed(server.seed, "pfedhn"))
             embeddings = torch.randn(server.num_clients, size)
             net = ModelMaker(size, self.hidden, self.layers, shapes)
         phi = {"embeddings": embeddings, **detached(net.state_dict())}
         self.state |= {"phi": phi, "momentum": {name: torch.zeros_like(tensor) for name, tensor in phi.items()}}
-        self._net = (net.to("meta"),)  # its shape alone; what it learns is in the state
+        self._net = (net.to("meta"),)  # the architecture; trained weights are in the state
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Learns from the round's clients, and logs the mean norm of their gradients."""
+        """Learn from the round's clients; log the mean norm of the gradients."""
         if not updates:
             return {}
+        # the precision of the uploads, which may be half or double: the state follows it, in float32 or better
         trained = next(iter(next(iter(updates.values()))["weights"].values()))
         wide = torch.promote_types(trained.dtype, torch.float32)
         self.state = {part: {n: t.to(wide) for n, t in entries.items()} for part, entries in self.state.items()}
+        # the phi that made the round's models, while steps of earlier clients already move the state
         start = {name: tensor.clone().requires_grad_() for name, tensor in self.state["phi"].items()}
         norms, total = [], {name: torch.zeros_like(tensor) for name, tensor in start.items()}
         for client, update in updates.items():
@@ -149,26 +183,34 @@ class HyperNetwork(Aggregator):
         return {"gradient_norm": sum(norms) / len(norms)}
 
     def gradient(self, phi: StateDict, client: int, trained: StateDict) -> StateDict:
-        """g, by the names of what is learned.
+        """Return g, by name.
 
         Args:
             phi: the weights that made the client's model, which require gradients.
-            client: its id.
+            client: the client's id.
             trained: its trained model.
         """
         with torch.enable_grad():
             made = self.made(phi, phi["embeddings"][client])
+        # the vector of the vector-Jacobian product: w_k minus the trained model stands for a gradient in w_k
         change = [tensor.detach() - trained[name] for name, tensor in made.items()]
         return dict(zip(phi, torch.autograd.grad(list(made.values()), list(phi.values()), change), strict=True))
 
     @torch.no_grad()
     def move(self, gradient: StateDict, clients: list[int]) -> None:
-        """A step of everything by momentum, with all embeddings or those of some clients."""
+        """Make a step with momentum.
+
+        Args:
+            gradient: g, by name.
+            clients: ids of the clients whose embeddings move if ``sparse_embeddings``.
+        """
+        # as torch's clip_grad_norm_, whose 1e-6 keeps a zero norm from 0 / 0
         shrunk = min(1.0, self.clip / (float(norm(gradient.values())) + 1e-6))
         phi, momentum = self.state["phi"], self.state["momentum"]
         for name, g in gradient.items():
             u = self.momentum * momentum[name] + shrunk * g + self.weight_decay * phi[name]
             moved = phi[name] - (self.embedding_lr if name == "embeddings" else self.lr) * u
+            # taken back after the step: else momentum and decay would move the embeddings of absent clients
             if name == "embeddings" and self.sparse_embeddings:
                 for after, before in ((u, momentum[name]), (moved, phi[name])):
                     rows = [row for row in range(len(after)) if row not in clients]
@@ -176,23 +218,32 @@ class HyperNetwork(Aggregator):
             phi[name], momentum[name] = moved, u
 
     def made(self, phi: StateDict, v: Tensor) -> StateDict:
-        """H's tensors of an embedding, each once."""
+        """Return H's model for an embedding, with each tied tensor once.
+
+        Args:
+            phi: the weights.
+            v: the embedding.
+        """
         rest = {name: tensor for name, tensor in phi.items() if name != "embeddings"}
         model: StateDict = functional_call(self._net[0], rest, (v,))
         return model
 
     @torch.no_grad()
     def model(self, v: Tensor) -> Message:
-        """What a client receives whose embedding it is; a tied parameter has all its names."""
+        """Return the payload for an embedding, with a tied parameter under each name.
+
+        Args:
+            v: the embedding.
+        """
         made = self.made(self.state["phi"], v)
         return {"weights": {name: made[first] for name, first in self.first.items()}}
 
     def download(self, client: int) -> Message:
-        """The client's model."""
+        """Return the client's model."""
         return self.model(self.state["phi"]["embeddings"][client])
 
     def welcome(self, client: int, update: Message | None) -> Message:
-        """The model of the mean embedding, and then the one that is nearest to what the newcomer has sent."""
+        """Return the model of the mean embedding, or after an update the made model nearest to the newcomer's."""
         v = self.state["phi"]["embeddings"].mean(0)
         if update is not None:
             v = nearest(partial(self.made, self.state["phi"]), v, update["weights"])
@@ -200,6 +251,34 @@ class HyperNetwork(Aggregator):
 
 
 def norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The norm of several tensors as one vector."""
+    """Return the norm of several tensors as one vector.
+
+    Args:
+        tensors: the tensors, at least one.
+    """
     total: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]))
     return total
+
+
+def nearest(make: Callable[[Tensor], StateDict], v: Tensor, model: StateDict) -> Tensor:
+    """Return the embedding of the model nearest to a given one, in squared distance of the weights.
+
+    Args:
+        make: maps an embedding to a model.
+        v: the initial embedding.
+        model: the given model, with the names of made models.
+    """
+    v = v.clone().requires_grad_()
+    # few unknowns and an exact gradient, for which L-BFGS needs no learning rate
+    optimizer = LBFGS([v], max_iter=100, line_search_fn="strong_wolfe")
+
+    def distance() -> float:
+        optimizer.zero_grad()
+        squares = torch.stack([(tensor - model[name]).square().sum() for name, tensor in make(v).items()]).sum()
+        torch.autograd.backward(squares)
+        return squares.item()
+
+    with torch.enable_grad():
+        optimizer.step(distance)  # type: ignore[no-untyped-call]
+    found: Tensor = v.detach()
+    return found

@@ -1,8 +1,8 @@
-"""pFedMe: personal models as proximal points of the client's model, which moves towards them.
+"""pFedMe: the client's model moves towards a personal model, the proximal point of the client's loss.
 
-Source: T Dinh, Tran and Nguyen, 2020 (https://arxiv.org/abs/2006.08848). Symbols: w is the global model, w_i that of
-client i under training, theta_i its personal one, f_i its loss, lambda the weight of their distance, eta the learning
-rate of w_i.
+Source: T Dinh, Tran and Nguyen, 2020 (https://arxiv.org/abs/2006.08848). Symbols: w is the global model, w_i client i's
+model in training, theta_i its personal model, f_i its loss, lambda the weight of their distance, eta the learning rate
+of w_i.
 """
 
 from typing import Any, Literal
@@ -25,29 +25,30 @@ from pfl_lightning.nets import Net
 
 
 class PFedMe(PersonalNet):
-    r"""On each batch finds a personal model near the client's, moves the client's towards it, and is evaluated by it.
+    r"""Finds a personal model near the client's model on each batch, and moves the client's model closer.
 
     .. math::
 
         \theta_i \approx \arg\min_\theta\; f_i(\theta) + \frac{\lambda}{2}\,\lVert \theta - w_i \rVert^2, \qquad
         w_i \leftarrow w_i - \eta\lambda\,(w_i - \theta_i)
 
-    The first by K steps :math:`\theta \leftarrow \theta - \alpha(\nabla f_i(\theta) + \lambda(\theta - w_i))`, the
-    second by the optimizer: :math:`\lambda(w_i - \theta_i)` is the gradient of the Moreau envelope of :math:`f_i`. Its
-    value, with :math:`f_i` before the last of the K steps, is the loss in the record. Any optimizer takes it; plain SGD
-    is the paper's. The optimizer's weight decay would draw :math:`w_i`, and not :math:`\theta_i`, to zero.
+    The first takes K steps :math:`\theta \leftarrow \theta - \alpha(\nabla f_i(\theta) + \lambda(\theta - w_i))`. The
+    optimizer makes the second: :math:`\lambda(w_i - \theta_i)` is the gradient of the Moreau envelope of :math:`f_i`.
+    The envelope's value, with :math:`f_i` before the last of the K steps, is the recorded loss. Any optimizer works;
+    plain SGD is the paper's. The optimizer's weight decay draws :math:`w_i`, and not :math:`\theta_i`, to zero.
 
-    A round starts from :math:`\theta_i = w_i = w`, and each batch from the last one's :math:`\theta_i`, as in the
+    A round starts from :math:`\theta_i = w_i = w`, and each batch from the last batch's :math:`\theta_i`, as in the
     official code; the paper leaves it open. The personal model stays with its client, whose state is as large as the
-    net. A client that hasn't taken part yet is evaluated by the received model. Running statistics of BatchNorm are
-    those of the passes with :math:`\theta_i`, and are what is sent for :math:`w_i` too, which makes no pass.
+    net; until a client takes part, the received model is evaluated. BatchNorm's running statistics are those of the
+    passes with :math:`\theta_i`, and are sent for :math:`w_i` too, which makes no pass.
 
-    In the paper all clients train in each round, and the server hears from some; here only those train. The official
-    code and PFLlib add an L2 term with the weight 0.001 to :math:`f_i`, and count clients by their samples.
+    In the paper all clients train in each round, and the server receives some of their updates; here only these clients
+    train. The official code and PFLlib add an L2 term with weight 0.001 to :math:`f_i`, and weight clients by their
+    samples.
 
-    The server takes the step :math:`w \leftarrow (1 - \beta)\, w + \beta \sum_{i \in S} w_i / \lvert S \rvert`, where
-    :math:`\beta` is the ``server_lr`` of `WeightedAverage`: 1 is the plain mean. In PFLlib it is 0 unless it is set, so
-    that its global model never moves.
+    The server's step is :math:`w \leftarrow (1 - \beta)\, w + \beta \sum_{i \in S} w_i / \lvert S \rvert`, where
+    :math:`\beta` is the ``server_lr`` of `WeightedAverage`: 1 is the plain mean. In PFLlib its default is 0, with which
+    the global model never moves.
 
     Source: T Dinh et al., 2020, Algorithm 1 (https://arxiv.org/abs/2006.08848). The defaults are those of its official
     code for neural networks, which go with 20 batches a round and the learning rate 0.005; with a larger one
@@ -56,11 +57,11 @@ class PFedMe(PersonalNet):
     Args:
         moreau_lambda: :math:`\lambda`, at least 0; 0 leaves the client's model where it is.
         personal_steps: K, the steps on each batch, at least 1.
-        personal_lr: :math:`\alpha`, their size, above 0 and below :math:`2/\lambda`, from where on they lead away; a
-            schedule of the learning rate leaves it.
-        predict: what a client is evaluated by: its ``personal`` model, :math:`\theta_i` of the round's last batch; or
-            its ``local`` one, :math:`w_i`, as in the official code and PFLlib, whose list of :math:`\theta_i` holds the
-            very tensors into which :math:`w_i` is written after training.
+        personal_lr: :math:`\alpha`, the learning rate of :math:`\theta`, above 0 and below :math:`2/\lambda`, from
+            where on steps diverge; a schedule of the learning rate doesn't change it.
+        predict: the evaluated model: ``personal`` is :math:`\theta_i` of the round's last batch; ``local`` is
+            :math:`w_i`, as in the official code and PFLlib, whose list of :math:`\theta_i` holds the very tensors into
+            which :math:`w_i` is written after training.
         **kwargs: the arguments of `FedAvg`.
 
     Raises:
@@ -97,7 +98,7 @@ class PFedMe(PersonalNet):
         self.personal.requires_grad_(False)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Moves theta_i, and gives a loss whose gradient is lambda (w_i - theta_i)."""
+        r"""Move :math:`\theta_i`, and return a loss with gradient :math:`\lambda(w_i - \theta_i)` in :math:`w_i`."""
         if batch_idx == 0:
             copy_net(self, "personal")
         net = trained_parameters(self, "net")
@@ -113,24 +114,26 @@ class PFedMe(PersonalNet):
 
         for _ in range(self.personal_steps):
             slope, loss = grad_and_value(objective)(theta, buffers)
-            # theta - alpha (slope + lambda (theta - w_i)), in fewer passes over memory
+            # theta - alpha (slope + lambda (theta - w_i)), as a lerp: fewer passes over memory
             theta = {
                 name: torch.lerp(entry, w[name], pull).sub(slope[name], alpha=self.personal_lr)
                 for name, entry in theta.items()
             }
         for name, entry in theta.items():
             kept[name].copy_(entry)
+        # detached from f_i's graph: the optimizer's gradient comes from this distance alone
         distance = proximal(net.values(), (kept[name] for name in net))
         return {"loss": loss + self.moreau_lambda * distance}
 
     def upload(self, data: ClientData) -> Message:
-        """The client's model w_i, with the running statistics of theta_i."""
+        r"""Return the client's model :math:`w_i`, with the running statistics of :math:`\theta_i`."""
         if self.steps_done:
             self.assign({f"net.{name}": buffer for name, buffer in self.personal.named_buffers()})
+            # `forward` evaluates `personal`, which here takes w_i
             if self.predict == "local":
                 copy_net(self, "personal")
         return super().upload(data)
 
     def configure_aggregator(self) -> Aggregator:
-        """The plain mean of the clients' models."""
+        """Return the unweighted mean of the clients' models."""
         return WeightedAverage(weighting="uniform")

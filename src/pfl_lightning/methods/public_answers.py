@@ -1,4 +1,4 @@
-"""Clients who keep their models, and teach each other by what they answer to samples that the server holds."""
+"""Clients with personal models, taught by each other's outputs for public samples."""
 
 from typing import Any
 
@@ -13,11 +13,10 @@ from pfl_lightning.messages import Message
 
 
 class PublicAnswers(ClientModule):
-    """Learns what the server teaches on public samples, then its own samples, and then answers to the public ones.
+    """Trains on public samples with the server's targets, then on private ones, and sends outputs for the public ones.
 
-    It comes before the client modules whose samples and models are kept: ``class FedMD(PublicAnswers, Local)``. A
-    subclass says what an `answer` is, and what is minimised in the phase ``distill``. A client whom nobody has taught
-    anything begins with its own samples.
+    Name it before the client modules that define samples and models: ``class FedMD(PublicAnswers, Local)``. A subclass
+    defines `answer`, and the loss in the phase ``distill``. A client without targets begins with its own samples.
 
     Args:
         distill_epochs: passes over the public samples a round, at least 0; 0 learns nothing from others.
@@ -42,21 +41,22 @@ class PublicAnswers(ClientModule):
                 f"model.distill_batch_size={distill_batch_size} 2 or more, such as 1 and 256."
             )
         self.distill_epochs, self.distill_batch_size = distill_epochs, distill_batch_size
+        # registered without a value, which each download brings
         self.register_buffer("public", None, persistent=False)
         self.register_buffer("targets", None, persistent=False)
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Takes the public samples, and what they are to be answered with if there is something."""
+        """Load the public samples, and the targets if the server has any."""
         self.public = payload["public"].to(self.device)
         self.targets = payload["targets"].to(self.device) if "targets" in payload else None
 
     def public_inputs(self) -> Tensor:
-        """The public samples as the net takes them."""
+        """Return the public samples as inputs of the net."""
         x = net_inputs(self.public)
         return x.to(self.dtype) if x.is_floating_point() else x
 
     def local_phases(self) -> list[Phase]:
-        """Distillation, then private training."""
+        """Distil, then train on private samples."""
         private = super().local_phases()
         if self.targets is None or self.distill_epochs == 0:
             return private
@@ -64,20 +64,24 @@ class PublicAnswers(ClientModule):
         return [Phase("distill", epochs=self.distill_epochs, data=taught, batch_size=self.distill_batch_size), *private]
 
     def answer(self, x: Tensor) -> Tensor:
-        """What the trained model answers to inputs, in evaluation mode."""
+        """Return the trained model's answer to inputs, in evaluation mode.
+
+        Args:
+            x: inputs ``[n, *input_shape]``.
+        """
         raise NotImplementedError
 
     def upload(self, data: ClientData) -> Message:
-        """The answers to the public samples."""
+        """Return the answers to the public samples."""
         return {"predictions": torch.cat([self.answer(x) for x in torch.split(self.public_inputs(), CHUNK)])}
 
 
 def samples_at_server(data: FederatedDataModule, aggregator: str) -> Samples:
-    """The server's samples as inputs of nets.
+    """Return the server's samples as inputs of nets.
 
     Args:
         data: the data module.
-        aggregator: whose server side needs them.
+        aggregator: the aggregator's name, for the error.
 
     Raises:
         MisconfigurationException: if there are none.
@@ -91,26 +95,32 @@ def samples_at_server(data: FederatedDataModule, aggregator: str) -> Samples:
 
 
 def travelling_inputs(data: FederatedDataModule, aggregator: str) -> Tensor:
-    """The server's samples as they go to clients: as stored if clients can make inputs of them, else as inputs.
+    """Return the server's samples for the way to clients: as stored if possible, else as inputs.
 
     Args:
         data: the data module.
-        aggregator: whose server side needs them.
+        aggregator: the aggregator's name, for the error.
 
     Raises:
         MisconfigurationException: if the server has none.
     """
     ready, stored = samples_at_server(data, aggregator), data.server_samples()
+    # stored bytes are a quarter of float32 inputs; clients can use them if `net_inputs` is all that the data module
+    # applies
     same = stored is not None and torch.equal(net_inputs(stored.x), ready.x)
     samples: Tensor = stored.x if stored is not None and same else ready.x
     return samples
 
 
 def check_answers(answers: Tensor, public: Tensor) -> None:
-    """Checks that answers of a checkpoint are to as many samples as there are.
+    """Refuse a checkpoint with more or fewer answers than public samples.
+
+    Args:
+        answers: answers, one a public sample.
+        public: the public samples.
 
     Raises:
-        MisconfigurationException: if they aren't.
+        MisconfigurationException: if their numbers differ.
     """
     if len(answers) != len(public):
         raise MisconfigurationException(

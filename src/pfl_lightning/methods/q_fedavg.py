@@ -1,7 +1,7 @@
-r"""q-FedAvg: clients that fare badly count for more.
+r"""q-FedAvg: clients with higher losses have larger weights.
 
 Source: Li et al., 2020 (https://arxiv.org/abs/1905.10497). Symbols: x is the server's model, :math:`F_k` client k's
-loss by it, :math:`\Delta_k` what its training adds to it, and L = 1/eta the inverse of the local learning rate.
+loss at x, :math:`\Delta_k` the change by its training, and L = 1/eta the inverse of the local learning rate.
 """
 
 from collections.abc import Mapping
@@ -18,10 +18,11 @@ from pfl_lightning.methods.fedavg import FedAvg
 
 
 class QFedAvg(FedAvg):
-    r"""Trains as `FedAvg`, and tells how the received model fared on all of its training samples.
+    """Trains as `FedAvg`, and reports the received model's loss on all of the client's training samples.
 
-    The mean loss is taken in evaluation mode, before the client trains: one more pass over its samples. Takes the
-    arguments of `FedAvg`. Source: Li et al., 2020, Algorithm 2 (https://arxiv.org/abs/1905.10497).
+    The mean loss is computed in evaluation mode, before the client trains: one more pass over its samples. Takes the
+    arguments of `FedAvg`.
+    Source: Li et al., 2020, Algorithm 2 (https://arxiv.org/abs/1905.10497).
     """
 
     sends = FedAvg.sends | {"received_loss", "learning_rate"}
@@ -32,39 +33,39 @@ class QFedAvg(FedAvg):
         self.register_buffer("received_loss", torch.tensor(0.0), persistent=False)  # F_k
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Take the model, and its loss before training."""
+        """Load the model, and compute the loss before training."""
         super().on_download(payload, data)
         if data is not None and self.training_follows:
             self.received_loss.fill_(mean_loss(self, data.train, self.task))
 
     def upload(self, data: ClientData) -> Message:
-        """The model, the loss of the received one, and the learning rate that it was trained with."""
+        """Return the model, the received model's loss, and the learning rate."""
         rate = torch.tensor(self.learning_rate)
         return super().upload(data) | {"received_loss": self.received_loss, "learning_rate": rate}
 
     def configure_aggregator(self) -> Aggregator:
-        """q-FedAvg's server."""
+        """Return q-FedAvg's server."""
         return FairAverage()
 
 
 class FairAverage(WeightedAverage):
-    r"""Moves the model by clients' changes, weighted by powers of their losses.
+    r"""Moves the model by the clients' changes, weighted by powers of the losses.
 
     .. math::
 
         x \leftarrow x + \frac{\sum_k F_k^q L \Delta_k}{\sum_k q F_k^{q-1} \lVert L\Delta_k \rVert^2 + L F_k^q}
 
-    which minimises :math:`\sum_k F_k^{q+1}/(q+1)`. The larger q, the more equal are the clients, and the shorter the
-    steps: q = 1 may need many times the rounds of the plain mean. The norm is of all learnable parameters together;
-    running statistics are averaged. With momentum or other optimizers at the clients, L is only a scale. In the paper
-    clients are drawn by their samples and count equally; here all are as likely, and may count by them.
+    which minimises :math:`\sum_k F_k^{q+1}/(q+1)`. A larger q makes clients more equal, and steps shorter: q = 1 may
+    need many times the rounds of the plain mean. The norm is over all learnable parameters together; running statistics
+    are averaged. With momentum or other optimizers on the clients, L is only a scale. In the paper clients are drawn by
+    their samples and count equally; here all are equally likely, and may count by their samples.
     Source: Li et al., 2020, Algorithm 2 (https://arxiv.org/abs/1905.10497).
 
     Args:
         q: at least 0; 0 is the plain mean bit for bit. The default was chosen on two data sets (docs/results.md,
             "Defaults"). The official code's example has 5, for a linear model of Vehicle; larger values make clients
-            more alike only after many more rounds.
-        weighting: how clients count: all alike (``uniform``), or by their training ``samples``.
+            more equal only after many more rounds.
+        weighting: client weights: all alike (``uniform``), or by training ``samples``.
 
     Raises:
         MisconfigurationException: if ``q`` is negative.
@@ -79,13 +80,14 @@ class FairAverage(WeightedAverage):
         self.q = q
 
     def setup(self, server: Server) -> None:
-        """Starts from the common initial model."""
+        """Start from the common initial model."""
         super().setup(server)
+        # a tied parameter counts once in the norm, and moves under each of its names
         self.once = server.parameter_names()
         self.learnable = server.parameter_names(remove_duplicate=False)
 
     def average(self, updates: Updates, weights: Mapping[int, float]) -> None:
-        """Makes the step; see `WeightedAverage.average` for the arguments."""
+        """Make the step; see `WeightedAverage.average` for the arguments."""
         if self.q == 0:
             super().average(updates, weights)
             return
@@ -94,7 +96,8 @@ class FairAverage(WeightedAverage):
         largest = max(losses.values())
         above, below = {}, 0.0
         for client, update in updates.items():
-            # divided by L and by the largest loss to the power of q, which keeps powers in range
+            # numerator and denominator are both divided by L and by the largest loss to the power of q, to keep powers
+            # in range
             f, rate, y = losses[client] / largest, float(update["learning_rate"]), update["weights"]
             square = sum(float((y[name].double() - x[name].double()).square().sum()) for name in self.once)
             steep = self.q / largest * f ** (self.q - 1) * square / rate if rate else 0.0

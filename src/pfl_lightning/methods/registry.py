@@ -1,4 +1,4 @@
-"""The methods there are: pairs of client module and aggregator, and the papers that they are from."""
+"""The table of methods: pairs of client module and aggregator, and their papers."""
 
 import inspect
 import re
@@ -15,12 +15,12 @@ from pfl_lightning.client import ClientModule
 
 @dataclass(frozen=True)
 class Method:
-    """A method: a client module and an aggregator under the name that the literature has for the pair.
+    """A method: a client module and an aggregator, under the literature's name of the pair.
 
     Args:
         name: the name.
         client: the client module.
-        aggregator: makes the server side; None takes the client module's own.
+        aggregator: makes the aggregator; None takes the client module's own.
         source: the class or module whose docstring names the paper, as ``Source: AUTHORS, YEAR … (URL)``; None takes
             the aggregator, or the client module where that has its own.
     """
@@ -32,20 +32,28 @@ class Method:
 
     @property
     def file(self) -> str:
-        """The name of its configuration, ``FILE.yaml`` in ``configs/methods``.
+        """The file name of a method's configuration, ``FILE.yaml`` in ``configs/methods``.
 
         >>> Method("KT-pFL+weight", m.GrowingEpochs, m.KTpFLWeight).file
         'kt_pfl_weight'
         """
+        # lower case with underscores, like the module's own file
         return FILES.get(self.name, re.sub(r"[^a-z0-9]+", "_", self.name.lower()))
 
     def is_of(self, client: ClientModule, aggregator: Aggregator) -> bool:
-        """Whether a client module and an aggregator are this method's, with what tells it from others of the pair."""
+        """Return True if a client module and an aggregator are this method's pair, with this method's settings.
+
+        Args:
+            client: the client module.
+            aggregator: the aggregator.
+        """
+        # the very class: a subclass is another method, whatever it inherits
         if type(client) is not self.client:
             return False
         if self.aggregator is None:
             own: str = client.configure_aggregator().name
             return own == aggregator.name
+        # a `partial` in the table names the settings that tell a variant from its method, such as `distribution`
         settings = self.aggregator.keywords if isinstance(self.aggregator, partial) else {}
         return self.aggregator().name == aggregator.name and all(
             getattr(aggregator, name) == value for name, value in settings.items()
@@ -53,25 +61,28 @@ class Method:
 
     @property
     def pair(self) -> tuple[str, str]:
-        """Names of the client module and of the aggregator."""
+        """Names of the client module and the aggregator."""
         return self.client.__name__, self.new_aggregator().name
 
     def new_aggregator(self) -> Aggregator:
-        """The server side, before its first round."""
+        """Return a new aggregator, before `Aggregator.setup`."""
         if self.aggregator is not None:
             return self.aggregator()
+        # a client module draws initial weights, and a look at the table must not move the caller's random state
         with isolate_rng():
             aggregator: Aggregator = self.client().configure_aggregator()
         return aggregator
 
     @property
     def paper(self) -> tuple[str, str]:
-        """Authors and year, and the address; empty for what no paper claims.
+        """Authors, year and address of the paper; empty without one.
 
         >>> Method("FedPer", m.FedPer).paper
         ('Arivazhagan et al., 2019', 'https://arxiv.org/abs/1912.00818')
         """
+        # a server-side method, such as FedAdam, has its paper in the aggregator's docstring
         bearer = self.source or (self.aggregator if isinstance(self.aggregator, type) else self.client)
+        # the class first: a module may hold several methods of several papers
         for text in (bearer.__doc__, inspect.getmodule(bearer).__doc__):
             if found := PAPER.search(text or ""):
                 return " ".join(found["paper"].split()), found["url"]
@@ -79,13 +90,13 @@ class Method:
 
 
 FILES = {"L-DAWA": "ldawa", "cwFedAvg-noWDR": "cwfedavg_no_wdr", "pFedMe": "pfedme"}
-"""Files of methods whose names aren't theirs in small letters with underscores."""
+"""File names of methods that aren't their name in lower case with underscores."""
 
 PAPER = re.compile(r"Source:\s+(?P<paper>[^(]*?\d{4})[^(]*\((?P<url>https?://[^)\s]+)\)")
 
 
 def aligned_fedrema() -> Aggregator:
-    """FedReMa's server, beside the mean of the prototypes that aligned clients ask for."""
+    """Return FedReMa's server beside a mean of prototypes, for clients with feature alignment."""
     return AggregatorList([m.FedReMa(), ClassMeans(weighted=False)])
 
 
@@ -156,16 +167,20 @@ METHODS = (
     Method("FedReMa+F", m.FeatureAlignment, aligned_fedrema, source=m.FedReMa),
     Method("FedReMa+AF", m.AlternateAlignment, aligned_fedrema, source=m.FedReMa),
 )
-"""All methods, in the table's order. A new one is one entry here; everything else in the table is found out."""
+"""All methods, in the table's order. A new method needs one entry; the table's columns are found from the classes."""
 
 
 def method_of(client: ClientModule, aggregator: Aggregator) -> str:
-    """The literature's name of a client module and an aggregator, or else their own names.
+    """Return the literature's name for a client module and an aggregator, or else the classes' names.
 
     >>> method_of(m.WDR(), m.CwFedAvg()), method_of(m.FedProx(), m.FedAWA())
     ('cwFedAvg', 'FedProx+FedAWA')
+
+    Args:
+        client: the client module.
+        aggregator: the aggregator.
     """
-    # what has settings of its own comes before the pair without them
+    # a variant with settings wins over the plain method, whose pair it has too
     found = [method for method in METHODS if method.is_of(client, aggregator)]
     if found:
         return max(found, key=lambda method: isinstance(method.aggregator, partial)).name

@@ -1,8 +1,7 @@
-"""Relevance: whose classifiers judge alike, by what they make of noise, and who are a client's peers by it.
+"""Relevance of clients as peers, by similarity of the classifiers' outputs for noise.
 
-Source: Liang et al., 2024 (https://arxiv.org/abs/2411.01825). Symbols: phi^_k the classifier that client k sends, h~ a
-vector of noise in the place of features, M a temperature, S the similarities, A_k the peers of client k, itself among
-them.
+Source: Liang et al., 2024 (https://arxiv.org/abs/2411.01825). Symbols: phi^_k client k's uploaded classifier, h~ a
+noise vector instead of features, M a temperature, S the similarities, A_k the peers of client k, itself among them.
 """
 
 import copy
@@ -27,7 +26,7 @@ Segmentation: TypeAlias = Literal["above_excl_top", "algorithm1", "above_all"]
 
 
 def probe_similarity(probabilities: Tensor, own: int) -> Tensor:
-    r"""How much like one client's classifier the others judge an input.
+    r"""Return the similarities of all clients' outputs to one client's, for one input.
 
     .. math:: s_{ij} = \cos(p_i, p_j), \qquad s_{ii} = 1
 
@@ -42,17 +41,17 @@ def probe_similarity(probabilities: Tensor, own: int) -> Tensor:
         Row ``[K]`` of S, in (0, 1].
     """
     similarities = F.cosine_similarity(probabilities[own], probabilities, dim=1).clamp(max=1)
-    # exactly, so that nobody stands above the client itself
+    # exactly 1, so that rounding can't put another client above the client itself
     similarities[own] = 1
     return similarities
 
 
 def segment(similarities: Tensor, segmentation: Segmentation = "above_excl_top") -> tuple[list[int], float]:
-    r"""Maximum difference segmentation (MDS): cuts a client's similarities, in order, at the largest gap.
+    r"""Return a client's peers by maximum difference segmentation (MDS): similarities in order, cut at the largest gap.
 
     .. math:: m = \arg\max_i \Delta_i, \qquad \Delta_i = s_{(i+1)} - s_{(i)}
 
-    The lowest of equal gaps counts. Where none is above 1e-12, or fewer than three clients are there, all are peers.
+    The lowest of equal gaps counts. Without a gap above 1e-12, or with fewer than three clients, all are peers.
 
     >>> s = torch.tensor([0.5, 0.52, 0.51, 0.9, 0.91, 0.92, 1.0, 0.53], dtype=torch.float64)
     >>> members, gap = segment(s)
@@ -66,7 +65,7 @@ def segment(similarities: Tensor, segmentation: Segmentation = "above_excl_top")
         segmentation: as for `FedReMa`.
 
     Returns:
-        Positions of its peers, its own among them, and the gap; 0 where there is none.
+        Positions of its peers, its own among them, and the gap; 0 if there is none.
     """
     values = similarities.tolist()
     order = sorted(range(len(values)), key=values.__getitem__)
@@ -76,12 +75,13 @@ def segment(similarities: Tensor, segmentation: Segmentation = "above_excl_top")
     gap = max(gaps) if len(values) > 2 else 0.0
     if gap < NO_GAP:
         return sorted(order), 0.0
+    # gap i is between ranks i and i + 1; Algorithm 1 also takes the client below the gap
     start = gaps.index(gap) + (segmentation != "algorithm1")
     return sorted(order[start:]), gap
 
 
 class Relevance:
-    r"""Finds the peers of each client by the classifiers of a round; remembers nothing.
+    r"""Finds each client's peers from the classifiers of a round; keeps no memory of earlier rounds.
 
     .. math::
 
@@ -89,11 +89,11 @@ class Relevance:
         A_k = \mathrm{MDS}(s_k)
 
     Args:
-        server: what the server knows.
-        temperature: M; see `FedReMa` for all of them.
+        server: the server's knowledge.
+        temperature: M, as for `FedReMa`.
         probe_max: the noise is uniform from 0 to this.
-        shared_probe: whether one vector of noise a round is for all rows of S.
-        segmentation: which gaps may be the largest, and who is a peer.
+        shared_probe: whether all rows of S share one noise vector a round.
+        segmentation: as for `FedReMa`.
 
     Raises:
         MisconfigurationException: if clients keep their classifier to themselves.
@@ -115,7 +115,7 @@ class Relevance:
                 f"FedReMa compares the classifiers that clients send, and {type(server.module).__name__} keeps "
                 f"{kept[0]} to itself; take model FedAvg, or another aggregator."
             )
-        # a copy, as engines train in the module; heads are small enough for the CPU
+        # a copy, since engines train in the module; classifiers are small enough for the CPU
         self.head = copy.deepcopy(net.classifier).double().cpu().eval()
         self.probe_size = feature_size(net)
         self.seed = server.seed
@@ -126,11 +126,11 @@ class Relevance:
 
     @torch.no_grad()
     def compare(self, updates: Updates, round: int) -> tuple[Tensor, dict[int, list[int]], dict[int, float]]:
-        """Similarities of classifiers, and what MDS makes of them.
+        """Return similarities of classifiers, and the peers and gaps of each client.
 
         Args:
-            updates: by client id, sorted by it, at least one.
-            round: the round's number, from 0, of which the noise is a function.
+            updates: updates by client id, in the order of the ids, at least one.
+            round: the round's number, from 0, which seeds the noise.
 
         Returns:
             S ``[n, n]`` in float64, in the order of the updates; the peers of each client, by id; their gaps.
@@ -138,7 +138,7 @@ class Relevance:
         clients = list(updates)
         streams = [(round,)] if self.shared_probe else [(round, k) for k in clients]
         probes = torch.stack([self.probe(*stream) for stream in streams])
-        # [n, n, C]: client i's at the noise of row k
+        # [n, n, C]: client i's probabilities for the noise of row k
         p = torch.stack([self.probabilities(update, probes) for update in updates.values()])
         p = p.expand(-1, len(clients), -1)
         similarity = torch.stack([probe_similarity(p[:, row], row) for row in range(len(clients))])
@@ -147,12 +147,21 @@ class Relevance:
         return similarity, peers, {k: gap for k, (_, gap) in segments.items()}
 
     def probe(self, *key: int) -> Tensor:
-        """h~ ``[d]``, a function of the seed and a key."""
+        """Return a noise vector ``[d]``, a function of the seed and a key.
+
+        Args:
+            *key: numbers that select the vector.
+        """
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "fedrema", *key))
         return self.probe_max * torch.rand(self.probe_size, generator=generator, dtype=torch.float64)
 
     def probabilities(self, update: Message, probes: Tensor) -> Tensor:
-        """Class probabilities p ``[n, C]`` of probes ``[n, d]``, by the classifier of an update."""
+        """Return class probabilities p ``[n, C]`` of probes, by the classifier of an update.
+
+        Args:
+            update: the client's update.
+            probes: ``[n, d]``.
+        """
         entries = {
             name.removeprefix(CLASSIFIER): tensor.double() if tensor.is_floating_point() else tensor
             for name, tensor in self.classifier(update).items()
@@ -160,5 +169,9 @@ class Relevance:
         return F.softmax(functional_call(self.head, entries, (probes,)) / self.temperature, dim=1)
 
     def classifier(self, update: Message) -> StateDict:
-        """phi^, the entries of an update that are its classifier's."""
+        """Return the classifier's entries of an update, phi^.
+
+        Args:
+            update: the client's update.
+        """
         return {name: update["weights"][name] for name in self.names}

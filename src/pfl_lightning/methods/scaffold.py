@@ -1,4 +1,4 @@
-"""SCAFFOLD: local steps that are corrected by how a client's gradient differs from everybody's.
+"""SCAFFOLD: local steps corrected by the difference between the client's gradient and the global one.
 
 Source: Karimireddy et al., 2020, Algorithm 1 (https://arxiv.org/abs/1910.06378). Symbols: x is the server's model, y_i
 the client's after its K steps of size eta, c_i the control variate of client i, c the server's; N clients, S of them in
@@ -21,7 +21,7 @@ from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
 
 
 class ControlVariates(ClientModule):
-    r"""Corrects each gradient by :math:`c - c_i`, and then takes a new control variate.
+    r"""Corrects each gradient by :math:`c - c_i`, and then computes a new control variate.
 
     .. math::
 
@@ -29,15 +29,17 @@ class ControlVariates(ClientModule):
         c_i^+ = \begin{cases} g_i(x) & \text{option I} \\
         c_i - c + \frac{1}{K \eta} (x - y_i) & \text{option II} \end{cases}
 
-    The correction is the gradient of a linear term of the loss, whose value is taken off again: the recorded loss is
-    the cross-entropy. The paper's steps are plain SGD. Other optimizers take the correction too, but option II reads
-    the mean gradient off the way that a client went, and is wrong where steps aren't :math:`\eta` times a gradient:
-    momentum 0.9 makes it up to ten times too large. A client that made no step keeps its control variate. The server
-    side is `SCAFFOLD`. Source: Karimireddy et al., 2020, Algorithm 1 (https://arxiv.org/abs/1910.06378).
+    The correction is the gradient of a linear term of the loss, whose value is subtracted again: the recorded loss is
+    the cross-entropy. The paper's steps are plain SGD. Other optimizers work with the correction too, but option II
+    computes the mean gradient from the client's total change, and is wrong if steps aren't :math:`\eta` times a
+    gradient: momentum 0.9 makes it up to ten times too large. A client without steps keeps its control variate. The
+    server side is `SCAFFOLD`.
+    Source: Karimireddy et al., 2020, Algorithm 1 (https://arxiv.org/abs/1910.06378).
 
     Args:
         option: ``II``, the choice of the paper's experiments; ``I`` takes the gradient of all the client's training
-            samples at the received model, in evaluation mode, at the cost of a further pass whenever a client receives.
+            samples at the received model, in evaluation mode, for which each download before training needs a further
+            pass.
         **kwargs: the arguments of `FedAvg`.
     """
 
@@ -57,20 +59,25 @@ class ControlVariates(ClientModule):
             self.register_buffer(name, zeros.clone(), persistent=False)
 
     def vector(self) -> Tensor:
-        """All trained parameters of the net as they stand ``[P]``."""
+        """Return all trained parameters of the net as a vector ``[P]``."""
         vector: Tensor = parameters_to_vector(trained_parameters(self, "net").values())
         return vector
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Take x and c, and before training the gradient at x under option I."""
+        """Load x and c, and under option I compute the gradient at x before training."""
         super().on_download(payload, data)
+        # c - c_i, fixed for the round
         self.correction.copy_(payload["control"]).sub_(self.own)
         self.received.copy_(self.vector())
         if self.option == "I" and data is not None and self.training_follows:
             self.gradient.copy_(self.mean_gradient(data.train))
 
     def mean_gradient(self, part: Samples) -> Tensor:
-        """The gradient of the mean loss of some samples ``[P]``."""
+        """Return the gradient of the mean loss of some samples ``[P]``.
+
+        Args:
+            part: the samples.
+        """
 
         def objective(weights: StateDict, x: Any, y: Any) -> Tensor:
             return self.task.loss(functional_call(self.net, weights, (x,)), y, "sum") / total
@@ -78,32 +85,35 @@ class ControlVariates(ClientModule):
         total = self.task.weight(part.y)
 
         weights = {name: parameter.detach() for name, parameter in trained_parameters(self, "net").items()}
+        # chunk by chunk: the loss is a sum over chunks, divided by the number of all targets
         gradients = [parameters_to_vector(grad(objective)(weights, x, y).values()) for x, y in part.chunks()]
         return torch.stack(gradients).sum(0)
 
     def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
-        """The task's loss, with the corrected gradient."""
+        """Return the task's loss, with the corrected gradient."""
+        # a term of value 0 whose gradient is c - c_i
         term = (self.vector() * self.correction).sum()
         return super().loss(features, logits, target) + (term - term.detach())
 
     def upload(self, data: ClientData) -> Message:
-        """The model, and by how much the control variate changed."""
+        """Return the model, and the change of the control variate."""
         way = self.steps_done * self.learning_rate  # K eta
         if self.option == "I":
             new = self.gradient
         else:
+            # option II: c_i - c + (x - y_i) / (K eta), where K eta = way
             new = (self.received - self.vector()) / way - self.correction if way else self.own
         change = new - self.own
         self.own.add_(change)
         return super().upload(data) | {"control": change}
 
     def configure_aggregator(self) -> Aggregator:
-        """SCAFFOLD's server."""
+        """Return SCAFFOLD's server."""
         return SCAFFOLD()
 
 
 class SCAFFOLD(WeightedAverage):
-    r"""Moves the model to the plain mean of the uploads, and the control variate by what those of clients changed.
+    r"""Moves the model to the plain mean of the uploads, and updates the server's control variate.
 
     .. math::
 
@@ -116,8 +126,7 @@ class SCAFFOLD(WeightedAverage):
 
     Args:
         server_lr: :math:`\eta_g`, above 0; 1, the paper's choice, is the mean itself.
-        mean: a rule in the place of both means over S, of the models and of what control variates changed, each for
-            itself.
+        mean: a rule instead of both means over S, of the models and of the control variates' changes, each for itself.
 
     Raises:
         MisconfigurationException: if ``server_lr`` isn't positive.
@@ -132,7 +141,7 @@ class SCAFFOLD(WeightedAverage):
         super().__init__(server_lr, "uniform", mean)
 
     def setup(self, server: Server) -> None:
-        """Starts from the common initial model and c = 0."""
+        """Start from the common initial model and c = 0."""
         if self.mean is not None:
             check_models_alone(self.mean, self.name, "control variates")
         super().setup(server)
@@ -141,7 +150,7 @@ class SCAFFOLD(WeightedAverage):
         self.state["control"] = torch.zeros_like(parameters, device="cpu", requires_grad=False)
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Moves x and c, and logs the length of c."""
+        """Update x and c; log the length of c."""
         if not updates:
             return {}
         logs = super().aggregate(updates, round)
@@ -152,10 +161,11 @@ class SCAFFOLD(WeightedAverage):
             one = dict.fromkeys(changes, 1.0)
             none = {"control": torch.zeros_like(c)}
             found = self.averaging.entries(changes, one, none, self.state["means"], ["control"])
+            # the rule gives a mean over S, and c takes the sum over S divided by N
             changes, share = {0: found.entries}, len(updates) / self.num_clients
         self.state |= weighted_mean([*changes.values(), {"control": c}], [*[share] * len(changes), 1.0])
         return logs | {"control_norm": float(torch.linalg.vector_norm(self.state["control"]))}
 
     def download(self, client: int) -> Message:
-        """The model and the control variate."""
+        """Return the model and the control variate."""
         return super().download(client) | {"control": self.state["control"]}

@@ -1,4 +1,4 @@
-"""WDR: the weight-distribution regulariser that makes cwFedAvg work, and its client side.
+"""WDR: the weight-distribution regulariser, cwFedAvg's client side.
 
 Source: cwFedAvg, ICCV 2025 (https://arxiv.org/abs/2406.07800). Symbols: p_i the class distribution of client i's
 samples, Theta_i its output layer, p~_i the estimate of p_i by the norms of Theta_i's rows.
@@ -20,20 +20,21 @@ from pfl_lightning.nets import find_output_layer
 
 
 class WDR(ClientModule):
-    r"""Holds the norms of the output layer's rows to the client's class distribution while it trains.
+    r"""Holds the norms of the output layer's rows to the client's class distribution during training.
 
     Minimises :math:`\mathrm{CE} + \kappa\lambda\,\lVert p_i - \tilde p(\Theta_i) \rVert_2`; the norm isn't squared, and
     :math:`p_i` counts the client's training samples. Its server side is `CwFedAvg`.
 
     Args:
-        wdr_lambda: weight of the regulariser, at least 0; 0 is `FedAvg` bit for bit. What is needed grows with the
-            number of classes: the paper takes 10 for 10 classes, 1000 for 100, and its numbers are most likely of half.
-        wdr_scale: kappa: the official code trains with half of the lambda that it is given (0.5), the paper prints 1.
+        wdr_lambda: weight of the regulariser, at least 0; 0 is `FedAvg` bit for bit. The necessary weight grows with
+            the number of classes: the paper takes 10 for 10 classes, 1000 for 100, and its results are most
+            likely with half of that.
+        wdr_scale: kappa: the official code trains with half of the given lambda (0.5), the paper prints 1.
         output_layer: name of the linear layer with a row a class, where the net's classifier has more than one.
         **kwargs: the arguments of `FedAvg`.
 
     Raises:
-        MisconfigurationException: if ``wdr_lambda`` is negative, or there is no one output layer.
+        MisconfigurationException: if ``wdr_lambda`` is negative, or there is no single output layer.
     """
 
     logs = ClientModule.logs | {"wdr"}
@@ -52,20 +53,21 @@ class WDR(ClientModule):
             raise MisconfigurationException(
                 f"model.wdr_lambda={wdr_lambda} and model.wdr_scale={wdr_scale} must be 0 (which is FedAvg) or more."
             )
+        # one factor: only kappa times lambda matters
         self.wdr_weight = wdr_scale * wdr_lambda
         self.output_layer = find_output_layer(self, self.num_classes, output_layer)
         self.register_buffer("distribution", torch.full((self.num_classes,), 1 / self.num_classes), persistent=False)
         self.register_buffer("received_distance", torch.zeros(()), persistent=False)
 
     def distance(self) -> Tensor:
-        """R, the distance between the client's class distribution and the one that its output layer shows."""
+        """Return the distance between the client's class distribution and the output layer's estimate."""
         rows = cast(Tensor, self.get_submodule(self.output_layer).weight)
-        # torch gives the norm the gradient 0 at 0, and a zero row too
+        # PyTorch's norm has the gradient 0 at 0, also for a zero row
         distance: Tensor = torch.linalg.vector_norm(self.distribution - row_distribution(rows))
         return distance
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Cross-entropy and the regulariser, which no batch enters."""
+        """Return cross-entropy plus the regulariser, which is the same for all batches."""
         values = super().training_step(batch, batch_idx)
         if self.wdr_weight == 0:
             return values
@@ -73,17 +75,17 @@ class WDR(ClientModule):
         return values | {"loss": values["loss"] + self.wdr_weight * distance, "wdr": distance}
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Counts the client's classes."""
+        """Load the model, and compute the client's class distribution."""
         super().on_download(payload, data)
         if data is not None:
             self.distribution.copy_(data.class_counts / len(data.train))
         self.received_distance.copy_(self.distance())
 
     def upload(self, data: ClientData) -> Message:
-        """The model; warns where the regulariser clearly took the rows away from its aim."""
+        """Return the model; warn if training clearly moved the rows' norms away from the class distribution."""
         if self.wdr_weight > 0:
             before, after = self.received_distance, self.distance()
-            # where they are, so that one number comes from a device and not two
+            # compared on the device: one boolean to wait for, instead of two numbers
             if after > (before + 0.05).clamp(min=0.2):
                 rank_zero_warn(
                     f"client {self.client_id}, round {self.round + 1}: the rows' distance to the class distribution "
@@ -93,5 +95,5 @@ class WDR(ClientModule):
         return super().upload(data)
 
     def configure_aggregator(self) -> Aggregator:
-        """Class-wise averaging of the output layer."""
+        """Return class-wise averaging of the output layer."""
         return CwFedAvg()

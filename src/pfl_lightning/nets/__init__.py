@@ -1,7 +1,7 @@
-"""Networks, each a feature extractor and a classifier."""
+"""Networks, each made of a feature extractor and a classifier."""
 
 from pfl_lightning.nets.alexnet import AlexNet
-from pfl_lightning.nets.base import Head, Net, NetFactory
+from pfl_lightning.nets.base import Head, Net, NetFactory, feature_size, find_output_layer
 from pfl_lightning.nets.cifar_resnet import CifarResNet
 from pfl_lightning.nets.cnn import CNN
 from pfl_lightning.nets.densenet import DenseNet
@@ -9,7 +9,6 @@ from pfl_lightning.nets.fasttext import FastText
 from pfl_lightning.nets.leaky_cnn import LeakyCNN
 from pfl_lightning.nets.lenet import LeNet5
 from pfl_lightning.nets.mlp import MLP
-from pfl_lightning.nets.output import feature_size, find_output_layer
 from pfl_lightning.nets.resnet import ResNet18
 from pfl_lightning.nets.shared_features import (
     AlexNetFeatures,

@@ -20,7 +20,7 @@ class AlexNet(Net):
     Args:
         input_shape: ``(channels, height, width)`` of one image, at least 12 pixels a side.
         num_classes: number of classes.
-        head: which layers are the classifier, the ``last`` linear layer or, as in the paper, ``all_fc`` of them.
+        head: the classifier's layers: the ``last`` linear layer or, as in the paper, ``all_fc``, all three.
 
     Raises:
         MisconfigurationException: if the data are not images, or are too small.
@@ -28,7 +28,7 @@ class AlexNet(Net):
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int, head: Head = "all_fc") -> None:
         channels, height, width = check_images("AlexNet", input_shape, 12)
-        # two poolings halve, the last one has overlapping windows of 3 pixels
+        # two poolings halve the side; the last one has overlapping windows of 3 pixels
         side_h, side_w = ((side // 4 - 3) // 2 + 1 for side in (height, width))
         body = [
             *(nn.Conv2d(channels, 32, 3, padding=1), nn.MaxPool2d(2), nn.ReLU()),

@@ -1,4 +1,4 @@
-"""What every network of the library looks like: a feature extractor and a classifier."""
+"""The base class of networks: a feature extractor and a classifier."""
 
 from collections.abc import Callable
 from typing import Literal, TypeAlias, get_args
@@ -7,13 +7,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 Head: TypeAlias = Literal["last", "all_fc"]
-"""Which layers count as the classifier: the ``last`` linear layer, or ``all_fc`` fully connected ones."""
+"""The classifier's layers: the ``last`` linear layer, or ``all_fc`` fully connected layers."""
 
 
 class Net(nn.Module):
-    """A network cut in two, the cut that personalised methods share or keep: ``classifier(features(x))``.
+    """A network in two parts, ``classifier(features(x))``, which personalised methods share or keep separately.
 
-    Wraps any pair of modules; the papers' networks are subclasses that build theirs from the shape of the data.
+    It wraps any pair of modules; subclasses build the papers' networks from the shape of the data.
 
     Args:
         features: maps inputs ``[n, *input_shape]`` to features ``[n, d]``.
@@ -26,7 +26,11 @@ class Net(nn.Module):
         self.classifier = classifier
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits ``[n, num_classes]`` of inputs ``[n, *input_shape]``."""
+        """Return logits ``[n, num_classes]``.
+
+        Args:
+            x: inputs ``[n, *input_shape]``.
+        """
         logits: Tensor = self.classifier(self.features(x))
         return logits
 
@@ -36,19 +40,23 @@ NetFactory: TypeAlias = Callable[[tuple[int, ...], int], Net]
 
 
 def checked_list(net: list[NetFactory] | NetFactory) -> list[NetFactory]:
-    """Return what builds the networks of a federation, as a list.
+    """Return the builders of a federation's networks as a list, checked.
+
+    Args:
+        net: a builder, or a list of builders.
 
     Raises:
-        MisconfigurationException: if there is none, or something that builds none.
+        MisconfigurationException: if there is none, or one isn't a builder.
     """
     if net == []:
         raise MisconfigurationException("model.net=[] has no network; give one, or a list of some.")
     nets = net if isinstance(net, list) else [net]
     for each in nets:
+        # each client module needs weights of its own, so a network that is already built would be shared by accident
         if isinstance(each, nn.Module):
             raise MisconfigurationException(
-                f"model.net={type(each).__name__}(...) is a network, and client modules build their own; give what "
-                "builds it, a class or a function of input_shape and num_classes, such as lambda shape, classes: "
+                f"model.net={type(each).__name__}(...) is a network, and client modules build their own; give the "
+                "class or function that builds it from input_shape and num_classes, such as lambda shape, classes: "
                 "Net(features, classifier)."
             )
         if not callable(each):
@@ -60,10 +68,13 @@ def checked_list(net: list[NetFactory] | NetFactory) -> list[NetFactory]:
 
 
 def checked_net(net: Net) -> Net:
-    """A net, if it is cut in two modules and has something to train.
+    """Return a net with both parts, and with parameters to train.
+
+    Args:
+        net: the net.
 
     Raises:
-        MisconfigurationException: if it isn't, or hasn't.
+        MisconfigurationException: if it lacks ``features`` or ``classifier``, or all parameters are frozen.
     """
     if not all(isinstance(getattr(net, part, None), nn.Module) for part in ("features", "classifier")):
         raise MisconfigurationException(
@@ -79,18 +90,71 @@ def checked_net(net: Net) -> Net:
 
 
 def cut(body: list[nn.Module], dense: list[nn.Module], head: Head) -> tuple[nn.Sequential, nn.Sequential]:
-    """Splits a network's layers into features and classifier.
+    """Divide a network's layers into features and classifier.
 
     Args:
-        body: the layers up to and with the flattening.
+        body: the layers up to the flattening, including it.
         dense: the fully connected layers and their activations; the last one gives the logits.
         head: ``last`` gives the classifier the last layer only, ``all_fc`` all of ``dense``.
 
     Raises:
-        MisconfigurationException: if ``head`` is something else.
+        MisconfigurationException: if ``head`` is neither.
     """
     if head not in get_args(Head):
         raise MisconfigurationException(f"model.net.head={head!r} must be one of {', '.join(get_args(Head))}.")
+    # in both cases the same modules in the same order: the cut changes no initial weight and no output
     if head == "all_fc":
         return nn.Sequential(*body), nn.Sequential(*dense)
     return nn.Sequential(*body, *dense[:-1]), nn.Sequential(dense[-1])
+
+
+def find_output_layer(client: nn.Module, num_classes: int, name: str | None = None) -> str:
+    """Return the dotted name of the linear layer with a row a class, which gives the logits.
+
+    Args:
+        client: a client module; the search is in its ``net.classifier``.
+        num_classes: number of rows of the layer.
+        name: the layer's name, where the search doesn't find exactly one, such as ``net.classifier.0``.
+
+    Raises:
+        MisconfigurationException: if there is no such layer, or more than one.
+    """
+    linear: dict[str, nn.Linear] = {
+        path: module
+        for path, module in client.named_modules()
+        if isinstance(module, nn.Linear) and module.out_features == num_classes
+    }
+    if name is not None:
+        if name in linear:
+            return name
+        raise MisconfigurationException(
+            f"output_layer={name!r} is no linear layer with {num_classes} outputs; "
+            f"choose from {', '.join(map(repr, linear)) or 'none in this net'}."
+        )
+    # a layer with as many outputs inside the features isn't the output layer
+    found = [path for path in linear if path == "net.classifier" or path.startswith("net.classifier.")]
+    # two layers with as many outputs as classes: a guess would average the wrong one in silence
+    if len(found) != 1:
+        raise MisconfigurationException(
+            f"the net's classifier has {len(found)} linear layers with {num_classes} outputs, and not one that gives "
+            "the logits; name it by output_layer, such as 'net.classifier.0'."
+        )
+    return found[0]
+
+
+def feature_size(net: Net) -> int:
+    """Return the width d of a net's features ``[n, d]``, the inputs of the classifier's first linear layer.
+
+    Args:
+        net: the net.
+
+    Raises:
+        MisconfigurationException: if the classifier has no linear layer.
+    """
+    # read from the classifier, since a run of the features would need an input and could draw random numbers
+    for layer in net.classifier.modules():
+        if isinstance(layer, nn.Linear):
+            return layer.in_features
+    raise MisconfigurationException(
+        "the net's classifier has no linear layer, whose inputs would be the features; use a net with nn.Linear in it."
+    )

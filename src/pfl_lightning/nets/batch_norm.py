@@ -1,4 +1,4 @@
-"""BatchNorm layers: what they ask of batches, and how to run on the statistics of a batch alone."""
+"""BatchNorm layers: their smallest batch, and runs on a batch's own statistics."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from pfl_lightning.nets.modes import kept_modes
 
 
 def smallest_batch(module: nn.Module) -> int:
-    """Samples that a batch of training needs at least: 2 where a BatchNorm layer takes their statistics, else 1.
+    """Return the smallest batch for training: 2 samples with a BatchNorm layer, which needs a variance, else 1.
 
     >>> smallest_batch(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))), smallest_batch(nn.Linear(3, 2))
     (2, 1)
@@ -18,17 +18,19 @@ def smallest_batch(module: nn.Module) -> int:
     Args:
         module: any module.
     """
+    # the base class of all BatchNorm layers, of one to three dimensions and synchronised
     return 2 if any(isinstance(layer, _BatchNorm) for layer in module.modules()) else 1
 
 
 @contextmanager
 def on_batch_statistics(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode, but for BatchNorm layers; the modes of all layers are as before afterwards.
+    """Run in evaluation mode, except BatchNorm layers, which normalise by the batch; restore all modes at the end.
 
     Args:
         module: any module.
     """
     with kept_modes(module):
+        # layer by layer: `train()` of a container would set its BatchNorm layers and its dropout alike
         for layer in module.modules():
             layer.training = isinstance(layer, _BatchNorm)
         yield

@@ -20,7 +20,7 @@ class CNN(Net):
     Args:
         input_shape: ``(channels, height, width)`` of one image, at least 16 pixels a side.
         num_classes: number of classes.
-        head: which layers are the classifier, the ``last`` linear layer or ``all_fc`` of them.
+        head: the classifier's layers: the ``last`` linear layer or ``all_fc``, both.
 
     Raises:
         MisconfigurationException: if the images are not ``(channels, height, width)`` or are too small.
@@ -28,7 +28,7 @@ class CNN(Net):
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int, head: Head = "last") -> None:
         channels, height, width = check_images("CNN", input_shape, 16)
-        # each 5x5 convolution without padding takes 4 pixels off, each pooling halves
+        # each 5x5 convolution without padding takes off 4 pixels, each pooling halves
         side_h, side_w = ((((side - 4) // 2) - 4) // 2 for side in (height, width))
         body = [
             *(nn.Conv2d(channels, 32, 5), nn.ReLU(), nn.MaxPool2d(2)),

@@ -10,7 +10,7 @@ from pfl_lightning.nets.base import Net
 from pfl_lightning.nets.images import check_images
 
 BLOCKS = {121: (6, 12, 24, 16), 169: (6, 12, 32, 32), 201: (6, 12, 48, 32)}
-"""Layers of the four dense blocks by depth."""
+"""Numbers of layers of the four dense blocks, by depth."""
 
 
 class DenseNet(Net):
@@ -33,6 +33,7 @@ class DenseNet(Net):
     """
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int, depth: Literal[121, 169, 201] = 121) -> None:
+        # imported here: torchvision takes a second, and other nets don't need it
         from torchvision import models
 
         channels, _, _ = check_images("DenseNet", input_shape, 8)
@@ -41,7 +42,7 @@ class DenseNet(Net):
         dense_net = models.DenseNet(block_config=BLOCKS[depth], num_classes=num_classes)
         layers = OrderedDict(dense_net.features.named_children())
         layers["conv0"] = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
-        # as torchvision initialises all its convolutions
+        # initialised as all of torchvision's convolutions
         nn.init.kaiming_normal_(layers["conv0"].weight)
         del layers["pool0"]
         end = {"relu5": nn.ReLU(), "pool5": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}

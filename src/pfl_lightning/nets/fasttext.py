@@ -7,11 +7,11 @@ from pfl_lightning.nets.base import Head, Net, cut
 
 
 class FastText(Net):
-    """Word vectors, their mean over all positions, a linear layer without activation and a linear classifier.
+    """A mean of word vectors over all positions, a linear layer without activation and a linear classifier.
 
-    The fastText of Joulin et al., 2017 (https://arxiv.org/abs/1607.01759) as personalised federated learning uses it
-    (PFLlib): padding counts in the mean, as zero vectors. PFLlib ends in ``log_softmax``; the cross-entropy applies
-    that itself, a second time changes nothing, and it leaves accuracies as they are, so there is none here.
+    The fastText of Joulin et al., 2017 (https://arxiv.org/abs/1607.01759) as used in personalised federated learning
+    (PFLlib): padding counts in the mean, as zero vectors. PFLlib ends in ``log_softmax``, which is left out here: the
+    cross-entropy applies it anyway, and a second time changes neither loss nor accuracy.
 
     >>> sum(p.numel() for p in FastText((200,), 4).parameters())
     3157508
@@ -21,7 +21,7 @@ class FastText(Net):
         num_classes: number of classes.
         vocab_size: number of word vectors, at least ``data.vocab_size``; the default is that of data AGNews.
         width: width of the word vectors and of the features.
-        head: which layers are the classifier, the ``last`` linear layer or ``all_fc`` of them.
+        head: the classifier's layers: the ``last`` linear layer or ``all_fc``, both.
 
     Raises:
         MisconfigurationException: if the data are not texts, or have larger word numbers.
@@ -44,18 +44,23 @@ class FastText(Net):
             raise MisconfigurationException(
                 f"net FastText: vocab_size={vocab_size} and width={width} must be at least 1."
             )
+        # padding_idx keeps word 0 a zero vector without a gradient
         body = [WordVectors(vocab_size, width, padding_idx=0), MeanOfPositions()]
         super().__init__(*cut(body, [nn.Linear(width, width), nn.Linear(width, num_classes)], head))
 
 
 class WordVectors(nn.Embedding):
-    """An embedding that says what to set when the data have more words than it."""
+    """An embedding whose error for too large word numbers names the setting to change."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Vectors ``[n, length, width]`` of word numbers ``[n, length]``."""
+        """Return vectors ``[n, length, width]``.
+
+        Args:
+            x: word numbers ``[n, length]``.
+        """
         try:
             return super().forward(x)
-        # only the CPU checks; a GPU ends with an error of its own
+        # only the CPU raises this; a GPU ends with an error of its own
         except IndexError:
             raise MisconfigurationException(
                 f"net FastText has vocab_size={self.num_embeddings} and the data have larger word numbers; set "
@@ -67,5 +72,9 @@ class MeanOfPositions(nn.Module):
     """The mean of a text's word vectors."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Means ``[n, width]`` of ``[n, length, width]``."""
+        """Return means ``[n, width]``.
+
+        Args:
+            x: vectors ``[n, length, width]``.
+        """
         return x.mean(dim=1)

@@ -1,15 +1,15 @@
-"""The images that networks take."""
+"""The check of image shapes."""
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 
 def check_images(net: str, input_shape: tuple[int, ...], side: int = 1) -> tuple[int, int, int]:
-    """Channels, height and width of images that are large enough for a network.
+    """Return channels, height and width of images, and refuse images too small for a network.
 
     Args:
         net: the network's name.
         input_shape: ``(channels, height, width)``.
-        side: the fewest pixels a side.
+        side: the smallest number of pixels a side.
 
     Raises:
         MisconfigurationException: if the data are not images, or are too small.

@@ -21,7 +21,7 @@ class LeakyCNN(Net):
     Args:
         input_shape: ``(channels, height, width)`` of one image, at least 12 pixels a side.
         num_classes: number of classes.
-        head: which layers are the classifier, the ``last`` linear layer or ``all_fc`` of them.
+        head: the classifier's layers: the ``last`` linear layer or ``all_fc``, both.
 
     Raises:
         MisconfigurationException: if the data are not images, or are too small.
@@ -33,7 +33,7 @@ class LeakyCNN(Net):
             *(nn.Conv2d(channels, 16, 5), nn.LeakyReLU(), nn.MaxPool2d(2)),
             *(nn.Conv2d(16, 32, 5, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2)),
         ]
-        # the first convolution takes 4 pixels off and the second 2, each pooling halves
+        # the first convolution takes off 4 pixels and the second 2, each pooling halves
         side_h, side_w = (((side - 4) // 2 - 2) // 2 for side in (height, width))
         maps = 32
         if min(height, width) >= 32:

@@ -18,7 +18,7 @@ class LeNet5(Net):
     Args:
         input_shape: ``(channels, height, width)`` of one image, at least 16 pixels a side.
         num_classes: number of classes.
-        head: which layers are the classifier, the ``last`` linear layer or ``all_fc`` of them.
+        head: the classifier's layers: the ``last`` linear layer or ``all_fc``, all three.
 
     Raises:
         MisconfigurationException: if the data are not images, or are too small.
@@ -26,7 +26,7 @@ class LeNet5(Net):
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int, head: Head = "last") -> None:
         channels, height, width = check_images("LeNet5", input_shape, 16)
-        # each convolution takes 4 pixels off, each pooling halves
+        # each convolution takes off 4 pixels, each pooling halves
         side_h, side_w = (((side - 4) // 2 - 4) // 2 for side in (height, width))
         body = [
             *(nn.Conv2d(channels, 6, 5), nn.ReLU(), nn.MaxPool2d(2)),

@@ -9,7 +9,7 @@ from pfl_lightning.nets.base import Head, Net, cut
 
 
 class MLP(Net):
-    """Fully connected network with ReLU between its layers.
+    """A fully connected network with ReLU between the layers.
 
     >>> sum(p.numel() for p in MLP((1, 8, 8), 10).parameters())
     4810
@@ -17,8 +17,8 @@ class MLP(Net):
     Args:
         input_shape: shape of one sample, without the batch; it is flattened.
         num_classes: number of classes.
-        hidden: widths of the hidden layers, at least 1 each; none makes a linear classifier.
-        head: which layers are the classifier, the ``last`` linear layer or ``all_fc`` of them.
+        hidden: widths of the hidden layers, at least 1 each; an empty tuple makes a linear classifier.
+        head: the classifier's layers: the ``last`` linear layer or ``all_fc``, all of them.
 
     Raises:
         MisconfigurationException: if a width is out of range; in use, if the inputs are integers.
@@ -33,6 +33,7 @@ class MLP(Net):
     ) -> None:
         if any(width < 1 for width in hidden):
             raise MisconfigurationException(f"model.net.hidden={list(hidden)} must be 1 or more each, such as [64].")
+        # widths of inputs and hidden layers; zip stops before the last one, which feeds the output layer
         widths = (prod(input_shape), *hidden)
         dense: list[nn.Module] = []
         for width_in, width_out in zip(widths, hidden, strict=False):
@@ -42,10 +43,18 @@ class MLP(Net):
 
 
 class FlattenQuantities(nn.Flatten):
-    """Flattening that refuses word numbers, which say nothing by their size; their shape doesn't tell them."""
+    """A flattening layer for quantities, which refuses word numbers.
+
+    The size of a word number has no meaning, and a shape doesn't tell texts from quantities, so the type of the inputs
+    is checked.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Vectors ``[n, d]`` of inputs ``[n, *input_shape]``."""
+        """Return vectors ``[n, d]``.
+
+        Args:
+            x: inputs ``[n, *input_shape]``.
+        """
         if not x.is_floating_point():
             raise MisconfigurationException(
                 f"net MLP takes no {x.dtype} inputs; make floats of quantities, or take net FastText for texts."

@@ -8,11 +8,12 @@ from torch import nn
 
 @contextmanager
 def kept_modes(module: nn.Module) -> Iterator[None]:
-    """Lets all layers change between training and evaluation; their modes are as before afterwards.
+    """Restore the training or evaluation mode of all layers at the end of the context.
 
     Args:
         module: any module.
     """
+    # layer by layer: users freeze single layers by their `eval()`, which `module.train()` would undo
     modes = {layer: layer.training for layer in module.modules()}
     try:
         yield

@@ -11,8 +11,8 @@ from pfl_lightning.nets.base import Net
 class ResNet18(Net):
     """torchvision's ResNet-18 (He et al., 2016, https://arxiv.org/abs/1512.03385), randomly initialised.
 
-    It keeps the 7x7 convolution and the pooling that it was made with for large images. Images of up to 32 pixels a
-    side end as one pixel, so a batch of one sample cannot be normalised: use ``data.last_batch=drop`` for them.
+    It keeps the 7x7 convolution and the pooling for large images. Images of up to 32 pixels a side end as one pixel, so
+    a batch of one sample cannot be normalised: use ``data.last_batch=drop`` for them.
 
     >>> sum(p.numel() for p in ResNet18((3, 64, 64), 200).parameters())
     11279112
@@ -26,6 +26,7 @@ class ResNet18(Net):
     """
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int) -> None:
+        # imported here: torchvision takes a second, and other nets don't need it
         from torchvision.models import resnet18
 
         if len(input_shape) != 3:
@@ -36,6 +37,6 @@ class ResNet18(Net):
         classifier = layers.pop("fc")
         if input_shape[0] != 3:
             layers["conv1"] = nn.Conv2d(input_shape[0], 64, 7, stride=2, padding=3, bias=False)
-            # as torchvision initialises all its convolutions
+            # initialised as all of torchvision's convolutions
             nn.init.kaiming_normal_(layers["conv1"].weight, mode="fan_out", nonlinearity="relu")
         super().__init__(nn.Sequential(layers | {"flatten": nn.Flatten()}), classifier)

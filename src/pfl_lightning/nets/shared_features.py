@@ -1,4 +1,4 @@
-"""The networks of FedClassAvg: different feature extractors that end in features of one width, and one classifier."""
+"""The networks of FedClassAvg: different feature extractors with features of one width, under equal classifiers."""
 
 from torch import nn
 
@@ -7,14 +7,19 @@ from pfl_lightning.nets.images import check_images
 from pfl_lightning.nets.resnet import ResNet18
 
 FEATURES = 512
-"""Width of the features that the networks share."""
+"""Width of the features of all these networks."""
 
 
 def shared_classifier(num_classes: int) -> nn.Sequential:
-    """ReLU and a linear layer, of the same names and shapes in each network; the ReLU keeps the features as they are.
+    """Return a ReLU and a linear layer, with the same names and shapes for each network.
+
+    The ReLU is in the classifier so that features keep their negative values.
 
     >>> sum(p.numel() for p in shared_classifier(10).parameters())
     5130
+
+    Args:
+        num_classes: number of classes.
     """
     return nn.Sequential(nn.ReLU(), nn.Linear(FEATURES, num_classes))
 
@@ -22,8 +27,8 @@ def shared_classifier(num_classes: int) -> nn.Sequential:
 class ResNet18Features(Net):
     """ResNet-18 with a linear layer to 512 features, and the classifier of FedClassAvg.
 
-    The features are the outputs of that layer, before the ReLU that the classifier begins with. See `ResNet18` for the
-    rest. Source: Jang et al., 2022 (FedClassAvg, https://arxiv.org/abs/2210.14226).
+    The features are the outputs of that layer, before the classifier's ReLU. See `ResNet18` for the rest.
+    Source: Jang et al., 2022 (FedClassAvg, https://arxiv.org/abs/2210.14226).
 
     >>> sum(p.numel() for p in ResNet18Features((3, 32, 32), 10).features.parameters())
     11439168
@@ -37,6 +42,7 @@ class ResNet18Features(Net):
     """
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int) -> None:
+        # its own check: `ResNet18` would name itself in the error
         check_images("ResNet18Features", input_shape)
         backbone = ResNet18(input_shape, FEATURES)
         super().__init__(nn.Sequential(backbone.features, backbone.classifier), shared_classifier(num_classes))
@@ -45,10 +51,10 @@ class ResNet18Features(Net):
 class ShuffleNetV2Features(Net):
     """ShuffleNet V2 (x1.0) with a linear layer to 512 features, and the classifier of FedClassAvg.
 
-    torchvision's (Ma et al., 2018, https://arxiv.org/abs/1807.11164), randomly initialised, with the stem that it was
-    made with for large images. Images of up to 32 pixels a side end as one pixel, so a batch of one sample cannot be
-    normalised: use ``data.last_batch=drop`` for them. The features are those before the ReLU that the classifier begins
-    with. Source: Jang et al., 2022 (FedClassAvg, https://arxiv.org/abs/2210.14226).
+    torchvision's (Ma et al., 2018, https://arxiv.org/abs/1807.11164), randomly initialised, with its stem for large
+    images. Images of up to 32 pixels a side end as one pixel, so a batch of one sample cannot be normalised: use
+    ``data.last_batch=drop`` for them. The features are those before the classifier's ReLU.
+    Source: Jang et al., 2022 (FedClassAvg, https://arxiv.org/abs/2210.14226).
 
     >>> sum(p.numel() for p in ShuffleNetV2Features((3, 32, 32), 10).features.parameters())
     1778404
@@ -66,6 +72,7 @@ class ShuffleNetV2Features(Net):
 
         channels, _, _ = check_images("ShuffleNetV2Features", input_shape)
         backbone = shufflenet_v2_x1_0(num_classes=FEATURES)
+        # torchvision's first convolution takes 3 channels
         backbone.conv1[0] = nn.Conv2d(channels, 24, 3, stride=2, padding=1, bias=False)
         super().__init__(backbone, shared_classifier(num_classes))
 
@@ -73,11 +80,11 @@ class ShuffleNetV2Features(Net):
 class GoogLeNetFeatures(Net):
     """GoogLeNet with a linear layer to 512 features, and the classifier of FedClassAvg.
 
-    torchvision's (Szegedy et al., 2015, https://arxiv.org/abs/1409.4842), with the stem that it was made with for large
-    images, and with torch's fast initialisation of layers instead of its truncated normal one. Images of up to 32
-    pixels a side end as one pixel, so a batch of one sample cannot be normalised: use ``data.last_batch=drop`` for
-    them. The features are those before the ReLU that the classifier begins with. Source: Jang et al., 2022
-    (FedClassAvg, https://arxiv.org/abs/2210.14226).
+    torchvision's (Szegedy et al., 2015, https://arxiv.org/abs/1409.4842), with its stem for large images, and with
+    PyTorch's fast initialisation of layers instead of its truncated normal one. Images of up to 32 pixels a side end as
+    one pixel, so a batch of one sample cannot be normalised: use ``data.last_batch=drop`` for them. The features are
+    those before the classifier's ReLU.
+    Source: Jang et al., 2022 (FedClassAvg, https://arxiv.org/abs/2210.14226).
 
     >>> sum(p.numel() for p in GoogLeNetFeatures((3, 32, 32), 10, aux=True).features.parameters())
     12504688
@@ -98,7 +105,7 @@ class GoogLeNetFeatures(Net):
 
         channels, _, _ = check_images("GoogLeNetFeatures", input_shape, 15)
         backbone = GoogLeNet(aux_logits=aux, init_weights=False)
-        # without it, training would give a tuple of all three outputs
+        # with True, training would return a tuple of all three outputs
         backbone.aux_logits = False
         backbone.fc = nn.Linear(1024, FEATURES)
         backbone.conv1.conv = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
@@ -106,12 +113,12 @@ class GoogLeNetFeatures(Net):
 
 
 class AlexNetFeatures(Net):
-    """A small AlexNet that ends in 512 features, and the classifier of FedClassAvg.
+    """A small AlexNet with 512 features, and the classifier of FedClassAvg.
 
     Three 3x3 convolutions (64, 128 and 256 channels), mean pooling to 3x3, dropout, 512 hidden units and a linear layer
-    to the features, which are those before the ReLU that the classifier begins with. The paper tells of one fully
-    connected layer; its official code has these two. Source: Jang et al., 2022 (FedClassAvg,
-    https://arxiv.org/abs/2210.14226).
+    to the features, which are those before the classifier's ReLU. The paper mentions one fully connected layer; its
+    official code has these two.
+    Source: Jang et al., 2022 (FedClassAvg, https://arxiv.org/abs/2210.14226).
 
     >>> sum(p.numel() for p in AlexNetFeatures((3, 32, 32), 10).features.parameters())
     1813632

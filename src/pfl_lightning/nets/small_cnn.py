@@ -18,7 +18,7 @@ class SmallCNN(Net):
     Args:
         input_shape: ``(channels, height, width)`` of one image, at least 18 pixels a side.
         num_classes: number of classes.
-        head: which layers are the classifier, the ``last`` linear layer or ``all_fc`` of them.
+        head: the classifier's layers: the ``last`` linear layer or ``all_fc``, both.
 
     Raises:
         MisconfigurationException: if the data are not images, or are too small.
@@ -26,7 +26,7 @@ class SmallCNN(Net):
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int, head: Head = "last") -> None:
         channels, height, width = check_images("SmallCNN", input_shape, 18)
-        # each convolution takes 2 pixels off, each pooling halves
+        # each convolution takes off 2 pixels, each pooling halves
         side_h, side_w = (((side - 2) // 2 - 2) // 2 - 2 for side in (height, width))
         body = [
             *(nn.Conv2d(channels, 32, 3), nn.ReLU(), nn.MaxPool2d(2)),

@@ -8,10 +8,10 @@ from pfl_lightning.nets.base import Net
 
 
 class Transformer(Net):
-    """Decoder of a language model: each position attends to itself and to those before it.
+    """Decoder of a language model: each position attends to earlier positions and to the position's own token.
 
     Token and position vectors, layers of self-attention and a perceptron, each behind a layer norm, as in GPT-2. The
-    classifier is the linear layer at the end, which gives logits for each position.
+    classifier is the linear layer at the end, with logits for each position.
 
     >>> Transformer((100,), 48)(torch.zeros(2, 100, dtype=torch.int64)).shape
     torch.Size([2, 100, 48])
@@ -24,7 +24,7 @@ class Transformer(Net):
         heads: number of attention heads, at least 1.
 
     Raises:
-        MisconfigurationException: if a number is out of range, or the data are no texts.
+        MisconfigurationException: if a number is out of range, or the data are not texts.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Transformer(Net):
 
 
 class TokensInOrder(nn.Module):
-    """The sum of a vector for each token and one for its position.
+    """The sum of a token vector and a position vector.
 
     Args:
         length: number of positions.
@@ -57,11 +57,16 @@ class TokensInOrder(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(torch.empty(length, width))
+        # GPT-2's standard deviation; PyTorch's default of 1 for embeddings is far too large beside the layers
         for weights in (self.tokens.weight, self.positions):
             nn.init.normal_(weights, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Vectors ``[n, T, width]`` of token numbers ``[n, T]``."""
+        """Return vectors ``[n, T, width]``.
+
+        Args:
+            x: token numbers ``[n, T]``.
+        """
         if x.is_floating_point():
             raise MisconfigurationException("net Transformer takes token numbers, int64; net MLP takes quantities.")
         vectors: Tensor = self.tokens(x) + self.positions[: x.shape[1]]
@@ -69,7 +74,7 @@ class TokensInOrder(nn.Module):
 
 
 class Layer(nn.Module):
-    """Causal self-attention and a perceptron, each added to what comes in.
+    """Causal self-attention and a perceptron, both with a residual connection.
 
     Args:
         width: width of the vectors.
@@ -87,13 +92,22 @@ class Layer(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Vectors ``[n, T, width]`` of such."""
+        """Return vectors ``[n, T, width]``.
+
+        Args:
+            x: vectors ``[n, T, width]``.
+        """
         x = x + self.attended(self.norm(x))
         added: Tensor = self.perceptron(x)
         return x + added
 
     def attended(self, x: Tensor) -> Tensor:
-        """What each position takes from those up to it; in plain steps, which run for many clients at once."""
+        """Return the causal attention's output for each position.
+
+        Args:
+            x: vectors ``[n, T, width]``.
+        """
+        # in plain matrix products, which run under vmap for many clients at once
         n, length, width = x.shape
         split = self.queries_keys_values(x).view(n, length, 3, self.heads, width // self.heads)
         queries, keys, values = split.permute(2, 0, 3, 1, 4).unbind(0)

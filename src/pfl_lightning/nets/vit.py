@@ -11,8 +11,8 @@ class ViT(Net):
     """torchvision's vision transformer (Dosovitskiy et al., 2021, https://arxiv.org/abs/2010.11929) for small images.
 
     The defaults are those of FedAWA (https://arxiv.org/abs/2503.15842) for CIFAR; for the 64 pixels of Tiny-ImageNet it
-    takes ``patch=16``. The features are the class token's. The classifier starts as torch initialises linear layers:
-    with torchvision's zeros, methods that keep it fixed at first would train no feature at all.
+    takes ``patch=16``. The features are the class token's. The classifier has PyTorch's initialisation of linear
+    layers: with torchvision's zeros, methods that keep it fixed at first would train no feature at all.
 
     >>> sum(p.numel() for p in ViT((3, 32, 32), 10).parameters())
     9532938
@@ -42,6 +42,7 @@ class ViT(Net):
         mlp: int = 512,
         dropout: float = 0.1,
     ) -> None:
+        # imported here: torchvision takes a second, and other nets don't need it
         from torchvision.models import VisionTransformer
 
         if min(patch, dim, depth, heads, mlp) < 1:
@@ -59,9 +60,10 @@ class ViT(Net):
                 f"not input_shape={tuple(input_shape)}; set model.net.patch to a divisor, or use another net."
             )
         transformer = VisionTransformer(height, patch, depth, heads, dim, mlp, dropout)
+        # torchvision's classifier goes, and the class token becomes the features
         transformer.heads = nn.Sequential()
         transformer.conv_proj = patches = nn.Conv2d(channels, dim, patch, stride=patch)
-        # as torchvision initialises it
+        # initialised as by torchvision
         nn.init.trunc_normal_(patches.weight, std=(channels * patch**2) ** -0.5)
         nn.init.zeros_(patches.get_parameter("bias"))
         super().__init__(transformer, nn.Linear(dim, num_classes))
