@@ -1,4 +1,4 @@
-"""Who holds what of a pool that has been divided, and how it is asked for."""
+"""The samples of each client, of the server and of the central test set, after the division of a pool."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pfl_lightning.tasks import Task
 
 
 class Holdings(LightningDataModule):
-    """What clients, the server and the central test set hold, once a pool is divided: a `FederatedDataModule`'s half.
+    """Give access to the samples of clients, server and central test set: one half of `FederatedDataModule`.
 
     A client's samples are gathered and transformed on request.
     """
@@ -35,13 +35,13 @@ class Holdings(LightningDataModule):
     central_test: float | Literal["original"] | None
     public: Any
     resident: bool = True
-    """Whether all samples of a client that trains are in memory at once."""
+    """True if all samples of a client are in memory while the client trains."""
     at_sites: bool = False
-    """Whether clients' samples are where their clients are; of each the number is known here, and nothing else."""
+    """True if the samples stay at the clients' sites; then only the number of each client's samples is known here."""
     round: int = 1
-    """The round that is run or evaluated, from 1; of all that changes, what clients hold may depend on it alone."""
+    """The current round, from 1, trained or evaluated; no other changing value may decide the clients' samples."""
     drift: Mapping[int, Any] | None = None
-    """Partitioners by the round from which on the clients' samples are divided by them."""
+    """Partitioners by the round from which on each one's division holds."""
     _pool: Pool | None = None
     _divisions: Mapping[int, Division]
     _held: tuple[int, Division] | None = None
@@ -49,12 +49,12 @@ class Holdings(LightningDataModule):
 
     @property
     def task(self) -> Task:
-        """What is predicted."""
+        """The prediction task."""
         raise NotImplementedError
 
     @property
     def knows_classes(self) -> bool:
-        """Whether it is known here of which class each client's samples are."""
+        """True if the classes of each client's samples are known here."""
         return self.task.has_classes and not self.at_sites
 
     def transform(self, x: Tree) -> Tree:
@@ -62,9 +62,9 @@ class Holdings(LightningDataModule):
         raise NotImplementedError
 
     def server_samples(self) -> Samples | None:
-        """Return the samples that the server holds, as loaded, or None: ``public`` ones, or its ``server_fraction``.
+        """Return the samples of the server as loaded, or None: the ``public`` ones, or the ``server_fraction``.
 
-        The labels of public samples are those of their own data set.
+        Public samples have the labels of their own data set.
         """
         pool = self._ready()
         rows = pool.division.server
@@ -73,13 +73,14 @@ class Holdings(LightningDataModule):
         return pool.samples.take(rows)
 
     def server_data(self) -> Samples | None:
-        """Return the same samples, transformed, or None."""
+        """Return the samples of the server, transformed, or None."""
         samples = self.server_samples()
+        # public samples need the transform of the data set from which they come
         source = self if self.public is None else self.public
         return None if samples is None else Samples(source.transform(samples.x), samples.y)
 
     def central_data(self) -> Samples | None:
-        """Return the samples that the server's model is tested on, transformed, or None."""
+        """Return the test samples of the server's model, transformed, or None."""
         rows = self._ready().division.central
         return self._gather(rows) if len(rows) else None
 
@@ -87,8 +88,8 @@ class Holdings(LightningDataModule):
         """Gather and transform one split of one client.
 
         Args:
-            client: Client id, 0 to num_clients - 1, or one of the `newcomers`.
-            split: Which split.
+            client: client id, 0 to num_clients - 1, or one of the `newcomers`.
+            split: the split's name.
         """
         (samples,) = self.parts([client], split)
         return samples
@@ -96,17 +97,18 @@ class Holdings(LightningDataModule):
     def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> Sequence[Samples]:
         """Gather and transform one split of each of several clients, all at once.
 
-        Whatever looks at clients' samples comes here; override it to change what clients hold.
+        All access to clients' samples goes through this method; override it to change the samples of clients.
 
         Args:
-            clients: Client ids, 0 to num_clients - 1.
-            split: Which split.
-            device: Where the samples are gathered, and stay.
+            clients: client ids, 0 to num_clients - 1, or `newcomers`.
+            split: the split's name.
+            device: the device on which the samples are gathered, and stay.
         """
         held = self.division.clients
         rows = [held[client][split] for client in clients]
         if not self.resident:
             return [Streamed(self._ready().samples, each, self.transform, device) for each in rows]
+        # one gather and one transform for all clients, in place of two calls for each client
         return Parts(self._gather(torch.cat(rows), device), [each.numel() for each in rows])
 
     def _gather(self, rows: Tensor, device: torch.device | str = "cpu") -> Samples:
@@ -114,55 +116,56 @@ class Holdings(LightningDataModule):
         return Samples(self.transform(samples.x), samples.y)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Leave the ids of clients as they are; Lightning would look at each for tensors.
+        """Return the client ids unchanged; Lightning would search each id for tensors.
 
         Args:
-            batch: Client ids.
-            device: Ignored, as engines bring the samples to it.
-            dataloader_idx: Ignored.
+            batch: client ids.
+            device: ignored, since engines move the samples themselves.
+            dataloader_idx: ignored.
         """
         return batch
 
     def teardown(self, stage: str | None = None) -> None:
-        """Let go of copies of the pool on devices.
+        """Free the copies of the pool on devices.
 
         Args:
-            stage: Ignored.
+            stage: ignored.
         """
         if self._pool is not None:
             self._pool.copies.clear()
 
     def client(self, client: int) -> ClientData:
-        """One client, its splits gathered and transformed when they are asked for.
+        """Return one client's data, whose splits are gathered and transformed on first access.
 
         Args:
-            client: Client id, 0 to num_clients - 1, or one of the `newcomers`.
+            client: client id, 0 to num_clients - 1, or one of the `newcomers`.
         """
         self._ready()
         return ClientData(self, client)
 
     def size(self, client: int, split: Split) -> int:
-        """Number of samples in one split of one client.
+        """Return the number of samples in one split of one client.
 
         Args:
-            client: Client id, 0 to num_clients - 1, or one of the `newcomers`.
-            split: Which split.
+            client: client id, 0 to num_clients - 1, or one of the `newcomers`.
+            split: the split's name.
         """
         return self.division.clients[client][split].numel()
 
     @property
     def client_names(self) -> list[str]:
-        """Names of the clients by id, where the data set has some and they are divided by them; else none."""
+        """Names of the clients by id; empty unless the pool is divided by named clients."""
         return self._ready().division.names
 
     @property
     def newcomers(self) -> range:
-        """Ids of the clients that take no part and join afterwards, behind those of the federation."""
+        """Ids of the clients that take no part in training and join afterwards, above the federation's ids."""
         return range(self.num_clients, len(self._ready().division.clients))
 
     @property
     def division(self) -> Division:
-        """Who holds which of the samples in this `round`, by their positions in the pool."""
+        """Pool positions of all clients' samples in the current `round`."""
+        # Asked for many times in a round: one result is kept, since an overridden `division_at` may be slow.
         if self._held is None or self._held[0] != self.round:
             found, count = self.division_at(self.round), len(self._ready().division.clients)
             if not isinstance(found, Division) or len(found.clients) != count:
@@ -175,13 +178,13 @@ class Holdings(LightningDataModule):
         return self._held[1]
 
     def division_at(self, round: int) -> Division:
-        """Return who holds which of the samples in a round, by their positions in the pool.
+        """Return the pool positions of all clients' samples in a round.
 
-        Override it for clients whose samples change. The result must depend on the round and on ``seed`` alone, so that
-        a resumed run goes on with the same samples, and have the same clients in each round.
+        Override this for clients whose samples change. The result must depend on the round and on ``seed`` alone, so
+        that a resumed run goes on with the same samples, and must have the same clients in each round.
 
         Args:
-            round: The round, from 1.
+            round: the round, from 1.
         """
         pool = self._ready()
         starts = [start for start in self._divisions if start <= round]
@@ -189,19 +192,20 @@ class Holdings(LightningDataModule):
 
     @property
     def drifts(self) -> bool:
-        """Whether the samples that clients hold depend on the round."""
+        """True if the samples of clients depend on the round."""
         return bool(self.drift) or type(self).division_at is not Holdings.division_at
 
     def go_to(self, round: int) -> bool:
-        """Take the holdings of another round, and tell whether some client's differ from those before.
+        """Go to another round, and return whether the samples of any client changed.
 
         Args:
-            round: The round, from 1.
+            round: the round, from 1.
         """
         if not self.drifts:
             self.round = round
             return False
         before, self.round = self.division, round
+        # the same object for all rounds between two drifts, which spares the comparison of all positions below
         if before is self.division:
             return False
         pairs = zip(before.clients, self.division.clients, strict=True)
@@ -209,10 +213,10 @@ class Holdings(LightningDataModule):
 
     @contextmanager
     def at_round(self, round: int) -> Iterator[None]:
-        """Take the holdings of another round for a while.
+        """Go to another round inside a ``with`` block, and back to the former round after the block.
 
         Args:
-            round: The round, from 1.
+            round: the round, from 1.
         """
         here, self.round = self.round, round
         try:
@@ -221,11 +225,11 @@ class Holdings(LightningDataModule):
             self.round = here
 
     def strata_of(self, client: int, split: Split) -> Tensor:
-        """Number of the group, such as the class, of each sample in one split of one client; 0 where there are none.
+        """Return the group, such as the class, of each sample in one split of one client; zeros without groups.
 
         Args:
-            client: Client id, 0 to num_clients - 1, or one of the `newcomers`.
-            split: Which split.
+            client: client id, 0 to num_clients - 1, or one of the `newcomers`.
+            split: the split's name.
         """
         return self._ready().strata[self.division.clients[client][split]]
 
@@ -233,25 +237,25 @@ class Holdings(LightningDataModule):
         """Count the samples of each client and class.
 
         Args:
-            split: Which splits to count.
+            split: the split to count.
 
         Returns:
             Counts n_ij, shape [num_clients, num_classes], int64.
 
         Raises:
-            MisconfigurationException: The samples have no class.
+            MisconfigurationException: the samples have no class.
         """
         return torch.stack([self.counts_of(client, split) for client in range(self.num_clients)])
 
     def counts_of(self, client: int, split: Split) -> Tensor:
-        """Count the samples of one client by class, [num_classes], int64, without a look at their inputs.
+        """Count the samples of one client by class, [num_classes], int64, without reading inputs.
 
         Args:
-            client: Client id, 0 to num_clients - 1, or one of the `newcomers`.
-            split: Which split to count.
+            client: client id, 0 to num_clients - 1, or one of the `newcomers`.
+            split: the split to count.
 
         Raises:
-            MisconfigurationException: The samples have no class.
+            MisconfigurationException: the samples have no class.
         """
         return class_counts(self.task, take(self._ready().samples.y, self.division.clients[client][split]))
 
@@ -261,35 +265,40 @@ class Holdings(LightningDataModule):
         return self.class_counts("train")
 
     def train_dataloader(self) -> ClientLoader:
-        """One batch with the ids of all clients: an epoch is a round."""
+        """Return a loader of one batch, the ids of all clients: an epoch is a round."""
         return ClientLoader([range(self.num_clients)])
 
     def val_dataloader(self) -> ClientLoader:
-        """One batch with the ids of all clients; no batch if they have nothing to validate on."""
+        """Return a loader of one batch, the ids of all clients; of no batch without val samples."""
         return ClientLoader([range(self.num_clients)] if self._holds("val", self.val_fraction) else [])
 
     def test_dataloader(self) -> ClientLoader:
-        """One batch with the ids of all clients; with none if they have nothing to test on, for the central test set.
+        """Return a loader of one batch, the ids of all clients.
 
-        Without the two there is no batch.
+        Without test samples of clients, the batch is empty if there is a central test set; else there is no batch.
         """
         if not self._holds("test", self.test_fraction):
+            # an empty batch makes Lightning run the test loop, in which the server's model is tested
             return ClientLoader([] if self.central_test is None else [[]])
         return ClientLoader([range(self.num_clients)])
 
     def _holds(self, split: Split, share: float) -> bool:
-        """Whether clients have samples of a split: all of them have, or none, but for those that `arrange` adds."""
+        """Return whether any client of the federation has samples of a split.
+
+        Before `setup` the share decides. After `setup`, all clients have samples of a split or none has, apart from
+        clients without samples that `arrange` adds.
+        """
         if self._pool is None:
             return share > 0
         return any(self.size(client, split) for client in range(self.num_clients))
 
     def arrange(self, names: Sequence[str]) -> None:
-        """Give clients the ids that they have in a federation, by their names.
+        """Give clients the ids of a federation, matched by name.
 
-        Clients of other names become newcomers, and names without a client here stand for clients without samples.
+        Clients of other names become newcomers. A name without a client here becomes a client without samples.
 
         Args:
-            names: The names of the federation's clients, by id.
+            names: names of the federation's clients, by id.
         """
         pool, before = self._ready(), self.client_names
         nothing: dict[Split, Tensor] = {split: torch.empty(0, dtype=torch.int64) for split in ("train", "val", "test")}
@@ -304,6 +313,7 @@ class Holdings(LightningDataModule):
 
         pool.division = arranged(pool.division)
         self._divisions = {start: arranged(division) for start, division in self._divisions.items()}
+        # the kept division has the ids from before
         self._held = None
         self.num_clients = len(names)
 
