@@ -1,4 +1,4 @@
-"""What the trainer iterates over: ids of clients, not samples."""
+"""A loader of client ids, over which the trainer iterates in place of samples."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 class ClientLoader:
     """Sized iterable of batches, each a list of client ids.
 
-    The samples stay in the data module, from which the engine gathers them. Not a plain list, which
-    Lightning takes for a collection of loaders.
+    Samples stay in the data module, from which the engine gathers them. Lightning would take a plain list for a
+    collection of loaders.
 
     Args:
-        groups: The batches.
+        groups: client ids of each batch.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
@@ -22,4 +22,5 @@ class ClientLoader:
         return len(self.groups)
 
     def __iter__(self) -> Iterator[list[int]]:
+        # new lists each time: a hook that changes its batch in place changes no later round
         return map(list, self.groups)

@@ -1,4 +1,4 @@
-"""From what a data set loads to who holds what: checks, the subset, and the division."""
+"""Preparation of a pool: check the loaded samples, choose the subset, divide and split."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from pfl_lightning.tasks import Task
 
 
 class Asked(Protocol):
-    """How a pool shall be divided: the settings of a `FederatedDataModule`."""
+    """The settings of a `FederatedDataModule` that decide the division of a pool."""
 
     num_clients: int
     partitioner: Partitioner
@@ -50,20 +50,20 @@ class Asked(Protocol):
 
     @property
     def task(self) -> Task:
-        """What is predicted."""
+        """The prediction task."""
 
     def strata(self, y: Tree) -> Tensor | None:
-        """The group of each sample."""
+        """Return the group of each sample."""
 
 
 def as_loaded(loaded: Loaded | tuple[Tree, Tree]) -> Loaded:
-    """What a data set loads, with targets and whatever of the inputs is in memory as tensors.
+    """Return the result of ``load()`` as `Loaded`, with targets and all in-memory inputs as tensors.
 
     Args:
-        loaded: What ``load()`` returned.
+        loaded: the result of ``load()``.
 
     Raises:
-        MisconfigurationException: It is something else.
+        MisconfigurationException: the result is neither a pair nor a `Loaded`.
     """
     if not isinstance(loaded, Loaded):
         if not isinstance(loaded, (tuple, list)) or len(loaded) != 2:
@@ -72,19 +72,20 @@ def as_loaded(loaded: Loaded | tuple[Tree, Tree]) -> Loaded:
             )
         loaded = Loaded(*loaded)
     x = with_leaves(loaded.x, "x of load()")
+    # targets are read at once, even from files: strata, class counts and splits need all of them
     y = mapped(with_leaves(loaded.y, "y of load()"), lambda leaf: read(leaf, slice(None)))
     return Loaded(x, y, loaded.client, loaded.split, loaded.time)
 
 
 def prepared(data: Asked, loaded: Loaded) -> Pool:
-    """Check a pool, cut it to ``max_samples``, and divide and split what is left.
+    """Check a pool, cut it to ``max_samples``, and divide and split the remaining samples.
 
     Args:
-        data: The settings.
-        loaded: What there is.
+        data: the settings.
+        loaded: the samples, as loaded.
 
     Raises:
-        MisconfigurationException: The samples are wrong, or cannot be divided as asked.
+        MisconfigurationException: the samples are wrong, or cannot be divided as asked.
     """
     name, task, count = type(data).__name__, data.task, len(loaded)
     check_pool(loaded, task, name)
@@ -101,6 +102,7 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
     is_test = rows_of_test_half(data.original_test, count, name)
     if data.max_samples is not None:
         check_enough(data.max_samples, groups)
+        # before the division, so that a subset is a smaller data set with the same rules for all that follows
         kept = stratified_rows(strata, data.max_samples, groups, data.seed)
         samples = Samples(narrowed(samples.x, kept), take(samples.y, kept))
         strata, is_test = strata[kept], is_test[kept]
@@ -118,6 +120,7 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
         raise MisconfigurationException(
             "data.client_test=original: data.client_split=given says already what clients are tested on; take own"
         )
+    # under client_test=original, clients cut no test samples off their own; `divide` draws them from the test half
     test_fraction = data.test_fraction if data.client_test == "own" else 0.0
     division = divide(
         strata,
@@ -133,6 +136,7 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
             data.seed,
         ),
         owners=None if owners is None else numbered(owners),
+        # the partitioner divides among members and new clients alike, so that new ones are no different clients
         num_clients=data.num_clients + how_many(data.new_clients, data.num_clients) if data.num_clients else None,
         num_classes=groups,
         is_given=kind == "given",
@@ -148,9 +152,10 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
 
 
 def _column(name: str, values: Any, count: int, needed: bool) -> NDArray[Any] | None:
-    """A column that is looked at; of others only the length is checked."""
+    """Return a column as an array if the settings need the column; of other columns, check only the length."""
     if values is None:
         return None
+    # an unused column may have missing values, which mustn't stop a run
     if needed or not hasattr(values, "__len__"):
         return column_of(name, values, count)
     if len(values) != count:
