@@ -1,4 +1,4 @@
-"""Data of the clients: partitions, splits, batches and data sets."""
+"""Data of clients: data sets, partitioners, sources, splits and batches."""
 
 from pfl_lightning.data.ag_news import AGNews
 from pfl_lightning.data.ag_news_letters import AGNewsLetters

@@ -1,4 +1,4 @@
-"""CIFAR-100."""
+"""The CIFAR-100 data set."""
 
 from __future__ import annotations
 

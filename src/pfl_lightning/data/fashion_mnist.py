@@ -1,4 +1,4 @@
-"""Fashion-MNIST."""
+"""The Fashion-MNIST data set."""
 
 from __future__ import annotations
 

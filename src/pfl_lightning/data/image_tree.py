@@ -1,4 +1,4 @@
-"""Finding the images of a tree of class folders."""
+"""Search for images in a tree of class folders."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ def find_images(root: Path) -> tuple[list[str], list[tuple[Path, int]]]:
     A class folder may have subfolders, as in Tiny ImageNet's train folder, which can be given as root.
 
     Args:
-        root: Folder of class folders, or of train/ and test/ or val/ with the same class folders in each.
+        root: folder of class folders, or of train/ with test/ or val/, which have the same class folders.
 
     Returns:
-        The class names in order, and (file, class index) for each image: split by split, in each class by
-        class, in each by path.
+        The class names in order, and (file, class index) for each image, ordered by split, then by class, then by path.
 
     Raises:
-        MisconfigurationException: There is no such folder, no class folder, a split lacks classes, or a class
-            has no images.
+        MisconfigurationException: there is no such folder, no class folder, a split lacks classes, or a class has no
+            images.
     """
     if not root.is_dir():
         raise MisconfigurationException(f"data.root='{root}' is no folder; {_WANTED}")
@@ -52,12 +51,13 @@ def _subfolders(folder: Path) -> list[str]:
 
 def _tops(root: Path) -> list[Path]:
     names = _subfolders(root)
-    # vehicle data may have a class called "train", which then has siblings that are no splits
+    # Only if every folder is a split: vehicle data may have a class called "train", whose siblings are no splits.
     is_split = "train" in names and set(names) <= set(SPLITS) and _subfolders(root / "train")
     return [root / name for name in SPLITS if name in names] if is_split else [root]
 
 
 def _images(folder: Path) -> list[Path]:
+    # sorted, since the order of a directory differs between machines, and with it the partition of one seed
     return sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
 
 

@@ -1,4 +1,4 @@
-"""Reading of single image files."""
+"""Decoding of image files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 
 def checked_size(size: Any) -> tuple[int, int] | None:
-    """Return the height and width to resize images to, in pixels; None where they keep their size.
+    """Return the height and width of resized images, in pixels; None to keep sizes.
 
     Args:
-        size: The side of a square, (height, width), or None.
+        size: the side of a square, (height, width), or None.
 
     Raises:
-        MisconfigurationException: The size is something else, or below 1.
+        MisconfigurationException: the size is something else, or below 1.
     """
     pixels = (size, size) if isinstance(size, int) else size
     is_pair = isinstance(pixels, (tuple, list)) and len(pixels) == 2
@@ -29,13 +29,13 @@ def checked_size(size: Any) -> tuple[int, int] | None:
 
 
 def image_size(path: Path) -> tuple[int, int]:
-    """Read the height and width of an image, in pixels, without decoding it.
+    """Read the height and width of an image, in pixels, without decoding the image.
 
     Args:
-        path: The image file.
+        path: the image file.
 
     Raises:
-        MisconfigurationException: The file is no image.
+        MisconfigurationException: the file is no image.
     """
     with opened_image(path) as image:
         return image.height, image.width
@@ -45,40 +45,41 @@ def read_image(path: Path, channels: int, size: tuple[int, int] | None) -> NDArr
     """Decode an image.
 
     Args:
-        path: The image file.
+        path: the image file.
         channels: 3 for RGB, 1 for grey.
-        size: Height and width to resize to (bilinear), in pixels, or None.
+        size: height and width to resize to (bilinear), in pixels, or None.
 
     Returns:
         Pixels, shape [height, width, channels], 0 to 255.
 
     Raises:
-        MisconfigurationException: The file is no image, or has more than 8 bits a pixel and channel.
+        MisconfigurationException: the file is no image, or has more than 8 bits per pixel and channel.
     """
     from PIL import Image
 
     with opened_image(path) as file:
         if file.mode[0] in "IF":
-            # Pillow would cut brighter pixels off at 255
+            # Pillow's conversion would clip all values above 255, without a warning
             raise MisconfigurationException(
                 f"{path} has pixels of more than 8 bits (mode {file.mode}); convert it, or give its pixels "
                 "to TensorData"
             )
         image = file.convert("RGB" if channels == 3 else "L")
     if size is not None:
+        # Pillow takes width before height
         image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
     return np.asarray(image).reshape(image.height, image.width, channels)
 
 
 @contextmanager
 def opened_image(path: Path) -> Iterator[Any]:
-    """Open an image file, and refuse it in a sentence if it, or what is done with it in the context, fails.
+    """Open an image file as a context; turn any failure, also in the context, into a refusal of one sentence.
 
     Args:
-        path: The image file.
+        path: the image file.
 
     Raises:
-        MisconfigurationException: The file is no image, is damaged, or claims more pixels than Pillow decodes.
+        MisconfigurationException: the file is no image, is damaged, or claims more pixels than Pillow decodes.
     """
     from PIL import Image
 

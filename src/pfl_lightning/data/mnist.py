@@ -1,4 +1,4 @@
-"""MNIST."""
+"""The MNIST data set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets whose files torchvision knows how to find, check and fetch."""
+"""The base class of data sets whose files torchvision finds, checks and fetches."""
 
 from __future__ import annotations
 
@@ -18,31 +18,35 @@ from pfl_lightning.data.datamodule import FederatedDataModule
 
 
 class TorchvisionDataModule(FederatedDataModule):
-    """Opens a data set by torchvision and says in one sentence what is missing.
+    """Open a data set by torchvision; name missing files in one sentence.
 
     Subclasses set ``folder`` and ``files`` and implement `dataset` and `tensors`.
     """
 
     folder: str
-    """Where the files belong, relative to ``root``."""
+    """Folder of the files, relative to ``root``."""
     files: str
-    """What the files are; completes the sentence "put ... there"."""
+    """Description of the files; completes the sentence "put ... there"."""
 
     TIMEOUT = 10.0
-    """Seconds without an answer after which a download is given up."""
+    """Seconds without an answer after which a download fails."""
 
     @abstractmethod
     def dataset(self, train: bool, download: bool) -> Any:
         """Open the torchvision data set.
 
         Args:
-            train: Its training half, else its test half.
-            download: Fetch what is missing.
+            train: the training half if True, else the test half.
+            download: fetch missing files.
         """
 
     @abstractmethod
     def tensors(self, dataset: Any) -> tuple[Tensor, Tensor]:
-        """Images [n, C, H, W] and labels [n] of a torchvision data set, as tensors."""
+        """Return images [n, C, H, W] and labels [n] of a torchvision data set, as tensors.
+
+        Args:
+            dataset: the result of `dataset`.
+        """
 
     def load(self) -> tuple[Tensor, Tensor]:
         """Read the original training half and then the test half."""
@@ -51,10 +55,10 @@ class TorchvisionDataModule(FederatedDataModule):
         return torch.cat([x, test_x]), torch.cat([y, test_y])
 
     def prepare_data(self) -> None:
-        """Check that the files are there and, with ``download``, fetch them if not.
+        """Check that the files exist; with ``download``, fetch missing files.
 
         Raises:
-            MisconfigurationException: There are no usable files.
+            MisconfigurationException: there are no usable files.
         """
         with _network_timeout(self.TIMEOUT):
             self._open(train=False, download=self.download)

@@ -1,4 +1,4 @@
-"""LEAF's files."""
+"""Data in LEAF's JSON files."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ HALVES = ("train", "test")
 class LeafData(OwnedData):
     """The users of LEAF's JSON files, in ``root/train/*.json`` and ``root/test/*.json``, or in ``root/*.json``.
 
-    A file is ``{"users": [...], "num_samples": [...], "user_data": {user: {"x": [...], "y": [...]}}}``. Users keep the
-    two halves: ``client_split`` is ``given`` where there are two folders, and ``val_fraction`` of the training samples
-    is held out.
+    A file is ``{"users": [...], "num_samples": [...], "user_data": {user: {"x": [...], "y": [...]}}}``. With two
+    folders, users keep their two halves: ``client_split`` is ``given``, and ``val_fraction`` of the training samples is
+    held out.
 
     Args:
-        root: Folder of the files; one is looked into right away, for the shape.
-        task: What is predicted.
-        input_shape: Shape to bring inputs into, such as [1, 28, 28]; None leaves them as they are.
-        letters: Where inputs are texts of one length, as in Shakespeare: a letter becomes its position here, and any
-            other 0; so do targets.
-        **kwargs: Settings of `FederatedDataModule`; ``download`` has no effect.
+        root: folder of the files; one file is read at once, for the shape.
+        task: the prediction task.
+        input_shape: shape of an input for the net, such as [1, 28, 28]; None keeps the files' shape.
+        letters: alphabet of inputs that are texts of one length, as in Shakespeare: a letter becomes its position in
+            the alphabet, and any other letter 0; targets likewise.
+        **kwargs: settings of `FederatedDataModule`; ``download`` has no effect.
 
     Raises:
-        MisconfigurationException: There are no such files.
+        MisconfigurationException: there are no such files.
 
     Source: Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018.
     """
@@ -67,6 +67,7 @@ class LeafData(OwnedData):
                 y.append(targets_of(self._numbers(targets, "y")))
                 for name, values in (("x", x[-1]), ("y", y[-1])):
                     check_finite_column(values, f"{name} of user {user!r} in {path}")
+                # a user of both halves is one client: the names are equal
                 client += [user] * len(inputs)
                 split += [half] * len(inputs)
         return Loaded(torch.cat(x), torch.cat(y), client, split if self._files[0][0] else None)
@@ -78,6 +79,7 @@ class LeafData(OwnedData):
                     f"data.letters=null: {name} in {self._files[0][1]} are texts; give the letters that they are of"
                 )
             found = letter_numbers(values, self.letters)
+            # a target is one letter, given as a text of length 1
             return found if name == "x" else found[:, 0]
         try:
             return single(torch.from_numpy(np.asarray(values)))
@@ -88,13 +90,13 @@ class LeafData(OwnedData):
 
 
 def leaf_files(root: Path) -> list[tuple[str, Path]]:
-    """The half, or an empty text, and the path of each file.
+    """Return the half, or an empty text, and the path of each file.
 
     Args:
-        root: Folder of the files, or of train/ and test/ with them.
+        root: folder of the files, or of train/ and test/ that hold the files.
 
     Raises:
-        MisconfigurationException: There is none.
+        MisconfigurationException: there is no file, or none in train/.
     """
     files = [(half, path) for half in HALVES for path in sorted(Path(root, half).glob("*.json"))]
     if {half for half, _ in files} == {"test"}:
@@ -107,13 +109,13 @@ def leaf_files(root: Path) -> list[tuple[str, Path]]:
 
 
 def users_of(path: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """Name, inputs and targets of each user in a file.
+    """Yield name, inputs and targets of each user in a file.
 
     Args:
-        path: The file.
+        path: the file.
 
     Raises:
-        MisconfigurationException: It is no such file.
+        MisconfigurationException: the file has another structure.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -130,5 +132,6 @@ def users_of(path: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
             raise MisconfigurationException(
                 f"{path}: user {user} has {len(x)} x and {len(y)} y where num_samples says {count}; correct the file"
             )
+        # a user without samples has no shape to check and makes no client
         if count:
             yield user, x, y
