@@ -54,6 +54,7 @@ class AGNews(FederatedDataModule):
     ) -> None:
         super().__init__(root=root, **kwargs)
         check_integers("data.", max_length=max_length, vocab_size=vocab_size, min_count=min_count)
+        # 2 numbers at least: 0 for unknown words, and one word
         limits = {"max_length": (max_length, 1), "vocab_size": (vocab_size, 2), "min_count": (min_count, 1)}
         for name, (value, least) in limits.items():
             if value < least:

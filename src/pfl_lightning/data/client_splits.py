@@ -48,6 +48,7 @@ def cut_of(
         "time": (times, "load() gives no times of the samples", "random, or return Loaded(x, y, time=...)"),
         "given": (given, "load() gives no splits of the samples", "random, or return Loaded(x, y, split=...)"),
     }
+    # refused before the first client is split, with the remedy for each kind
     if kind in lacking and lacking[kind][0] is None:
         raise MisconfigurationException(f"data.client_split={kind}: {lacking[kind][1]}; take {lacking[kind][2]}")
     if kind == "stratified":

@@ -106,6 +106,7 @@ class Holdings(LightningDataModule):
         """
         held = self.division.clients
         rows = [held[client][split] for client in clients]
+        # the positions alone: a client larger than memory must never be gathered as a whole
         if not self.resident:
             return [Streamed(self._ready().samples, each, self.transform, device) for each in rows]
         # one gather and one transform for all clients, in place of two calls for each client
@@ -277,6 +278,7 @@ class Holdings(LightningDataModule):
 
         Without test samples of clients, the batch is empty if there is a central test set; else there is no batch.
         """
+        # with given splits, test_fraction may be above 0 and no client have test samples: samples decide, not shares
         if not self._holds("test", self.test_fraction):
             # an empty batch makes Lightning run the test loop, in which the server's model is tested
             return ClientLoader([] if self.central_test is None else [[]])
@@ -303,6 +305,7 @@ class Holdings(LightningDataModule):
         pool, before = self._ready(), self.client_names
         nothing: dict[Split, Tensor] = {split: torch.empty(0, dtype=torch.int64) for split in ("train", "val", "test")}
         known = set(names)
+        # clients that the federation doesn't know stay usable, as newcomers
         others = [name for name in before if name not in known]
         every = [*names, *others]
 

@@ -105,11 +105,13 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
         # before the division, so that a subset is a smaller data set with the same rules for all that follows
         kept = stratified_rows(strata, data.max_samples, groups, data.seed)
         samples = Samples(narrowed(samples.x, kept), take(samples.y, kept))
+        # all columns follow the subset; a column left behind would pair samples with other samples' clients
         strata, is_test = strata[kept], is_test[kept]
         owners, given, times = (None if column is None else column[kept.numpy()] for column in (owners, given, times))
     if task.has_classes:
         warn_of_one_class(name, samples.y)
     check_halves(name, bool(is_test.any()), data.client_test, data.central_test)
+    # after the checks of the pool: a wrong pool is the user's first mistake to mend
     if getattr(data.partitioner, "by_owner", False) and owners is None:
         raise MisconfigurationException(
             f"data.partitioner={type(data.partitioner).__name__}: {name} doesn't say who holds its samples; return "

@@ -73,8 +73,10 @@ def public_samples(public: PublicData, count: int, seed: int, owner: str, input_
     except MisconfigurationException as error:
         # a data set names its own settings in errors; the user must change the public data set's, not the clients'
         raise MisconfigurationException(str(error).replace("data.root", "data.public.root")) from error
+    # before the choice, so that wrong numbers outside the chosen samples are refused too, whatever the seed
     check_pool(loaded, public.task, name)
     rows = (~rows_of_test_half(public.original_test, len(loaded), name)).nonzero().flatten()
+    # the default of 3000 is more than small data sets have; a silent cut would change the method's cost
     if count > len(rows):
         raise MisconfigurationException(
             f"data.public_samples={count} must be at most the {len(rows)} samples that {name} has outside its original "

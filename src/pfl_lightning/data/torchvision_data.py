@@ -51,6 +51,7 @@ class TorchvisionDataModule(FederatedDataModule):
     def load(self) -> tuple[Tensor, Tensor]:
         """Read the original training half and then the test half."""
         (x, y), (test_x, test_y) = (self.tensors(self._open(train)) for train in (True, False))
+        # both halves form one pool, as in the papers; the positions allow tests on the original half
         self.original_test = torch.arange(len(y), len(y) + len(test_y))
         return torch.cat([x, test_x]), torch.cat([y, test_y])
 
@@ -69,6 +70,7 @@ class TorchvisionDataModule(FederatedDataModule):
         # RuntimeError: missing or unreachable; OSError: no network or permission; others: damaged idx files
         except (OSError, RuntimeError, ValueError, AssertionError) as error:
             failed = ", and downloading failed" if download else ""
+            # advice to download only where it hasn't just been tried
             fetch = "" if self.download else "set data.download=true to fetch them, "
             reason = shorten(str(error), 90, placeholder="...")
             raise MisconfigurationException(

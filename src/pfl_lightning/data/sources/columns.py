@@ -39,6 +39,7 @@ def chosen_columns(
     inputs = [column for column in there if column not in used] if features is None else list(features)
     if not inputs or not targets:
         raise MisconfigurationException(f"data.features and data.target must each name a column of {', '.join(there)}")
+    # a net that reads its own target has perfect figures
     if both := set(inputs) & set(targets):
         raise MisconfigurationException(f"data.features has {min(both)!r}, which is the target; leave it out")
     return inputs, targets
@@ -76,6 +77,7 @@ def check_finite_column(values: Tensor, owner: str, rows: Sequence[int] | NDArra
     """
     if not values.is_floating_point():
         return
+    # cast first: 1e300 is finite in double precision and infinite in the net's
     finite = values.to(torch.float32).isfinite().reshape(len(values), -1)
     wrong = ~finite.all(1)
     if wrong.any():

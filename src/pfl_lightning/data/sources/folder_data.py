@@ -52,11 +52,13 @@ class FolderData(OwnedData):
         self._images: list[tuple[Path, str, str]] = []
         if not any(self._arrays):
             self._images = [found for folder in folders for found in images_of(folder)]
+        # a folder of images among folders of arrays is a mistake: two kinds of inputs fit no net
         elif not all(self._arrays):
             raise MisconfigurationException(
                 f"{folders[self._arrays.index(None)]} has no x and y in .npy or .pt files as others have; {WANTED}"
             )
         self.classes = sorted({name for _, _, name in self._images})
+        # class numbers and quantities look alike in y.npy, so no task is guessed
         if task is None and not self._images:
             raise MisconfigurationException("data.task=null: y is of what kind? Give one, such as Regression")
         super().__init__(Classification(len(self.classes)) if task is None else task, root=root, **kwargs)
@@ -109,6 +111,7 @@ def arrays_of(folder: Path) -> tuple[Any, Any] | None:
         paths = [folder / f"{name}{suffix}" for name in ("x", "y")]
         if all(path.is_file() for path in paths):
             x, y = (with_leaves(opened("root", path), str(path)) for path in paths)
+            # a .pt file may hold a dict or a list, whose rows no client could share
             for path, leaf in zip(paths, (x, y), strict=True):
                 if not hasattr(leaf, "shape"):
                     raise MisconfigurationException(f"{path} holds a {type(leaf).__name__}; give one array or tensor")

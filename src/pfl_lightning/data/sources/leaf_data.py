@@ -99,6 +99,7 @@ def leaf_files(root: Path) -> list[tuple[str, Path]]:
         MisconfigurationException: there is no file, or none in train/.
     """
     files = [(half, path) for half in HALVES for path in sorted(Path(root, half).glob("*.json"))]
+    # with test files alone, every client would lack training samples, with a less clear message
     if {half for half, _ in files} == {"test"}:
         raise MisconfigurationException(f"data.root={str(root)!r} has files in test/ and none in train/; add them")
     if files := files or [("", path) for path in sorted(root.glob("*.json"))]:
