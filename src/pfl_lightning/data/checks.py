@@ -1,4 +1,4 @@
-"""Checks of settings, pools and partitions, each with an error that says what would work."""
+"""Checks of settings, pools and partitions; each error names the setting, the value, and a value that would work."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def is_share(value: Any) -> bool:
 
 
 def is_number_or_share(value: Any) -> bool:
-    """Return whether a value is a number of clients from 0 up, or a share of them between 0 and 1."""
+    """Return whether a value is a number of clients from 0 up, or a share of clients between 0 and 1."""
     if isinstance(value, Integral):
         # bool is an Integral in Python: new_clients=True would mean one new client
         return int(value) >= 0 and not isinstance(value, bool)
@@ -172,7 +172,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def check_pool(loaded: Loaded, task: Task, owner: str) -> None:
-    """Check that a loaded pool has a target for each input, and only numbers that a net can take.
+    """Check a loaded pool: one target for each input, and only numbers within a net's range.
 
     Memory maps above `MAPPED` bytes, and inputs of readers, are checked as they are read, by
     `pfl_lightning.data.trees.take`.
@@ -248,7 +248,7 @@ def differs(draw: Callable[[], Tree]) -> bool:
 
 
 def check_strata(strata: Tensor | None, count: int, task: Task, partitioner: object = None) -> tuple[Tensor, int]:
-    """Check the group of each sample; return the groups and their number, one group of all if there are none.
+    """Check the group of each sample; return the groups and their number. Without groups, all samples form one.
 
     Args:
         strata: the data module's groups, or None.
@@ -356,7 +356,7 @@ def check_halves(name: str, has_half: bool, client_test: str, central_test: floa
 def check_partition(
     parts: Sequence[Tensor], partitioner: Callable[..., list[Tensor]], num_clients: int, num_samples: int, least: int
 ) -> None:
-    """Check that a partitioner gave every client distinct samples; report the number of samples left out.
+    """Check a partitioner's result: distinct samples for every client; report the number of samples left out.
 
     Args:
         parts: the partitioner's result: for each client, int64 positions, shape [n], in [0, num_samples), all distinct.

@@ -170,7 +170,7 @@ def gather(clients: Sequence[ClientData], split: Split) -> list[Samples]:
 
 
 def whole_of(clients: Sequence[ClientData], split: Split) -> Samples:
-    """Return the same split of several clients as one stack, without a copy if they were gathered in this order.
+    """Return the same split of several clients as one stack, without a copy after gathering in the same order.
 
     Args:
         clients: the clients, all on one device.

@@ -132,7 +132,7 @@ def given_split(rows: Tensor, client: int, named: NDArray[Any], val_fraction: fl
 
 
 def check_parts(clients: list[Parts], names: list[str], val_fraction: float) -> None:
-    """Refuse clients without training samples, or without samples of a split of which other clients have some.
+    """Refuse clients without training samples, or without samples of a split that isn't empty elsewhere.
 
     Args:
         clients: pool positions of each client, by split.

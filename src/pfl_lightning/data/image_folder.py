@@ -79,7 +79,7 @@ class ImageFolder(FederatedDataModule):
         return torch.from_numpy(x).permute(0, 3, 1, 2).contiguous(), y
 
     def _test_rows(self) -> Tensor:
-        """Return the positions of the images in test/, or in val/ if there is no test/."""
+        """Return the positions of the images in test/, or else in val/."""
         base = Path(self.root, self.folder)
         tops = [path.relative_to(base).parts[0] for path, _ in self._files]
         # a folder test/ next to other class folders is a class of that name, and no half

@@ -6,7 +6,7 @@ import torch
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the number of bytes that tensors may take on a device.
+    """Return the number of bytes free for tensors on a device.
 
     Args:
         device: a GPU or the CPU.

@@ -1,4 +1,4 @@
-"""New clients: clients that a federation never trains with, and that join after training."""
+"""New clients: absent from a federation's training, they join afterwards."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def how_many(new_clients: float, num_clients: int | None, total: int = 0) -> int
 
 
 def newcomers_last(division: Division, count: int, seed: int) -> Division:
-    """Draw the new clients of a division and put them last; the other clients keep their order.
+    """Draw the new clients of a division and put them last; the order of the remaining clients stays.
 
     Args:
         division: the division among the federation's and the new clients.

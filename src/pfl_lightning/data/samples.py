@@ -69,7 +69,7 @@ class Samples:
         return split((self.x, self.y), size)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Samples:
-        """Return the same samples on another device, without a copy if they lie on the device already.
+        """Return the same samples on another device, without a copy of tensors already on the device.
 
         Args:
             device: device of the result.

@@ -63,7 +63,7 @@ class Streamed(Samples):
         return Streamed(self.pool, kept, self.transform, self.device, self.dtype)
 
     def chunks(self, size: int = CHUNK) -> Iterator[tuple[Tree, Tree]]:
-        """Yield inputs and targets in their order, ``size`` samples at a time, each chunk gathered when its turn comes.
+        """Yield inputs and targets in order, ``size`` samples at a time, and gather each chunk only in its turn.
 
         Args:
             size: samples per chunk; the last chunk may have fewer.

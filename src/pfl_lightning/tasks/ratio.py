@@ -1,4 +1,4 @@
-"""Metrics that are a sum over a number."""
+"""The base class of metrics that are a sum divided by a number."""
 
 import torch
 from torch import Tensor
@@ -6,10 +6,10 @@ from torchmetrics import Metric
 
 
 class Ratio(Metric):
-    """A sum over the number of its addends, to both of which ``update`` adds; NaN of nothing.
+    """A sum divided by the number of its addends, both increased by ``update``; NaN without addends.
 
     Args:
-        dtype: of the sum.
+        dtype: type of the sum.
     """
 
     full_state_update = False
@@ -19,9 +19,10 @@ class Ratio(Metric):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
+        # sums, so that states of clients and of processes add up
         self.add_state("total", torch.tensor(0, dtype=dtype), dist_reduce_fx="sum")
         self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
 
     def compute(self) -> Tensor:
-        """The ratio."""
+        """Return the ratio."""
         return self.total / self.count

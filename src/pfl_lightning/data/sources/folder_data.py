@@ -99,7 +99,7 @@ def client_folders(root: Path) -> list[Path]:
 
 
 def arrays_of(folder: Path) -> tuple[Any, Any] | None:
-    """Return the inputs and targets of a client, memory-mapped; None if there are no such files.
+    """Return the inputs and targets of a client, memory-mapped; None without such files.
 
     Args:
         folder: the client's folder.

@@ -18,7 +18,7 @@ from pfl_lightning.tasks import Task
 
 
 class HFData(OwnedData):
-    """A data set of Hugging Face ``datasets``, or of local files in its formats; needs the extra ``hf``.
+    """A data set of Hugging Face ``datasets``, or of local files in one of their formats; needs the extra ``hf``.
 
     The network is never used: names on the hub are refused. Up to 1 GiB is read into memory; larger inputs stay in
     Arrow's files and are read one client at a time.

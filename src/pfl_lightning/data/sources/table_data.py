@@ -511,7 +511,7 @@ def codes_of(values: Any, words: list[str], owner: str, setting: str) -> Tensor:
 
 
 def not_one_value(value: Any, row: int, owner: str) -> MisconfigurationException:
-    """Return the error for a cell that holds a list, bytes or another object.
+    """Return the error for a cell with a list, bytes or another object.
 
     Args:
         value: contents of the cell.
