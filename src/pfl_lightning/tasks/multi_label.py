@@ -88,8 +88,7 @@ class MeanPrecision(MultilabelAveragePrecision):
 
     def __init__(self, num_labels: int, thresholds: int | None = None) -> None:
         super().__init__(num_labels, average="none", thresholds=thresholds, validate_args=False)
-        # torchmetrics' value for a label without positives is no average precision; counted here, such labels are left
-        # out
+        # torchmetrics gives a label without positives a precision of 0; counted here, such labels are left out
         self.add_state("positives", torch.zeros(num_labels, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, preds: Tensor, target: Tensor) -> None:
