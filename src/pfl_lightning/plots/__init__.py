@@ -1,4 +1,4 @@
-"""Pictures of partitions, runs, class distributions and aggregation weights, as functions that return figures."""
+"""Figures of partitions, runs, class distributions and aggregation weights."""
 
 from pfl_lightning.plots.aggregation import (
     plot_distances,

@@ -1,4 +1,4 @@
-"""Curves against the work that clients do, for methods that don't all do the same in a round."""
+"""Curves against local epochs, for methods with different amounts of training per round."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 def plot_against_local_epochs(
     runs: Mapping[str, tuple[Sequence[Mapping[str, Any]], int | Sequence[int]]], metric: str = "val/acc"
 ) -> "Figure":
-    """A metric against the local epochs of a client that took part in all rounds so far, a line a run.
+    """Plot a metric against the local epochs of a client in all rounds so far, one line per run.
 
     Rounds favour methods that train long in each, such as KT-pFL with up to 20 epochs.
 
     Args:
-        runs: by the run's name, its rows of ``rounds.csv`` (or of `RoundLogger`), and the local epochs of a round,
-            which the record doesn't say: a number, or one for each round from the first, of which the last goes on for
-            later rounds.
+        runs: by the run's name, the rows of ``rounds.csv`` (or of `RoundLogger`), and the local epochs per round, which
+            the record doesn't contain: a number, or a list with one number per round from the first on, whose last
+            number holds for later rounds.
         metric: the column to draw.
 
     Raises:
@@ -35,7 +35,7 @@ def plot_against_local_epochs(
 
 
 def _by_epochs(name: str, rows: Sequence[Mapping[str, Any]], epochs: int | Sequence[int]) -> list[dict[str, Any]]:
-    """The rows with the epochs until their end in the place of the round's number."""
+    """Return the rows with the number of epochs so far instead of the round's number."""
     by_round = [epochs] if isinstance(epochs, int) else list(epochs)
     if not by_round or min(by_round) < 1:
         raise MisconfigurationException(
@@ -43,5 +43,6 @@ def _by_epochs(name: str, rows: Sequence[Mapping[str, Any]], epochs: int | Seque
         )
     last = max((int(row["round"]) for row in rows), default=0)
     by_round += by_round[-1:] * (last - len(by_round))
+    # 0 first: an evaluation before the first round has round 0
     done = [0, *accumulate(by_round)]
     return [{**row, "round": done[int(row["round"])]} for row in rows]

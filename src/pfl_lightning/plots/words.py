@@ -1,17 +1,17 @@
-"""Names of columns as people say them."""
+"""Names of record columns for people."""
 
 SPLITS = {"train": "training", "val": "validation", "test": "test"}
 METRICS = {"acc": "accuracy, %"}
 
 
 def in_words(column: str) -> str:
-    """What a column of a record is, for an axis.
+    """Return a record column's name for an axis.
 
     >>> in_words("test/acc"), in_words("val/loss"), in_words("test/global_acc"), in_words("lr")
     ('test accuracy, %', 'validation loss', "test accuracy, %, of the server's model", 'lr')
 
     Args:
-        column: its name.
+        column: name of the column.
     """
     split, slash, metric = column.rpartition("/")
     server = metric.startswith("global_")
