@@ -40,7 +40,7 @@ def class_counts(task: Task, target: Tree) -> Tensor:
     Raises:
         MisconfigurationException: the task has no classes.
     """
-    classes = number_of_classes(task, "who asks for class counts")
+    classes = number_of_classes(task, "a count of classes")
     return torch.bincount(cast(Tensor, task.classes(target)), minlength=classes)
 
 
@@ -197,7 +197,7 @@ def counted(clients: list[ClientData]) -> Tensor:
     find(clients, "train")
     clients.sort(key=lambda client: client._found["train"][1])
     numbers = cast(Tensor, task.classes(whole_of(clients, "train").y))
-    counts = numbers.new_zeros(len(clients), number_of_classes(task, "who asks for class counts"))
+    counts = numbers.new_zeros(len(clients), number_of_classes(task, "a count of classes"))
     sizes = torch.tensor([client.size("train") for client in clients])
     rows = torch.arange(len(clients)).repeat_interleave(sizes).to(numbers.device)
     # An indexed add refuses class numbers out of range; one `bincount` over all clients would count them for the next

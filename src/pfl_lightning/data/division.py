@@ -149,8 +149,8 @@ def redivided(
             labels = labels[known[labels]]
             if len(theirs) and not len(labels):
                 raise MisconfigurationException(
-                    f"data.drift: from round {start} on client {client} trains on classes of which nobody has a "
-                    f"{split} sample; take a larger data.{split}_fraction, or more samples"
+                    f"data.drift: from round {start} on client {client} trains on classes without a {split} "
+                    f"sample at any client; take a larger data.{split}_fraction, or more samples"
                 )
             size = max(1, round(len(parts["train"]) * len(held[split]) / len(rows))) if len(theirs) else 0
             # `draw_alike` repeats samples of a class with fewer than the client's share; each counts once in a test

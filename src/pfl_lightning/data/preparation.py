@@ -114,13 +114,13 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
     # after the checks of the pool: a wrong pool is the user's first mistake to mend
     if getattr(data.partitioner, "by_owner", False) and owners is None:
         raise MisconfigurationException(
-            f"data.partitioner={type(data.partitioner).__name__}: {name} doesn't say who holds its samples; return "
+            f"data.partitioner={type(data.partitioner).__name__}: {name} names no client for its samples; return "
             "Loaded(x, y, client=...) from load(), or take IID"
         )
     kind = data.client_split or ("random" if given is None else "given")
     if kind == "given" and data.client_test == "original":
         raise MisconfigurationException(
-            "data.client_test=original: data.client_split=given says already what clients are tested on; take own"
+            "data.client_test=original: data.client_split=given names the test samples already; take own"
         )
     # under client_test=original, clients cut no test samples off their own; `divide` draws them from the test half
     test_fraction = data.test_fraction if data.client_test == "own" else 0.0

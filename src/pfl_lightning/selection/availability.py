@@ -43,8 +43,8 @@ class Availability(Selection):
         self.rates = read_rates(self.table)
         if missing := sorted(sizes.keys() - self.rates.keys()):
             raise MisconfigurationException(
-                f"trainer.cohort.table={self.table} has no row of client {missing[0]}; give each of the {len(sizes)} "
-                f"clients one, with ids from 0 to {len(sizes) - 1}."
+                f"trainer.cohort.table={self.table} has no row for client {missing[0]}; give each of the {len(sizes)} "
+                f"clients one row, with ids from 0 to {len(sizes) - 1}."
             )
 
     def sampling(self, size: int, num_clients: int) -> Sampling:

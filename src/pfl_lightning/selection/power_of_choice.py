@@ -71,8 +71,8 @@ class PowerOfChoice(Selection):
         """
         if not size <= self.candidates <= num_clients:
             raise MisconfigurationException(
-                f"trainer.cohort.candidates={self.candidates} must be from {size}, who take part in a round by "
-                f"trainer.clients_per_round={share}, to {num_clients}, all clients."
+                f"trainer.cohort.candidates={self.candidates} must be from {size} "
+                f"(trainer.clients_per_round={share}) to {num_clients} (all clients)."
             )
 
     def choose(self, start: RoundStart) -> list[int]:

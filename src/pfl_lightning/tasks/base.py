@@ -156,7 +156,7 @@ def check_range(target: Tensor, upper: int, ignored: int | None, owner: str, tas
     if len(counted) and (counted.min() < 0 or counted.max() >= upper):
         raise MisconfigurationException(
             f"{owner} has targets from {int(counted.min())} to {int(counted.max())}; task {task} allows 0 to "
-            f"{upper - 1}" + ("" if ignored is None else f", and {ignored} for what doesn't count")
+            f"{upper - 1}" + ("" if ignored is None else f", and {ignored} for uncounted positions")
         )
 
 
@@ -189,4 +189,4 @@ def number_of_classes(task: Task, asker: str, instead: str = METHODS_WITHOUT) ->
     """
     if task.has_classes:
         return task.outputs
-    raise MisconfigurationException(f"{asker} tells samples by their class, and task {task} has none; {instead}.")
+    raise MisconfigurationException(f"{asker} needs the class of each sample, and task {task} has none; {instead}.")

@@ -60,7 +60,9 @@ class FolderData(OwnedData):
         self.classes = sorted({name for _, _, name in self._images})
         # class numbers and quantities look alike in y.npy, so no task is guessed
         if task is None and not self._images:
-            raise MisconfigurationException("data.task=null: y is of what kind? Give one, such as Regression")
+            raise MisconfigurationException(
+                "data.task=null: y files may hold classes or quantities; give a task, such as Regression"
+            )
         super().__init__(Classification(len(self.classes)) if task is None else task, root=root, **kwargs)
         self._names = [folder.name for folder in folders]
         if self._images:

@@ -65,8 +65,8 @@ class HFData(OwnedData):
         y = np.asarray(self._dataset.with_format("numpy", columns=[self._target])[:][self._target])
         if y.dtype.kind not in "biuf":
             raise MisconfigurationException(
-                f"data.target: column {self._target!r} is not of numbers of one shape; map it, for texts that are "
-                "classes by class_encode_column of the data set"
+                f"data.target: column {self._target!r} doesn't hold numbers of one shape; map it to numbers, or "
+                "turn texts that are classes into numbers by the data set's class_encode_column"
             )
         check_finite_column(torch.as_tensor(y), f"data.target: column {self._target!r}")
         columns = {
@@ -100,7 +100,7 @@ class ArrowRows:
                 column for column, array in zip(self.columns, arrays, strict=True) if array.dtype.kind not in "biuf"
             )
             raise MisconfigurationException(
-                f"data.features: column {wrong!r} is not of numbers of one shape; map the data set, or leave it out"
+                f"data.features: column {wrong!r} doesn't hold numbers of one shape; map it to numbers, or leave it out"
             )
         tensors = [torch.from_numpy(array) for array in arrays]
         # checked on each access, as the rows may be too many to look through on loading

@@ -76,7 +76,7 @@ class LeafData(OwnedData):
         if values and isinstance(values[0], str):
             if self.letters is None:
                 raise MisconfigurationException(
-                    f"data.letters=null: {name} in {self._files[0][1]} are texts; give the letters that they are of"
+                    f"data.letters=null: {name} in {self._files[0][1]} are texts; give the alphabet of the texts"
                 )
             found = letter_numbers(values, self.letters)
             # a target is one letter, given as a text of length 1
@@ -125,8 +125,8 @@ def users_of(path: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
         counts = content.get("num_samples", [len(x) for _, x, _ in named])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise MisconfigurationException(
-            f"{path} is no LEAF file ({type(error).__name__}: {error}); it has users, num_samples and user_data with x "
-            "and y of each user"
+            f"{path} is no LEAF file ({type(error).__name__}: {error}); a LEAF file has users, num_samples and "
+            "user_data with x and y of each user"
         ) from None
     for (user, x, y), count in zip(named, counts, strict=True):
         if not len(x) == len(y) == count:

@@ -99,8 +99,8 @@ class TableData(OwnedData):
             check_choices("data", standardize=(standardize, ("table", "client")))
         if standardize == "client" and self.central_test is not None:
             raise MisconfigurationException(
-                f"data.standardize=client: rows of data.central_test={self.central_test} are of no client, by whose "
-                "training rows to standardize them; take table, or leave data.central_test out"
+                f"data.standardize=client: rows of data.central_test={self.central_test} belong to no client, so no "
+                "training rows standardize them; take table, or leave data.central_test out"
             )
         check_choices("data", decimal=(decimal, (".", ",")))
         self.standardize = standardize
@@ -212,7 +212,7 @@ class TableData(OwnedData):
         self._found[column] = words
         if is_target and not (self.task.has_classes or isinstance(self.task, MultiLabel)):
             raise MisconfigurationException(
-                f"{owner} is of texts ({listed(words)}), and task {self.task} predicts numbers; name another target"
+                f"{owner} holds texts ({listed(words)}), and task {self.task} predicts numbers; name another target"
             )
         if is_target and self.task.has_classes and len(words) > self.task.outputs:
             raise MisconfigurationException(
@@ -258,8 +258,8 @@ class TableData(OwnedData):
         if not is_target and not self._are_named and (is_date or 2 * len(words) > len(values)):
             kind = "dates" if is_date else "ids: nearly each row has a text of its own"
             raise MisconfigurationException(
-                f"{owner} is of {kind}, such as {shortened(words[codes[0]])}, and no feature unless data.features "
-                "names it; list the features there without it, or with it to have codes in the order of the alphabet"
+                f"{owner} holds {kind}, such as {shortened(words[codes[0]])}; list the inputs in data.features, "
+                "without this column, or with it to turn its texts into codes in alphabetical order"
             )
         return words, codes
 
@@ -309,8 +309,8 @@ class TableData(OwnedData):
         for column in self._found:
             setting = "data.classes" if column in self._targets else f"data.categories.{column}"
             return (
-                f"column {column!r} is of texts, to which each place would give other numbers by the texts in its own "
-                f"table; list all texts in {setting}, the same everywhere"
+                f"column {column!r} holds texts, and the texts of each site's own table would give other codes; list "
+                f"all texts in {setting}, the same at every site"
             )
         return ""
 
@@ -473,7 +473,7 @@ def plain_numbers(values: Any, owner: str) -> Tensor | None:
     if all(issubclass(each, Number | Decimal) and not issubclass(each, complex) for each in types):
         return torch.from_numpy(objects.astype(np.float64))
     if kind in "mM" or any(issubclass(each, date) for each in types):
-        raise MisconfigurationException(f"{owner} is of dates; take it as data.time, or make numbers of it")
+        raise MisconfigurationException(f"{owner} holds dates; take it as data.time, or make numbers of it")
     for row, value in enumerate(objects):
         if not isinstance(value, str | Number) or isinstance(value, complex):
             raise not_one_value(value, row, owner)
