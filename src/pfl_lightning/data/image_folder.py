@@ -11,8 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.data.datamodule import FederatedDataModule
-from pfl_lightning.data.image_tree import find_images
-from pfl_lightning.data.images import checked_size, image_size, read_image
+from pfl_lightning.data.images import checked_size, find_images, image_size, read_image
 
 SLOW_FILES = 5000
 """Number of files from which on reading shows a progress bar."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pfl_lightning.plots.words import in_words
+from pfl_lightning.plots.runs import in_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from pfl_lightning.plots.words import in_words
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FEW = 8
 """Number of names with room among the curves; more names stand beside the axes."""
 NAMES_A_COLUMN = 22
+
+SPLITS = {"train": "training", "val": "validation", "test": "test"}
+METRICS = {"acc": "accuracy, %"}
 
 
 def plot_partition(counts: Tensor) -> "Figure":
@@ -90,3 +91,19 @@ def plot_mean_curves(groups: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]
     else:
         axes.legend(frameon=False)
     return figure
+
+
+def in_words(column: str) -> str:
+    """Return a record column's name for an axis.
+
+    >>> in_words("test/acc"), in_words("val/loss"), in_words("test/global_acc"), in_words("lr")
+    ('test accuracy, %', 'validation loss', "test accuracy, %, of the server's model", 'lr')
+
+    Args:
+        column: name of the column.
+    """
+    split, slash, metric = column.rpartition("/")
+    server = metric.startswith("global_")
+    metric = metric.removeprefix("global_")
+    words = f"{SPLITS.get(split, split.replace('_', ' '))} " if slash else ""
+    return f"{words}{METRICS.get(metric, metric)}" + (", of the server's model" if server else "")

@@ -1,10 +1,11 @@
-"""The base class of prediction tasks."""
+"""The base classes of prediction tasks, and of metrics that are a ratio."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Literal
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
@@ -190,3 +191,26 @@ def number_of_classes(task: Task, asker: str, instead: str = METHODS_WITHOUT) ->
     if task.has_classes:
         return task.outputs
     raise MisconfigurationException(f"{asker} needs the class of each sample, and task {task} has none; {instead}.")
+
+
+class Ratio(Metric):
+    """A sum divided by the number of its addends, both increased by ``update``; NaN without addends.
+
+    Args:
+        dtype: type of the sum.
+    """
+
+    full_state_update = False
+    plot_lower_bound = 0.0
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        # sums, so that states of clients and of processes add up
+        self.add_state("total", torch.tensor(0, dtype=dtype), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def compute(self) -> Tensor:
+        """Return the ratio."""
+        return self.total / self.count

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 
-from pfl_lightning.tasks.base import Reduction, Task, check_shape
-from pfl_lightning.tasks.ratio import Ratio
+from pfl_lightning.tasks.base import Ratio, Reduction, Task, check_shape
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.data.datamodule import FederatedDataModule
-from pfl_lightning.data.inputs import net_inputs
+from pfl_lightning.data.datamodule import FederatedDataModule, net_inputs
 from pfl_lightning.data.partitioners import Natural, Partitioner
 from pfl_lightning.data.trees import Tree, mapped, read, with_leaves
 from pfl_lightning.messages import tree_map

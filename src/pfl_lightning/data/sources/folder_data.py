@@ -10,8 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 
-from pfl_lightning.data.image_tree import SUFFIXES
-from pfl_lightning.data.images import checked_size, image_size, read_image
+from pfl_lightning.data.images import SUFFIXES, checked_size, image_size, read_image
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.sources.base import OwnedData, resident, targets_of
 from pfl_lightning.data.sources.tensor_data import opened
