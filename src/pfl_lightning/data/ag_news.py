@@ -1,7 +1,5 @@
 """The AG News data set, word by word."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

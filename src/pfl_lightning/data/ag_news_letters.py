@@ -1,7 +1,5 @@
 """The AG News data set, letter by letter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

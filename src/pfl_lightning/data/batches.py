@@ -1,7 +1,5 @@
 """The order of a client's samples in an epoch."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Checks of settings, pools and partitions; each error names the setting, the value, and a value that would work."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real

@@ -1,7 +1,5 @@
 """The CIFAR-10 data set."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

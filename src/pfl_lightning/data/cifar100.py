@@ -1,7 +1,5 @@
 """The CIFAR-100 data set."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pfl_lightning.data.cifar10 import CIFAR10

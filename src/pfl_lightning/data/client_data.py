@@ -1,7 +1,5 @@
 """The samples of one client, gathered on first access."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any, Protocol, cast
@@ -96,7 +94,7 @@ class ClientData:
         """Return the number of samples in a split, without gathering the split."""
         return self.source.size(self.client, split)
 
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> ClientData:
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "ClientData":
         """Return the same client on another device, or ``self`` if device and type are the same.
 
         Args:

@@ -1,7 +1,5 @@
 """Ways to split one client's samples into train, val and test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast, get_args
 

@@ -1,7 +1,5 @@
 """Columns of a pool: one value per sample, such as the client."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from datetime import date

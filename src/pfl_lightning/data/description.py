@@ -1,7 +1,5 @@
 """Summaries of a partition for the record of a run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

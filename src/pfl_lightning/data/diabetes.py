@@ -1,7 +1,5 @@
 """The diabetes data set of scikit-learn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The handwritten digits of scikit-learn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The division of a pool: pool positions of each client, of the server and of the central test set."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, cast

@@ -1,7 +1,5 @@
 """The EMNIST data set."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException

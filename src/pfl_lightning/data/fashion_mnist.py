@@ -1,7 +1,5 @@
 """The Fashion-MNIST data set."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pfl_lightning.data.mnist import MNIST

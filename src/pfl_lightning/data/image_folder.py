@@ -1,7 +1,5 @@
 """Image files, in one folder per class."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

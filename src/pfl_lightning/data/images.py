@@ -1,7 +1,5 @@
 """Search for image files, and decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

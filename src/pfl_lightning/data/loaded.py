@@ -1,7 +1,5 @@
 """The samples of a data set before the division, with client, split and time of each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

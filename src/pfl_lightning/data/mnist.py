@@ -1,7 +1,5 @@
 """The MNIST data set."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The samples of a data set, their division, and copies on GPUs."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

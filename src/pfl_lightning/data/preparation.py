@@ -1,7 +1,5 @@
 """Preparation of a pool: check the loaded samples, choose the subset, divide and split."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from numbers import Integral
 from typing import Any, Literal, Protocol

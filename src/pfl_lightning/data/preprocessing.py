@@ -1,7 +1,5 @@
 """Means and deviations of columns, fitted on training rows after the division of a pool."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal, TypeAlias
 

@@ -1,7 +1,5 @@
 """The server's samples from another data set."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

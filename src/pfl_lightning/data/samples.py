@@ -1,7 +1,5 @@
 """Samples with targets: of one client, or of several clients in one stack."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -36,7 +34,7 @@ class Samples:
     def __len__(self) -> int:
         return rows_in(self.y)
 
-    def take(self, rows: Tensor | slice) -> Samples:
+    def take(self, rows: Tensor | slice) -> "Samples":
         """Return the samples at some positions.
 
         Args:
@@ -48,7 +46,7 @@ class Samples:
         return Samples(take(self.x, rows), take(self.y, rows))
 
     @classmethod
-    def joined(cls, parts: Sequence[Samples]) -> Samples:
+    def joined(cls, parts: "Sequence[Samples]") -> "Samples":
         """Join several samples into one object, one after another.
 
         Args:
@@ -68,7 +66,7 @@ class Samples:
         """
         return split((self.x, self.y), size)
 
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Samples:
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Samples":
         """Return the same samples on another device, without a copy of tensors already on the device.
 
         Args:
@@ -109,6 +107,6 @@ class Parts(Sequence[Samples]):
             return [self[place] for place in places]
         return self.whole.take(slice(self._ends[places], self._ends[places + 1]))
 
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Parts:
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Parts":
         """Return the same samples on another device, as `Samples.to` does."""
         return Parts(self.whole.to(device, dtype), self.sizes)

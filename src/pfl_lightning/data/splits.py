@@ -1,7 +1,5 @@
 """Seeded choices of samples from the pool and from one client's samples."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException

@@ -1,7 +1,5 @@
 """The samples of a client larger than memory, gathered one batch at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch
@@ -52,7 +50,7 @@ class Streamed(Samples):
         """All targets, which are in memory anyway."""
         return Samples((), take(self.pool.y, self.rows)).to(self.device).y
 
-    def take(self, rows: Tensor | slice) -> Streamed:
+    def take(self, rows: Tensor | slice) -> "Streamed":
         """Return the samples at some positions; the samples stay in the pool.
 
         Args:
@@ -72,7 +70,7 @@ class Streamed(Samples):
             batch = self._gathered(rows)
             yield batch.x, batch.y
 
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Streamed:
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Streamed":
         """Return the same samples, with batches on another device.
 
         Args:

@@ -1,7 +1,5 @@
 """The Tiny ImageNet data set."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

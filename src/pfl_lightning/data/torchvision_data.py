@@ -1,7 +1,5 @@
 """The base class of data sets whose files torchvision finds, checks and fetches."""
 
-from __future__ import annotations
-
 import socket
 from abc import abstractmethod
 from collections.abc import Iterator

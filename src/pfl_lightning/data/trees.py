@@ -1,7 +1,5 @@
 """Samples as trees of tensors: a tensor, or dicts, tuples and lists of tensors, with samples in the first dimension."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Number

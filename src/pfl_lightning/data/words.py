@@ -1,7 +1,5 @@
 """Conversion of texts into word and letter numbers."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The base classes of prediction tasks, and of metrics that are a ratio."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Literal
 

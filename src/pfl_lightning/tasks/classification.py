@@ -1,7 +1,5 @@
 """Classification: one class per sample."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The metric that selects the best round, and its spread over clients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Multi-label classification: any of several labels per sample."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Prediction of the next token at each position of a text."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

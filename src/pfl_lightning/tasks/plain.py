@@ -1,7 +1,5 @@
 """Conversion of tasks into plain values for checkpoints, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any

@@ -1,7 +1,5 @@
 """Regression: one or several quantities per sample."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

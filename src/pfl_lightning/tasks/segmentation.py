@@ -1,7 +1,5 @@
 """Segmentation: one class per pixel."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

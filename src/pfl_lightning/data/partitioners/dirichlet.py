@@ -1,7 +1,5 @@
 """Label skew by a Dirichlet distribution."""
 
-from __future__ import annotations
-
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray

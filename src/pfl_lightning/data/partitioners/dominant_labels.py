@@ -1,7 +1,5 @@
 """Groups of clients with the same dominant labels."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from typing import Literal, get_args
 

@@ -1,7 +1,5 @@
 """Equal shares of the shuffled pool."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from pfl_lightning.data.partitioners.base import Partitioner, Rows

@@ -1,7 +1,5 @@
 """The clients that the data set names."""
 
-from __future__ import annotations
-
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 

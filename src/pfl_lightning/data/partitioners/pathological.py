@@ -1,7 +1,5 @@
 """A few classes per client, in blocks of clients."""
 
-from __future__ import annotations
-
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray

@@ -1,7 +1,5 @@
 """Random classes for each client."""
 
-from __future__ import annotations
-
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 

@@ -1,7 +1,5 @@
 """Label skew by a Dirichlet distribution, without a cap on the clients' sizes."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from pfl_lightning.data.partitioners.base import Rows

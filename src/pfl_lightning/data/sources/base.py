@@ -1,7 +1,5 @@
 """The base class of data with named clients, for any task."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

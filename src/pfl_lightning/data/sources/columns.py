@@ -1,7 +1,5 @@
 """Choice and checks of a table's columns, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module

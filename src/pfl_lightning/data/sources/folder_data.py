@@ -1,7 +1,5 @@
 """Data in one folder per client."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

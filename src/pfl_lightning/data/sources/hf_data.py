@@ -1,7 +1,5 @@
 """Data sets of Hugging Face ``datasets``, from local files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Data in LEAF's JSON files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

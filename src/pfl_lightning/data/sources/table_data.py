@@ -1,7 +1,5 @@
 """Data in tables: CSV, Parquet and data frames."""
 
-from __future__ import annotations
-
 import math
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Data in arrays, tensors and memory maps."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Map-style data sets, such as TorchVision's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
