@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
 from pfl_lightning.runs.locks import LOCK, is_alive, is_locked
-from pfl_lightning.runs.standing import STAMP, Standing
+from pfl_lightning.runs.run_status import STAMP, Standing
 from pfl_lightning.runs.whole_files import PARTIAL
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)

@@ -5,7 +5,7 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-from pfl_lightning.runs.standing import is_bare
+from pfl_lightning.runs.run_status import is_bare
 
 
 class RunFolders(Trainer):

@@ -6,7 +6,7 @@ from pfl_lightning.data.datamodule import FederatedDataModule
 from pfl_lightning.data.samples import Samples
 
 
-def lent_samples(data: FederatedDataModule, fraction: float, generator: torch.Generator) -> Samples:
+def sample_proxy(data: FederatedDataModule, fraction: float, generator: torch.Generator) -> Samples:
     """Draw training samples from all clients, equally many per class or other group, without replacement.
 
     A class with fewer samples gives all of them; without groups, all samples form one. One client's samples are
