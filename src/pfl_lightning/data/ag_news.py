@@ -34,7 +34,7 @@ class AGNews(FederatedDataModule):
         **kwargs: settings of `FederatedDataModule`; ``download`` has no effect.
 
     Raises:
-        MisconfigurationException: a value is out of range.
+        MisconfigurationException: if a value is out of range.
 
     Source: X. Zhang, J. Zhao and Y. LeCun, "Character-level Convolutional Networks for Text Classification", NeurIPS
     2015.
@@ -73,7 +73,7 @@ class AGNews(FederatedDataModule):
             Word numbers [N, max_length], int64 in [0, vocab_size), and labels [N].
 
         Raises:
-            MisconfigurationException: there is no file, or a row isn't label, title, description.
+            MisconfigurationException: if there is no file, or a row isn't label, title, description.
         """
         files = [read_articles(path) for path in article_paths(self.root)]
         articles = [article for file in files for article in file]
@@ -92,7 +92,7 @@ def article_paths(root: str) -> list[Path]:
         root: folder that contains ag_news.
 
     Raises:
-        MisconfigurationException: there is no file.
+        MisconfigurationException: if there is no file.
     """
     folder = Path(root, "ag_news")
     if paths := [path for path in (folder / "train.csv", folder / "test.csv") if path.is_file()]:
@@ -113,7 +113,7 @@ def read_articles(path: Path) -> list[tuple[int, str]]:
         Label, 0 to 3, and title and description as one text, for each row.
 
     Raises:
-        MisconfigurationException: the file has other rows, or none.
+        MisconfigurationException: if the file has other rows, or none.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:

@@ -31,7 +31,7 @@ class AGNewsLetters(OwnedData):
         **kwargs: settings of `FederatedDataModule`; ``download`` has no effect.
 
     Raises:
-        MisconfigurationException: a value is out of range, or there is no such file.
+        MisconfigurationException: if a value is out of range, or there is no such file.
 
     Source: X. Zhang, J. Zhao and Y. LeCun, "Character-level Convolutional Networks for Text Classification", NeurIPS
     2015.

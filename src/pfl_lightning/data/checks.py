@@ -133,7 +133,7 @@ def check_integers(owner: str, **settings: object) -> None:
         **settings: the values, by name.
 
     Raises:
-        MisconfigurationException: a value is no integer.
+        MisconfigurationException: if a value is no integer.
     """
     _check_type(Integral, "an integer", owner, settings)
 
@@ -157,7 +157,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         settings: the values, by the names of `FederatedDataModule`'s arguments.
 
     Raises:
-        MisconfigurationException: a value is of a wrong type or out of range.
+        MisconfigurationException: if a value is of a wrong type or out of range.
     """
     check_integers("data.", **{name: settings[name] for name in ("batch_size", "public_samples", "seed")})
     fractions = ("test_fraction", "val_fraction", "server_fraction")
@@ -181,7 +181,7 @@ def check_pool(loaded: Loaded, task: Task, owner: str) -> None:
         owner: the data module's class, for the message.
 
     Raises:
-        MisconfigurationException: the pool is empty, inputs and targets do not fit, or a number is NaN or infinite.
+        MisconfigurationException: if the pool is empty, inputs and targets do not fit, or a number is NaN or infinite.
     """
     rows = [len(leaf) for tree in (loaded.x, loaded.y) for leaf in leaves_of(tree)]
     if not rows or min(rows) != max(rows) or max(rows) == 0:
@@ -211,7 +211,7 @@ def check_finite(loaded: Loaded, tree: Tree, name: str, owner: str) -> None:
         owner: the data module's class, for the message.
 
     Raises:
-        MisconfigurationException: a number is none of these; the message names row, column and client.
+        MisconfigurationException: if there is such a number; the message names row, column and client.
     """
     if isinstance(tree, Mapping):
         for key, part in tree.items():
@@ -255,8 +255,8 @@ def check_strata(strata: Tensor | None, count: int, task: Task, partitioner: obj
         partitioner: the partitioner of the samples; None for samples that nobody divides.
 
     Raises:
-        MisconfigurationException: the partitioner needs groups and there are none, or the groups are no int64 numbers
-            from 0 up.
+        MisconfigurationException: if the partitioner needs groups and there are none, or the groups are no int64
+            numbers from 0 up.
     """
     if strata is None:
         if partitioner is not None and getattr(partitioner, "by_class", True):
@@ -283,7 +283,7 @@ def rows_of_test_half(positions: Tensor, count: int, owner: str) -> Tensor:
         owner: the data module's class, for the message.
 
     Raises:
-        MisconfigurationException: the positions are no positions in the pool.
+        MisconfigurationException: if the positions are no positions in the pool.
     """
     if not isinstance(positions, Tensor) or positions.dim() != 1 or positions.dtype != torch.int64:
         what = type(positions).__name__
@@ -306,7 +306,7 @@ def check_enough(max_samples: int, count: int) -> None:
         count: number of groups.
 
     Raises:
-        MisconfigurationException: the subset is smaller.
+        MisconfigurationException: if the subset is smaller.
     """
     if max_samples < count:
         raise MisconfigurationException(
@@ -338,7 +338,7 @@ def check_halves(name: str, has_half: bool, client_test: str, central_test: floa
         central_test: ``original`` or another value.
 
     Raises:
-        MisconfigurationException: the data set has no such half.
+        MisconfigurationException: if the data set has no such half.
     """
     instead = {
         "client_test": (client_test, "take own"),
@@ -364,7 +364,7 @@ def check_partition(
         least: number of samples that a client needs.
 
     Raises:
-        MisconfigurationException: the parts are anything else.
+        MisconfigurationException: if the parts are anything else.
     """
     # a partitioner may be a plain function of the user's, and every mistake in one is caught here
     name = getattr(partitioner, "__name__", type(partitioner).__name__)

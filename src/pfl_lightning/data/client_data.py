@@ -36,7 +36,7 @@ def class_counts(task: Task, target: Tree) -> Tensor:
         target: targets of the samples.
 
     Raises:
-        MisconfigurationException: the task has no classes.
+        MisconfigurationException: if the task has no classes.
     """
     classes = number_of_classes(task, "a count of classes")
     return torch.bincount(cast(Tensor, task.classes(target)), minlength=classes)
@@ -113,7 +113,7 @@ class ClientData:
         """Number of training samples of each class, n_ij, shape [num_classes], int64.
 
         Raises:
-            MisconfigurationException: the samples have no class.
+            MisconfigurationException: if the samples have no class.
         """
         return self._counted[0].clone()
 
@@ -122,7 +122,7 @@ class ClientData:
         """Classes with at least one training sample, ascending.
 
         Raises:
-            MisconfigurationException: the samples have no class.
+            MisconfigurationException: if the samples have no class.
         """
         return self._counted[1]
 
@@ -189,7 +189,7 @@ def counted(clients: list[ClientData]) -> Tensor:
         clients: the clients, all on one device and of one task; the list is sorted into the order of gathering.
 
     Raises:
-        MisconfigurationException: the samples have no class.
+        MisconfigurationException: if the samples have no class.
     """
     task = clients[0].task
     find(clients, "train")

@@ -39,7 +39,7 @@ def cut_of(
         seed: seed of the draws, 0 or more.
 
     Raises:
-        MisconfigurationException: the data set lacks the column that ``kind`` needs.
+        MisconfigurationException: if the data set lacks the column that ``kind`` needs.
     """
     lacking = {
         "stratified": (strata, "samples have no class, nor another group by the data module's strata", "random"),
@@ -138,7 +138,7 @@ def check_parts(clients: list[Parts], names: list[str], val_fraction: float) -> 
         val_fraction: share of val in the training samples, in [0, 1).
 
     Raises:
-        MisconfigurationException: a client lacks samples of such a split.
+        MisconfigurationException: if a client lacks samples of such a split.
     """
     for split in get_args(Split):
         sizes = [len(parts[split]) for parts in clients]

@@ -36,7 +36,7 @@ def column_of(name: str, values: Sequence[Any] | NDArray[Any], count: int) -> ND
         count: number of samples N.
 
     Raises:
-        MisconfigurationException: there is another number of values, or a value is missing.
+        MisconfigurationException: if there is another number of values, or a value is missing.
     """
     given: Any = values.detach().cpu().numpy() if isinstance(values, Tensor) else values
     if not isinstance(given, Iterable):
@@ -113,7 +113,7 @@ def check_times(times: NDArray[Any]) -> None:
         times: one value per sample, none missing.
 
     Raises:
-        MisconfigurationException: a text is no date among dates or no number among numbers, or texts sort in another
+        MisconfigurationException: if a text is no date among dates or no number among numbers, or texts sort in another
             order than times.
     """
     if times.dtype.kind not in "US":
@@ -187,7 +187,7 @@ def check_splits(splits: NDArray[Any]) -> None:
         splits: one value per sample.
 
     Raises:
-        MisconfigurationException: a value is something else.
+        MisconfigurationException: if a value is something else.
     """
     known = get_args(Split)
     wrong = ~np.isin(splits.astype(str), known)

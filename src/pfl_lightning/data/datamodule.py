@@ -100,7 +100,7 @@ class FederatedDataModule(LightningDataModule, ABC):
             clients larger than memory: slower, with the same bits, and not under the engine ``vectorised``.
 
     Raises:
-        MisconfigurationException: a value is out of range.
+        MisconfigurationException: if a value is out of range.
     """
 
     num_classes: int
@@ -114,7 +114,7 @@ class FederatedDataModule(LightningDataModule, ABC):
     val_fraction: float
     test_fraction: float
     central_test: float | Literal["original"] | None
-    public: Any
+    public: "FederatedDataModule | None"
     resident: bool = True
     """True if all samples of a client are in memory while the client trains."""
     at_sites: bool = False
@@ -264,7 +264,7 @@ class FederatedDataModule(LightningDataModule, ABC):
             stage: ignored: all of Lightning's stages use the same pool.
 
         Raises:
-            MisconfigurationException: the data are missing, or cannot be divided as asked.
+            MisconfigurationException: if the data are missing, or cannot be divided as asked.
         """
         if self._pool is not None:
             return
@@ -488,7 +488,7 @@ class FederatedDataModule(LightningDataModule, ABC):
             Counts n_ij, shape [num_clients, num_classes], int64.
 
         Raises:
-            MisconfigurationException: the samples have no class.
+            MisconfigurationException: if the samples have no class.
         """
         return torch.stack([self.counts_of(client, split) for client in range(self.num_clients)])
 
@@ -500,7 +500,7 @@ class FederatedDataModule(LightningDataModule, ABC):
             split: the split to count.
 
         Raises:
-            MisconfigurationException: the samples have no class.
+            MisconfigurationException: if the samples have no class.
         """
         return class_counts(self.task, take(self._ready().samples.y, self.division.clients[client][split]))
 

@@ -73,7 +73,7 @@ def divide(
         seed: see `FederatedDataModule`.
 
     Raises:
-        MisconfigurationException: the pool cannot be divided so.
+        MisconfigurationException: if the pool cannot be divided so.
     """
     central = server = torch.empty(0, dtype=torch.int64)
     if central_test is not None:
@@ -124,7 +124,7 @@ def redivided(
         seed: seed of the first division; the seed of this division is derived from it and ``start``.
 
     Raises:
-        MisconfigurationException: the samples cannot be divided so.
+        MisconfigurationException: if the samples cannot be divided so.
     """
     count = len(division.clients) - division.newcomers
     held: dict[Split, Tensor] = {

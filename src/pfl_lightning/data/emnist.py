@@ -30,7 +30,7 @@ class EMNIST(MNIST):
         **kwargs: settings of `FederatedDataModule`.
 
     Raises:
-        MisconfigurationException: there is no such split.
+        MisconfigurationException: if there is no such split.
 
     Source: Cohen et al., "EMNIST: an Extension of MNIST to Handwritten Letters", 2017.
     """
@@ -57,7 +57,7 @@ class EMNIST(MNIST):
         """Check that the files exist; with ``download``, fetch missing files.
 
         Raises:
-            MisconfigurationException: there are no usable files.
+            MisconfigurationException: if there are no usable files.
         """
         super().prepare_data()
         # torchvision checked the test half only; a missing training half must be refused now and not in the first round

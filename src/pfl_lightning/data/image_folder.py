@@ -29,7 +29,7 @@ class ImageFolder(FederatedDataModule):
         **kwargs: settings of `FederatedDataModule`; ``download`` has no effect.
 
     Raises:
-        MisconfigurationException: there are no images, or ``size`` is not positive.
+        MisconfigurationException: if there are no images, or ``size`` is not positive.
     """
 
     folder = ""
@@ -56,7 +56,7 @@ class ImageFolder(FederatedDataModule):
         """Decode all images.
 
         Raises:
-            MisconfigurationException: a file is no image, or the images differ in size.
+            MisconfigurationException: if a file is no image, or the images differ in size.
         """
         from tqdm import tqdm
 

@@ -21,7 +21,7 @@ def checked_size(size: Any) -> tuple[int, int] | None:
         size: the side of a square, (height, width), or None.
 
     Raises:
-        MisconfigurationException: the size is something else, or below 1.
+        MisconfigurationException: if the size is something else, or below 1.
     """
     pixels = (size, size) if isinstance(size, int) else size
     is_pair = isinstance(pixels, (tuple, list)) and len(pixels) == 2
@@ -37,7 +37,7 @@ def image_size(path: Path) -> tuple[int, int]:
         path: the image file.
 
     Raises:
-        MisconfigurationException: the file is no image.
+        MisconfigurationException: if the file is no image.
     """
     with opened_image(path) as image:
         return image.height, image.width
@@ -55,7 +55,7 @@ def read_image(path: Path, channels: int, size: tuple[int, int] | None) -> NDArr
         Pixels, shape [height, width, channels], 0 to 255.
 
     Raises:
-        MisconfigurationException: the file is no image, or has more than 8 bits per pixel and channel.
+        MisconfigurationException: if the file is no image, or has more than 8 bits per pixel and channel.
     """
     from PIL import Image
 
@@ -81,7 +81,7 @@ def opened_image(path: Path) -> Iterator[Any]:
         path: the image file.
 
     Raises:
-        MisconfigurationException: the file is no image, is damaged, or claims more pixels than Pillow decodes.
+        MisconfigurationException: if the file is no image, is damaged, or claims more pixels than Pillow decodes.
     """
     from PIL import Image
 
@@ -108,7 +108,7 @@ def find_images(root: Path) -> tuple[list[str], list[tuple[Path, int]]]:
         The class names in order, and (file, class index) for each image, ordered by split, then by class, then by path.
 
     Raises:
-        MisconfigurationException: there is no such folder, no class folder, a split lacks classes, or a class has no
+        MisconfigurationException: if there is no such folder, no class folder, a split lacks classes, or a class has no
             images.
     """
     if not root.is_dir():

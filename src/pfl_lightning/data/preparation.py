@@ -62,7 +62,7 @@ def as_loaded(loaded: Loaded | tuple[Tree, Tree]) -> Loaded:
         loaded: the result of ``load()``.
 
     Raises:
-        MisconfigurationException: the result is neither a pair nor a `Loaded`.
+        MisconfigurationException: if the result is neither a pair nor a `Loaded`.
     """
     if not isinstance(loaded, Loaded):
         if not isinstance(loaded, (tuple, list)) or len(loaded) != 2:
@@ -84,7 +84,7 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
         loaded: the samples, as loaded.
 
     Raises:
-        MisconfigurationException: the samples are wrong, or cannot be divided as asked.
+        MisconfigurationException: if the samples are wrong, or cannot be divided as asked.
     """
     name, task, count = type(data).__name__, data.task, len(loaded)
     check_pool(loaded, task, name)
@@ -176,7 +176,7 @@ def how_many(new_clients: float, num_clients: int | None, total: int = 0) -> int
         total: number of all clients, if M is None.
 
     Raises:
-        MisconfigurationException: no client is left for the federation.
+        MisconfigurationException: if no client is left for the federation.
     """
     if isinstance(new_clients, Integral):
         count = int(new_clients)

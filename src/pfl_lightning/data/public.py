@@ -57,7 +57,7 @@ def public_samples(public: PublicData, count: int, seed: int, owner: str, input_
         input_shape: shape of the clients' inputs.
 
     Raises:
-        MisconfigurationException: the data set has inputs of another shape, or too few samples.
+        MisconfigurationException: if the data set has inputs of another shape, or too few samples.
     """
     name = type(public).__name__
     if tuple(public.input_shape) != tuple(input_shape):

@@ -66,7 +66,7 @@ def hold_out(
         Positions of the central test set and of the server's samples, ascending.
 
     Raises:
-        MisconfigurationException: a share above 0 is less than one sample, or leaves none.
+        MisconfigurationException: if a share above 0 is less than one sample, or leaves none.
     """
     if central_test == "original":
         central = is_test.nonzero().flatten()
@@ -161,7 +161,7 @@ def draw_alike(labels: Tensor, classes: list[Tensor], size: int, client: int, se
         The drawn positions, shape [size], int64.
 
     Raises:
-        MisconfigurationException: a class of the mix has no sample to draw.
+        MisconfigurationException: if a class of the mix has no sample to draw.
     """
     take = in_proportion(np.bincount(labels.numpy(), minlength=len(classes)), size)
     for k in np.flatnonzero(take):

@@ -22,8 +22,8 @@ class TinyImageNet(ImageFolder):
         **kwargs: settings of `ImageFolder`; ``download`` has no effect.
 
     Raises:
-        MisconfigurationException: there is no such folder or no image, or val/ is needed and differs from the original
-            archive.
+        MisconfigurationException: if there is no such folder or no image, or val/ is needed and differs from the
+            original archive.
 
     Source: Y. Le and X. Yang, "Tiny ImageNet Visual Recognition Challenge", Stanford CS 231N, 2015.
     """

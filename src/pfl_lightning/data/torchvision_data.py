@@ -57,7 +57,7 @@ class TorchvisionDataModule(FederatedDataModule):
         """Check that the files exist; with ``download``, fetch missing files.
 
         Raises:
-            MisconfigurationException: there are no usable files.
+            MisconfigurationException: if there are no usable files.
         """
         with _network_timeout(self.TIMEOUT):
             self._open(train=False, download=self.download)

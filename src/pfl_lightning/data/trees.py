@@ -79,7 +79,7 @@ def take(tree: Tree, rows: Tensor | slice) -> Tree:
         rows: positions of the samples.
 
     Raises:
-        MisconfigurationException: a leaf that stays in files has a number that no net can take.
+        MisconfigurationException: if a leaf that stays in files has a number that no net can take.
     """
     if isinstance(tree, Tensor):
         # index_select copies whole rows; indexing goes element by element and is slower
@@ -134,7 +134,7 @@ def as_tensor(values: Any, name: str = "a data set") -> Tensor:
         name: name of the values in the error message.
 
     Raises:
-        MisconfigurationException: the values aren't numbers, or the lists differ in length.
+        MisconfigurationException: if the values aren't numbers, or the lists differ in length.
     """
     if isinstance(values, Tensor):
         return values
@@ -159,7 +159,7 @@ def check_type(dtype: Any, name: str) -> None:
         name: name of the array in the error message.
 
     Raises:
-        MisconfigurationException: the elements are texts, dates, records or Python objects.
+        MisconfigurationException: if the elements are texts, dates, records or Python objects.
     """
     if isinstance(dtype, np.dtype) and dtype.kind not in "biufc":
         raise MisconfigurationException(f"{name} is of type {dtype}; make numbers of it, such as float32")
@@ -175,7 +175,7 @@ def with_leaves(tree: Tree, name: str) -> Tree:
         name: name of the tree in error messages.
 
     Raises:
-        MisconfigurationException: a leaf has no rows, or doesn't hold numbers.
+        MisconfigurationException: if a leaf has no rows, or doesn't hold numbers.
     """
     if isinstance(tree, Mapping):
         return {key: with_leaves(part, f"{name}[{key!r}]") for key, part in tree.items()}

@@ -77,7 +77,7 @@ def letter_numbers(texts: list[str], letters: str) -> Tensor:
         Numbers [number of texts, length], int64.
 
     Raises:
-        MisconfigurationException: the texts differ in length.
+        MisconfigurationException: if the texts differ in length.
     """
     lengths = {len(text) for text in texts}
     if len(lengths) > 1:

@@ -50,7 +50,7 @@ class Partitioner(ABC):
             seed: seed of the division, 0 to 2**32 - 1.
 
         Raises:
-            MisconfigurationException: the pool cannot be divided as asked.
+            MisconfigurationException: if the pool cannot be divided as asked.
         """
         if num_clients > len(labels):
             raise MisconfigurationException(

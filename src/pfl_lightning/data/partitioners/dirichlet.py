@@ -26,7 +26,7 @@ class Dirichlet(Partitioner):
             loosely, though FedClassAvg's paper calls them equal.
 
     Raises:
-        MisconfigurationException: a value is out of range, or no draw reaches ``min_size``.
+        MisconfigurationException: if a value is out of range, or no draw reaches ``min_size``.
 
     Source: Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML 2019; the cap at N /
     M as in Li et al., "Federated Learning on Non-IID Data Silos", ICDE 2022.

@@ -38,7 +38,7 @@ class DominantLabels(Partitioner):
         groups: number G of groups, at least 1.
 
     Raises:
-        MisconfigurationException: a value is out of range, or a class has too few samples.
+        MisconfigurationException: if a value is out of range, or a class has too few samples.
 
     Source: Liang et al., "FedReMa: Improving Personalized Federated Learning via Leveraging the Most Relevant Clients",
     ECAI 2024; Xu et al., "Personalized Federated Learning with Feature Alignment and Classifier Collaboration", ICLR

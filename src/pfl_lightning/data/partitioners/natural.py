@@ -17,7 +17,7 @@ class Natural(Partitioner):
         min_samples: leave out clients with fewer samples, at least 1.
 
     Raises:
-        MisconfigurationException: ``min_samples`` is below 1, or leaves fewer clients than ``data.num_clients``.
+        MisconfigurationException: if ``min_samples`` is below 1, or leaves fewer clients than ``data.num_clients``.
     """
 
     by_class = False
@@ -36,7 +36,7 @@ class Natural(Partitioner):
             classes: pool positions of each owner's samples.
 
         Raises:
-            MisconfigurationException: no owner has enough samples.
+            MisconfigurationException: if no owner has enough samples.
         """
         large = [owner for owner, rows in enumerate(classes) if len(rows) >= self.min_samples]
         if not large:
@@ -56,7 +56,7 @@ class Natural(Partitioner):
             rng: the source of the draw.
 
         Raises:
-            MisconfigurationException: too few owners have ``min_samples`` samples.
+            MisconfigurationException: if too few owners have ``min_samples`` samples.
         """
         owners = self.owners(classes)
         if num_clients > len(owners):

@@ -22,7 +22,7 @@ class Pathological(Partitioner):
         balanced: give all clients of a class the same amount instead.
 
     Raises:
-        MisconfigurationException: a value is out of range, or M, c and K would leave classes without client (PFLlib
+        MisconfigurationException: if a value is out of range, or M, c and K would leave classes without client (PFLlib
             drops their data silently).
 
     Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017,

@@ -24,7 +24,7 @@ class RandomClasses(Partitioner):
             are used if M c is a multiple of K and all classes are equally large.
 
     Raises:
-        MisconfigurationException: ``classes_per_client`` is out of range, or a client would get no sample of a drawn
+        MisconfigurationException: if ``classes_per_client`` is out of range, or a client would get no sample of a drawn
             class.
 
     Source: Jang et al., "FedClassAvg: Local Representation Learning for Personalized Federated Learning on

@@ -22,7 +22,7 @@ class RoundedDirichlet(Dirichlet):
         min_size: size of the smallest client to accept, at least 1.
 
     Raises:
-        MisconfigurationException: a value is out of range, or no draw reaches ``min_size``.
+        MisconfigurationException: if a value is out of range, or no draw reaches ``min_size``.
 
     Source: Li et al., "Revisiting Weighted Aggregation in Federated Learning with Neural Networks", ICML 2023, official
     code.

@@ -24,7 +24,8 @@ def chosen_columns(
         **others: further columns, by the setting that names each.
 
     Raises:
-        MisconfigurationException: a column doesn't exist, none is left for the inputs, or one is both input and target.
+        MisconfigurationException: if a column doesn't exist, none is left for the inputs, or one is both input and
+            target.
     """
     targets = [target] if isinstance(target, str) else list(target)
     named = {"features": features or (), "target": targets} | {
@@ -52,7 +53,7 @@ def check_column(setting: str, column: str, there: Sequence[str]) -> None:
         there: names of all columns.
 
     Raises:
-        MisconfigurationException: there is no such column.
+        MisconfigurationException: if there is no such column.
     """
     if column not in there:
         # another case is the likeliest slip, and the distance of "AGE" to "age" is too large for close matches
@@ -71,7 +72,7 @@ def check_finite_column(values: Tensor, owner: str, rows: Sequence[int] | NDArra
         rows: position of each row in the data; None counts from 0.
 
     Raises:
-        MisconfigurationException: a number is NaN, infinite, or too large for single precision.
+        MisconfigurationException: if a number is NaN, infinite, or too large for single precision.
     """
     if not values.is_floating_point():
         return
@@ -99,7 +100,7 @@ def package(name: str, extra: str, owner: str) -> Any:
         owner: the class that needs the package.
 
     Raises:
-        MisconfigurationException: the package isn't installed.
+        MisconfigurationException: if the package isn't installed.
     """
     try:
         return import_module(name)

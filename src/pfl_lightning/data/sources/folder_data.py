@@ -31,7 +31,7 @@ class FolderData(OwnedData):
         **kwargs: settings of `FederatedDataModule`; ``download`` has no effect.
 
     Raises:
-        MisconfigurationException: there are no clients' folders, or a folder holds something else.
+        MisconfigurationException: if there are no clients' folders, or a folder holds something else.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ def client_folders(root: Path) -> list[Path]:
         root: folder of the clients' folders.
 
     Raises:
-        MisconfigurationException: there is no folder.
+        MisconfigurationException: if there is no folder.
     """
     found = sorted(p for p in root.iterdir() if p.is_dir() and p.name[0] != ".") if root.is_dir() else []
     if not found:
@@ -104,7 +104,7 @@ def arrays_of(folder: Path) -> tuple[Any, Any] | None:
         folder: the client's folder.
 
     Raises:
-        MisconfigurationException: a file holds no array, or inputs and targets differ in number.
+        MisconfigurationException: if a file holds no array, or inputs and targets differ in number.
     """
     for suffix in (".npy", ".pt"):
         paths = [folder / f"{name}{suffix}" for name in ("x", "y")]
@@ -127,7 +127,7 @@ def images_of(folder: Path) -> list[tuple[Path, str, str]]:
         folder: the client's folder.
 
     Raises:
-        MisconfigurationException: there is no image.
+        MisconfigurationException: if there is no image.
     """
     files = sorted(path for path in folder.glob("*/*") if path.suffix.lower() in SUFFIXES and path.name[0] != ".")
     if not files:

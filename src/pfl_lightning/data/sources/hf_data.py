@@ -34,7 +34,7 @@ class HFData(OwnedData):
         **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Raises:
-        MisconfigurationException: there is no such file or column, or numbers are missing or not finite.
+        MisconfigurationException: if there is no such file or column, or numbers are missing or not finite.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ def local_dataset(dataset: Any) -> Any:
         dataset: a ``datasets.Dataset``, or a path.
 
     Raises:
-        MisconfigurationException: there is no such file, or the package is missing.
+        MisconfigurationException: if there is no such file, or the package is missing.
     """
     datasets = package("datasets", "hf", "HFData")
     if isinstance(dataset, datasets.Dataset):

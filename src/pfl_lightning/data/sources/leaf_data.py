@@ -35,7 +35,7 @@ class LeafData(OwnedData):
         **kwargs: settings of `FederatedDataModule`; ``download`` has no effect.
 
     Raises:
-        MisconfigurationException: there are no such files.
+        MisconfigurationException: if there are no such files.
 
     Source: Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018.
     """
@@ -94,7 +94,7 @@ def leaf_files(root: Path) -> list[tuple[str, Path]]:
         root: folder of the files, or of train/ and test/ that hold the files.
 
     Raises:
-        MisconfigurationException: there is no file, or none in train/.
+        MisconfigurationException: if there is no file, or none in train/.
     """
     files = [(half, path) for half in HALVES for path in sorted(Path(root, half).glob("*.json"))]
     # with test files alone, every client would lack training samples, with a less clear message
@@ -114,7 +114,7 @@ def users_of(path: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
         path: the file.
 
     Raises:
-        MisconfigurationException: the file has another structure.
+        MisconfigurationException: if the file has another structure.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

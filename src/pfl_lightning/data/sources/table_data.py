@@ -72,7 +72,7 @@ class TableData(OwnedData):
         **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Raises:
-        MisconfigurationException: there is no such file or column, or a column has gaps, numbers that aren't finite,
+        MisconfigurationException: if there is no such file or column, or a column has gaps, numbers that aren't finite,
             texts among numbers, or values outside its vocabulary.
     """
 
@@ -184,7 +184,7 @@ class TableData(OwnedData):
             is_target: whether the column is a target.
 
         Raises:
-            MisconfigurationException: the column has gaps, or values that neither the column's type nor the task
+            MisconfigurationException: if the column has gaps, or values that neither the column's type nor the task
                 allows.
         """
         column = str(values.name)
@@ -231,7 +231,7 @@ class TableData(OwnedData):
             is_target: whether the column is a target.
 
         Raises:
-            MisconfigurationException: texts stand among numbers, or are ids or dates that aren't named as features.
+            MisconfigurationException: if texts stand among numbers, or are ids or dates that aren't named as features.
         """
         codes, unique = package("pandas", "tables", "TableData").factorize(values.astype(str).to_numpy(), sort=True)
         words = [str(word) for word in unique]
@@ -340,7 +340,8 @@ def check_given(moments: Mapping[str, Sequence[float]], features: Sequence[str])
         features: names of the feature columns.
 
     Raises:
-        MisconfigurationException: an entry isn't two finite numbers with a deviation above 0, or belongs to no feature.
+        MisconfigurationException: if an entry isn't two finite numbers with a deviation above 0, or belongs to no
+            feature.
     """
     for column, values in moments.items():
         if column not in features:
@@ -381,7 +382,7 @@ def column_names(path: Any, csv: dict[str, str]) -> list[str]:
         csv: settings of ``pandas.read_csv``.
 
     Raises:
-        MisconfigurationException: the file isn't such a table, or two columns share a name.
+        MisconfigurationException: if the file isn't such a table, or two columns share a name.
     """
     names = [str(name) for name in read_table(path, None, csv)]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
@@ -400,7 +401,7 @@ def read_table(path: Any, columns: Sequence[str] | None, csv: dict[str, str]) ->
         csv: settings of ``pandas.read_csv``.
 
     Raises:
-        MisconfigurationException: the file isn't such a table, or a package is missing.
+        MisconfigurationException: if the file isn't such a table, or a package is missing.
     """
     pandas = package("pandas", "tables", "TableData")
     if isinstance(path, pandas.DataFrame):
@@ -455,7 +456,7 @@ def plain_numbers(values: Any, owner: str) -> Tensor | None:
         owner: name of the column for the message.
 
     Raises:
-        MisconfigurationException: the column holds dates, lists or other objects.
+        MisconfigurationException: if the column holds dates, lists or other objects.
     """
     kind = values.dtype.kind
     # unsigned integers beyond int64 become floats, which lose digits but keep their order
@@ -488,7 +489,7 @@ def codes_of(values: Any, words: list[str], owner: str, setting: str) -> Tensor:
         setting: the setting that gave the vocabulary.
 
     Raises:
-        MisconfigurationException: a value isn't in the vocabulary.
+        MisconfigurationException: if a value isn't in the vocabulary.
     """
     numbers = {word: number for number, word in enumerate(words)}
     known: dict[Any, int] = {}
@@ -530,7 +531,7 @@ def vocabulary(setting: str, words: Sequence[str | int]) -> list[str]:
         words: the texts, or integers.
 
     Raises:
-        MisconfigurationException: the vocabulary is no list of different texts.
+        MisconfigurationException: if the vocabulary is no list of different texts.
     """
     texts = [as_text(word) for word in words] if isinstance(words, list | tuple) else []
     if not texts or len(set(texts)) < len(texts):

@@ -32,7 +32,7 @@ class TensorData(OwnedData):
         **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Raises:
-        MisconfigurationException: a file is missing, or an array doesn't hold numbers.
+        MisconfigurationException: if a file is missing, or an array doesn't hold numbers.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ def numbers_in(name: str, values: Any) -> Tree:
         values: a path, or a tree of arrays.
 
     Raises:
-        MisconfigurationException: the file can't be read, or an array doesn't hold numbers.
+        MisconfigurationException: if the file can't be read, or an array doesn't hold numbers.
     """
     is_path = isinstance(values, (str, os.PathLike))
     return with_leaves(opened(name, values), f"data.{name}={str(values)!r}" if is_path else f"data.{name}")
@@ -79,7 +79,7 @@ def opened(name: str, values: Any) -> Any:
         values: a path, or anything else.
 
     Raises:
-        MisconfigurationException: the file doesn't exist or holds no array.
+        MisconfigurationException: if the file doesn't exist or holds no array.
     """
     if not isinstance(values, (str, os.PathLike)):
         return values

@@ -36,7 +36,7 @@ class VisionData(OwnedData):
         **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Raises:
-        MisconfigurationException: the data set isn't map-style, or samples differ from one reading to the next.
+        MisconfigurationException: if the data set isn't map-style, or samples differ from one reading to the next.
     """
 
     def __init__(
