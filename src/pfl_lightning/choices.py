@@ -1,4 +1,4 @@
-"""Settings that are one of a few values, or no less than one."""
+"""Checks of settings with a list of choices or a lower bound."""
 
 from collections.abc import Collection
 from typing import Any
@@ -7,14 +7,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 
 def check_choices(owner: str, **settings: tuple[Any, Collection[str]]) -> None:
-    """Checks that each setting is one of its choices.
+    """Check settings against their choices.
 
     Args:
-        owner: what stands before their names on the command line, such as ``model``.
-        **settings: the value and the choices, by name.
+        owner: prefix of the settings on the command line, such as ``model``.
+        **settings: value and choices, by name.
 
     Raises:
-        MisconfigurationException: if one isn't.
+        MisconfigurationException: if a value is none of its choices.
     """
     for name, (value, choices) in settings.items():
         if value not in choices:
@@ -22,15 +22,16 @@ def check_choices(owner: str, **settings: tuple[Any, Collection[str]]) -> None:
 
 
 def check_least(owner: str, **settings: tuple[float, float]) -> None:
-    """Checks that each setting is no less than it may be.
+    """Check settings against their lower bounds.
 
     Args:
-        owner: what stands before their names on the command line, such as ``model``.
-        **settings: the value and the least one, by name.
+        owner: prefix of the settings on the command line, such as ``model``.
+        **settings: value and lower bound, by name.
 
     Raises:
-        MisconfigurationException: if one is less.
+        MisconfigurationException: if a value is less.
     """
     for name, (value, least) in settings.items():
+        # written with `not`, so that NaN is refused too
         if not value >= least:
             raise MisconfigurationException(f"{owner}.{name}={value} must be {least} or more.")

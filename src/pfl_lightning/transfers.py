@@ -1,4 +1,4 @@
-"""Transfers between devices: many small tensors take as long as one large one when they travel together."""
+"""Joint transfers of tensors between devices: many small tensors, sent together, take as long as one large one."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,13 +7,14 @@ from torch import Tensor
 
 
 def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors on a device, in their order: one copy for each type and place, and none where they already are.
+    """Return tensors on a device, in order, by one copy for each type and origin.
 
-    What arrives on the CPU are tensors of their own, so that who keeps one doesn't keep all.
+    Tensors already on the device are returned unchanged. Results on the CPU are independent copies: keeping one doesn't
+    keep the memory of all.
 
     Args:
-        tensors: any, of any shapes.
-        device: where they are wanted.
+        tensors: tensors of any shapes.
+        device: device of the results.
     """
     result = list(tensors)
     together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -27,22 +28,30 @@ def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         parts = [result[index] for index in indices]
         flat = torch.cat([part.reshape(-1) for part in parts]).to(device)
         for index, part, piece in zip(indices, parts, torch.split(flat, [part.numel() for part in parts]), strict=True):
+            # a view keeps the whole transfer in memory; on the CPU, where results are kept for long, each becomes a
+            # copy
             whole = piece.view(part.shape)
             result[index] = whole.clone() if device.type == "cpu" else whole
     return result
 
 
 def side_by_side(rows: Sequence[Tensor], device: torch.device) -> Tensor:
-    """A stack of tensors, on the device where one of them already is, and else where they are.
+    """Stack tensors: on the device if any tensor lies on the device, else on the CPU.
 
     Args:
         rows: tensors of one shape and type, each on the device or on the CPU.
-        device: where the stack is wanted.
+        device: device of the stack.
     """
     return torch.stack(moved(rows, device) if any(row.device == device for row in rows) else list(rows))
 
 
 def rows_of(stacks: Mapping[str, Tensor], count: int, device: torch.device) -> list[dict[str, Tensor]]:
-    """Each row of stacks as tensors of its own on a device: who keeps or saves one shall not keep the stack."""
+    """Return each row of stacks as independent tensors on a device; a kept row keeps no stack in memory.
+
+    Args:
+        stacks: tensors ``[count, ...]`` by name.
+        count: number of rows, needed if there is no stack.
+        device: device of the results.
+    """
     columns = [[row.clone() for row in stack.unbind()] for stack in moved([*stacks.values()], device)]
     return [dict(zip(stacks, row, strict=True)) for row in zip(*columns, strict=True)] or [{} for _ in range(count)]

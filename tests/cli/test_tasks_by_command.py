@@ -71,11 +71,11 @@ def test_a_task_goes_from_the_data_to_the_client(line, metric, capsys):
 
 def test_methods_of_classes_are_refused_in_a_sentence(capsys):
     words = refusal(f"fit --config methods/cwfedavg --data masks_and_marks.Marks --model.net MLP {SETTINGS}", capsys)
-    assert "model WDR tells samples by their class, and task MultiLabel(num_labels=3) has none" in words
+    assert "model WDR needs the class" in words and "task MultiLabel(num_labels=3) has none" in words
     words = refusal(
         f"fit --model FedAvg --aggregator FedDisco --data masks_and_marks.Marks --model.net MLP {SETTINGS}", capsys
     )
-    assert "aggregator FedDisco tells samples by their class" in words
+    assert "aggregator FedDisco needs the class" in words
 
 
 def test_a_metric_that_is_not_there_selects_nothing(capsys):

@@ -131,7 +131,7 @@ def test_the_data_say_what_clients_are_tested_on_but_once():
         original_test = torch.arange(50, 60)
 
     data = Both(split=named(test=range(40, 60)), client_test="original")
-    with pytest.raises(MisconfigurationException, match=r"data.client_test=original: data.client_split=given says alr"):
+    with pytest.raises(MisconfigurationException, match=r"data.client_test=original: data.client_split=given"):
         data.setup()
 
 

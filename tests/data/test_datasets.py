@@ -234,7 +234,7 @@ def test_image_folder_resizes(tmp_path, size, shape):
 def test_image_folder_refuses_mixed_sizes(tmp_path):
     write_images(tmp_path, classes=("a",))
     write_images(tmp_path, classes=("b",), size=(7, 7))
-    with pytest.raises(MisconfigurationException, match=r"data.size=None: .*0.png has 7x7 pixels.*6x5; set data.size"):
+    with pytest.raises(MisconfigurationException, match=r"data.size=null: .*0.png has 7x7 pixels.*6x5; set data.size"):
         ImageFolder(root=str(tmp_path), **TWO).setup()
 
 

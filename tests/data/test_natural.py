@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import fit
 from pfl_lightning.data import IID, Dirichlet, FederatedDataModule, Loaded, Natural
-from pfl_lightning.data.lent_samples import lent_samples
+from pfl_lightning.data.sample_proxy import sample_proxy
 from pfl_lightning.methods import FedAvg
 from pfl_lightning.nets import MLP
 from pfl_lightning.tasks import Classification, Regression
@@ -132,7 +132,7 @@ def test_strata_of_a_quantity_are_kept():
     data.setup()
     assert sum(len(numbers(data, client)) for client in range(2)) == 24
     assert sum(int(x) > 48 for x in data.central_data().x) == 1
-    lent = lent_samples(data, 0.5, torch.Generator().manual_seed(0))
+    lent = sample_proxy(data, 0.5, torch.Generator().manual_seed(0))
     trained = sum(data.size(client, "train") for client in range(2))
     upper = sum(int(data.strata_of(client, "train").sum()) for client in range(2))
     assert int((lent.x > 48).sum()) == min(upper, round(0.5 * trained / 2))
@@ -140,7 +140,7 @@ def test_strata_of_a_quantity_are_kept():
 
 def test_clients_lend_samples_without_classes():
     data = ready()
-    lent = lent_samples(data, 0.5, torch.Generator().manual_seed(0))
+    lent = sample_proxy(data, 0.5, torch.Generator().manual_seed(0))
     trained = [numbers(data, client, "train") for client in range(3)]
     assert len(lent) == round(0.5 * sum(map(len, trained))) and {int(x) for x in lent.x} < set().union(*trained)
     assert torch.equal(lent.y, lent.x.flatten() / 60)
@@ -172,7 +172,7 @@ def test_a_nan_among_numbers_is_refused():
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"client": None}, "Natural: Owned doesn't say who holds its samples; return Loaded"),
+        ({"client": None}, "Natural: Owned .*; return Loaded"),
         ({"client": OWNERS[:59]}, r"60 samples and a client column of shape \[59\]"),
         ({"client": OWNERS.reshape(60, 1)}, r"60 samples and a client column of shape \[60, 1\]"),
         ({"time": range(61)}, r"60 samples and a time column of shape \[61\]"),

@@ -49,7 +49,7 @@ def test_every_method_does_on_every_task_what_the_table_says(method, task):
             assert after_a_round(method, kind, "vectorised") == pytest.approx(alone, rel=1e-4, nan_ok=True)
         return
     words = {
-        "needs classes": rf"(model|aggregator) .* by their class, and task {task}\(",
+        "needs classes": rf"(model|aggregator) .* class .* task {task}\(",
         "needs vectors": "compares features as vectors|whose inputs would be the features",
     }
     with pytest.raises(MisconfigurationException, match=words[cell]):

@@ -8,8 +8,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from scipy.stats import spearmanr
 
-from pfl_lightning.plots.epochs import plot_against_local_epochs
 from pfl_lightning.plots.features import plot_conductance, plot_tsne, spearman
+from pfl_lightning.plots.runs import plot_against_local_epochs
 
 pytestmark = pytest.mark.filterwarnings("error")
 

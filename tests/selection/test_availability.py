@@ -71,14 +71,14 @@ def test_it_resumes_bit_for_bit(tmp_path):
 @pytest.mark.parametrize(
     "text, reason",
     [
-        ("client,rate\n0,1\n1,1\n3,1\n", "has no row of client 2; give each of the 4 clients one"),
+        ("client,rate\n0,1\n1,1\n3,1\n", "has no row for client 2; give each of the 4 clients"),
         ("client,rate\n0,1\n1,2\n", "line 3: .* 1 rounds a number from 0 to 1"),
         ("client,a,b\n0,1,1\n1,1\n", "line 3: .* 2 rounds"),
         ("client,rate\n0,1\n0,1\n", "line 3"),
         ("client,rate\nanna,1\n", "line 2"),
         ("client,rate\n0,nan\n", "line 2"),
         ("client\n0\n", "line 2"),
-        ("", "has no row of client 0"),
+        ("", "has no row for client 0"),
     ],
 )
 def test_a_table_that_does_not_say_is_refused(text, reason, tmp_path):

@@ -187,7 +187,7 @@ def test_the_received_model_counts_where_a_method_trains_before_it_is_evaluated(
 @pytest.mark.parametrize(
     "settings, reason",
     [
-        ({"candidates": 1}, "candidates=1 must be from 2, .*clients_per_round=2, to 4"),
+        ({"candidates": 1}, "candidates=1 must be from 2 .*clients_per_round=2\\) to 4"),
         ({"candidates": 5}, "candidates=5 must be from 2"),
         ({"candidates": 0}, "candidates=0 must be 1 or more"),
         ({"candidates": 3, "losses": "guessed"}, "losses='guessed' must be one of asked, remembered"),

@@ -149,7 +149,7 @@ def test_perplexity_by_hand():
         (MultiLabel(2), torch.tensor([[0, 2]]), "values from 0 to 2; .* takes 2 zeros and ones"),
         (MultiLabel(3), torch.tensor([[0, 1]]), "takes 3 zeros and ones a sample"),
         (Segmentation(3), torch.tensor([1, 2]), r"of shape \[samples, height, width\]"),
-        (Segmentation(3), torch.full((1, 2, 2), 3), "from 3 to 3; .* and -100 for what doesn't count"),
+        (Segmentation(3), torch.full((1, 2, 2), 3), "from 3 to 3; .* and -100 "),
         (NextToken(7), torch.tensor([[7, -100]]), "from 7 to 7; .* allows 0 to 6"),
         (NextToken(7), {"a": torch.zeros(3)}, "targets that are a dict"),
     ],

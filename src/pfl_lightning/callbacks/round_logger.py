@@ -33,7 +33,7 @@ from pfl_lightning.runs.report import (
     write_json,
     write_rows,
 )
-from pfl_lightning.runs.standing import Standing
+from pfl_lightning.runs.run_status import Standing
 from pfl_lightning.tasks import Monitor
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pfl_lightning.cli.arguments import Arguments
 from pfl_lightning.cli.usage import UsageError
-from pfl_lightning.runs.standing import MARKS, Standing, is_run
+from pfl_lightning.runs.run_status import MARKS, Standing, is_run
 from pfl_lightning.runs.tables import duration, labelled, text_table
 
 DESCRIPTION = """\

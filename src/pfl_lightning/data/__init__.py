@@ -1,4 +1,4 @@
-"""Data of the clients: partitions, splits, batches and data sets."""
+"""Data of clients: data sets, partitioners, sources, splits and batches."""
 
 from pfl_lightning.data.ag_news import AGNews
 from pfl_lightning.data.ag_news_letters import AGNewsLetters
@@ -6,14 +6,13 @@ from pfl_lightning.data.batches import LastBatch, epoch_order
 from pfl_lightning.data.cifar10 import CIFAR10
 from pfl_lightning.data.cifar100 import CIFAR100
 from pfl_lightning.data.client_data import ClientData, gather, put_together, whole_of
-from pfl_lightning.data.datamodule import FederatedDataModule
+from pfl_lightning.data.datamodule import ClientLoader, FederatedDataModule
 from pfl_lightning.data.diabetes import Diabetes
 from pfl_lightning.data.digits import Digits
 from pfl_lightning.data.emnist import EMNIST
 from pfl_lightning.data.fashion_mnist import FashionMNIST
 from pfl_lightning.data.image_folder import ImageFolder
 from pfl_lightning.data.loaded import Loaded
-from pfl_lightning.data.loaders import ClientLoader
 from pfl_lightning.data.mnist import MNIST
 from pfl_lightning.data.partitioners import (
     IID,

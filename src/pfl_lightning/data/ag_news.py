@@ -1,6 +1,4 @@
-"""AG News."""
-
-from __future__ import annotations
+"""The AG News data set, word by word."""
 
 import csv
 from pathlib import Path
@@ -16,29 +14,30 @@ from pfl_lightning.data.preprocessing import FittedOn
 from pfl_lightning.data.words import encode, number_words, tokenize
 
 HEADERS = ("label", "class index")
-"""How the first column is called in files that have a header."""
+"""Names of the first column in files with a header line."""
 
 
 class AGNews(FederatedDataModule):
     """127,600 news articles, 200 words each, 4 classes, in ``root/ag_news/train.csv`` and ``test.csv``.
 
-    Rows are label (1 to 4), title, description; a header line is skipped. One file alone will do: test.csv is 7,600
-    articles. Inputs are word numbers; 0 stands for padding and for words without number. Words are numbered over
-    the whole pool, also over what is tested on, as PFLlib does.
+    Rows are label (1 to 4), title, description; a header line is skipped. One file alone is enough: test.csv has 7,600
+    articles. Inputs are word numbers; 0 stands for padding and for words without number. The vocabulary comes from the
+    whole pool, test samples included, as in PFLlib.
 
     Args:
-        root: Folder that ag_news is in.
-        max_length: Words of an article to use, at least 1; shorter articles are padded.
-        vocab_size: Numbers to use at most, at least 2: rarer words get 0. The default is that of net FastText and
-            numbers every word of the whole data set; whoever sets it sets ``model.net.vocab_size`` too.
-        min_count: Words that occur less often in the pool get 0, at least 1.
-        **kwargs: Settings of `FederatedDataModule`; ``download`` has no effect.
+        root: folder that contains ag_news.
+        max_length: words per article, at least 1; longer articles are cut, shorter ones padded.
+        vocab_size: largest number of word numbers, at least 2: rarer words get 0. The default is the vocabulary size of
+            net FastText and numbers every word of the whole data set. With another value, set ``model.net.vocab_size``
+            too.
+        min_count: words that occur less often in the pool get 0, at least 1.
+        **kwargs: settings of `FederatedDataModule`; ``download`` has no effect.
 
     Raises:
-        MisconfigurationException: A value is out of range.
+        MisconfigurationException: if a value is out of range.
 
-    Source: X. Zhang, J. Zhao and Y. LeCun, "Character-level Convolutional Networks for Text Classification",
-    NeurIPS 2015.
+    Source: X. Zhang, J. Zhao and Y. LeCun, "Character-level Convolutional Networks for Text Classification", NeurIPS
+    2015.
     """
 
     num_classes = 4
@@ -53,6 +52,7 @@ class AGNews(FederatedDataModule):
     ) -> None:
         super().__init__(root=root, **kwargs)
         check_integers("data.", max_length=max_length, vocab_size=vocab_size, min_count=min_count)
+        # 2 numbers at least: 0 for unknown words, and one word
         limits = {"max_length": (max_length, 1), "vocab_size": (vocab_size, 2), "min_count": (min_count, 1)}
         for name, (value, least) in limits.items():
             if value < least:
@@ -63,7 +63,7 @@ class AGNews(FederatedDataModule):
 
     @property
     def fitted_on(self) -> FittedOn:
-        """Return the rows that decide how raw values become inputs: words are numbered by how often all have them."""
+        """Return "all clients": the words of all articles are counted to number them."""
         return "all clients"
 
     def load(self) -> tuple[Tensor, Tensor]:
@@ -73,10 +73,11 @@ class AGNews(FederatedDataModule):
             Word numbers [N, max_length], int64 in [0, vocab_size), and labels [N].
 
         Raises:
-            MisconfigurationException: There is no file, or a row that is not label, title, description.
+            MisconfigurationException: if there is no file, or a row isn't label, title, description.
         """
         files = [read_articles(path) for path in article_paths(self.root)]
         articles = [article for file in files for article in file]
+        # one file alone is a pool without original test half
         if len(files) == 2:
             self.original_test = torch.arange(len(files[0]), len(articles))
         texts = [tokenize(text) for _, text in articles]
@@ -85,13 +86,13 @@ class AGNews(FederatedDataModule):
 
 
 def article_paths(root: str) -> list[Path]:
-    """The files that there are, train.csv first.
+    """Return the paths of the existing files, train.csv first.
 
     Args:
-        root: Folder that ag_news is in.
+        root: folder that contains ag_news.
 
     Raises:
-        MisconfigurationException: There is none.
+        MisconfigurationException: if there is no file.
     """
     folder = Path(root, "ag_news")
     if paths := [path for path in (folder / "train.csv", folder / "test.csv") if path.is_file()]:
@@ -106,19 +107,20 @@ def read_articles(path: Path) -> list[tuple[int, str]]:
     """Read one file.
 
     Args:
-        path: A file of rows label (1 to 4), title, description, with or without header.
+        path: a file of rows label (1 to 4), title, description, with or without header.
 
     Returns:
         Label, 0 to 3, and title and description as one text, for each row.
 
     Raises:
-        MisconfigurationException: The file is no such file.
+        MisconfigurationException: if the file has other rows, or none.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.reader(file))
     except (OSError, ValueError, csv.Error) as error:
         raise MisconfigurationException(f"{path} cannot be read as a CSV file ({error}); replace it") from None
+    # copies with and without header line are around
     first = 1 if rows and rows[0] and rows[0][0].lower() in HEADERS else 0
     if len(rows) == first:
         raise MisconfigurationException(f"{path} has no articles; replace it, or remove it to use the other file")

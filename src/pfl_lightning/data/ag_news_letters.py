@@ -1,6 +1,4 @@
-"""AG News, letter by letter."""
-
-from __future__ import annotations
+"""The AG News data set, letter by letter."""
 
 from typing import Any
 
@@ -15,28 +13,28 @@ from pfl_lightning.data.words import letter_numbers
 from pfl_lightning.tasks import NextToken
 
 LETTERS = "\0 abcdefghijklmnopqrstuvwxyz0123456789.,'-\"():$&"
-"""The 48 letters; the first stands for any other, and for padding."""
+"""The 48 letters; the first stands for unknown letters and for padding."""
 
 TOPICS = ("world", "sports", "business", "science")
 
 
 class AGNewsLetters(OwnedData):
-    """The next letter of AG News articles, from ``root/ag_news/train.csv`` and ``test.csv``, or one of them.
+    """The next letter of AG News articles, from ``root/ag_news/train.csv`` and ``test.csv``, or one of the two.
 
-    Capital letters become small ones. Clients are the parts of a topic, its articles in their order cut into equal
-    pieces, so that all texts of a client are of one topic.
+    Capital letters become small ones. Each client holds one part of a topic: a topic's articles, in their order, are
+    cut into equal parts, so that all texts of a client are of one topic.
 
     Args:
-        root: Folder that ag_news is in.
-        max_length: Letters of an article to use, at least 1; what is padded doesn't count.
-        parts: Clients of each of the four topics, at least 1.
-        **kwargs: Settings of `FederatedDataModule`; ``download`` has no effect.
+        root: folder that contains ag_news.
+        max_length: letters per article, at least 1; padding doesn't count in losses and metrics.
+        parts: clients of each of the four topics, at least 1.
+        **kwargs: settings of `FederatedDataModule`; ``download`` has no effect.
 
     Raises:
-        MisconfigurationException: A value is out of range, or there is no such file.
+        MisconfigurationException: if a value is out of range, or there is no such file.
 
-    Source: X. Zhang, J. Zhao and Y. LeCun, "Character-level Convolutional Networks for Text Classification",
-    NeurIPS 2015.
+    Source: X. Zhang, J. Zhao and Y. LeCun, "Character-level Convolutional Networks for Text Classification", NeurIPS
+    2015.
     """
 
     def __init__(self, root: str = "data", max_length: int = 100, parts: int = 5, **kwargs: Any) -> None:
@@ -54,11 +52,13 @@ class AGNewsLetters(OwnedData):
         articles = [article for file in files for article in file]
         if len(files) == 2:
             self.original_test = torch.arange(len(files[0]), len(articles))
+        # one letter more than a net reads, since the target of the last letter is the letter after it
         length = self.input_shape[0] + 1
         texts = [text.lower()[:length] for _, text in articles]
         numbers = letter_numbers([text.ljust(length, LETTERS[0]) for text in texts], LETTERS)
         targets = numbers[:, 1:].clone()
         sizes = torch.tensor([len(text) for text in texts])
+        # padding is no letter to predict: losses and metrics leave it out
         targets[torch.arange(1, length) >= sizes.unsqueeze(1)] = NextToken(1).ignore_index
         return Loaded(numbers[:, :-1].contiguous(), targets, self._owners([topic for topic, _ in articles]))
 

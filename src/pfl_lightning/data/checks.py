@@ -1,6 +1,4 @@
-"""Refusals of settings, data and partitions that cannot work."""
-
-from __future__ import annotations
+"""Checks of settings, pools and partitions; each error names the setting, the value, and a value that would work."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -22,40 +20,44 @@ from pfl_lightning.messages import tensors
 from pfl_lightning.tasks import Task
 
 ClientSplit = Literal["random", "stratified", "time", "given"]
-"""How a client's samples are split: at random, each split with the client's label mix, by time, or as the data say."""
+"""Ways to split a client's samples: at random, with the client's label mix in each split, by time, or as the data say.
+"""
 
 ClientTest = Literal["own", "original"]
-"""What clients are tested on: a split of their own samples, or samples of the original test half."""
+"""Samples to test a client on: a split of the client's own samples, or samples of the original test half."""
 
 MAPPED = 2**30
-"""Bytes of a memory map up to which all of it is checked when it is loaded; a larger one is checked as it is read."""
+"""Size in bytes up to which a memory map is checked on loading; a larger map is checked as it is read."""
 
 SAMPLES, READINGS = 16, 4
-"""Samples that are read or transformed to see whether that is random, and how often."""
+"""Number of samples that are read or transformed to detect randomness, and number of times."""
 NO_RANDOM = (
     "clients train and are tested on the same inputs, so take random transforms out, and draw them in the client "
     "module's training_step"
 )
-"""What a user of random transforms can do."""
+"""Advice to users of random transforms."""
 
 
 def is_share(value: Any) -> bool:
-    """Whether a value is a number between 0 and 1."""
+    """Return whether a value is a number between 0 and 1."""
     return isinstance(value, Real) and 0 < float(value) < 1
 
 
 def is_number_or_share(value: Any) -> bool:
-    """Whether a value is a number of clients from 0 up, or a share of them between 0 and 1."""
+    """Return whether a value is a number of clients from 0 up, or a share of clients between 0 and 1."""
     if isinstance(value, Integral):
+        # bool is an Integral in Python: new_clients=True would mean one new client
         return int(value) >= 0 and not isinstance(value, bool)
     return is_share(value)
 
 
 def is_later_round(value: Any) -> bool:
-    """Whether a value is the number of a round that isn't the first one."""
+    """Return whether a value is the number of a round after the first."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 2
 
 
+# Checked in this order. Types come first (`check_settings`), so a condition may compare numbers. Sentences are format
+# strings over all settings, so a literal brace is doubled.
 CONDITIONS: list[tuple[Callable[[Any], bool], str]] = [
     (lambda s: isinstance(s.root, (str, os.PathLike)), "root={root!r} must be a folder"),
     (lambda s: s.num_clients is None or s.num_clients >= 1, "num_clients={num_clients} must be at least 1"),
@@ -120,18 +122,18 @@ CONDITIONS: list[tuple[Callable[[Any], bool], str]] = [
     ),
     (lambda s: 0 <= s.seed < 2**32, "seed={seed} must be from 0 to 2**32 - 1"),
 ]
-"""What settings of a data module must be whatever the data, and what is said of one that isn't."""
+"""Conditions on the settings of a data module, whatever the data, each with the sentence for a violation."""
 
 
 def check_integers(owner: str, **settings: object) -> None:
     """Check that settings are integers.
 
     Args:
-        owner: What stands before their names in the message.
-        **settings: Their values.
+        owner: prefix of the settings' names in the message, such as ``data.``.
+        **settings: the values, by name.
 
     Raises:
-        MisconfigurationException: One is something else.
+        MisconfigurationException: if a value is no integer.
     """
     _check_type(Integral, "an integer", owner, settings)
 
@@ -143,18 +145,19 @@ def check_numbers(owner: str, **settings: object) -> None:
 
 def _check_type(kind: type, words: str, owner: str, settings: dict[str, object]) -> None:
     for name, value in settings.items():
+        # bool counts as an integer in Python; here it is a slip, such as batch_size=True
         if not isinstance(value, kind) or isinstance(value, bool):
             raise MisconfigurationException(f"{owner}{name}={value!r} must be {words}")
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Check the settings of a data module that are wrong whatever the data.
+    """Check the settings of a data module, as far as possible without the data.
 
     Args:
-        settings: Their values, by the names that `FederatedDataModule` takes them by.
+        settings: the values, by the names of `FederatedDataModule`'s arguments.
 
     Raises:
-        MisconfigurationException: A value is of a wrong type or out of range.
+        MisconfigurationException: if a value is of a wrong type or out of range.
     """
     check_integers("data.", **{name: settings[name] for name in ("batch_size", "public_samples", "seed")})
     fractions = ("test_fraction", "val_fraction", "server_fraction")
@@ -167,18 +170,18 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def check_pool(loaded: Loaded, task: Task, owner: str) -> None:
-    """Check that a loaded pool has a target of the task for each input, and numbers that a net can take.
+    """Check a loaded pool: one target for each input, and only numbers within a net's range.
 
-    Memory maps above `MAPPED` bytes, and inputs read in other ways, are checked when they are read, by
+    Memory maps above `MAPPED` bytes, and inputs of readers, are checked as they are read, by
     `pfl_lightning.data.trees.take`.
 
     Args:
-        loaded: The pool, with inputs of shape [N, ...] and targets of shape [N, ...], or trees of such tensors.
-        task: What is predicted.
-        owner: The data module's class, for the message.
+        loaded: the pool, with inputs of shape [N, ...] and targets of shape [N, ...], or trees of such tensors.
+        task: the prediction task.
+        owner: the data module's class, for the message.
 
     Raises:
-        MisconfigurationException: The pool is empty, inputs and targets do not fit, or one is NaN or infinite.
+        MisconfigurationException: if the pool is empty, inputs and targets do not fit, or a number is NaN or infinite.
     """
     rows = [len(leaf) for tree in (loaded.x, loaded.y) for leaf in leaves_of(tree)]
     if not rows or min(rows) != max(rows) or max(rows) == 0:
@@ -192,22 +195,23 @@ def check_pool(loaded: Loaded, task: Task, owner: str) -> None:
                 f"{owner}: x has the shape {list(shape)}; give at least one number a sample"
             )
     check_finite(loaded, loaded.x, "x", owner)
+    # a task may use NaN for a missing target
     if not task.allows_nan:
         check_finite(loaded, loaded.y, "y", owner)
     task.check(loaded.y, "load()")
 
 
 def check_finite(loaded: Loaded, tree: Tree, name: str, owner: str) -> None:
-    """Check that inputs or targets are free of NaN, of infinity, and of numbers beyond single precision.
+    """Check that inputs or targets have no NaN, no infinity, and no number beyond single precision.
 
     Args:
-        loaded: The pool.
-        tree: Its inputs or targets.
+        loaded: the pool.
+        tree: the pool's inputs or targets.
         name: ``x`` or ``y``, for the message.
-        owner: The data module's class, for the message.
+        owner: the data module's class, for the message.
 
     Raises:
-        MisconfigurationException: One isn't; the message names its row, its column, and the client that holds it.
+        MisconfigurationException: if there is such a number; the message names row, column and client.
     """
     if isinstance(tree, Mapping):
         for key, part in tree.items():
@@ -218,6 +222,8 @@ def check_finite(loaded: Loaded, tree: Tree, name: str, owner: str) -> None:
     elif isinstance(tree, Tensor) or (isinstance(tree, np.ndarray) and tree.nbytes <= MAPPED):
         if (place := first_not_finite(tree)) is None:
             return
+        # The row in the pool helps whoever has the whole table; a client's rows count from 1 within its own file or
+        # folder.
         row, whose = place[0], ""
         holders = np.asarray(loaded.client)
         if holders.shape == (len(loaded),):
@@ -228,28 +234,29 @@ def check_finite(loaded: Loaded, tree: Tree, name: str, owner: str) -> None:
 
 
 def differs(draw: Callable[[], Tree]) -> bool:
-    """Tell whether a function returns other tensors from one call to the next; random states are left as they are.
+    """Return whether a function returns other tensors from one call to the next; random states stay as they are.
 
     Args:
-        draw: Returns a tree of tensors.
+        draw: returns a tree of tensors.
     """
     with isolate_rng():
-        # copies, as it may work in place
+        # nan_to_num makes copies, since `draw` may return the same tensors, changed in place; and NaN equals no NaN
         first, *others = ([tensor.nan_to_num() for tensor in tensors(draw())] for _ in range(READINGS))
     return any(not torch.equal(one, again) for other in others for one, again in zip(first, other, strict=True))
 
 
 def check_strata(strata: Tensor | None, count: int, task: Task, partitioner: object = None) -> tuple[Tensor, int]:
-    """Check the group of each sample, and give the number of groups: one of all where there are none.
+    """Check the group of each sample; return the groups and their number. Without groups, all samples form one.
 
     Args:
-        strata: What the data module says.
-        count: Number of samples.
-        task: What is predicted.
-        partitioner: Who divides the samples; None where nobody does.
+        strata: the data module's groups, or None.
+        count: number of samples.
+        task: the prediction task.
+        partitioner: the partitioner of the samples; None for samples that nobody divides.
 
     Raises:
-        MisconfigurationException: The partitioner needs groups, and there are none, or they are no such numbers.
+        MisconfigurationException: if the partitioner needs groups and there are none, or the groups are no int64
+            numbers from 0 up.
     """
     if strata is None:
         if partitioner is not None and getattr(partitioner, "by_class", True):
@@ -268,15 +275,15 @@ def check_strata(strata: Tensor | None, count: int, task: Task, partitioner: obj
 
 
 def rows_of_test_half(positions: Tensor, count: int, owner: str) -> Tensor:
-    """Return which samples of a pool are of the original test half, shape [count].
+    """Return whether each sample of a pool belongs to the original test half, bool [count].
 
     Args:
-        positions: Their positions, as the data module has them.
-        count: Number of samples.
-        owner: The data module's class, for the message.
+        positions: positions of the test half, as the data module has them.
+        count: number of samples.
+        owner: the data module's class, for the message.
 
     Raises:
-        MisconfigurationException: They are no positions in the pool.
+        MisconfigurationException: if the positions are no positions in the pool.
     """
     if not isinstance(positions, Tensor) or positions.dim() != 1 or positions.dtype != torch.int64:
         what = type(positions).__name__
@@ -295,11 +302,11 @@ def check_enough(max_samples: int, count: int) -> None:
     """Check that a subset can have a sample of each group.
 
     Args:
-        max_samples: Size of the subset.
-        count: Number of groups.
+        max_samples: size of the subset.
+        count: number of groups.
 
     Raises:
-        MisconfigurationException: It is smaller.
+        MisconfigurationException: if the subset is smaller.
     """
     if max_samples < count:
         raise MisconfigurationException(
@@ -308,12 +315,13 @@ def check_enough(max_samples: int, count: int) -> None:
 
 
 def warn_of_one_class(name: str, y: Tensor) -> None:
-    """Warn of a pool whose samples are all of one class.
+    """Warn if all samples of a pool are of one class.
 
     Args:
-        name: The data module's class.
-        y: Labels of the pool, shape [N].
+        name: the data module's class.
+        y: labels of the pool, shape [N].
     """
+    # no error: a small subset, or a site's own samples, may be of one class
     if len(y) > 1 and bool((y == y[0]).all()):
         rank_zero_warn(
             f"{name}: all {len(y)} samples are of class {int(y[0])}, so that every method has an accuracy of 1."
@@ -321,16 +329,16 @@ def warn_of_one_class(name: str, y: Tensor) -> None:
 
 
 def check_halves(name: str, has_half: bool, client_test: str, central_test: float | str | None) -> None:
-    """Check that a data set has the original test half that its settings ask for.
+    """Check that the data set has an original test half if the settings ask for one.
 
     Args:
-        name: The data module's class.
-        has_half: Whether it has one.
+        name: the data module's class.
+        has_half: whether the data set has such a half.
         client_test: ``original`` or another value.
         central_test: ``original`` or another value.
 
     Raises:
-        MisconfigurationException: It has none.
+        MisconfigurationException: if the data set has no such half.
     """
     instead = {
         "client_test": (client_test, "take own"),
@@ -346,18 +354,19 @@ def check_halves(name: str, has_half: bool, client_test: str, central_test: floa
 def check_partition(
     parts: Sequence[Tensor], partitioner: Callable[..., list[Tensor]], num_clients: int, num_samples: int, least: int
 ) -> None:
-    """Check that a partitioner gave every client samples of its own, and say how many it left out.
+    """Check a partitioner's result: distinct samples for every client; report the number of samples left out.
 
     Args:
-        parts: What it returned: for each client, int64 positions, shape [n], in [0, num_samples), all of them distinct.
-        partitioner: Who returned it.
-        num_clients: Number of clients M.
-        num_samples: Number of samples that were to be divided.
-        least: Number of samples that a client needs.
+        parts: the partitioner's result: for each client, int64 positions, shape [n], in [0, num_samples), all distinct.
+        partitioner: the partitioner.
+        num_clients: number of clients M.
+        num_samples: number of samples to divide.
+        least: number of samples that a client needs.
 
     Raises:
-        MisconfigurationException: The parts are anything else.
+        MisconfigurationException: if the parts are anything else.
     """
+    # a partitioner may be a plain function of the user's, and every mistake in one is caught here
     name = getattr(partitioner, "__name__", type(partitioner).__name__)
     if not isinstance(parts, (list, tuple)) or len(parts) != num_clients:
         what = f"{len(parts)} parts" if isinstance(parts, (list, tuple)) else f"a {type(parts).__name__}"
@@ -366,6 +375,7 @@ def check_partition(
             "each client"
         )
     for client, rows in enumerate(parts):
+        # an empty tensor may have any type (torch.tensor([]) is float); too few samples is the clearer message for it
         if not isinstance(rows, Tensor) or rows.dim() != 1 or (len(rows) and rows.dtype != torch.int64):
             what = f"{rows.dtype} of shape {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
             raise MisconfigurationException(
@@ -384,6 +394,7 @@ def check_partition(
             f"{name} gave positions from {int(taken.min())} to {int(taken.max())} for {num_samples} samples; give "
             f"positions from 0 to {num_samples - 1}"
         )
+    # positions in two parts would let one client train on another's test samples
     owners = torch.bincount(taken, minlength=num_samples)
     if owners.max() > 1:
         sample = int(owners.argmax())

@@ -1,6 +1,4 @@
-"""CIFAR-100."""
-
-from __future__ import annotations
+"""The CIFAR-100 data set."""
 
 from typing import Any
 

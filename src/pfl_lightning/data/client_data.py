@@ -1,6 +1,4 @@
-"""The data that one federated client holds."""
-
-from __future__ import annotations
+"""The samples of one client, gathered on first access."""
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
@@ -17,41 +15,41 @@ from pfl_lightning.tasks.base import number_of_classes
 
 
 class Source(Protocol):
-    """Where clients' samples come from: a `FederatedDataModule`."""
+    """The origin of clients' samples: a `FederatedDataModule`."""
 
     @property
     def task(self) -> Task:
-        """What is predicted."""
+        """The prediction task."""
 
     def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = ...) -> Sequence[Samples]:
-        """One split of each client."""
+        """Return one split of each client."""
 
     def size(self, client: int, split: Split) -> int:
-        """Number of samples in one split of one client."""
+        """Return the number of samples in one split of one client."""
 
 
 def class_counts(task: Task, target: Tree) -> Tensor:
-    """Number of samples of each class, shape [num_classes], int64.
+    """Count the samples of each class, shape [num_classes], int64.
 
     Args:
-        task: What is predicted.
-        target: Targets of the samples.
+        task: the prediction task.
+        target: targets of the samples.
 
     Raises:
-        MisconfigurationException: They have no class.
+        MisconfigurationException: if the task has no classes.
     """
-    classes = number_of_classes(task, "who asks for class counts")
+    classes = number_of_classes(task, "a count of classes")
     return torch.bincount(cast(Tensor, task.classes(target)), minlength=classes)
 
 
 class ClientData:
-    """The three disjoint splits of one client, each made when it is first asked for.
+    """The three disjoint splits of one client, each gathered on first access.
 
     Args:
-        source: gives the splits of clients.
-        client: Client id.
-        device: Where the splits shall be.
-        dtype: Floating type of their inputs; None keeps it.
+        source: origin of the splits, a `FederatedDataModule`.
+        client: client id.
+        device: device of the splits.
+        dtype: floating type of the inputs; None keeps the type.
     """
 
     def __init__(
@@ -84,30 +82,30 @@ class ClientData:
         return parts[place]
 
     def part(self, split: Split) -> Samples:
-        """One split by its name, gathered anew.
+        """Return one split by its name, gathered anew.
 
         Args:
-            split: Which split.
+            split: the split's name.
         """
         (samples,) = self.source.parts([self.client], split, self._where[0])
         return samples.to(*self._where)
 
     def size(self, split: Split) -> int:
-        """Number of samples in a split, which needn't be gathered for it."""
+        """Return the number of samples in a split, without gathering the split."""
         return self.source.size(self.client, split)
 
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> ClientData:
-        """Return the same client on another device, or itself if it is there already.
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "ClientData":
+        """Return the same client on another device, or ``self`` if device and type are the same.
 
         Args:
-            device: Where its splits shall be.
-            dtype: Floating type of their inputs; None keeps it.
+            device: device of the splits.
+            dtype: floating type of the inputs; None keeps the type.
         """
         return self if (device, dtype) == self._where else ClientData(self.source, self.client, device, dtype)
 
     @property
     def task(self) -> Task:
-        """What is predicted; classification where the source names but ``num_classes``."""
+        """The prediction task; classification where the source names only ``num_classes``."""
         return task_of(self.source)
 
     @property
@@ -115,22 +113,22 @@ class ClientData:
         """Number of training samples of each class, n_ij, shape [num_classes], int64.
 
         Raises:
-            MisconfigurationException: The samples have no class.
+            MisconfigurationException: if the samples have no class.
         """
         return self._counted[0].clone()
 
     @property
     def classes(self) -> list[int]:
-        """Numbers of the classes that it has training samples of, ascending.
+        """Classes with at least one training sample, ascending.
 
         Raises:
-            MisconfigurationException: The samples have no class.
+            MisconfigurationException: if the samples have no class.
         """
         return self._counted[1]
 
     @cached_property
     def _counted(self) -> tuple[Tensor, list[int]]:
-        # of all that were put together, for which they are counted, and come from a device, at once
+        # Counted for all clients side by side: one operation and one copy from the device serve a whole round.
         clients = list(self._together) or [self]
         counts = counted(clients) if len(clients) > 1 else class_counts(self.task, self.train.y)[None]
         for client, own, there in zip(clients, counts, (counts > 0).cpu(), strict=True):
@@ -140,17 +138,18 @@ class ClientData:
 
 
 def find(clients: Sequence[ClientData], split: Split) -> None:
-    """Gather the same split of several clients, at once where all of them come from one source.
+    """Gather the same split of several clients, in one call for all clients of one source.
 
     Args:
-        clients: The clients, all on one device; those that have theirs already keep it.
-        split: Which split.
+        clients: the clients, all on one device; a client that has gathered the split keeps it.
+        split: the split's name.
     """
     groups: dict[Any, list[ClientData]] = {}
     for client in clients:
         if split not in client._found:
             groups.setdefault((id(client.source), *client._where), []).append(client)
     for (_, device, dtype), group in groups.items():
+        # Parts stay one stack while they move, which is one transfer for all clients.
         found = group[0].source.parts([client.client for client in group], split, device)
         parts = found.to(device, dtype) if isinstance(found, Parts) else [part.to(device, dtype) for part in found]
         for client, place in zip(group, range(len(parts)), strict=True):
@@ -158,22 +157,22 @@ def find(clients: Sequence[ClientData], split: Split) -> None:
 
 
 def gather(clients: Sequence[ClientData], split: Split) -> list[Samples]:
-    """Return the same split of several clients, which keep it, as if each had been asked for it.
+    """Return the same split of several clients, as if read from each client by itself.
 
     Args:
-        clients: The clients, all on one device.
-        split: Which split.
+        clients: the clients, all on one device.
+        split: the split's name.
     """
     find(clients, split)
     return [getattr(client, split) for client in clients]
 
 
 def whole_of(clients: Sequence[ClientData], split: Split) -> Samples:
-    """Return the same split of several clients, one after another; without a copy if they were gathered so.
+    """Return the same split of several clients as one stack, without a copy after gathering in the same order.
 
     Args:
-        clients: The clients, all on one device.
-        split: Which split.
+        clients: the clients, all on one device.
+        split: the split's name.
     """
     find(clients, split)
     parts = clients[0]._found[split][0]
@@ -184,38 +183,39 @@ def whole_of(clients: Sequence[ClientData], split: Split) -> Samples:
 
 
 def counted(clients: list[ClientData]) -> Tensor:
-    """Number of training samples of each class of several clients, [clients, num_classes], in one operation.
+    """Count the training samples of several clients by class, [clients, num_classes], in one operation.
 
     Args:
-        clients: The clients, all on one device and of one task; sorted as they were gathered.
+        clients: the clients, all on one device and of one task; the list is sorted into the order of gathering.
 
     Raises:
-        MisconfigurationException: The samples have no class.
+        MisconfigurationException: if the samples have no class.
     """
     task = clients[0].task
     find(clients, "train")
     clients.sort(key=lambda client: client._found["train"][1])
     numbers = cast(Tensor, task.classes(whole_of(clients, "train").y))
-    counts = numbers.new_zeros(len(clients), number_of_classes(task, "who asks for class counts"))
+    counts = numbers.new_zeros(len(clients), number_of_classes(task, "a count of classes"))
     sizes = torch.tensor([client.size("train") for client in clients])
     rows = torch.arange(len(clients)).repeat_interleave(sizes).to(numbers.device)
-    # refuses numbers out of range, where a count of all of them side by side would take them for the next client's
+    # An indexed add refuses class numbers out of range; one `bincount` over all clients would count them for the next
+    # client.
     return counts.index_put_((rows, numbers), numbers.new_ones(()), accumulate=True)
 
 
 def put_together(clients: Sequence[ClientData]) -> None:
-    """Has the splits of clients that are at work side by side gathered at once, when that of one is asked for.
+    """Make clients gather their splits together: the first access to one client's split gathers the split of all.
 
     Args:
-        clients: The clients, all on one device.
+        clients: the clients, all on one device.
     """
-    # weakly: in a circle their samples would stay until the collector comes by
+    # Weak references: in a circle of strong ones, samples would stay in memory until the garbage collector runs.
     together = WeakSet(clients)
     for client in clients:
         client._together = together
 
 
 def task_of(source: Any) -> Task:
-    """The task of a source of samples; classification where it names but ``num_classes``."""
+    """Return the task of a source of samples; classification if the source names only ``num_classes``."""
     task: Task | None = getattr(source, "task", None)
     return Classification(source.num_classes) if task is None else task

@@ -1,6 +1,4 @@
-"""Ways to make train, val and test of one client's samples."""
-
-from __future__ import annotations
+"""Ways to split one client's samples into train, val and test."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast, get_args
@@ -17,7 +15,7 @@ from pfl_lightning.data.splits import in_proportion, part_sizes, shuffled, split
 
 Parts: TypeAlias = dict[Split, Tensor]
 Cut: TypeAlias = Callable[[Tensor, int], Parts]
-"""Splits the pool positions of a client, given its id."""
+"""Splits the pool positions of a client, given the positions and the client's id."""
 
 
 def cut_of(
@@ -29,25 +27,26 @@ def cut_of(
     val_fraction: float,
     seed: int,
 ) -> Cut:
-    """What splits each client's samples.
+    """Return the function that splits each client's samples.
 
     Args:
-        kind: How.
-        strata: Group of each sample of the pool, shape [N], for ``stratified``.
-        given: Split of each sample of the pool, for ``given``.
-        times: A number of each sample's time, shape [N], for ``time``.
-        test_fraction: Share of test in a client's samples, in [0, 1).
-        val_fraction: Share of val in what test leaves, in [0, 1).
-        seed: Seed of what is drawn, 0 or more.
+        kind: the way to split, see `FederatedDataModule`.
+        strata: group of each sample of the pool, shape [N], for ``stratified``.
+        given: split of each sample of the pool, for ``given``.
+        times: a number for each sample's time, shape [N], for ``time``.
+        test_fraction: share of test in a client's samples, in [0, 1).
+        val_fraction: share of val in the samples outside test, in [0, 1).
+        seed: seed of the draws, 0 or more.
 
     Raises:
-        MisconfigurationException: The data set doesn't say what is asked for.
+        MisconfigurationException: if the data set lacks the column that ``kind`` needs.
     """
     lacking = {
         "stratified": (strata, "samples have no class, nor another group by the data module's strata", "random"),
         "time": (times, "load() gives no times of the samples", "random, or return Loaded(x, y, time=...)"),
         "given": (given, "load() gives no splits of the samples", "random, or return Loaded(x, y, split=...)"),
     }
+    # refused before the first client is split, with the remedy for each kind
     if kind in lacking and lacking[kind][0] is None:
         raise MisconfigurationException(f"data.client_split={kind}: {lacking[kind][1]}; take {lacking[kind][2]}")
     if kind == "stratified":
@@ -58,6 +57,7 @@ def cut_of(
         return lambda rows, client: time_split(rows, cast(Tensor, times), test_fraction, val_fraction)
     if kind == "given":
         named = cast(NDArray[Any], given).astype(str)
+        # a data set that names val samples anywhere means them: no client gets drawn ones beside
         share = 0.0 if bool((named == "val").any()) else val_fraction
         return lambda rows, client: given_split(rows, client, named, share, seed)
     return lambda rows, client: split_client(rows, client, test_fraction, val_fraction, seed)
@@ -66,15 +66,15 @@ def cut_of(
 def stratified_split(
     rows: Tensor, client: int, strata: Tensor, test_fraction: float, val_fraction: float, seed: int
 ) -> Parts:
-    """Split at random, with the client's mix of groups in each split as far as numbers allow.
+    """Split at random; each split has the client's mix of groups as far as numbers allow.
 
     Args:
-        rows: Pool positions of the client's samples, as for `split_client`, whose sizes the splits have.
-        client: Which client.
-        strata: Group of each sample of the pool, shape [N], in [0, K).
-        test_fraction: Share of test in all samples, in [0, 1).
-        val_fraction: Share of val in what test leaves, in [0, 1).
-        seed: Seed of the shuffle, 0 or more.
+        rows: pool positions of the client's samples; the splits have the sizes of `split_client`.
+        client: client id.
+        strata: group of each sample of the pool, shape [N], in [0, K).
+        test_fraction: share of test in all samples, in [0, 1).
+        val_fraction: share of val in the samples outside test, in [0, 1).
+        seed: seed of the shuffle, 0 or more.
     """
     num_test, num_val = part_sizes(len(rows), test_fraction, val_fraction)
     test, rest = _drawn(shuffled(rows, client, seed), strata, num_test)
@@ -83,7 +83,8 @@ def stratified_split(
 
 
 def _drawn(rows: Tensor, strata: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The first of each group, in proportion, and the others."""
+    """Return the first samples of each group, in proportion to the groups, and the remaining samples."""
+    # renumbered, so that groups absent from this client take no part in the rounding
     groups = np.unique(strata[rows].numpy(), return_inverse=True)[1]
     take = in_proportion(np.bincount(groups), size)
     chosen = np.zeros(len(rows), dtype=bool)
@@ -93,15 +94,18 @@ def _drawn(rows: Tensor, strata: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def time_split(rows: Tensor, times: Tensor, test_fraction: float, val_fraction: float) -> Parts:
-    """Train on the oldest samples, validate on later ones, and test on the newest; of one time, by position.
+    """Train on the oldest samples, validate on later ones, and test on the newest.
+
+    Samples of equal times are ordered by pool position.
 
     Args:
-        rows: Pool positions of the client's samples, as for `split_client`, whose sizes the splits have.
-        times: A number of each sample's time, shape [N].
-        test_fraction: Share of test in all samples, in [0, 1).
-        val_fraction: Share of val in what test leaves, in [0, 1).
+        rows: pool positions of the client's samples; the splits have the sizes of `split_client`.
+        times: a number for each sample's time, shape [N].
+        test_fraction: share of test in all samples, in [0, 1).
+        val_fraction: share of val in the samples outside test, in [0, 1).
     """
     num_test, num_val = part_sizes(len(rows), test_fraction, val_fraction)
+    # partitioners shuffle: sorted first, equal times don't depend on the partitioner's draw
     rows = rows.sort().values
     ordered = rows[times[rows].argsort(stable=True)]
     sizes = [len(rows) - num_val - num_test, num_val, num_test]
@@ -109,14 +113,14 @@ def time_split(rows: Tensor, times: Tensor, test_fraction: float, val_fraction: 
 
 
 def given_split(rows: Tensor, client: int, named: NDArray[Any], val_fraction: float, seed: int) -> Parts:
-    """Split as the data set says; val is drawn from train if ``val_fraction`` isn't 0.
+    """Split as the data set says; draw val from train if ``val_fraction`` isn't 0.
 
     Args:
-        rows: Pool positions of the client's samples.
-        client: Which client.
-        named: Split of each sample of the pool, shape [N].
-        val_fraction: Share of val in the training samples, in [0, 1).
-        seed: Seed of the draw, 0 or more.
+        rows: pool positions of the client's samples.
+        client: client id.
+        named: split of each sample of the pool, shape [N].
+        val_fraction: share of val in the training samples, in [0, 1).
+        seed: seed of the draw, 0 or more.
     """
     of_rows = named[rows.numpy()]
     parts: Parts = {split: rows[torch.from_numpy(of_rows == split)] for split in get_args(Split)}
@@ -126,19 +130,20 @@ def given_split(rows: Tensor, client: int, named: NDArray[Any], val_fraction: fl
 
 
 def check_parts(clients: list[Parts], names: list[str], val_fraction: float) -> None:
-    """Check that clients whose split the data set gives can be trained, and tested if others are.
+    """Refuse clients without training samples, or without samples of a split that isn't empty elsewhere.
 
     Args:
-        clients: Pool positions of each client, by split.
-        names: Names of the clients, or none.
-        val_fraction: Share of val in the training samples, in [0, 1).
+        clients: pool positions of each client, by split.
+        names: names of the clients, or an empty list.
+        val_fraction: share of val in the training samples, in [0, 1).
 
     Raises:
-        MisconfigurationException: One has no sample in a split that others have, or none to train on.
+        MisconfigurationException: if a client lacks samples of such a split.
     """
     for split in get_args(Split):
         sizes = [len(parts[split]) for parts in clients]
         lacking = [client for client, size in enumerate(sizes) if not size]
+        # a split that no client has is fine (no test at all), except train, and val if ``val_fraction`` asks for it
         if not lacking or not (split == "train" or any(sizes) or (split == "val" and val_fraction > 0)):
             continue
         first = lacking[0]

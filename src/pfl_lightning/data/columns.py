@@ -1,6 +1,4 @@
-"""Columns of a pool: one value a sample, such as who holds it."""
-
-from __future__ import annotations
+"""Columns of a pool: one value per sample, such as the client."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -19,26 +17,26 @@ NUMBER = re.compile(
     r"\s*[+-]?(?:(?:\d+|\d{1,3}(?:[.,' ]\d{3})+)(?:[.,]\d*)?|[.,]\d+|inf|infinity|nan)(?:e[+-]?\d+)?\s*%?\s*",
     re.IGNORECASE,
 )
-"""A text that stands for a number, however it is written: with a decimal comma, in groups of thousands, in percent."""
+"""A text that stands for a number in any notation: with a decimal comma, in groups of thousands, in percent."""
 
 DATE = re.compile(r"\s*(?:\d{4}([-/.])\d{1,2}\1\d{1,2}|\d{1,2}([-/.])\d{1,2}\2(?:\d{4}|\d{2}))(?:[ T].*)?\s*")
-"""A text that stands for a date, perhaps one that doesn't exist, such as 2020-99-99."""
+"""A text that stands for a date, perhaps an impossible date, such as 2020-99-99."""
 
 
 SORTED_DATE = re.compile(r"\d{4}-\d{2}-\d{2}($|[ T]([01]\d|2[0-3])(:[0-5]\d){0,2}($|[^\d:]))")
-"""The beginning of a text that stands for a date, and perhaps a time of the day, and sorts as dates do."""
+"""The beginning of a text with a date, and perhaps a time of day, in a notation that sorts by time."""
 
 
 def column_of(name: str, values: Sequence[Any] | NDArray[Any], count: int) -> NDArray[Any]:
-    """A column as an array of values that sort.
+    """Return a column as an array of sortable values.
 
     Args:
-        name: What it is, for the message.
-        values: One for each sample.
-        count: Number of samples N.
+        name: name of the column, for the message.
+        values: one value per sample.
+        count: number of samples N.
 
     Raises:
-        MisconfigurationException: There is another number of values, or one is missing.
+        MisconfigurationException: if there is another number of values, or a value is missing.
     """
     given: Any = values.detach().cpu().numpy() if isinstance(values, Tensor) else values
     if not isinstance(given, Iterable):
@@ -46,7 +44,7 @@ def column_of(name: str, values: Sequence[Any] | NDArray[Any], count: int) -> ND
             f"load() returned a {type(given).__name__} as the {name} column; give one value a sample"
         )
     if not hasattr(given, "dtype"):
-        # as they are: among texts, NumPy would make a text of a NaN
+        # values stay objects, since NumPy would turn a NaN among texts into the text 'nan', which isn't missing
         given = _objects(list(given))
     array = np.asarray(given)
     if array.shape != (count,):
@@ -62,11 +60,12 @@ def column_of(name: str, values: Sequence[Any] | NDArray[Any], count: int) -> ND
     if array.dtype != object:
         return array
     typed = np.asarray(array.tolist())
-    # of pairs, such as town and street, NumPy makes a table
+    # NumPy makes a table of pairs, such as town and street: they become texts
     return typed if typed.shape == array.shape else np.array([str(value) for value in array])
 
 
 def _objects(values: list[Any]) -> NDArray[Any]:
+    """Return values as an array of objects; NumPy's own conversion would make a table of lists."""
     array = np.empty(len(values), dtype=object)
     for row, value in enumerate(values):
         array[row] = value
@@ -74,22 +73,24 @@ def _objects(values: list[Any]) -> NDArray[Any]:
 
 
 def _missing(array: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return whether each value is missing, bool [N]."""
     if array.dtype.kind in "OUS":
         return np.fromiter(map(_is_missing, array.tolist()), dtype=bool, count=len(array))
-    # neither a NaN nor a date that isn't is equal to itself
+    # neither NaN nor NaT equals itself
     return np.asarray(array != array)
 
 
 def _is_missing(value: Any) -> bool:
+    """Return whether a value stands for a missing one."""
     try:
         return value is None or value in ("", b"") or bool(value != value)
     except TypeError:
-        # pandas' NA is neither
+        # pandas.NA has no truth value
         return True
 
 
 def mostly(pattern: re.Pattern[str], texts: Sequence[str], counts: NDArray[np.int64]) -> bool:
-    """Tell whether half of the rows, or half of the different texts, match a pattern as a whole.
+    """Return whether half of the rows, or half of the different texts, match a pattern as a whole.
 
     >>> mostly(NUMBER, ["1", "2,5", "oops"], np.array([1, 1, 9]))
     True
@@ -97,22 +98,23 @@ def mostly(pattern: re.Pattern[str], texts: Sequence[str], counts: NDArray[np.in
     False
 
     Args:
-        pattern: The pattern.
-        texts: The different texts.
-        counts: The number of rows that have each.
+        pattern: the pattern.
+        texts: the different texts.
+        counts: number of rows with each text.
     """
     found = np.fromiter((pattern.fullmatch(text) is not None for text in texts), dtype=bool, count=len(texts))
     return bool(2 * found.sum() >= len(texts) or 2 * counts[found].sum() >= counts.sum())
 
 
 def check_times(times: NDArray[Any]) -> None:
-    """Check that times which are texts sort as the times do: dates as 2024-05-31, no texts among numbers.
+    """Check that times given as texts sort by time: dates as 2024-05-31, no texts among numbers.
 
     Args:
-        times: One value a sample, none of which is missing.
+        times: one value per sample, none missing.
 
     Raises:
-        MisconfigurationException: A text is no date among dates or no number among numbers, or texts sort otherwise.
+        MisconfigurationException: if a text is no date among dates or no number among numbers, or texts sort in another
+            order than times.
     """
     if times.dtype.kind not in "US":
         return
@@ -122,6 +124,7 @@ def check_times(times: NDArray[Any]) -> None:
         kind, wrong = "date", [not _sorts(text) for text in texts]
     elif mostly(NUMBER, texts, counts):
         kind, wrong = "number", [not is_number(text) for text in texts]
+        # all are numbers, but as texts "10" sorts before "9": the first one stands for the column in the message
         if not any(wrong) and not np.all(np.diff(values.astype(np.float64)) >= 0):
             wrong[0] = True
     else:
@@ -136,7 +139,7 @@ def check_times(times: NDArray[Any]) -> None:
 
 
 def _sorts(text: str) -> bool:
-    """Tell whether a text is a date that exists, written so that texts sort as dates do."""
+    """Return whether a text is an existing date in a notation that sorts by time."""
     if SORTED_DATE.match(text) is None:
         return False
     try:
@@ -147,30 +150,31 @@ def _sorts(text: str) -> bool:
 
 
 def is_number(text: str, decimal: str = ".") -> bool:
-    """Tell whether a text is a number, as pandas reads numbers in a CSV file.
+    """Return whether pandas would read a text in a CSV file as a number.
 
     >>> is_number("0,5"), is_number("0,5", decimal=","), is_number("1_000")
     (False, True, False)
 
     Args:
-        text: The text.
-        decimal: The decimal separator.
+        text: the text.
+        decimal: the decimal separator.
     """
     try:
         float(text.replace(".", "x").replace(",", ".") if decimal == "," else text)
     except ValueError:
         return False
+    # Python's float takes underscores between digits; pandas doesn't
     return "_" not in text
 
 
 def numbered(column: NDArray[Any]) -> tuple[list[str], Tensor]:
-    """The values that there are, in order, and the number of each sample's.
+    """Return the different values in order, and the position of each sample's value among them.
 
     >>> numbered(np.array(["b", "a", "b"]))
     (['a', 'b'], tensor([1, 0, 1]))
 
     Args:
-        column: One value a sample.
+        column: one value per sample.
     """
     names, codes = np.unique(column, return_inverse=True)
     return [str(name) for name in names.tolist()], torch.from_numpy(codes.astype(np.int64))
@@ -180,10 +184,10 @@ def check_splits(splits: NDArray[Any]) -> None:
     """Check that a column names splits.
 
     Args:
-        splits: One value a sample.
+        splits: one value per sample.
 
     Raises:
-        MisconfigurationException: One is something else.
+        MisconfigurationException: if a value is something else.
     """
     known = get_args(Split)
     wrong = ~np.isin(splits.astype(str), known)

@@ -1,75 +1,106 @@
-"""The data module that all data sets share."""
+"""The base class of all data sets: load a pool of samples and divide the pool among clients."""
 
-from __future__ import annotations
-
+import inspect
+import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.parsing import collect_init_args
 from torch import Tensor
 
 from pfl_lightning.data.batches import LastBatch
 from pfl_lightning.data.checks import NO_RANDOM, SAMPLES, ClientSplit, ClientTest, check_settings, check_strata, differs
+from pfl_lightning.data.client_data import ClientData, class_counts
 from pfl_lightning.data.division import Division, redivided
-from pfl_lightning.data.holdings import Holdings
-from pfl_lightning.data.hyper_parameters import unsaved_arguments
-from pfl_lightning.data.inputs import net_inputs
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.partitioners import Dirichlet, Partitioner
 from pfl_lightning.data.pool import Pool
 from pfl_lightning.data.preparation import as_loaded, prepared
 from pfl_lightning.data.preprocessing import FittedOn
 from pfl_lightning.data.public import public_samples
-from pfl_lightning.data.samples import Samples
-from pfl_lightning.data.trees import Tree
+from pfl_lightning.data.samples import Parts, Samples, Split
+from pfl_lightning.data.streamed import Streamed
+from pfl_lightning.data.trees import Tree, take
 from pfl_lightning.messages import tree_map
 from pfl_lightning.tasks import Classification, Task
 
+LONG = 100
+"""A list of this many entries or more is data and not a setting."""
 
-class FederatedDataModule(Holdings, ABC):
-    """A pool of samples, divided among clients and, at each client, into train, val and test.
 
-    Subclasses set ``input_shape`` and ``num_classes``, or a ``task`` of another kind in the place of the latter, and
-    implement `load`. The pool is kept once, as loaded, and once more on a GPU that clients train on, if a quarter
-    of its free memory holds it; a client's samples are gathered and transformed on request. Who holds which sample
-    depends on ``seed`` alone, so runs that differ in the training seed share their partition.
+class ClientLoader:
+    """Sized iterable of batches, each a list of client ids.
+
+    Samples stay in the data module, from which the engine gathers them. Lightning would take a plain list for a
+    collection of loaders.
 
     Args:
-        root: Folder of the data set's files.
-        num_clients: Number of clients M, at least 1; under partitioner `Natural`, None takes all that there are.
-        partitioner: How the pool is divided among the clients.
-        batch_size: Samples a training batch, at least 1.
-        last_batch: What to do with an incomplete last batch, see `epoch_order`.
-        test_fraction: Share of a client's samples to test on, in [0, 1).
-        val_fraction: Share of a client's other samples to validate on, in [0, 1).
-        max_samples: Use only so many samples of the pool, class proportions kept; all if None.
-        client_split: What becomes of a client's samples: ``random`` splits; ``stratified``, random splits with its own
-            label mix in each; ``time`` trains on the oldest and tests on the newest; ``given``, as `load` says, with
-            val drawn from train where it names none. None is given where `load` says, else random.
-        client_test: What a client is tested on: its ``own`` samples, or the ``original`` test half of the data set.
-            Then clients hold the other half alone and train and validate on all that they hold; each is tested on
-            ``test_fraction`` as many samples of the test half, drawn with its own class mix, which clients may share.
-        central_test: Samples that no client holds and on which the server's model is tested: the ``original`` test
-            half of the data set, or a share of the pool in (0, 1), class proportions kept; none if None.
-        server_fraction: Share of the central test set, in [0, 1), that the server holds to learn from instead,
-            class proportions kept.
-        public: Another data set with inputs of the same shape, of which the server holds samples, such as CIFAR100
-            where clients hold CIFAR10; how it is divided, split and cut has no effect.
-        public_samples: How many of its samples, of those outside its original test half, class proportions kept.
-        new_clients: Clients beside these that no round and no server sees, so that they can join afterwards: their
-            number, or their share of all clients in (0, 1). The partitioner divides among all; a draw by ``seed`` says
-            who is new, and these have ids from num_clients up.
-        seed: Seed of the subset, the partition, the splits and the draw of new clients, 0 to 2**32 - 1.
-        download: Try to fetch missing files, where the data set supports it.
-        drift: Partitioners by the round, from 2 on, from which on they divide the training samples of all clients, such
-            as ``{20: Dirichlet(alpha=1.0)}``; val and test samples follow with the new class mix, and no sample that
-            was tested on is ever trained on. Each round's division depends on ``seed`` alone.
-        resident: Whether all samples of a client that trains are in memory at once. False reads them a batch at a time,
-            for clients that are larger than memory: slower, the same bits, and none of the engine ``vectorised``.
+        groups: client ids of each batch.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
+        self.groups = groups
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # new lists each time: a hook that changes its batch in place changes no later round
+        return map(list, self.groups)
+
+
+class FederatedDataModule(LightningDataModule, ABC):
+    """Divide a pool of samples among clients, and each client's samples into train, val and test.
+
+    Subclasses set ``input_shape`` and ``num_classes`` (or a ``task`` of another kind instead of ``num_classes``), and
+    implement `load`. The pool is kept once, as loaded. A second copy lies on the GPU that trains clients if a quarter
+    of the free GPU memory holds the pool. A client's samples are gathered and transformed on request. The division
+    depends on ``seed`` alone, so runs that differ in the training seed have the same partition.
+
+    Args:
+        root: folder of the data set's files.
+        num_clients: number of clients M, at least 1; under partitioner `Natural`, None takes all clients of the data
+            set.
+        partitioner: how the pool is divided among the clients.
+        batch_size: samples per training batch, at least 1.
+        last_batch: what happens to an incomplete last batch, see `epoch_order`.
+        test_fraction: share of a client's samples to test on, in [0, 1).
+        val_fraction: share of a client's other samples to validate on, in [0, 1).
+        max_samples: use only this many samples of the pool, class proportions kept; None uses all.
+        client_split: how a client's samples are split. ``random`` shuffles; ``stratified`` shuffles and gives each
+            split the client's label mix; ``time`` trains on the oldest and tests on the newest samples; ``given`` takes
+            the splits that `load` names, and draws val from train if `load` names no val samples. None means ``given``
+            if `load` names splits, else ``random``.
+        client_test: samples to test a client on: the client's ``own``, or the ``original`` test half of the data set.
+            Under ``original``, clients hold samples of the other half only, and train and validate on all of them. The
+            number of test samples is ``test_fraction`` times the client's samples, drawn from the test half with the
+            client's class mix; two clients may test on the same sample.
+        central_test: test samples of the server's model, held by no client: the ``original`` test half of the data set,
+            or a share of the pool in (0, 1), class proportions kept; None for none.
+        server_fraction: share of the central test set, in [0, 1), that the server learns from instead, class
+            proportions kept.
+        public: another data set with inputs of the same shape, whose samples the server holds, such as CIFAR100 where
+            clients hold CIFAR10. The settings by which that data set would be divided and split have no effect.
+        public_samples: number of samples of ``public``, taken outside its original test half, class proportions kept.
+        new_clients: clients that take no part in training and join afterwards: their number, or their share of all
+            clients in (0, 1). The partitioner divides the pool among old and new clients alike; ``seed`` draws which
+            clients are new. New clients have ids from num_clients up.
+        seed: seed of the subset, the partition, the splits and the draw of new clients, 0 to 2**32 - 1.
+        download: fetch missing files, where the data set supports it.
+        drift: partitioners by the round, from 2 on, in which each begins to divide the training samples of all clients
+            anew, such as ``{20: Dirichlet(alpha=1.0)}``. The val and test samples follow the new class mix, and no
+            tested sample is ever trained on. Each round's division depends on ``seed`` alone.
+        resident: keep all samples of a client in memory while the client trains. False reads one batch at a time, for
+            clients larger than memory: slower, with the same bits, and not under the engine ``vectorised``.
 
     Raises:
-        MisconfigurationException: A value is out of range.
+        MisconfigurationException: if a value is out of range.
     """
 
     num_classes: int
@@ -77,7 +108,25 @@ class FederatedDataModule(Holdings, ABC):
     input_shape: tuple[int, ...]
     """Shape of one transformed input, for images [C, H, W], known without `setup`."""
     original_test: Tensor = torch.empty(0, dtype=torch.int64)
-    """Pool positions of the original test half, set by `load` where the data set has one."""
+    """Pool positions of the original test half, int64 [n]; `load` sets this where the data set has such a half."""
+    num_clients: int
+    """Number of clients M, known without `setup` unless it is left to the data."""
+    val_fraction: float
+    test_fraction: float
+    central_test: float | Literal["original"] | None
+    public: "FederatedDataModule | None"
+    resident: bool = True
+    """True if all samples of a client are in memory while the client trains."""
+    at_sites: bool = False
+    """True if the samples stay at the clients' sites; then only the number of each client's samples is known here."""
+    round: int = 1
+    """The current round, from 1, trained or evaluated; no other changing value may decide the clients' samples."""
+    drift: Mapping[int, Any] | None = None
+    """Partitioners by the round from which on each one's division holds."""
+    _pool: Pool | None = None
+    _divisions: Mapping[int, Division]
+    _held: tuple[int, Division] | None = None
+    _public: Samples | None = None
 
     def __init__(
         self,
@@ -92,7 +141,7 @@ class FederatedDataModule(Holdings, ABC):
         client_test: ClientTest = "own",
         central_test: float | Literal["original"] | None = None,
         server_fraction: float = 0.0,
-        public: FederatedDataModule | None = None,
+        public: "FederatedDataModule | None" = None,
         public_samples: int = 3000,
         seed: int = 1,
         download: bool = True,
@@ -106,11 +155,12 @@ class FederatedDataModule(Holdings, ABC):
             raise MisconfigurationException(
                 f"data.public={public!r} must be a data module, such as CIFAR100(), or null"
             )
-        # checkpoints hold plain values only; loggers get them from the record, since Lightning 2.4 fails to
-        # merge a module's and a data module's that the command line made
+        # Checkpoints hold plain values only. logger=False: since Lightning 2.4, loggers fail to merge the
+        # hyper-parameters of a module and a data module made by the command line; loggers get these settings from the
+        # record callback.
         self.save_hyperparameters(ignore=["partitioner", "public", "drift", *unsaved_arguments()], logger=False)
         self.root = root
-        # the number after `setup`; 0 until then where the data have to tell it
+        # Known after `setup`; 0 until then if the number is left to the data.
         self.num_clients = num_clients or 0
         self.partitioner = partitioner
         self.batch_size = batch_size
@@ -130,12 +180,12 @@ class FederatedDataModule(Holdings, ABC):
         self.resident = resident
         self.drift = drift
         self.preprocessing: dict[str, Any] = {}
-        """How raw values become inputs and targets, known after `setup`: plain values, which checkpoints hold."""
+        """How raw values became inputs and targets, known after `setup`: plain values, which checkpoints hold."""
         check_settings({**vars(self), "num_clients": num_clients})
 
     @property
     def task(self) -> Task:
-        """What is predicted, known without `setup`; by default ``Classification(num_classes)``."""
+        """The prediction task, known without `setup`; by default ``Classification(num_classes)``."""
         if not hasattr(self, "num_classes"):
             raise MisconfigurationException(
                 f"{type(self).__name__} says neither num_classes nor task; set one, such as task = Regression()"
@@ -144,43 +194,44 @@ class FederatedDataModule(Holdings, ABC):
 
     @abstractmethod
     def load(self) -> Loaded | tuple[Tree, Tree]:
-        """Read the whole pool, original train and test samples together; say which are which in ``original_test``.
+        """Read the whole pool, original train and test samples together; set ``original_test`` to tell them apart.
 
         Returns:
-            Inputs [N, ...], images as uint8 [N, C, H, W], and targets as the ``task`` has them, such as class numbers
-            [N]. Each may be a dict, tuple or list of tensors. Or `Loaded` with them, and who holds each sample, its
-            split, and its time.
+            Inputs [N, ...], images as uint8 [N, C, H, W], and targets in the form of the ``task``, such as class
+            numbers [N]. Each may be a dict, tuple or list of tensors. Or a `Loaded` with inputs, targets, and the
+            client, the split and the time of each sample.
         """
 
     def strata(self, y: Tree) -> Tensor | None:
-        """Number of the group of each sample ``[N]``, from 0; None where there are none.
+        """Return the group of each sample, int64 ``[N]`` from 0; None without groups.
 
-        Partitioners tell samples apart by it, and ``max_samples`` and ``central_test`` keep its proportions. By default
-        it is the class; override it for others, such as a quantile of a quantity, or a text's topic.
+        Partitioners tell samples apart by group, and ``max_samples`` and ``central_test`` keep the proportions of
+        groups. By default the group is the class. Override this for other groups, such as the quantile of a quantity,
+        or a text's topic.
 
         Args:
-            y: Targets of the pool.
+            y: targets of the pool.
         """
         return self.task.classes(y)
 
     def transform(self, x: Tree) -> Tree:
         """Make inputs ready for the net, each by itself: uint8 images become (x / 255 - 0.5) / 0.5, others stay.
 
-        Clients train and are tested on the same result, which must not be random.
+        Clients train and are tested on the same result, so an override must not be random.
 
         Args:
-            x: Some inputs of the pool, shape [n, ...], of one client or of several, on the CPU or on a GPU.
+            x: some inputs of the pool, shape [n, ...], of one client or of several, on the CPU or on a GPU.
         """
         return tree_map(net_inputs, x)
 
     def preprocess(self, samples: Samples, division: Division) -> Samples:
-        """Fit on training rows what depends on the data, and apply it to all rows; by default nothing changes.
+        """Fit preprocessing on training rows and apply the result to all rows; by default, change nothing.
 
-        `setup` calls it once, after the division. An override keeps what it has fitted in ``preprocessing``.
+        `setup` calls this once, after the division. An override keeps the fitted values in ``preprocessing``.
 
         Args:
-            samples: The pool, as loaded.
-            division: Who holds which rows of it.
+            samples: the pool, as loaded.
+            division: the pool positions of each client's rows.
         """
         return samples
 
@@ -191,7 +242,7 @@ class FederatedDataModule(Holdings, ABC):
 
     @property
     def needs_all_clients(self) -> str:
-        """Return why a site with its own rows alone would make other inputs, and the remedy; else an empty text.
+        """Return why a site with only its own rows would compute other inputs, and the remedy; else an empty text.
 
         Known after `setup`.
         """
@@ -199,21 +250,21 @@ class FederatedDataModule(Holdings, ABC):
 
     @property
     def head_lines(self) -> list[tuple[str, str]]:
-        """Return lines on preprocessing for the head of a run, each a name and a text."""
+        """Return lines about preprocessing for the head of a run, each a name and a text."""
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the data module's entry in checkpoints: ``preprocessing``, where there is some."""
+        """Return the data module's entry in checkpoints: ``preprocessing``, unless empty."""
         return {"preprocessing": self.preprocessing} if self.preprocessing else {}
 
     def setup(self, stage: str | None = None) -> None:
-        """Load, cut to ``max_samples``, partition, split and preprocess; only the first call does something.
+        """Load, cut to ``max_samples``, partition, split and preprocess; later calls do nothing.
 
         Args:
-            stage: Ignored: all of Lightning's stages use the same pool.
+            stage: ignored: all of Lightning's stages use the same pool.
 
         Raises:
-            MisconfigurationException: The data are missing, or cannot be divided as asked.
+            MisconfigurationException: if the data are missing, or cannot be divided as asked.
         """
         if self._pool is not None:
             return
@@ -222,6 +273,7 @@ class FederatedDataModule(Holdings, ABC):
                 f"{type(self).__name__}.task={self.task!r} must be a task of pfl_lightning.tasks, such as Regression()"
             )
         pool = prepared(self, as_loaded(self.load()))
+        # After the division, so that statistics come from training rows only and no test row leaks into inputs.
         pool.samples = self.preprocess(pool.samples, pool.division)
         self._check_transform(pool)
         if self.public is not None:
@@ -229,7 +281,8 @@ class FederatedDataModule(Holdings, ABC):
             self._public = public_samples(self.public, self.public_samples, self.seed, name, self.input_shape)
         groups = self.task.outputs if self.task.has_classes else int(pool.strata.max()) + 1
         self._divisions = {}
-        # each of the first one, so that no sample is lost to all later rounds
+        # Each drift divides the first division's training samples, not those of the drift before: else every drift
+        # would lose the samples that its predecessor left to no client.
         for start, partitioner in (self.drift or {}).items():
             if getattr(partitioner, "by_class", True):
                 check_strata(self.strata(pool.samples.y), len(pool.strata), self.task, partitioner)
@@ -238,10 +291,323 @@ class FederatedDataModule(Holdings, ABC):
         self.num_clients = len(pool.division.clients) - pool.division.newcomers
 
     def _check_transform(self, pool: Pool) -> None:
-        """Refuse a `transform` of a user's that is random."""
+        """Refuse a user's `transform` that is random."""
+        # our own transforms draw nothing: the check is for users' ones
         if type(self).transform.__module__.startswith("pfl_lightning."):
             return
         few = pool.samples.take(slice(SAMPLES)).x
         if differs(lambda: self.transform(tree_map(torch.clone, few))):
             name = type(self).__name__
             raise MisconfigurationException(f"{name}.transform gives other inputs at each call; {NO_RANDOM}")
+
+    @property
+    def knows_classes(self) -> bool:
+        """True if the classes of each client's samples are known here."""
+        return self.task.has_classes and not self.at_sites
+
+    def server_samples(self) -> Samples | None:
+        """Return the samples of the server as loaded, or None: the ``public`` ones, or the ``server_fraction``.
+
+        Public samples have the labels of their own data set.
+        """
+        pool = self._ready()
+        rows = pool.division.server
+        if self._public is not None or not len(rows):
+            return self._public
+        return pool.samples.take(rows)
+
+    def server_data(self) -> Samples | None:
+        """Return the samples of the server, transformed, or None."""
+        samples = self.server_samples()
+        # public samples need the transform of the data set from which they come
+        source = self if self.public is None else self.public
+        return None if samples is None else Samples(source.transform(samples.x), samples.y)
+
+    def central_data(self) -> Samples | None:
+        """Return the test samples of the server's model, transformed, or None."""
+        rows = self._ready().division.central
+        return self._gather(rows) if len(rows) else None
+
+    def part(self, client: int, split: Split) -> Samples:
+        """Gather and transform one split of one client.
+
+        Args:
+            client: client id, 0 to num_clients - 1, or one of the `newcomers`.
+            split: the split's name.
+        """
+        (samples,) = self.parts([client], split)
+        return samples
+
+    def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> Sequence[Samples]:
+        """Gather and transform one split of each of several clients, all at once.
+
+        All access to clients' samples goes through this method; override it to change the samples of clients.
+
+        Args:
+            clients: client ids, 0 to num_clients - 1, or `newcomers`.
+            split: the split's name.
+            device: the device on which the samples are gathered, and stay.
+        """
+        held = self.division.clients
+        rows = [held[client][split] for client in clients]
+        # the positions alone: a client larger than memory must never be gathered as a whole
+        if not self.resident:
+            return [Streamed(self._ready().samples, each, self.transform, device) for each in rows]
+        # one gather and one transform for all clients, in place of two calls for each client
+        return Parts(self._gather(torch.cat(rows), device), [each.numel() for each in rows])
+
+    def _gather(self, rows: Tensor, device: torch.device | str = "cpu") -> Samples:
+        samples = self._ready().on(torch.device(device)).take(rows)
+        return Samples(self.transform(samples.x), samples.y)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Return the client ids unchanged; Lightning would search each id for tensors.
+
+        Args:
+            batch: client ids.
+            device: ignored, since engines move the samples themselves.
+            dataloader_idx: ignored.
+        """
+        return batch
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Free the copies of the pool on devices.
+
+        Args:
+            stage: ignored.
+        """
+        if self._pool is not None:
+            self._pool.copies.clear()
+
+    def client(self, client: int) -> ClientData:
+        """Return one client's data, whose splits are gathered and transformed on first access.
+
+        Args:
+            client: client id, 0 to num_clients - 1, or one of the `newcomers`.
+        """
+        self._ready()
+        return ClientData(self, client)
+
+    def size(self, client: int, split: Split) -> int:
+        """Return the number of samples in one split of one client.
+
+        Args:
+            client: client id, 0 to num_clients - 1, or one of the `newcomers`.
+            split: the split's name.
+        """
+        return self.division.clients[client][split].numel()
+
+    @property
+    def client_names(self) -> list[str]:
+        """Names of the clients by id; empty unless the pool is divided by named clients."""
+        return self._ready().division.names
+
+    @property
+    def newcomers(self) -> range:
+        """Ids of the clients that take no part in training and join afterwards, above the federation's ids."""
+        return range(self.num_clients, len(self._ready().division.clients))
+
+    @property
+    def division(self) -> Division:
+        """Pool positions of all clients' samples in the current `round`."""
+        # Asked for many times in a round: one result is kept, since an overridden `division_at` may be slow.
+        if self._held is None or self._held[0] != self.round:
+            found, count = self.division_at(self.round), len(self._ready().division.clients)
+            if not isinstance(found, Division) or len(found.clients) != count:
+                what = f"{len(found.clients)} clients" if isinstance(found, Division) else f"a {type(found).__name__}"
+                raise MisconfigurationException(
+                    f"{type(self).__name__}.division_at({self.round}) returned {what}; return a Division of the same "
+                    f"{count} clients as in the first round"
+                )
+            self._held = self.round, found
+        return self._held[1]
+
+    def division_at(self, round: int) -> Division:
+        """Return the pool positions of all clients' samples in a round.
+
+        Override this for clients whose samples change. The result must depend on the round and on ``seed`` alone, so
+        that a resumed run goes on with the same samples, and must have the same clients in each round.
+
+        Args:
+            round: the round, from 1.
+        """
+        pool = self._ready()
+        starts = [start for start in self._divisions if start <= round]
+        return self._divisions[max(starts)] if starts else pool.division
+
+    @property
+    def drifts(self) -> bool:
+        """True if the samples of clients depend on the round."""
+        return bool(self.drift) or type(self).division_at is not FederatedDataModule.division_at
+
+    def go_to(self, round: int) -> bool:
+        """Go to another round, and return whether the samples of any client changed.
+
+        Args:
+            round: the round, from 1.
+        """
+        if not self.drifts:
+            self.round = round
+            return False
+        before, self.round = self.division, round
+        # the same object for all rounds between two drifts, which spares the comparison of all positions below
+        if before is self.division:
+            return False
+        pairs = zip(before.clients, self.division.clients, strict=True)
+        return any(not torch.equal(one[split], other[split]) for one, other in pairs for split in one)
+
+    @contextmanager
+    def at_round(self, round: int) -> Iterator[None]:
+        """Go to another round inside a ``with`` block, and back to the former round after the block.
+
+        Args:
+            round: the round, from 1.
+        """
+        here, self.round = self.round, round
+        try:
+            yield
+        finally:
+            self.round = here
+
+    def strata_of(self, client: int, split: Split) -> Tensor:
+        """Return the group, such as the class, of each sample in one split of one client; zeros without groups.
+
+        Args:
+            client: client id, 0 to num_clients - 1, or one of the `newcomers`.
+            split: the split's name.
+        """
+        return self._ready().strata[self.division.clients[client][split]]
+
+    def class_counts(self, split: Split) -> Tensor:
+        """Count the samples of each client and class.
+
+        Args:
+            split: the split to count.
+
+        Returns:
+            Counts n_ij, shape [num_clients, num_classes], int64.
+
+        Raises:
+            MisconfigurationException: if the samples have no class.
+        """
+        return torch.stack([self.counts_of(client, split) for client in range(self.num_clients)])
+
+    def counts_of(self, client: int, split: Split) -> Tensor:
+        """Count the samples of one client by class, [num_classes], int64, without reading inputs.
+
+        Args:
+            client: client id, 0 to num_clients - 1, or one of the `newcomers`.
+            split: the split to count.
+
+        Raises:
+            MisconfigurationException: if the samples have no class.
+        """
+        return class_counts(self.task, take(self._ready().samples.y, self.division.clients[client][split]))
+
+    @property
+    def counts(self) -> Tensor:
+        """Class counts of the train splits, shape [num_clients, num_classes], int64."""
+        return self.class_counts("train")
+
+    def train_dataloader(self) -> ClientLoader:
+        """Return a loader of one batch, the ids of all clients: an epoch is a round."""
+        return ClientLoader([range(self.num_clients)])
+
+    def val_dataloader(self) -> ClientLoader:
+        """Return a loader of one batch, the ids of all clients; of no batch without val samples."""
+        return ClientLoader([range(self.num_clients)] if self._holds("val", self.val_fraction) else [])
+
+    def test_dataloader(self) -> ClientLoader:
+        """Return a loader of one batch, the ids of all clients.
+
+        Without test samples of clients, the batch is empty if there is a central test set; else there is no batch.
+        """
+        # with given splits, test_fraction may be above 0 and no client have test samples: samples decide, not shares
+        if not self._holds("test", self.test_fraction):
+            # an empty batch makes Lightning run the test loop, in which the server's model is tested
+            return ClientLoader([] if self.central_test is None else [[]])
+        return ClientLoader([range(self.num_clients)])
+
+    def _holds(self, split: Split, share: float) -> bool:
+        """Return whether any client of the federation has samples of a split.
+
+        Before `setup` the share decides. After `setup`, all clients have samples of a split or none has, apart from
+        clients without samples that `arrange` adds.
+        """
+        if self._pool is None:
+            return share > 0
+        return any(self.size(client, split) for client in range(self.num_clients))
+
+    def arrange(self, names: Sequence[str]) -> None:
+        """Give clients the ids of a federation, matched by name.
+
+        Clients of other names become newcomers. A name without a client here becomes a client without samples.
+
+        Args:
+            names: names of the federation's clients, by id.
+        """
+        pool, before = self._ready(), self.client_names
+        nothing: dict[Split, Tensor] = {split: torch.empty(0, dtype=torch.int64) for split in ("train", "val", "test")}
+        known = set(names)
+        # clients that the federation doesn't know stay usable, as newcomers
+        others = [name for name in before if name not in known]
+        every = [*names, *others]
+
+        def arranged(division: Division) -> Division:
+            held = dict(zip(before, division.clients, strict=True))
+            clients = [held.get(name, nothing) for name in every]
+            return replace(division, clients=clients, names=every, newcomers=len(others))
+
+        pool.division = arranged(pool.division)
+        self._divisions = {start: arranged(division) for start, division in self._divisions.items()}
+        # the kept division has the ids from before
+        self._held = None
+        self.num_clients = len(names)
+
+    def _ready(self) -> Pool:
+        if self._pool is None:
+            raise MisconfigurationException(
+                f"{type(self).__name__} has no clients yet; call prepare_data() and setup() first, or "
+                "pass it to a Trainer"
+            )
+        return self._pool
+
+
+def net_inputs(x: Tensor) -> Tensor:
+    """Scale images to [-1, 1]: uint8 becomes (x / 255 - 0.5) / 0.5, other types stay unchanged.
+
+    >>> net_inputs(torch.tensor([0, 255], dtype=torch.uint8))
+    tensor([-1.,  1.])
+
+    Args:
+        x: some inputs, shape [n, ...].
+    """
+    # in place on the fresh copy: one pass of memory fewer for each batch
+    return x.float().div_(127.5).sub_(1.0) if x.dtype == torch.uint8 else x
+
+
+def unsaved_arguments() -> list[str]:
+    """Return the names of arguments that are no plain settings, of the running ``__init__`` and its subclasses' ones.
+
+    Checkpoints hold plain values only. Lightning copies saved arguments, so arrays would be read from disk as a whole.
+    """
+    caller = inspect.currentframe()
+    if caller is None or caller.f_back is None:
+        return []
+    # Lightning's own walk over the frames of nested __init__ calls, so that both see the same arguments
+    collected = collect_init_args(caller.f_back, [], classes=(LightningDataModule,))
+    return [name for arguments in collected for name, value in arguments.items() if not is_plain(value)]
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a number, a text, a path, or a short list or dict of plain values.
+
+    >>> is_plain([1, "a", None]), is_plain([0] * 1000), is_plain(object())
+    (True, False, False)
+    """
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    # exact types: a named tuple or a subclass may not survive the safe loading of checkpoints
+    if type(value) in (list, tuple):
+        return len(value) < LONG and all(map(is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str, os.PathLike))

@@ -1,6 +1,4 @@
-"""What records say of who holds what."""
-
-from __future__ import annotations
+"""Summaries of a partition for the record of a run."""
 
 from typing import Any
 
@@ -12,15 +10,19 @@ from pfl_lightning.messages import digest
 
 
 def fingerprint(data: FederatedDataModule) -> str:
-    """Fingerprint of a partition: the same for the same division of the same pool, as far as it is known.
+    """Return a digest of the partition: equal for equal divisions of equal pools.
+
+    Where the clients' samples stay at sites, the digest is of sample counts only.
 
     Args:
-        data: set up.
+        data: the data module, set up.
     """
     if data.at_sites:
         return digest([amounts(data)])
+    # a resumed run stands in a later round, and must have the fingerprint of its beginning
     with data.at_round(1):
         if data.task.has_classes:
+            # kept as in earlier versions: a digest of positions would refuse to resume their checkpoints
             parts: list[Any] = [data.class_counts(split) for split in ("train", "val", "test")]
         else:
             parts = [list(held.values()) for held in data.division.clients]
@@ -30,10 +32,10 @@ def fingerprint(data: FederatedDataModule) -> str:
 
 
 def amounts(data: FederatedDataModule) -> Tensor:
-    """Training samples of clients by class, ``[clients, classes]``; all in one column where no class is known.
+    """Count the training samples of clients by class, ``[clients, classes]``; one column if no class is known.
 
     Args:
-        data: set up.
+        data: the data module, set up.
     """
     if data.knows_classes:
         return data.counts
@@ -41,13 +43,13 @@ def amounts(data: FederatedDataModule) -> Tensor:
 
 
 def described(data: FederatedDataModule, client: int) -> dict[str, Any]:
-    """What a client's row in ``clients.csv`` begins with: its id, its name, its training samples, and its classes.
+    """Return the first columns of a client's row in ``clients.csv``: id, name, training samples, number of classes.
 
-    The name and the classes only where some are known.
+    The name is left out for unnamed clients, the number of classes where classes are unknown.
 
     Args:
-        data: set up.
-        client: its id.
+        data: the data module, set up.
+        client: the client's id.
     """
     row: dict[str, Any] = {"client": client}
     if data.client_names:

@@ -1,6 +1,4 @@
-"""The diabetes data that come with scikit-learn."""
-
-from __future__ import annotations
+"""The diabetes data set of scikit-learn."""
 
 from typing import Any
 
@@ -15,17 +13,17 @@ from pfl_lightning.data.sources.base import OwnedData
 from pfl_lightning.tasks import Regression
 
 BANDS = {35: "under 35", 45: "35 to 44", 55: "45 to 54", 65: "55 to 64", 200: "65 and over"}
-"""Ages of a client's patients, by the age that they are below."""
+"""Age bands of a client's patients, each by the age below which it ends."""
 
 
 class Diabetes(OwnedData):
-    """442 patients, 10 measurements each, and how far their diabetes has gone a year later; needs no files.
+    """442 patients, 10 measurements each, and the progression of diabetes one year later; needs no files.
 
-    Clients are patients of one sex and age band, 10 in all, of 22 to 72 patients each. Measurements and target have
-    mean 0 and deviation 1 over the training patients of all clients.
+    Each client holds the patients of one sex and age band: 10 clients of 22 to 72 patients. Measurements and target
+    have mean 0 and deviation 1 over the training patients of all clients.
 
     Args:
-        **kwargs: Settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
+        **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Source: Efron et al., "Least Angle Regression", Annals of Statistics, 2004.
     """
@@ -39,6 +37,7 @@ class Diabetes(OwnedData):
         """Read the patients."""
         from sklearn.datasets import load_diabetes
 
+        # scikit-learn's scaling is over all patients, test patients included, and would hide ages
         bunch = load_diabetes(scaled=False)
         age, sex = bunch.data[:, 0], bunch.data[:, 1].astype(int)
         bands = np.array(list(BANDS.values()))[np.searchsorted(list(BANDS), age, side="right")]
@@ -50,9 +49,10 @@ class Diabetes(OwnedData):
         """Standardize measurements and target by the training patients of all clients.
 
         Args:
-            samples: All patients.
-            division: Who holds which of them.
+            samples: all patients.
+            division: the pool positions of each client's patients.
         """
+        # the target too: it goes up to 346, and errors of that size need other learning rates than all other data sets
         values, [(mean, deviation)] = standardized(torch.column_stack([samples.x, samples.y]), division, by="table")
         names = self.preprocessing["features"] + self.preprocessing["targets"]
         for name, numbers in (("mean", mean), ("deviation", deviation)):

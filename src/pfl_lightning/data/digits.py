@@ -1,6 +1,4 @@
-"""The handwritten digits that come with scikit-learn."""
-
-from __future__ import annotations
+"""The handwritten digits of scikit-learn."""
 
 from typing import Any
 
@@ -14,8 +12,8 @@ class Digits(FederatedDataModule):
     """1,797 images of digits, 1x8x8, 10 classes; needs no files and no network.
 
     Args:
-        num_clients: Number of clients M, at least 1.
-        **kwargs: Settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
+        num_clients: number of clients M, at least 1.
+        **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998.
     """
@@ -31,5 +29,6 @@ class Digits(FederatedDataModule):
         from sklearn.datasets import load_digits
 
         bunch = load_digits()
+        # as uint8 with the full range, so that `transform` scales digits like any other images
         x = torch.from_numpy(bunch.images).mul(255 / 16).round().to(torch.uint8)
         return x.unsqueeze(1), torch.from_numpy(bunch.target).long()

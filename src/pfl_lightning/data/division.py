@@ -1,6 +1,4 @@
-"""Who holds which samples of a pool: the clients, the server, and the central test set."""
-
-from __future__ import annotations
+"""The division of a pool: pool positions of each client, of the server and of the central test set."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,14 +20,14 @@ from pfl_lightning.seeds import derive_seed
 
 @dataclass(frozen=True)
 class Division:
-    """Positions in a pool, int64.
+    """Pool positions of all holders of samples, int64.
 
     Args:
-        clients: Those of each client, by split.
-        central: Those of the central test set.
-        server: Those of the server's samples.
-        names: Names of the clients, where the data set has some.
-        newcomers: How many clients, the last ones, take no part and join afterwards.
+        clients: positions of each client, by split.
+        central: positions of the central test set.
+        server: positions of the server's samples.
+        names: names of the clients, or an empty list.
+        newcomers: number of clients, the last ones, that take no part in training and join afterwards.
     """
 
     clients: list[dict[Split, Tensor]]
@@ -56,26 +54,26 @@ def divide(
     server_fraction: float,
     seed: int,
 ) -> Division:
-    """Set the central test set and the server's samples aside, and divide the others among the clients.
+    """Set the central test set and the server's samples aside, and divide the rest among the clients.
 
     Args:
-        y: Labels of the pool, shape [N], in [0, num_classes).
-        is_test: Which samples are of the original test half, shape [N].
-        partitioner: Divides what is left among the clients.
-        cut: Splits a client's samples.
-        owners: Names of the clients that there are, and the number of each sample's; None divides by labels.
-        num_clients: Number of clients M; None takes all owners.
-        num_classes: Number of classes K.
-        is_given: Whether the data set says of what split each sample is.
-        test_fraction: As for `FederatedDataModule`, like all that follow.
-        val_fraction: The same.
-        client_test: The same.
-        central_test: The same.
-        server_fraction: The same.
-        seed: The same.
+        y: labels of the pool, shape [N], in [0, num_classes).
+        is_test: whether each sample belongs to the original test half, bool [N].
+        partitioner: divides the rest among the clients.
+        cut: splits a client's samples.
+        owners: names of all owners, and the owner's number for each sample; None divides by labels.
+        num_clients: number of clients M; None takes all owners.
+        num_classes: number of classes K.
+        is_given: whether the data set names the split of each sample.
+        test_fraction: as for `FederatedDataModule`, like all settings below.
+        val_fraction: see `FederatedDataModule`.
+        client_test: see `FederatedDataModule`.
+        central_test: see `FederatedDataModule`.
+        server_fraction: see `FederatedDataModule`.
+        seed: see `FederatedDataModule`.
 
     Raises:
-        MisconfigurationException: The pool cannot be divided so.
+        MisconfigurationException: if the pool cannot be divided so.
     """
     central = server = torch.empty(0, dtype=torch.int64)
     if central_test is not None:
@@ -90,6 +88,7 @@ def divide(
     if num_clients is None:
         num_clients = len(cast(Natural, partitioner).owners(rows_of(labels.numpy(), groups)))
     shares = partitioner(labels, num_clients, groups, seed)
+    # one sample for train, and one for each split with a share; given splits are checked by `check_parts`
     least = 1 if is_given else 1 + (own_fraction > 0) + (val_fraction > 0)
     check_partition(shares, partitioner, num_clients, len(free), least)
     names = [] if owners is None else [owners[0][int(labels[rows[0]])] for rows in shares]
@@ -97,9 +96,11 @@ def divide(
     if is_given:
         check_parts(clients, names, val_fraction)
     if client_test == "original" and test_fraction > 0:
+        # the server may learn from a part of the test half; no client is tested on that part
         can_test = is_test.index_fill(0, server, False)
         classes = [((y == k) & can_test).nonzero().flatten() for k in range(num_classes)]
         for client, rows in enumerate(shares):
+            # rounded up as in `part_sizes`, so that both kinds of test have the same size
             size = int(np.ceil(test_fraction * len(rows)))
             clients[client]["test"] = draw_alike(y[free[rows]], classes, size, client, seed)
     return Division(clients, central, server, names)
@@ -108,27 +109,28 @@ def divide(
 def redivided(
     division: Division, y: Tensor, partitioner: Callable[..., list[Tensor]], num_classes: int, start: int, seed: int
 ) -> Division:
-    """Divide the clients' training samples anew, from a round on, and let their val and test samples follow.
+    """Divide the clients' training samples anew from a round on; val and test samples follow the new class mix.
 
-    A sample that was tested on is never trained on: val and test samples are drawn of those that some client had in
-    the same split, with the class mix of the client's new training samples, so that clients may share them. New clients
-    keep what they have.
+    A tested sample is never trained on: val and test samples are drawn from the samples that any client had in the same
+    split, with the class mix of the client's new training samples, so two clients may share one. New clients keep their
+    samples.
 
     Args:
-        division: Who holds what in the first round.
-        y: Labels of the pool, shape [N], in [0, num_classes).
-        partitioner: Divides the training samples.
-        num_classes: Number of classes K.
-        start: The round.
-        seed: Seed of the first division, of which that of this one is made.
+        division: the division of the first round.
+        y: labels of the pool, shape [N], in [0, num_classes).
+        partitioner: divides the training samples.
+        num_classes: number of classes K.
+        start: the round, from 2.
+        seed: seed of the first division; the seed of this division is derived from it and ``start``.
 
     Raises:
-        MisconfigurationException: The samples cannot be divided so.
+        MisconfigurationException: if the samples cannot be divided so.
     """
     count = len(division.clients) - division.newcomers
     held: dict[Split, Tensor] = {
         split: torch.cat([parts[split] for parts in division.clients[:count]]) for split in ("train", "val", "test")
     }
+    # sorted, so that the result doesn't depend on the order of clients in the first division
     rows = held["train"].sort().values
     shares = partitioner(y[rows], count, num_classes, derive_seed(seed, "drift", start) % 2**32)
     check_partition(shares, partitioner, count, len(rows), least=1)
@@ -140,13 +142,15 @@ def redivided(
         own_seed = derive_seed(seed, "drift", start, split)
         for client, parts in enumerate(clients):
             labels = y[parts["train"]]
+            # classes that no client can test on are left out of the mix; the refusal below is for a client of such
+            # classes only
             labels = labels[known[labels]]
             if len(theirs) and not len(labels):
                 raise MisconfigurationException(
-                    f"data.drift: from round {start} on client {client} trains on classes of which nobody has a "
-                    f"{split} sample; take a larger data.{split}_fraction, or more samples"
+                    f"data.drift: from round {start} on client {client} trains on classes without a {split} "
+                    f"sample at any client; take a larger data.{split}_fraction, or more samples"
                 )
             size = max(1, round(len(parts["train"]) * len(held[split]) / len(rows))) if len(theirs) else 0
-            # once each, where a client's classes have fewer than its share
+            # `draw_alike` repeats samples of a class with fewer than the client's share; each counts once in a test
             parts[split] = torch.unique(draw_alike(labels, classes, size, client, own_seed)) if size else theirs
     return replace(division, clients=[*clients, *division.clients[count:]])

@@ -1,6 +1,4 @@
-"""EMNIST."""
-
-from __future__ import annotations
+"""The EMNIST data set."""
 
 from typing import Any, Literal
 
@@ -10,7 +8,7 @@ from torch import Tensor
 from pfl_lightning.data.mnist import MNIST
 
 Split = Literal["letters", "balanced", "digits", "mnist", "byclass", "bymerge"]
-"""A selection of EMNIST's images, with classes of its own."""
+"""A selection of EMNIST's images, each with its own classes."""
 
 NUM_CLASSES: dict[str, int] = {
     "letters": 26,
@@ -26,13 +24,13 @@ class EMNIST(MNIST):
     """Images of letters and digits, upright, 1x28x28, in ``root/EMNIST/raw``.
 
     Args:
-        split: ``letters`` (145,600 images, 26 classes, capital and small letters together; the files count them
-            from 1, here they are 0 to 25), ``balanced`` (131,600, 47 classes), ``digits`` (280,000, 10),
-            ``mnist`` (70,000, 10), ``byclass`` (814,255, 62) or ``bymerge`` (814,255, 47).
-        **kwargs: Settings of `FederatedDataModule`.
+        split: ``letters`` (145,600 images, 26 classes, capital and small letters together; numbered from 1 in the
+            files, from 0 to 25 here), ``balanced`` (131,600, 47 classes), ``digits`` (280,000, 10), ``mnist`` (70,000,
+            10), ``byclass`` (814,255, 62) or ``bymerge`` (814,255, 47).
+        **kwargs: settings of `FederatedDataModule`.
 
     Raises:
-        MisconfigurationException: There is no such split.
+        MisconfigurationException: if there is no such split.
 
     Source: Cohen et al., "EMNIST: an Extension of MNIST to Handwritten Letters", 2017.
     """
@@ -56,16 +54,16 @@ class EMNIST(MNIST):
         return datasets.EMNIST(self.root, self.split, train=train, download=download)
 
     def prepare_data(self) -> None:
-        """Check that the files are there and, with ``download``, fetch them if not.
+        """Check that the files exist; with ``download``, fetch missing files.
 
         Raises:
-            MisconfigurationException: There are no usable files.
+            MisconfigurationException: if there are no usable files.
         """
         super().prepare_data()
-        # torchvision looked for the test half alone
+        # torchvision checked the test half only; a missing training half must be refused now and not in the first round
         self._open(train=True)
 
     def tensors(self, dataset: Any) -> tuple[Tensor, Tensor]:
-        """Turn the images upright: rows and columns are exchanged in the files."""
+        """Turn the images upright: the files have rows and columns exchanged."""
         x, y = super().tensors(dataset)
         return x.mT, y - 1 if self.split == "letters" else y

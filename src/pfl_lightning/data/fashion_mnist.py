@@ -1,6 +1,4 @@
-"""Fashion-MNIST."""
-
-from __future__ import annotations
+"""The Fashion-MNIST data set."""
 
 from typing import Any
 

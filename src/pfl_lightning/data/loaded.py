@@ -1,6 +1,4 @@
-"""What a data set says of its samples, before they are divided."""
-
-from __future__ import annotations
+"""The samples of a data set before the division, with client, split and time of each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,17 +7,18 @@ from typing import Any
 from pfl_lightning.data.trees import Tree, rows_in
 
 
+# eq=False: a comparison of tensors returns a tensor, so a generated __eq__ would raise
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """All samples of a data set, with what it knows of each: who holds it, its split, its time.
+    """All samples of a data set, with the client, the split and the time of each sample where known.
 
     Args:
-        x: Inputs, shape [N, ...], or a tree of such; a leaf may be anything that has a length and gives some of its
-            rows for ``leaf[rows]``, such as a memory map, and is then read a client at a time.
-        y: Targets as the task has them, tensors.
-        client: Who holds each sample, N names or numbers.
+        x: inputs, shape [N, ...], or a tree of arrays. A leaf may be any object with a length that returns rows for
+            ``leaf[rows]``, such as a memory map; such a leaf is read one client at a time.
+        y: targets in the form of the task, tensors or a tree of tensors.
+        client: owner of each sample, N names or numbers.
         split: ``train``, ``val`` or ``test`` for each sample.
-        time: When each sample came, N numbers, dates or texts that sort.
+        time: time of each sample, N numbers, dates or sortable texts.
     """
 
     x: Tree

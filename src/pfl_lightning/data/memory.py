@@ -1,4 +1,4 @@
-"""How much memory there is."""
+"""Free memory of a device."""
 
 import os
 
@@ -6,12 +6,16 @@ import torch
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that tensors may take on a device."""
+    """Return the number of bytes free for tensors on a device.
+
+    Args:
+        device: a GPU or the CPU.
+    """
     if device.type == "cuda":
-        # what torch's allocator holds and doesn't use is free too
+        # torch's allocator keeps freed blocks: the driver counts them as taken, though tensors may use them
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
     if "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # a system that doesn't tell
+    # a cautious 2 GiB on systems that don't report free memory, such as macOS and Windows
     return 2**31

@@ -1,6 +1,4 @@
-"""MNIST."""
-
-from __future__ import annotations
+"""The MNIST data set."""
 
 from typing import Any
 

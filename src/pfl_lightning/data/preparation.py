@@ -1,7 +1,7 @@
-"""From what a data set loads to who holds what: checks, the subset, and the division."""
+"""Preparation of a pool: check the loaded samples, choose the subset, divide and split."""
 
-from __future__ import annotations
-
+from dataclasses import replace
+from numbers import Integral
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -21,9 +21,8 @@ from pfl_lightning.data.checks import (
 )
 from pfl_lightning.data.client_splits import cut_of
 from pfl_lightning.data.columns import check_splits, check_times, column_of, numbered
-from pfl_lightning.data.division import divide
+from pfl_lightning.data.division import Division, divide
 from pfl_lightning.data.loaded import Loaded
-from pfl_lightning.data.newcomers import how_many, newcomers_last
 from pfl_lightning.data.partitioners import Partitioner
 from pfl_lightning.data.pool import Pool
 from pfl_lightning.data.samples import Samples
@@ -33,7 +32,7 @@ from pfl_lightning.tasks import Task
 
 
 class Asked(Protocol):
-    """How a pool shall be divided: the settings of a `FederatedDataModule`."""
+    """The settings of a `FederatedDataModule` that decide the division of a pool."""
 
     num_clients: int
     partitioner: Partitioner
@@ -50,20 +49,20 @@ class Asked(Protocol):
 
     @property
     def task(self) -> Task:
-        """What is predicted."""
+        """The prediction task."""
 
     def strata(self, y: Tree) -> Tensor | None:
-        """The group of each sample."""
+        """Return the group of each sample."""
 
 
 def as_loaded(loaded: Loaded | tuple[Tree, Tree]) -> Loaded:
-    """What a data set loads, with targets and whatever of the inputs is in memory as tensors.
+    """Return the result of ``load()`` as `Loaded`, with targets and all in-memory inputs as tensors.
 
     Args:
-        loaded: What ``load()`` returned.
+        loaded: the result of ``load()``.
 
     Raises:
-        MisconfigurationException: It is something else.
+        MisconfigurationException: if the result is neither a pair nor a `Loaded`.
     """
     if not isinstance(loaded, Loaded):
         if not isinstance(loaded, (tuple, list)) or len(loaded) != 2:
@@ -72,19 +71,20 @@ def as_loaded(loaded: Loaded | tuple[Tree, Tree]) -> Loaded:
             )
         loaded = Loaded(*loaded)
     x = with_leaves(loaded.x, "x of load()")
+    # targets are read at once, even from files: strata, class counts and splits need all of them
     y = mapped(with_leaves(loaded.y, "y of load()"), lambda leaf: read(leaf, slice(None)))
     return Loaded(x, y, loaded.client, loaded.split, loaded.time)
 
 
 def prepared(data: Asked, loaded: Loaded) -> Pool:
-    """Check a pool, cut it to ``max_samples``, and divide and split what is left.
+    """Check a pool, cut it to ``max_samples``, and divide and split the remaining samples.
 
     Args:
-        data: The settings.
-        loaded: What there is.
+        data: the settings.
+        loaded: the samples, as loaded.
 
     Raises:
-        MisconfigurationException: The samples are wrong, or cannot be divided as asked.
+        MisconfigurationException: if the samples are wrong, or cannot be divided as asked.
     """
     name, task, count = type(data).__name__, data.task, len(loaded)
     check_pool(loaded, task, name)
@@ -101,23 +101,27 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
     is_test = rows_of_test_half(data.original_test, count, name)
     if data.max_samples is not None:
         check_enough(data.max_samples, groups)
+        # before the division, so that a subset is a smaller data set with the same rules for all that follows
         kept = stratified_rows(strata, data.max_samples, groups, data.seed)
         samples = Samples(narrowed(samples.x, kept), take(samples.y, kept))
+        # all columns follow the subset; a column left behind would pair samples with other samples' clients
         strata, is_test = strata[kept], is_test[kept]
         owners, given, times = (None if column is None else column[kept.numpy()] for column in (owners, given, times))
     if task.has_classes:
         warn_of_one_class(name, samples.y)
     check_halves(name, bool(is_test.any()), data.client_test, data.central_test)
+    # after the checks of the pool: a wrong pool is the user's first mistake to mend
     if getattr(data.partitioner, "by_owner", False) and owners is None:
         raise MisconfigurationException(
-            f"data.partitioner={type(data.partitioner).__name__}: {name} doesn't say who holds its samples; return "
+            f"data.partitioner={type(data.partitioner).__name__}: {name} names no client for its samples; return "
             "Loaded(x, y, client=...) from load(), or take IID"
         )
     kind = data.client_split or ("random" if given is None else "given")
     if kind == "given" and data.client_test == "original":
         raise MisconfigurationException(
-            "data.client_test=original: data.client_split=given says already what clients are tested on; take own"
+            "data.client_test=original: data.client_split=given names the test samples already; take own"
         )
+    # under client_test=original, clients cut no test samples off their own; `divide` draws them from the test half
     test_fraction = data.test_fraction if data.client_test == "own" else 0.0
     division = divide(
         strata,
@@ -133,6 +137,7 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
             data.seed,
         ),
         owners=None if owners is None else numbered(owners),
+        # the partitioner divides among members and new clients alike, so that new ones are no different clients
         num_clients=data.num_clients + how_many(data.new_clients, data.num_clients) if data.num_clients else None,
         num_classes=groups,
         is_given=kind == "given",
@@ -148,11 +153,59 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
 
 
 def _column(name: str, values: Any, count: int, needed: bool) -> NDArray[Any] | None:
-    """A column that is looked at; of others only the length is checked."""
+    """Return a column as an array if the settings need the column; of other columns, check only the length."""
     if values is None:
         return None
+    # an unused column may have missing values, which mustn't stop a run
     if needed or not hasattr(values, "__len__"):
         return column_of(name, values, count)
     if len(values) != count:
         column_of(name, np.zeros(len(values)), count)
     return None
+
+
+def how_many(new_clients: float, num_clients: int | None, total: int = 0) -> int:
+    """Return the number of new clients.
+
+    >>> how_many(3, 9), how_many(0.25, 9), how_many(0.01, 9), how_many(0, 9), how_many(0.25, None, total=12)
+    (3, 3, 1, 0, 3)
+
+    Args:
+        new_clients: number of new clients, or their share of all clients in (0, 1), which means at least one client.
+        num_clients: number of the federation's clients M; None if all existing clients take part or are new.
+        total: number of all clients, if M is None.
+
+    Raises:
+        MisconfigurationException: if no client is left for the federation.
+    """
+    if isinstance(new_clients, Integral):
+        count = int(new_clients)
+    elif num_clients is None:
+        count = max(1, round(total * new_clients))
+    else:
+        # the share is of all clients together: M are (1 - share) of them
+        count = max(1, round(num_clients * new_clients / (1 - new_clients)))
+    if num_clients is None and count >= max(total, 1):
+        raise MisconfigurationException(
+            f"data.new_clients={new_clients} leaves none of {total} clients for the federation; take fewer"
+        )
+    return count
+
+
+def newcomers_last(division: Division, count: int, seed: int) -> Division:
+    """Draw the new clients of a division and put them last; the order of the remaining clients stays.
+
+    Args:
+        division: the division among the federation's and the new clients.
+        count: number of new clients; 0 changes nothing.
+        seed: seed of the draw, 0 or more.
+    """
+    if not count:
+        return division
+    total = len(division.clients)
+    # a stream of its own: splits draw from (seed, 1 + client, ...) and (seed, 0, small number)
+    drawn = np.random.default_rng((seed, 0, 0, 1)).permutation(total)[:count]
+    order = [*sorted(set(range(total)) - set(drawn.tolist())), *sorted(drawn.tolist())]
+    clients = [division.clients[part] for part in order]
+    names = [division.names[part] for part in order] if division.names else []
+    return replace(division, clients=clients, names=names, newcomers=count)

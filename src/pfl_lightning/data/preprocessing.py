@@ -1,6 +1,4 @@
-"""Statistics of columns, fitted on training rows after a pool has been divided."""
-
-from __future__ import annotations
+"""Means and deviations of columns, fitted on training rows after the division of a pool."""
 
 from collections.abc import Iterator
 from typing import Literal, TypeAlias
@@ -13,20 +11,20 @@ from torch import Tensor
 from pfl_lightning.data.division import Division
 
 FittedOn: TypeAlias = Literal["nothing", "each client", "all clients"]
-"""The rows that decide how raw values become inputs: none, each client's own, or those of all clients together."""
+"""Rows that decide how raw values become inputs: none, each client's own, or all clients' together."""
 
 Moments: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Mean and standard deviation of each column, [columns]."""
 
 CHUNK = 65536
-"""Rows that are looked at or standardized at once."""
+"""Rows read or standardized at a time."""
 
 
 def trained_on(division: Division) -> Tensor:
-    """Return positions of the training rows of all clients of the federation, without those of newcomers.
+    """Return the positions of the training rows of all the federation's clients, without new clients.
 
     Args:
-        division: Who holds which rows.
+        division: the pool positions of each client's rows.
     """
     members = division.clients[: len(division.clients) - division.newcomers]
     return torch.cat([held["train"] for held in members])
@@ -39,45 +37,48 @@ def moments_of(values: Tensor, rows: Tensor) -> Moments:
     (array([2., 7.]), array([1., 0.]))
 
     Args:
-        values: The columns, [rows, columns].
-        rows: Positions of the rows.
+        values: the columns, [rows, columns].
+        rows: positions of the rows.
     """
     total = square = np.zeros(values.shape[1])
     low, high = np.full(values.shape[1], np.inf), np.full(values.shape[1], -np.inf)
+    # two passes: sums of squares minus squared means lose all digits where the mean is large
     for own in chunks(values, rows):
         total = total + own.sum(0)
         low, high = np.minimum(low, own.min(0)), np.maximum(high, own.max(0))
-    # where all values are equal, rounding of the sum mustn't make a deviation
+    # in a constant column, rounding of the sum would leave a tiny deviation, and standardizing would blow noise up to 1
     mean = np.where(low == high, low, total / len(rows))
+    # two passes: sums of squares minus squared means lose all digits where the mean is large
     for own in chunks(values, rows):
         square = square + ((own - mean) ** 2).sum(0)
     return mean, np.sqrt(square / len(rows))
 
 
 def chunks(values: Tensor, rows: Tensor) -> Iterator[NDArray[np.float64]]:
-    """Yield some rows of columns in double precision, so many at a time that no second table is made.
+    """Yield some rows of columns in double precision, in chunks, so that no second table lies in memory.
 
-    They are NumPy arrays, as torch's sums over rows have other last bits with another number of threads.
+    The chunks are NumPy arrays: the last bits of torch's sums over rows depend on the number of threads.
 
     Args:
-        values: The columns, [rows, columns].
-        rows: Positions of the rows.
+        values: the columns, [rows, columns].
+        rows: positions of the rows.
     """
     for part in torch.split(rows, CHUNK):
         yield values[part].double().numpy()
 
 
 def standardized(values: Tensor, division: Division, by: Literal["table", "client"]) -> tuple[Tensor, list[Moments]]:
-    """Subtract each column's mean and divide by its deviation, both of training rows; constant columns become 0.
+    """Subtract each column's mean and divide by the deviation, both over training rows; constant columns become 0.
 
     Args:
-        values: The columns, [rows, columns].
-        division: Who holds which rows.
-        by: ``table`` takes the training rows of all clients of the federation, for all rows that there are; ``client``
-            each client's own, for its rows, and rows of no client become 0.
+        values: the columns, [rows, columns].
+        division: the pool positions of each client's rows.
+        by: ``table`` fits on the training rows of all the federation's clients and applies the result to all rows;
+            ``client`` fits on each client's training rows for that client's rows, and rows of no client become 0.
 
     Returns:
-        The columns in single precision, and the statistics: one for all, or one for each client, newcomers included.
+        The columns in single precision, and the moments: one pair for all clients, or one per client, new clients
+        included.
     """
     if by == "table":
         groups = [(trained_on(division), torch.arange(len(values)))]

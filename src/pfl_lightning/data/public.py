@@ -1,6 +1,4 @@
-"""Samples of another data set, which the server holds."""
-
-from __future__ import annotations
+"""The server's samples from another data set."""
 
 from typing import Protocol
 
@@ -19,18 +17,21 @@ from pfl_lightning.tasks import Task
 
 
 class PublicData(Protocol):
-    """Where public samples come from: a `FederatedDataModule` of which only the pool is used."""
+    """The data set of public samples: a `FederatedDataModule` of which only the pool is used."""
 
     input_shape: tuple[int, ...]
     original_test: Tensor
 
     @property
     def task(self) -> Task:
-        """What is predicted."""
+        """The prediction task."""
 
     @property
     def needs_all_clients(self) -> str:
-        """Return why its rows alone make other inputs than clients have, and the remedy; else an empty text."""
+        """Return why the data set's rows alone would make other inputs than the clients', and the remedy.
+
+        The text is empty where they would make the same.
+        """
 
     def prepare_data(self) -> None:
         """Fetch missing files."""
@@ -39,24 +40,24 @@ class PublicData(Protocol):
         """Read the whole pool."""
 
     def strata(self, y: Tree) -> Tensor | None:
-        """The group of each sample."""
+        """Return the group of each sample."""
 
     def preprocess(self, samples: Samples, division: Division) -> Samples:
-        """Fit on training rows, and apply to all rows."""
+        """Fit preprocessing on training rows, and apply the result to all rows."""
 
 
 def public_samples(public: PublicData, count: int, seed: int, owner: str, input_shape: tuple[int, ...]) -> Samples:
-    """Load another data set and choose what the server shall hold of it, before its ``transform``.
+    """Load another data set and choose the server's samples, before the data set's ``transform``.
 
     Args:
-        public: The data set.
-        count: How many samples, of those outside its original test half, class proportions kept.
-        seed: Seed of the choice, 0 or more.
-        owner: Name of the data module whose clients hold other samples.
-        input_shape: Shape of their inputs.
+        public: the data set.
+        count: number of samples, chosen outside the original test half, class proportions kept.
+        seed: seed of the choice, 0 or more.
+        owner: name of the data module whose clients hold other samples.
+        input_shape: shape of the clients' inputs.
 
     Raises:
-        MisconfigurationException: Its inputs have another shape, or it has too few samples.
+        MisconfigurationException: if the data set has inputs of another shape, or too few samples.
     """
     name = type(public).__name__
     if tuple(public.input_shape) != tuple(input_shape):
@@ -68,9 +69,12 @@ def public_samples(public: PublicData, count: int, seed: int, owner: str, input_
         public.prepare_data()
         loaded = as_loaded(public.load())
     except MisconfigurationException as error:
+        # a data set names its own settings in errors; the user must change the public data set's, not the clients'
         raise MisconfigurationException(str(error).replace("data.root", "data.public.root")) from error
+    # before the choice, so that wrong numbers outside the chosen samples are refused too, whatever the seed
     check_pool(loaded, public.task, name)
     rows = (~rows_of_test_half(public.original_test, len(loaded), name)).nonzero().flatten()
+    # the default of 3000 is more than small data sets have; a silent cut would change the method's cost
     if count > len(rows):
         raise MisconfigurationException(
             f"data.public_samples={count} must be at most the {len(rows)} samples that {name} has outside its original "

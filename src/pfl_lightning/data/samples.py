@@ -1,6 +1,4 @@
-"""Samples with their targets: of one client, or of several side by side."""
-
-from __future__ import annotations
+"""Samples with targets: of one client, or of several clients in one stack."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,20 +12,20 @@ from pfl_lightning.data.trees import Tree, joined, rows_in, split, take
 from pfl_lightning.messages import tensors, tree_map
 
 Split = Literal["train", "val", "test"]
-"""Which of a client's samples are meant."""
+"""Name of one split of a client's samples."""
 
 CHUNK = 1024
-"""Samples that go through a net at once where it doesn't learn from them."""
+"""Samples per pass through a net without training."""
 
 
 # eq=False: comparing tensors gives a tensor, so a generated __eq__ would raise
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Samples with their targets, such as one split of one client's.
+    """Samples with targets, such as one split of one client.
 
     Args:
-        x: Inputs as the net takes them, shape [n, ...], usually float and normalised; or a tree of such tensors.
-        y: Targets as the task has them, such as class numbers [n], int64; or a tree of tensors.
+        x: inputs as the net takes them, shape [n, ...], usually float and normalised; or a tree of such tensors.
+        y: targets in the form of the task, such as class numbers [n], int64; or a tree of tensors.
     """
 
     x: Tree
@@ -36,52 +34,57 @@ class Samples:
     def __len__(self) -> int:
         return rows_in(self.y)
 
-    def take(self, rows: Tensor | slice) -> Samples:
-        """Some of the samples.
+    def take(self, rows: Tensor | slice) -> "Samples":
+        """Return the samples at some positions.
 
         Args:
-            rows: their positions.
+            rows: positions of the samples.
         """
         if isinstance(rows, Tensor) and (first := next(tensors(self.y), None)) is not None:
-            # once, and not for each tensor
+            # moved once here: `take` would move the positions for each tensor of the tree
             rows = rows.to(first.device)
         return Samples(take(self.x, rows), take(self.y, rows))
 
     @classmethod
-    def joined(cls, parts: Sequence[Samples]) -> Samples:
-        """The samples of several, one after another."""
+    def joined(cls, parts: "Sequence[Samples]") -> "Samples":
+        """Join several samples into one object, one after another.
+
+        Args:
+            parts: the samples to join, all of one structure and on one device.
+        """
         return cls(*joined([(part.x, part.y) for part in parts]))
 
     def chunks(self, size: int = CHUNK) -> Iterator[tuple[Tree, Tree]]:
-        """Inputs and targets of so many samples at a time, in their order.
+        """Yield inputs and targets in their order, ``size`` samples at a time.
 
         >>> samples = Samples(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0, 1, 2]))
         >>> [y.tolist() for x, y in samples.chunks(2)]
         [[0, 1], [2]]
 
         Args:
-            size: samples per chunk; the last one may have fewer.
+            size: samples per chunk; the last chunk may have fewer.
         """
         return split((self.x, self.y), size)
 
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Samples:
-        """Return the same samples on another device; nothing is copied if they are there already.
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Samples":
+        """Return the same samples on another device, without a copy of tensors already on the device.
 
         Args:
-            device: Where to put the tensors.
-            dtype: Floating type of the inputs; None, and inputs that are integers, keep theirs.
+            device: device of the result.
+            dtype: floating type of the inputs; None, and integer inputs, keep the type.
         """
         x = tree_map(lambda t: t.to(device, dtype if t.is_floating_point() else None), self.x)
         y = tree_map(lambda t: t.to(device), self.y)
+        # itself where nothing moves, as in most rounds
         return self if x is self.x and y is self.y else Samples(x, y)
 
 
 class Parts(Sequence[Samples]):
-    """Samples of several clients, one after another: each client's are views, made when they are asked for.
+    """The samples of several clients in one stack; each client's samples are views, made on access.
 
     Args:
-        whole: All of them.
-        sizes: How many each client has.
+        whole: all samples, client after client.
+        sizes: number of samples of each client.
     """
 
     def __init__(self, whole: Samples, sizes: Sequence[int]) -> None:
@@ -104,6 +107,6 @@ class Parts(Sequence[Samples]):
             return [self[place] for place in places]
         return self.whole.take(slice(self._ends[places], self._ends[places + 1]))
 
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Parts:
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Parts":
         """Return the same samples on another device, as `Samples.to` does."""
         return Parts(self.whole.to(device, dtype), self.sizes)

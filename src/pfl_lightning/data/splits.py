@@ -1,6 +1,4 @@
-"""Seeded cuts of the pool and of one client's samples."""
-
-from __future__ import annotations
+"""Seeded choices of samples from the pool and from one client's samples."""
 
 import numpy as np
 import torch
@@ -12,16 +10,16 @@ from pfl_lightning.data.samples import Split
 
 
 def stratified_rows(labels: Tensor, size: int, num_classes: int, seed: int, draw: int = 0) -> Tensor:
-    """Choose samples of a pool such that the class proportions stay.
+    """Choose samples of a pool and keep the class proportions.
 
     Class k gets floor(size * n_k / N) samples; the rest goes, one each, to the largest fractional parts.
 
     Args:
-        labels: Labels of the pool, shape [N], in [0, num_classes).
-        size: Number of samples to choose; N or more chooses all.
-        num_classes: Number of classes K.
-        seed: Seed of the choice, 0 or more.
-        draw: Number of the choice, so that several of one seed are independent.
+        labels: labels of the pool, shape [N], in [0, num_classes).
+        size: number of samples to choose; N or more chooses all.
+        num_classes: number of classes K.
+        seed: seed of the choice, 0 or more.
+        draw: number of the choice; different numbers make independent choices from one seed.
 
     Returns:
         The chosen positions, ascending, shape [min(size, N)], int64.
@@ -30,21 +28,23 @@ def stratified_rows(labels: Tensor, size: int, num_classes: int, seed: int, draw
         return torch.arange(len(labels))
     y = labels.numpy()
     take = in_proportion(np.bincount(y, minlength=num_classes), size)
-    # (seed, 0), (seed, 0, 1) here, (seed, 1 + client) and (seed, 1 + client, 1) below: no two draws share a stream
+    # Streams here are (seed, 0) and (seed, 0, draw); below, (seed, 1 + client) and (seed, 1 + client, 1). No two draws
+    # share one, so that changing one setting leaves the other draws as they are.
     rng = np.random.default_rng((seed, 0, draw) if draw else (seed, 0))
     chosen = [rng.permutation(np.flatnonzero(y == k))[: take[k]] for k in range(num_classes)]
     return torch.from_numpy(np.sort(np.concatenate(chosen)))
 
 
 def in_proportion(counts: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """Share a number out in proportion to counts; what rounding down leaves goes to the largest fractional parts.
+    """Share a number out in proportion to counts; the largest fractional parts get the remainder of rounding down.
 
     Args:
-        counts: Of each class, shape [K], not all of them 0.
-        size: The number.
+        counts: number of samples of each class, shape [K], not all 0.
+        size: the number to share out.
     """
     quota = counts * (size / counts.sum())
     take: NDArray[np.int64] = np.floor(quota).astype(np.int64)
+    # stable: of equal fractional parts the lower class goes first, on every platform
     take[np.argsort(take - quota, kind="stable")[: size - take.sum()]] += 1
     return take
 
@@ -52,21 +52,21 @@ def in_proportion(counts: NDArray[np.int64], size: int) -> NDArray[np.int64]:
 def hold_out(
     labels: Tensor, is_test: Tensor, central_test: float | str, server_fraction: float, num_classes: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Choose the central test set and what the server holds instead.
+    """Choose the central test set, and the server's samples from the same set.
 
     Args:
-        labels: Labels of the pool, shape [N], in [0, num_classes).
-        is_test: Which samples are of the original test half, shape [N].
-        central_test: ``original`` for that half, or a share of the pool in (0, 1), class proportions kept.
-        server_fraction: Share of them, in [0, 1), that the server holds, class proportions kept.
-        num_classes: Number of classes K.
-        seed: Seed of the choices, 0 or more.
+        labels: labels of the pool, shape [N], in [0, num_classes).
+        is_test: whether each sample belongs to the original test half, bool [N].
+        central_test: ``original`` for the test half, or a share of the pool in (0, 1), class proportions kept.
+        server_fraction: share of these samples, in [0, 1), that the server holds, class proportions kept.
+        num_classes: number of classes K.
+        seed: seed of the choices, 0 or more.
 
     Returns:
         Positions of the central test set and of the server's samples, ascending.
 
     Raises:
-        MisconfigurationException: A share above 0 is less than one sample, or leaves none.
+        MisconfigurationException: if a share above 0 is less than one sample, or leaves none.
     """
     if central_test == "original":
         central = is_test.nonzero().flatten()
@@ -94,17 +94,17 @@ def split_client(
 ) -> dict[Split, Tensor]:
     """Shuffle the samples of one client and cut them into train, val and test.
 
-    n_test = ceil(test_fraction * n) as in scikit-learn's ``train_test_split`` (PFLlib uses 0.25), then
-    n_val = round(val_fraction * (n - n_test)), at least 1. Not stratified, as in PFLlib: a test split may hold
-    classes that the train split lacks. A split whose fraction is not 0 gets a sample, and so does train.
+    n_test = ceil(test_fraction * n) as in scikit-learn's ``train_test_split`` (PFLlib uses 0.25), then n_val =
+    round(val_fraction * (n - n_test)), at least 1. The split is not stratified, as in PFLlib: a test split may hold
+    classes that the train split lacks. Train gets at least one sample, and so does each split whose fraction is not 0.
 
     Args:
-        rows: Pool positions of the client's samples, shape [n], at least one for each split whose fraction is not 0 and
-            for train.
-        client: Which client; clients are shuffled independently of each other.
-        test_fraction: Share of test in all samples, in [0, 1).
-        val_fraction: Share of val in what test leaves, in [0, 1).
-        seed: Seed of the shuffle, 0 or more.
+        rows: pool positions of the client's samples, shape [n], at least one for train and one for each split whose
+            fraction is not 0.
+        client: client id; clients are shuffled independently of each other.
+        test_fraction: share of test in all samples, in [0, 1).
+        val_fraction: share of val in the samples outside test, in [0, 1).
+        seed: seed of the shuffle, 0 or more.
     """
     num_test, num_val = part_sizes(len(rows), test_fraction, val_fraction)
     mixed = shuffled(rows, client, seed)
@@ -116,29 +116,30 @@ def split_client(
 
 
 def part_sizes(count: int, test_fraction: float, val_fraction: float) -> tuple[int, int]:
-    """Numbers of a client's test and val samples, see `split_client`.
+    """Return the numbers of a client's test and val samples, see `split_client`.
 
     >>> part_sizes(20, 0.25, 0.1), part_sizes(3, 0.25, 0.1)
     ((5, 2), (1, 1))
 
     Args:
-        count: Number of the client's samples.
-        test_fraction: Share of test in all samples, in [0, 1).
-        val_fraction: Share of val in what test leaves, in [0, 1).
+        count: number of the client's samples.
+        test_fraction: share of test in all samples, in [0, 1).
+        val_fraction: share of val in the samples outside test, in [0, 1).
     """
     wants_val = val_fraction > 0
+    # the bounds leave one sample for train, and one for val if val is asked for
     num_test = min(int(np.ceil(test_fraction * count)), count - 1 - wants_val)
     rest = count - num_test
     return num_test, min(max(round(val_fraction * rest), 1), rest - 1) if wants_val else 0
 
 
 def shuffled(rows: Tensor, client: int, seed: int) -> Tensor:
-    """The samples of one client in the order in which they are split.
+    """Return the samples of one client in the order in which they are split.
 
     Args:
-        rows: Pool positions, shape [n].
-        client: Which client.
-        seed: Seed of the shuffle, 0 or more.
+        rows: pool positions, shape [n].
+        client: client id.
+        seed: seed of the shuffle, 0 or more.
     """
     return rows[torch.from_numpy(np.random.default_rng((seed, 1 + client)).permutation(len(rows)))]
 
@@ -147,20 +148,20 @@ def draw_alike(labels: Tensor, classes: list[Tensor], size: int, client: int, se
     """Draw samples with the class mix of one client.
 
     Class k gets floor(size * n_k / n) samples; the rest goes, one each, to the largest fractional parts. No sample is
-    drawn again before all others of its class are.
+    drawn twice before all samples of its class are drawn once.
 
     Args:
-        labels: Labels of the client's samples, shape [n].
-        classes: For each class, the positions to draw from.
-        size: Number of samples to draw.
-        client: Which client; clients draw independently of each other, so that they may share samples.
-        seed: Seed of the draw, 0 or more.
+        labels: labels of the client's samples, shape [n].
+        classes: for each class, the positions to draw from.
+        size: number of samples to draw.
+        client: client id; clients draw independently of each other, so two clients may draw the same sample.
+        seed: seed of the draw, 0 or more.
 
     Returns:
         The drawn positions, shape [size], int64.
 
     Raises:
-        MisconfigurationException: There is no sample of a class that is to be drawn.
+        MisconfigurationException: if a class of the mix has no sample to draw.
     """
     take = in_proportion(np.bincount(labels.numpy(), minlength=len(classes)), size)
     for k in np.flatnonzero(take):
@@ -170,6 +171,6 @@ def draw_alike(labels: Tensor, classes: list[Tensor], size: int, client: int, se
                 f"{client} is to be tested; use a larger data.max_samples, or own"
             )
     rng = np.random.default_rng((seed, 1 + client, 1))
-    # np.resize begins again at the first where a class runs out
+    # np.resize begins again at the first sample if a class runs out
     drawn = [np.resize(rng.permutation(classes[k]), take[k]) for k in np.flatnonzero(take)]
     return torch.from_numpy(np.concatenate(drawn))

@@ -1,6 +1,4 @@
-"""Samples of a client that is larger than memory: gathered a batch at a time."""
-
-from __future__ import annotations
+"""The samples of a client larger than memory, gathered one batch at a time."""
 
 from collections.abc import Callable, Iterator
 
@@ -12,14 +10,14 @@ from pfl_lightning.data.trees import Tree, take
 
 
 class Streamed(Samples):
-    """Samples that stay in the pool until they go through the net: batches of them are gathered and transformed.
+    """Samples that stay in the pool, gathered and transformed one batch at a time.
 
     Args:
-        pool: All samples, whose inputs may be in files.
-        rows: Positions of these, shape [n]; a sample may be there several times.
-        transform: Makes inputs ready for the net.
-        device: Where batches shall be.
-        dtype: Floating type of their inputs; None keeps it.
+        pool: all samples, whose inputs may be in files.
+        rows: positions of these samples, shape [n]; a position may occur several times.
+        transform: makes inputs ready for the net.
+        device: device of the batches.
+        dtype: floating type of the inputs; None keeps the type.
     """
 
     def __init__(
@@ -30,7 +28,7 @@ class Streamed(Samples):
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
     ) -> None:
-        # a frozen dataclass, whose two fields are properties here
+        # past the frozen dataclass, whose __setattr__ refuses and whose two fields are properties here
         vars(self).update(pool=pool, rows=rows, transform=transform, device=device, dtype=dtype)
 
     pool: Samples
@@ -44,39 +42,40 @@ class Streamed(Samples):
 
     @property
     def x(self) -> Tree:
-        """All inputs at once, for who asks for them."""
+        """All inputs at once, gathered on each access."""
         return self._gathered(self.rows).x
 
     @property
     def y(self) -> Tree:
-        """All targets, which are in memory."""
+        """All targets, which are in memory anyway."""
         return Samples((), take(self.pool.y, self.rows)).to(self.device).y
 
-    def take(self, rows: Tensor | slice) -> Streamed:
-        """Some of the samples, which stay where they are.
+    def take(self, rows: Tensor | slice) -> "Streamed":
+        """Return the samples at some positions; the samples stay in the pool.
 
         Args:
-            rows: their positions.
+            rows: positions of the samples.
         """
+        # the pool is indexed on the CPU, while callers draw orders on their device
         kept = self.rows[rows.cpu() if isinstance(rows, Tensor) else rows]
         return Streamed(self.pool, kept, self.transform, self.device, self.dtype)
 
     def chunks(self, size: int = CHUNK) -> Iterator[tuple[Tree, Tree]]:
-        """Inputs and targets of so many samples at a time, in their order, gathered one after another.
+        """Yield inputs and targets in order, ``size`` samples at a time, and gather each chunk only in its turn.
 
         Args:
-            size: samples per chunk; the last one may have fewer.
+            size: samples per chunk; the last chunk may have fewer.
         """
         for rows in torch.split(self.rows, size):
             batch = self._gathered(rows)
             yield batch.x, batch.y
 
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Streamed:
-        """The same samples, whose batches will be on another device.
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Streamed":
+        """Return the same samples, with batches on another device.
 
         Args:
-            device: Where.
-            dtype: Floating type of the inputs; None, and inputs that are integers, keep theirs.
+            device: device of the batches.
+            dtype: floating type of the inputs; None, and integer inputs, keep the type.
         """
         return Streamed(self.pool, self.rows, self.transform, device, dtype or self.dtype)
 

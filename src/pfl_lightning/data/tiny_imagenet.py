@@ -1,6 +1,4 @@
-"""Tiny ImageNet."""
-
-from __future__ import annotations
+"""The Tiny ImageNet data set."""
 
 from pathlib import Path
 from typing import Any
@@ -15,16 +13,16 @@ from pfl_lightning.data.image_folder import ImageFolder
 class TinyImageNet(ImageFolder):
     """100,000 colour images, 3x64x64, 200 classes, in ``root/tiny-imagenet-200/train/CLASS/images``.
 
-    Only the train folder is used, as in PFLlib and the papers after it, unless ``central_test`` or ``client_test`` is
-    ``original``: the 10,000 images of the val folder then are the original test half, since the labels of those of the
-    test folder are not public. The decoded images take 1.2 GB of memory.
+    Only the train folder is used, as in PFLlib and later papers, unless ``central_test`` or ``client_test`` is
+    ``original``: then the 10,000 images of the val folder are the original test half, since the labels of the test
+    folder are not public. The decoded images take 1.2 GB of memory.
 
     Args:
-        root: Folder that tiny-imagenet-200 is in.
-        **kwargs: Settings of `ImageFolder`; ``download`` has no effect.
+        root: folder that contains tiny-imagenet-200.
+        **kwargs: settings of `ImageFolder`; ``download`` has no effect.
 
     Raises:
-        MisconfigurationException: There is no such folder, it has no images, or val/ is asked for and is not as in the
+        MisconfigurationException: if there is no such folder or no image, or val/ is needed and differs from the
             original archive.
 
     Source: Y. Le and X. Yang, "Tiny ImageNet Visual Recognition Challenge", Stanford CS 231N, 2015.
@@ -32,9 +30,10 @@ class TinyImageNet(ImageFolder):
 
     folder = "tiny-imagenet-200/train"
     labels = "tiny-imagenet-200/val/val_annotations.txt"
-    """Where names and classes of val/images are, relative to ``root``."""
+    """File with the class of each image in val/images, relative to ``root``."""
 
     def __init__(self, root: str = "data", **kwargs: Any) -> None:
+        # before ImageFolder looks, whose message would name a folder of class folders and not the archive
         if not (folder := Path(str(root), self.folder)).is_dir():
             raise MisconfigurationException(
                 f"data.root={root!r}: there is no folder {folder}; unpack tiny-imagenet-200.zip in {root}, or set "
@@ -43,10 +42,11 @@ class TinyImageNet(ImageFolder):
         super().__init__(root=root, **kwargs)
         self._train_size = len(self._files)
         if "original" in (self.client_test, self.central_test):
+            # val/ has no class folders; its images come last, which `_test_rows` relies on
             self._files += self._labelled(Path(root, self.labels))
 
     def _labelled(self, path: Path) -> list[tuple[Path, int]]:
-        """File and class of each image that a table names."""
+        """Return file and class of each image in a table of images and classes."""
         numbers = {name: k for k, name in enumerate(self.classes)}
         try:
             rows = [line.split("\t")[:2] for line in path.read_text().splitlines()]

@@ -1,6 +1,4 @@
-"""Data sets whose files torchvision knows how to find, check and fetch."""
-
-from __future__ import annotations
+"""The base class of data sets whose files torchvision finds, checks and fetches."""
 
 import socket
 from abc import abstractmethod
@@ -18,43 +16,48 @@ from pfl_lightning.data.datamodule import FederatedDataModule
 
 
 class TorchvisionDataModule(FederatedDataModule):
-    """Opens a data set by torchvision and says in one sentence what is missing.
+    """Open a data set by torchvision; name missing files in one sentence.
 
     Subclasses set ``folder`` and ``files`` and implement `dataset` and `tensors`.
     """
 
     folder: str
-    """Where the files belong, relative to ``root``."""
+    """Folder of the files, relative to ``root``."""
     files: str
-    """What the files are; completes the sentence "put ... there"."""
+    """Description of the files; completes the sentence "put ... there"."""
 
     TIMEOUT = 10.0
-    """Seconds without an answer after which a download is given up."""
+    """Seconds without an answer after which a download fails."""
 
     @abstractmethod
     def dataset(self, train: bool, download: bool) -> Any:
         """Open the torchvision data set.
 
         Args:
-            train: Its training half, else its test half.
-            download: Fetch what is missing.
+            train: the training half if True, else the test half.
+            download: fetch missing files.
         """
 
     @abstractmethod
     def tensors(self, dataset: Any) -> tuple[Tensor, Tensor]:
-        """Images [n, C, H, W] and labels [n] of a torchvision data set, as tensors."""
+        """Return images [n, C, H, W] and labels [n] of a torchvision data set, as tensors.
+
+        Args:
+            dataset: the result of `dataset`.
+        """
 
     def load(self) -> tuple[Tensor, Tensor]:
         """Read the original training half and then the test half."""
         (x, y), (test_x, test_y) = (self.tensors(self._open(train)) for train in (True, False))
+        # both halves form one pool, as in the papers; the positions allow tests on the original half
         self.original_test = torch.arange(len(y), len(y) + len(test_y))
         return torch.cat([x, test_x]), torch.cat([y, test_y])
 
     def prepare_data(self) -> None:
-        """Check that the files are there and, with ``download``, fetch them if not.
+        """Check that the files exist; with ``download``, fetch missing files.
 
         Raises:
-            MisconfigurationException: There are no usable files.
+            MisconfigurationException: if there are no usable files.
         """
         with _network_timeout(self.TIMEOUT):
             self._open(train=False, download=self.download)
@@ -65,6 +68,7 @@ class TorchvisionDataModule(FederatedDataModule):
         # RuntimeError: missing or unreachable; OSError: no network or permission; others: damaged idx files
         except (OSError, RuntimeError, ValueError, AssertionError) as error:
             failed = ", and downloading failed" if download else ""
+            # advice to download only where it hasn't just been tried
             fetch = "" if self.download else "set data.download=true to fetch them, "
             reason = shorten(str(error), 90, placeholder="...")
             raise MisconfigurationException(

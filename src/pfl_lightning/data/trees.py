@@ -1,6 +1,4 @@
-"""Samples as trees of tensors: a tensor, or dicts, tuples and lists of them, whose first dimension is the sample."""
-
-from __future__ import annotations
+"""Samples as trees of tensors: a tensor, or dicts, tuples and lists of tensors, with samples in the first dimension."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,19 +15,22 @@ from torch.nn.utils.rnn import pad_sequence
 from pfl_lightning.messages import tensors, tree_map
 
 Tree: TypeAlias = Any
-"""A tensor ``[n, ...]``, or a dict, tuple or list of trees; what else has a length and takes ``[rows]`` is a leaf."""
+"""A tensor ``[n, ...]``, or a dict, tuple or list of trees; any other object with a length and ``[rows]`` is a leaf."""
 
 LARGEST = torch.finfo(torch.float32).max
 """Largest number in single precision, in which nets compute."""
 BLOCK = 2**20
-"""Numbers that are looked at together, so that a check needs no copy of a whole pool."""
+"""Numbers per step of a check, so that no check copies a whole pool."""
 
 
 def rows_in(tree: Tree) -> int:
-    """Number of samples.
+    """Return the number of samples.
 
     >>> rows_in({"a": torch.zeros(3, 2), "b": torch.zeros(3)})
     3
+
+    Args:
+        tree: a tree of any leaves, not empty.
     """
     if isinstance(tree, Tensor):
         return tree.shape[0]
@@ -39,7 +40,11 @@ def rows_in(tree: Tree) -> int:
 
 
 def leaves_of(tree: Tree) -> Iterator[Any]:
-    """What a tree is of, in its order: tensors, or what has rows as they have."""
+    """Yield the leaves of a tree in order: tensors, or other objects with rows.
+
+    Args:
+        tree: a tree of any leaves.
+    """
     if isinstance(tree, Mapping):
         tree = tuple(tree.values())
     if type(tree) in (list, tuple):
@@ -50,10 +55,10 @@ def leaves_of(tree: Tree) -> Iterator[Any]:
 
 
 def mapped(tree: Tree, function: Callable[[Any], Any]) -> Tree:
-    """Return a tree of what a function makes of each leaf, be it a tensor or another.
+    """Apply a function to each leaf, a tensor or another object, and return the tree of results.
 
     Args:
-        tree: of any leaves.
+        tree: a tree of any leaves.
         function: takes a leaf.
     """
     if isinstance(tree, Mapping):
@@ -64,27 +69,31 @@ def mapped(tree: Tree, function: Callable[[Any], Any]) -> Tree:
 
 
 def take(tree: Tree, rows: Tensor | slice) -> Tree:
-    """Some of the samples.
+    """Return the samples at some positions.
 
     >>> take({"a": torch.tensor([5, 6, 7])}, torch.tensor([2, 0]))
     {'a': tensor([7, 5])}
 
     Args:
-        tree: of tensors, or of leaves that give some for ``leaf[rows]``.
-        rows: their positions.
+        tree: a tree of tensors, or of leaves that return rows for ``leaf[rows]``.
+        rows: positions of the samples.
+
+    Raises:
+        MisconfigurationException: if a leaf that stays in files has a number that no net can take.
     """
     if isinstance(tree, Tensor):
-        # copies whole rows, where indexing goes element by element
+        # index_select copies whole rows; indexing goes element by element and is slower
         return tree.index_select(0, rows.to(tree.device)) if isinstance(rows, Tensor) else tree[rows]
     if isinstance(tree, Mapping):
         return {name: take(part, rows) for name, part in tree.items()}
     if type(tree) in (list, tuple):
         return type(tree)(take(part, rows) for part in tree)
-    # inputs that stay in their files are checked here, as all others are when they are loaded
+    # `check_pool` sees only inputs in memory: those in files are checked here, whenever they are read
     found = read(tree, rows)
     if (place := first_not_finite(found)) is not None:
         wanted = np.arange(len(tree))[rows] if isinstance(rows, slice) else rows.cpu().numpy()
         leaf, row = tree, int(wanted[place[0]])
+        # through all subsets, to the row in the file that the user knows
         while isinstance(leaf, Rows):
             leaf, row = leaf.leaf, int(leaf.rows[row])
         where = cell("x", found[place].item(), (row, *place[1:]))
@@ -93,15 +102,16 @@ def take(tree: Tree, rows: Tensor | slice) -> Tree:
 
 
 def read(leaf: Any, rows: Tensor | slice) -> Tensor:
-    """Return some rows of a leaf; of one that is no tensor each is read once and in ascending order, as files like it.
+    """Return some rows of a leaf; read files row by row in ascending order, each row once.
 
     Args:
-        leaf: a tensor, or what gives an array or a tensor for ``leaf[positions]``.
-        rows: their positions.
+        leaf: a tensor, or an object that returns an array or a tensor for ``leaf[positions]``.
+        rows: positions of the rows.
     """
     if isinstance(leaf, Tensor):
         return leaf[rows]
     wanted = np.arange(len(leaf))[rows] if isinstance(rows, slice) else rows.cpu().numpy()
+    # ascending and distinct: HDF5 and other readers refuse positions in another order, and disks read forwards faster
     each, places = np.unique(wanted, return_inverse=True)
     found = as_tensor(leaf[each])
     if len(found) != len(each):
@@ -112,19 +122,19 @@ def read(leaf: Any, rows: Tensor | slice) -> Tensor:
 
 
 def as_tensor(values: Any, name: str = "a data set") -> Tensor:
-    """Return an array or a list of numbers as a tensor, without a copy where its type allows it.
+    """Return an array or a list of numbers as a tensor, without a copy where the type allows sharing.
 
-    Numbers of the other byte order and of extended precision, which torch doesn't know, are converted.
+    Numbers in the other byte order and in extended precision, which torch doesn't know, are converted.
 
     >>> as_tensor(np.array([1, 2], dtype=">i4")), as_tensor([0.5, 1.5])
     (tensor([1, 2], dtype=torch.int32), tensor([0.5000, 1.5000], dtype=torch.float64))
 
     Args:
-        values: An array, a tensor, or a list of numbers or of such lists.
-        name: Their name in the error message.
+        values: an array, a tensor, or a list of numbers or of such lists.
+        name: name of the values in the error message.
 
     Raises:
-        MisconfigurationException: The values aren't numbers, or the lists differ in length.
+        MisconfigurationException: if the values aren't numbers, or the lists differ in length.
     """
     if isinstance(values, Tensor):
         return values
@@ -137,41 +147,41 @@ def as_tensor(values: Any, name: str = "a data set") -> Tensor:
         array = array.astype(np.float64 if array.dtype.kind == "f" else np.complex128)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    # torch warns of memory that it may not write to, such as a data frame's
+    # torch warns about read-only memory, such as a data frame's
     return torch.as_tensor(array if array.flags.writeable else array.copy())
 
 
 def check_type(dtype: Any, name: str) -> None:
-    """Check that an array is of numbers.
+    """Check that an array holds numbers.
 
     Args:
-        dtype: The type of its elements; anything but a NumPy type passes.
-        name: Name of the array in the error message.
+        dtype: type of the elements; anything but a NumPy type passes.
+        name: name of the array in the error message.
 
     Raises:
-        MisconfigurationException: The elements are texts, dates, records or Python objects.
+        MisconfigurationException: if the elements are texts, dates, records or Python objects.
     """
     if isinstance(dtype, np.dtype) and dtype.kind not in "biufc":
         raise MisconfigurationException(f"{name} is of type {dtype}; make numbers of it, such as float32")
 
 
 def with_leaves(tree: Tree, name: str) -> Tree:
-    """Return a tree whose leaves are tensors, or have rows that can be read.
+    """Return a tree whose leaves are tensors, or objects with readable rows.
 
     Arrays in memory, data frames and lists of numbers become tensors; memory maps and readers stay as they are.
 
     Args:
-        tree: A tensor, an array, a data frame, a list of numbers, or a dict, tuple or list of trees.
-        name: Its name in error messages.
+        tree: a tensor, an array, a data frame, a list of numbers, or a dict, tuple or list of trees.
+        name: name of the tree in error messages.
 
     Raises:
-        MisconfigurationException: A leaf has no rows, or isn't of numbers.
+        MisconfigurationException: if a leaf has no rows, or doesn't hold numbers.
     """
     if isinstance(tree, Mapping):
         return {key: with_leaves(part, f"{name}[{key!r}]") for key, part in tree.items()}
     if type(tree) in (list, tuple) and not is_table(tree):
         return type(tree)(with_leaves(part, f"{name}[{index}]") for index, part in enumerate(tree))
-    # a column of a data frame takes labels of rows, and not their positions
+    # indexing a data frame's column looks rows up by label and not by position
     leaf = tree.to_numpy() if hasattr(tree, "to_numpy") else tree
     if type(leaf) in (list, tuple, np.ndarray):
         leaf = as_tensor(leaf, name)
@@ -179,6 +189,7 @@ def with_leaves(tree: Tree, name: str) -> Tree:
         if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_meta:
             kind = "meta" if leaf.is_meta else "quantized" if leaf.is_quantized else str(leaf.layout)[6:]
             raise MisconfigurationException(f"{name} is a {kind} tensor; give a dense one")
+        # else each gather would record a graph over the whole pool
         leaf = leaf.detach() if leaf.requires_grad else leaf
     elif isinstance(leaf, (str, bytes)) or not (has_length(leaf) and hasattr(leaf, "__getitem__")):
         raise MisconfigurationException(f"{name} is a {type(leaf).__name__}; give an array or a tensor, a row a sample")
@@ -190,21 +201,22 @@ def with_leaves(tree: Tree, name: str) -> Tree:
 
 
 def has_length(leaf: Any) -> bool:
-    """Whether a leaf has rows that can be counted; sparse matrices of SciPy refuse to say."""
+    """Return whether the rows of a leaf can be counted; SciPy's sparse matrices refuse ``len``."""
     try:
         return len(leaf) >= 0
     except TypeError:
+        # an array of no dimension passes here, for the clearer refusal "is a single number"
         return hasattr(leaf, "ndim") and leaf.ndim == 0
 
 
 def is_table(values: Sequence[Any]) -> bool:
-    """Tell a list of numbers, or of such lists, from one of arrays; also a tuple of numbers.
+    """Return whether a list holds numbers (or lists of numbers) and not arrays; also True for a tuple of numbers.
 
     >>> is_table([[1, 2], [3, 4]]), is_table((1, 2)), is_table(([1, 2], [3, 4])), is_table([torch.zeros(2)])
     (True, True, False, False)
 
     Args:
-        values: The list or tuple.
+        values: the list or tuple.
     """
     first: Any = values[0] if values else None
     while type(values) is list and type(first) is list:
@@ -214,13 +226,13 @@ def is_table(values: Sequence[Any]) -> bool:
 
 
 def first_not_finite(leaf: Any) -> tuple[int, ...] | None:
-    """Return the position of the first NaN, infinity or number beyond single precision; None where there is none.
+    """Return the position of the first NaN, infinity or number beyond single precision; None without one.
 
     >>> first_not_finite(torch.tensor([[0.0, 1.0], [2.0, torch.inf]])), first_not_finite(torch.tensor([3.0]))
     ((1, 1), None)
 
     Args:
-        leaf: A tensor, or a memory map, of which some rows are read at a time.
+        leaf: a tensor, or a memory map, read a few rows at a time.
     """
     is_floating = leaf.is_floating_point() or leaf.is_complex() if isinstance(leaf, Tensor) else leaf.dtype.kind in "fc"
     if not is_floating or 0 in leaf.shape:
@@ -230,10 +242,12 @@ def first_not_finite(leaf: Any) -> tuple[int, ...] | None:
         block = read(leaf, slice(start, start + step))
         if block.is_complex():
             block = torch.view_as_real(block).abs().amax(-1)
+        # float8 types have no minimum and maximum in torch
         elif block.itemsize == 1:
             block = block.float()
-        # one pass without a copy, where `isfinite` takes ten times as long
+        # one pass without a copy; `isfinite` takes ten times as long
         low, high = (float(bound) for bound in torch.aminmax(block))
+        # written with `not`, as every comparison with NaN is False
         if not (low >= -LARGEST and high <= LARGEST):
             row, *place = (~(block.abs() <= LARGEST)).nonzero()[0].tolist()
             return (start + row, *place)
@@ -247,9 +261,9 @@ def cell(name: str, value: complex, place: Sequence[int]) -> str:
     'x is nan in row 17, column 3'
 
     Args:
-        name: Name of the array.
-        value: The number.
-        place: Its position, the row first.
+        name: name of the array.
+        value: the number.
+        place: position of the number, the row first.
     """
     where = f", column {place[1]}" if len(place) == 2 else f" at {list(place[1:])}" if len(place) > 2 else ""
     large = ", beyond single precision," if math.isfinite(abs(value)) else ""
@@ -257,11 +271,11 @@ def cell(name: str, value: complex, place: Sequence[int]) -> str:
 
 
 class Rows:
-    """Some rows of a leaf that is no tensor, none of which is read before it is asked for.
+    """Some rows of a leaf that is no tensor, read only on access.
 
     Args:
-        leaf: what has a length and gives an array or a tensor for ``leaf[positions]``.
-        rows: their positions.
+        leaf: an object with a length that returns an array or a tensor for ``leaf[positions]``.
+        rows: positions of the rows.
     """
 
     def __init__(self, leaf: Any, rows: Tensor) -> None:
@@ -276,25 +290,25 @@ class Rows:
 
 
 def narrowed(tree: Tree, rows: Tensor) -> Tree:
-    """Some of the samples, without reading what isn't in memory.
+    """Return the samples at some positions, without reading leaves that stay in files.
 
     Args:
-        tree: of any leaves.
-        rows: their positions, ascending.
+        tree: a tree of any leaves.
+        rows: positions of the samples, ascending.
     """
     return mapped(tree, lambda leaf: take(leaf, rows) if isinstance(leaf, Tensor) else Rows(leaf, rows))
 
 
 def split(tree: Tree, sizes: int | list[int], dim: int = 0) -> Iterator[Tree]:
-    """A tree of tensors cut into pieces, which are views.
+    """Cut a tree of tensors into pieces, which are views.
 
     >>> [piece["a"].tolist() for piece in split({"a": torch.arange(3)}, 2)]
     [[0, 1], [2]]
 
     Args:
-        tree: of tensors.
-        sizes: of all pieces, or of each.
-        dim: along which dimension.
+        tree: a tree of tensors.
+        sizes: the size of all pieces, or the size of each.
+        dim: the dimension to cut.
     """
     if isinstance(tree, Tensor):
         return iter(torch.split(tree, sizes, dim))
@@ -305,13 +319,23 @@ def split(tree: Tree, sizes: int | list[int], dim: int = 0) -> Iterator[Tree]:
 
 
 def like(tree: Tree, leaves: Sequence[Tensor]) -> Tree:
-    """A tree with other leaves, given in its order."""
+    """Return a tree of the same structure with other leaves, given in order.
+
+    Args:
+        tree: the structure.
+        leaves: the new leaves.
+    """
     remaining = iter(leaves)
     return tree_map(lambda _: next(remaining), tree)
 
 
 def merged(trees: Sequence[Tree], merge: Callable[[list[Tensor]], Tensor]) -> Tree:
-    """One tree of several alike, whose leaves are merged one by one."""
+    """Merge several trees of one structure leaf by leaf.
+
+    Args:
+        trees: the trees, at least one.
+        merge: takes the corresponding leaves of all trees, and returns one.
+    """
     if isinstance(trees[0], Tensor):
         return merge(list(trees))
     if type(trees[0]) is tuple:
@@ -320,19 +344,25 @@ def merged(trees: Sequence[Tree], merge: Callable[[list[Tensor]], Tensor]) -> Tr
 
 
 def joined(trees: Sequence[Tree]) -> Tree:
-    """The samples of several trees, one after another.
+    """Join the samples of several trees, one after another.
 
     >>> joined([{"a": torch.tensor([1])}, {"a": torch.tensor([2, 3])}])
     {'a': tensor([1, 2, 3])}
+
+    Args:
+        trees: the trees, at least one.
     """
     return merged(trees, torch.cat)
 
 
 def padded(trees: Sequence[Tree]) -> Tree:
-    """Trees in a stack ``[trees, n, ...]``, with zeros where one has fewer samples.
+    """Stack trees to ``[trees, n, ...]``, with zeros in place of missing samples.
 
     >>> padded([torch.tensor([1]), torch.tensor([2, 3])])
     tensor([[1, 0],
             [2, 3]])
+
+    Args:
+        trees: the trees, at least one.
     """
     return merged(trees, lambda leaves: pad_sequence(leaves, batch_first=True))

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 from pfl_lightning.aggregators import Server, WeightedAverage, client_weights
 from pfl_lightning.choices import check_least
 from pfl_lightning.data import Samples, epoch_order
-from pfl_lightning.data.lent_samples import lent_samples
+from pfl_lightning.data.sample_proxy import sample_proxy
 from pfl_lightning.messages import Updates
 from pfl_lightning.methods.server_optimizer import server_optimizer
 from pfl_lightning.nets.batch_norm import on_batch_statistics, smallest_batch
@@ -92,7 +92,7 @@ class FedLAW(WeightedAverage):
             )
         if self.proxy is None and self.proxy_fraction > 0 and self.server_epochs > 0:
             generator = torch.Generator().manual_seed(derive_seed(server.seed, "fedlaw"))
-            self.proxy = lent_samples(server.data, self.proxy_fraction, generator)
+            self.proxy = sample_proxy(server.data, self.proxy_fraction, generator)
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
         """Learn the weights, and average the models; log gamma, the proxy loss and the largest weight."""

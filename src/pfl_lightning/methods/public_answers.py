@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pfl_lightning.client import ClientModule, Phase
 from pfl_lightning.data import CHUNK, ClientData, FederatedDataModule, Samples
-from pfl_lightning.data.inputs import net_inputs
+from pfl_lightning.data.datamodule import net_inputs
 from pfl_lightning.messages import Message
 
 

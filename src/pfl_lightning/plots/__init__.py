@@ -1,4 +1,4 @@
-"""Pictures of partitions, runs, class distributions and aggregation weights, as functions that return figures."""
+"""Figures of partitions, runs, class distributions and aggregation weights."""
 
 from pfl_lightning.plots.aggregation import (
     plot_distances,
@@ -9,9 +9,8 @@ from pfl_lightning.plots.aggregation import (
 )
 from pfl_lightning.plots.classes import plot_class_heatmaps, plot_mixing_matrix
 from pfl_lightning.plots.distributions import plot_distribution_scatter, plot_distribution_trace, plot_lambda_sweep
-from pfl_lightning.plots.epochs import plot_against_local_epochs
 from pfl_lightning.plots.features import plot_conductance, plot_tsne
-from pfl_lightning.plots.runs import plot_curves, plot_mean_curves, plot_partition
+from pfl_lightning.plots.runs import plot_against_local_epochs, plot_curves, plot_mean_curves, plot_partition
 from pfl_lightning.plots.similarity import plot_gaps, plot_peer_counts, plot_peers, plot_similarity
 from pfl_lightning.plots.trace import trace_distribution, trace_job
 

@@ -1,4 +1,4 @@
-"""Pictures of the weights that a server gives its clients, and of what the weights are made from."""
+"""Figures of aggregation weights, and of the quantities behind the weights."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,16 +20,17 @@ FEW_ROUNDS = 50
 
 
 def plot_weights(rounds: Sequence[int], weights: Tensor, samples: Tensor) -> "Figure":
-    r"""A client's weight :math:`\lambda_k` by round, a line a client; dashed where its share of samples is.
+    r"""Plot each client's weight :math:`\lambda_k` by round, one line per client; dashed at the share of samples.
 
-    Where clients take turns there are points in the place of lines, and a dash for the share. Of many clients, those
-    whose weights are farthest from their shares have colours, the others are grey.
+    If clients take turns, points stand for lines, and a dash for the share. Of many clients, the ones with the weights
+    farthest from their shares have colours, the others are grey.
 
     Args:
         rounds: numbers of the rounds.
-        weights: the weights ``[rounds, clients]``; NaN for a client that took no part.
-        samples: :math:`n_k / n` of those that took part, ``[rounds, clients]``.
+        weights: the weights ``[rounds, clients]``; NaN for a client absent from the round.
+        samples: :math:`n_k / n` of the round's clients, ``[rounds, clients]``.
     """
+    # imported on use, as matplotlib is slow to import; Figure and not pyplot, which keeps every figure in memory
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -37,12 +38,13 @@ def plot_weights(rounds: Sequence[int], weights: Tensor, samples: Tensor) -> "Fi
     axes = figure.subplots()
     lines, aims = weights.double().numpy(), samples.double().numpy()
     took_part = ~np.isnan(lines)
-    # a line through rounds without the client would show what is not there
+    # points, since a line through rounds without the client would show weights that never were
     solid: dict[str, Any] = {"linestyle": "", "marker": "o", "markersize": 3}
     dashed: dict[str, Any] = {"linestyle": "", "marker": "_", "markersize": 6}
     if took_part.all() and len(rounds) > 1:
         solid |= {"linestyle": "-", "linewidth": 1.4, "markersize": 3 if len(rounds) <= FEW_ROUNDS else 0}
         dashed = {"linestyle": "--", "linewidth": 1}
+    # few names: more than six colours and labels can't be told apart
     named = _farthest(lines - aims)
     others = [client for client in np.flatnonzero(took_part.any(0)).tolist() if client not in named]
     faint = solid | {"color": "grey", "alpha": 0.4, "linewidth": 0.5, "markersize": solid["markersize"] / 2}
@@ -55,6 +57,7 @@ def plot_weights(rounds: Sequence[int], weights: Tensor, samples: Tensor) -> "Fi
     _whole_rounds(axes)
     axes.grid(alpha=0.3)
     handles, _ = axes.get_legend_handles_labels()
+    # one black entry for the shares of all clients, in place of one per client
     handles.append(Line2D([], [], color="black", label=SAMPLES, **dashed))
     if others:
         handles.append(Line2D([], [], label=f"{len(others)} others, nearer to {SAMPLES}", **faint))
@@ -63,7 +66,8 @@ def plot_weights(rounds: Sequence[int], weights: Tensor, samples: Tensor) -> "Fi
 
 
 def _farthest(gap: Any) -> list[int]:
-    """The clients with the largest mean gap over the rounds of theirs, in the order of their ids."""
+    """Return the clients with the largest mean gap over their rounds, in the order of ids."""
+    # the mean over a client's own rounds, or clients that are rarely selected would never be named
     parts = ~np.isnan(gap)
     mean = np.nansum(np.abs(gap), axis=0) / np.maximum(parts.sum(0), 1)
     seen = [client for client in np.argsort(-mean, kind="stable") if parts[:, client].any()]
@@ -71,20 +75,21 @@ def _farthest(gap: Any) -> list[int]:
 
 
 def plot_weight_heatmaps(rounds: Sequence[int], weights: Tensor, samples: Tensor) -> "Figure":
-    r"""Heatmaps of the weights :math:`\lambda_k`, and of their distance to the shares of samples, rounds by clients.
+    r"""Plot heatmaps of weights :math:`\lambda_k` and of their difference to shares of samples, clients by rounds.
 
     Args:
-        rounds: numbers of the rounds, one after the other.
-        weights: the weights ``[rounds, clients]``; NaN, left grey, for a client that took no part.
-        samples: :math:`n_k / n` of those that took part, ``[rounds, clients]``.
+        rounds: numbers of the rounds, consecutive.
+        weights: the weights ``[rounds, clients]``; NaN, left grey, for a client absent from the round.
+        samples: :math:`n_k / n` of the round's clients, ``[rounds, clients]``.
     """
     from matplotlib.figure import Figure
 
     lines, gap = weights.double().numpy().T, (weights - samples).double().numpy().T
+    # bounded, so that a thousand rounds or clients still make a figure that fits a page
     wide, tall = np.clip(2.4 + 0.12 * len(rounds), 4.4, 10), np.clip(1.3 + 0.1 * len(lines), 2.2, 6)
     figure = Figure(figsize=(float(wide), 2 * float(tall)), layout="constrained")
     highest = np.nanmax(lines, initial=0)
-    # differences of rounding are no differences
+    # at least 1e-6 of the weights: otherwise rounding errors alone would be drawn in the strongest colours
     reach = max(np.nanmax(np.abs(gap), initial=0), 1e-6 * highest)
     panels = (
         ("Weights", lines, WEIGHT, "viridis", 0, highest),
@@ -108,14 +113,14 @@ def plot_weight_heatmaps(rounds: Sequence[int], weights: Tensor, samples: Tensor
 def plot_weights_against(
     weights: Tensor, samples: Tensor, norms: Tensor, clients: Sequence[int], title: str = ""
 ) -> "Figure":
-    r"""A round's weights :math:`\lambda_k` against shares of samples and against norms of client vectors.
+    r"""Plot one round's weights :math:`\lambda_k` against shares of samples and against norms of client vectors.
 
     Args:
-        weights: the weights ``[S]`` of the clients that took part.
-        samples: :math:`n_k / n`, ``[S]``; on the diagonal the two agree.
+        weights: the weights ``[S]`` of the round's clients.
+        samples: :math:`n_k / n`, ``[S]``; on the diagonal, weight and share agree.
         norms: :math:`\lVert\tau_k\rVert_2`, ``[S]``.
-        clients: their ids, beside the points where they are few.
-        title: above both panels.
+        clients: ids of the clients, printed beside the points if there are few.
+        title: title above both panels.
     """
     from matplotlib.figure import Figure
 
@@ -127,6 +132,7 @@ def plot_weights_against(
         axes.set(xlabel=label)
         axes.set_title(_rank_correlation(values, weights), fontsize="medium")
         axes.grid(alpha=0.3)
+        # labels of more points would cover each other
         if len(clients) <= LABELLED_POINTS:
             for client, *point in zip(clients, values.tolist(), weights.tolist(), strict=True):
                 axes.annotate(str(client), point, (3, 3), textcoords="offset points", fontsize="x-small")
@@ -134,12 +140,13 @@ def plot_weights_against(
     left.set_ylabel(f"weight {WEIGHT}")
     centre = float(samples.mean())
     left.locator_params(axis="x", nbins=6)
+    # through the mean, where weights and shares, both of sum 1, have their common centre
     left.axline((centre, centre), slope=1, color="grey", linestyle="--", linewidth=1, zorder=1)
     return figure
 
 
 def plot_server_terms(rows: Sequence[Mapping[str, Any]]) -> "Figure":
-    """What the server logs, round by round, and the seconds that it takes, a panel each.
+    """Plot the server's logged values and its seconds by round, one panel each.
 
     Args:
         rows: rows of `RoundLogger`: ``round``, ``server/NAME``, ``time/aggregate``.
@@ -159,6 +166,7 @@ def plot_server_terms(rows: Sequence[Mapping[str, Any]]) -> "Figure":
             *zip(*points, strict=True), linewidth=1.2, marker="o", markersize=3 if len(points) <= FEW_ROUNDS else 0
         )
         axes.set(title=name.removeprefix("server/"), xlabel="round")
+        # an offset beside the axis is easily overlooked, and all values read wrong
         axes.ticklabel_format(axis="y", useOffset=False)
         _whole_rounds(axes)
         axes.grid(alpha=0.3)
@@ -170,12 +178,12 @@ def plot_server_terms(rows: Sequence[Mapping[str, Any]]) -> "Figure":
 
 
 def plot_distances(labels: Tensor, panels: Mapping[str, Tensor], title: str = "") -> "Figure":
-    """Distances of client vectors against distances of label distributions, a point a pair of clients.
+    """Plot distances of client vectors against distances of label distributions, one point per pair of clients.
 
     Args:
         labels: distances of the label distributions ``[pairs]``.
-        panels: distances of the client vectors ``[pairs]``, by their name; NaN, as from a zero vector, is left out.
-        title: above all panels.
+        panels: distances of the client vectors ``[pairs]`` by name; NaN, as from a zero vector, is left out.
+        title: title above all panels.
     """
     from matplotlib.figure import Figure
 
@@ -194,6 +202,7 @@ def plot_distances(labels: Tensor, panels: Mapping[str, Tensor], title: str = ""
 
 
 def _rank_correlation(x: Tensor, y: Tensor) -> str:
+    """Return Spearman's rank correlation as a title."""
     from scipy.stats import spearmanr
 
     x, y = x[known := ~(x.isnan() | y.isnan())], y[known]
@@ -203,6 +212,7 @@ def _rank_correlation(x: Tensor, y: Tensor) -> str:
 
 
 def _whole_rounds(axes: "Axes") -> None:
+    """Label only whole rounds."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))

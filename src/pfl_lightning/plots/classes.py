@@ -1,4 +1,4 @@
-"""Heatmaps of what clients, or class models, hold of each class."""
+"""Heatmaps of values by client and class."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,22 +16,24 @@ PANELS_A_ROW = 4
 def plot_class_heatmaps(
     panels: Mapping[str, Tensor], label: str = "", rows: str = "client", columns: str = "class"
 ) -> "Figure":
-    """Heatmaps side by side, on one colour scale, so that colours mean the same in all of them.
+    """Plot heatmaps side by side on one colour scale, so that colours are comparable.
 
-    A panel with negative values is a difference: it has a scale of its own, white at 0. NaN is left grey.
+    A panel with negative values is a difference: it has its own scale, white at 0. NaN is left grey.
 
     Args:
         panels: matrices ``[M, K]`` by title; ``[K, K]`` for class models.
-        label: what the values are, beside the colour bars.
-        rows: what a row stands for.
-        columns: what a column stands for.
+        label: name of the values, beside the colour bars.
+        rows: meaning of a row.
+        columns: meaning of a column.
     """
+    # imported on use, as matplotlib is slow to import; Figure and not pyplot, which keeps every figure in memory
     from matplotlib.figure import Figure
 
     values = {title: matrix.detach().cpu().double().numpy() for title, matrix in panels.items()}
     figure = Figure(figsize=_size(values), layout="constrained")
     width = min(len(values), PANELS_A_ROW)
     grid = figure.subplots(-(-len(values) // width), width, squeeze=False)
+    # a difference needs a scale of both signs, on which counts and shares would lose half of the colours
     signed = {title for title, matrix in values.items() if np.nanmin(matrix, initial=0) < 0}
     low, high = _range([matrix for title, matrix in values.items() if title not in signed])
     shared = []
@@ -52,7 +54,7 @@ def plot_class_heatmaps(
 
 
 def plot_mixing_matrix(mixing: Tensor) -> "Figure":
-    """Heatmap of whose uploads make up each client's next start.
+    """Plot a heatmap of the sources' shares in each client's next start.
 
     Args:
         mixing: shares ``[M, S]`` of S sources, rows sum to 1.
@@ -61,7 +63,9 @@ def plot_mixing_matrix(mixing: Tensor) -> "Figure":
 
 
 def _heatmap(axes: "Axes", matrix: Any, **scale: Any) -> Any:
+    """Draw a heatmap with at most about ten labels per axis."""
     image = axes.imshow(matrix, aspect="auto", interpolation="nearest", **scale)
+    # shines through at NaN, so that a missing value looks like no value of the scale
     axes.set_facecolor("lightgrey")
     for axis, length in zip((axes.yaxis, axes.xaxis), matrix.shape, strict=True):
         axis.set_ticks(range(0, length, 1 + (length - 1) // 10))
@@ -69,7 +73,7 @@ def _heatmap(axes: "Axes", matrix: Any, **scale: Any) -> Any:
 
 
 def _size(values: Mapping[str, Any]) -> tuple[float, float]:
-    """Inches: cells stay visible up to 20 x 100, and labels fit around 2 x 2."""
+    """Return the figure's size in inches: cells stay visible up to 20 x 100, labels fit around 2 x 2."""
     tall, wide = np.max([matrix.shape for matrix in values.values()], axis=0)
     across = min(len(values), PANELS_A_ROW)
     down = -(-len(values) // across)
@@ -77,5 +81,6 @@ def _size(values: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _range(matrices: list[Any]) -> tuple[float, float]:
-    """0 and the largest value; differences between rows would look larger on a scale that starts at the smallest."""
+    """Return 0 and the largest value."""
+    # from 0: on a scale that starts at the smallest value, small differences between rows would look large
     return 0.0, max((float(np.nanmax(matrix, initial=0)) for matrix in matrices), default=0.0)

@@ -1,4 +1,4 @@
-"""Pictures of how close the rows of an output layer come to a client's class distribution."""
+"""Figures of class distributions estimated from the rows of an output layer."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -13,14 +13,15 @@ NAMED_CLASSES = 4
 
 
 def plot_distribution_trace(traces: Mapping[str, Tensor], p: Tensor) -> "Figure":
-    """The distribution that the rows show, step by step, a line a class; dotted lines where the aim is.
+    """Plot the estimated class distribution step by step, one line per class; dotted lines at the true shares.
 
-    The client's largest classes have a colour and an aim, the others are grey.
+    The client's largest classes have colours and dotted lines, the others are grey.
 
     Args:
-        traces: by title, the estimates ``[steps, K]`` as `trace_distribution` gives them.
+        traces: the estimates ``[steps, K]`` by title, from `trace_distribution`.
         p: the client's class distribution ``[K]``.
     """
+    # imported on use, as matplotlib is slow to import; Figure and not pyplot, which keeps every figure in memory
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(1 + 4.2 * len(traces), 4), layout="constrained")
@@ -35,6 +36,8 @@ def plot_distribution_trace(traces: Mapping[str, Tensor], p: Tensor) -> "Figure"
 
 
 def _draw_trace(axes: "Axes", trace: Tensor, p: Tensor) -> None:
+    """Draw one trace."""
+    # a hundred coloured lines, as of CIFAR-100, couldn't be told apart
     largest = [j for j in p.argsort(descending=True).tolist()[:NAMED_CLASSES] if p[j] > 0]
     colours = {j: f"C{index}" for index, j in enumerate(largest)}
     for j, line in enumerate(trace.T.tolist()):
@@ -53,10 +56,10 @@ def _draw_trace(axes: "Axes", trace: Tensor, p: Tensor) -> None:
 
 
 def plot_distribution_scatter(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> "Figure":
-    """True shares of classes against the estimates; on the diagonal they agree.
+    """Plot true shares of classes against estimated shares; both agree on the diagonal.
 
     Args:
-        pairs: by name, shares and estimates of one shape, ``[K]`` of a client or ``[M, K]`` of many; NaN is left out.
+        pairs: shares and estimates by name, of one shape: ``[K]`` of one client or ``[M, K]`` of many; NaN is left out.
     """
     from matplotlib.figure import Figure
 
@@ -69,6 +72,7 @@ def plot_distribution_scatter(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> "Fi
         axes.scatter(p.flatten().tolist(), estimate.flatten().tolist(), s=16, alpha=0.7, marker=marker, label=name)
     axes.set(xlabel="true share of the class", ylabel="share estimated from row norms")
     top = 1.05 * max(float(side.nan_to_num().max()) for pair in pairs.values() for side in pair)
+    # one scale for both axes, since the distance from the diagonal is the message
     axes.set(xlim=(-0.03 * top, top), ylim=(-0.03 * top, top), aspect="equal")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -76,20 +80,21 @@ def plot_distribution_scatter(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> "Fi
 
 
 def plot_lambda_sweep(lambdas: Sequence[float], accuracy: Sequence[float], distance: Sequence[float]) -> "Figure":
-    """Accuracy and distance to the class distribution against the regulariser's weight.
+    """Plot accuracy and distance to the class distribution against the regulariser's weight.
 
     Args:
         lambdas: the weights, at least 0, ascending.
-        accuracy: accuracy at each of them.
-        distance: mean distance over clients at each of them.
+        accuracy: accuracy for each weight.
+        distance: mean distance over clients for each weight.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
     figure = Figure(figsize=(5.6, 3.8), layout="constrained")
     left = figure.subplots()
+    # two axes: an accuracy and a distance have no common unit
     right = left.twinx()
-    # logarithmic, but for a linear stretch down to 0, which is no regulariser
+    # logarithmic, with a linear stretch down to 0: without regulariser is the point of comparison
     left.set_xscale("symlog", linthresh=min((x for x in lambdas if x > 0), default=1.0), linscale=0.5)
     left.set_xticks(list(lambdas), [f"{x:g}" for x in lambdas])
     left.xaxis.set_minor_locator(NullLocator())

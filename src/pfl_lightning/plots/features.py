@@ -1,4 +1,4 @@
-"""Pictures of clients' features: where samples lie among them, and which units clients decide by."""
+"""Figures of clients' features: embedded samples, and units that decide."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,14 +17,14 @@ WRITTEN_CLIENTS = 10
 
 
 def plot_tsne(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> "Figure":
-    """Embedded features of all clients: a row of two panels a run, coloured by label and by client.
+    """Plot embedded features of all clients: two panels per run, coloured by label and by client.
 
-    A colour is one label, or one client, in all rows. Positions have no meaning beyond who lies beside whom, so axes
-    have no numbers.
+    A colour means the same label, or client, in all rows. Only neighbourhoods have a meaning, so axes have no numbers.
 
     Args:
         runs: by the run's name, rows of `FeaturePictures`' ``tsne.csv``: ``client``, ``label``, ``x``, ``y``.
     """
+    # imported on use, as matplotlib is slow to import; Figure and not pyplot, which keeps every figure in memory
     from matplotlib.figure import Figure
 
     tables = {
@@ -35,10 +35,11 @@ def plot_tsne(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> "Figure":
     grid = figure.subplots(len(tables), 2, squeeze=False)
     for index, quantity in enumerate(("label", "client")):
         column = TSNE_COLUMNS.index(quantity)
+        # over all runs, so that a client or label keeps its colour from row to row
         values = np.unique(np.concatenate([points[:, column] for points in tables.values()])).astype(int)
         colours = _colours(len(values))
         for axes, (name, points) in zip(grid[:, index], tables.items(), strict=True):
-            # in an order by chance: else the last client would cover the others
+            # shuffled, with a fixed seed: in the order of clients, the last client would cover the others
             points = np.random.RandomState(0).permutation(points)
             axes.scatter(
                 *points[:, 2:].T,
@@ -51,6 +52,7 @@ def plot_tsne(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> "Figure":
             axes.set(xticks=[], yticks=[])
             axes.set_aspect("equal", "datalim")
         shown = range(0, len(values), 1 + (len(values) - 1) // NAMED_COLOURS)
+        # a colour bar and no legend: it holds any number of clients
         bar = figure.colorbar(colours, ax=grid[:, index].tolist(), label=quantity, aspect=40, ticks=shown)
         bar.ax.set_yticklabels(values[shown].tolist())
         bar.ax.tick_params(length=0, labelsize="small")
@@ -58,7 +60,7 @@ def plot_tsne(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> "Figure":
 
 
 def _colours(count: int) -> "ScalarMappable":
-    """A colour for each of the numbers from 0: of a palette if they are few, else along a scale."""
+    """Return a colour for each number from 0 on: from a palette for few numbers, else along a scale."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
@@ -71,19 +73,20 @@ def _colours(count: int) -> "ScalarMappable":
 
 
 def plot_conductance(conductance: Tensor, clients: Sequence[int], title: str = "") -> "Figure":
-    """Which units each client decides by: a heatmap of the units' ranks, and the rank correlation of clients.
+    """Plot the ranks of units' conductance by client, and the rank correlation between clients.
 
-    Units are sorted by the first client's conductance: the more alike the other columns are, the more clients decide
-    by the same units.
+    Units are sorted by the first client's conductance: the more alike the other columns, the more clients decide by the
+    same units.
 
     Args:
-        conductance: ``layer_conductance`` of one image, a row a client ``[clients, units]``.
-        clients: their ids.
-        title: above both panels.
+        conductance: ``layer_conductance`` of one image, one row per client ``[clients, units]``.
+        clients: ids of the clients.
+        title: title above both panels.
     """
     from matplotlib.figure import Figure
     from scipy.stats import rankdata
 
+    # ranks, since magnitudes of conductance depend on each client's scale of logits
     ranks = rankdata(conductance.double().numpy(), axis=1)
     correlation = spearman(conductance)
     others = correlation[~np.eye(len(clients), dtype=bool)]
@@ -112,7 +115,7 @@ def plot_conductance(conductance: Tensor, clients: Sequence[int], title: str = "
 
 
 def spearman(values: Tensor) -> Any:
-    """Spearman's rank correlation of rows with one another.
+    """Return Spearman's rank correlation between rows.
 
     >>> import torch
     >>> spearman(torch.tensor([[1.0, 2.0, 3.0], [5.0, 7.0, 70.0], [3.0, 2.0, 1.0]])).round(2).tolist()
@@ -122,16 +125,18 @@ def spearman(values: Tensor) -> Any:
         values: ``[n, d]``.
 
     Returns:
-        An array ``[n, n]``; NaN for a row whose values are all equal.
+        An array ``[n, n]``; NaN for a row of equal values.
     """
     from scipy.stats import rankdata
 
     ranks = rankdata(values.double().numpy(), axis=1)
     with np.errstate(invalid="ignore", divide="ignore"):
+        # reshaped, as corrcoef of a single row returns a number
         return np.corrcoef(ranks).reshape(len(ranks), len(ranks))
 
 
 def _write_values(axes: "Axes", matrix: Any) -> None:
+    """Write each value into its cell, in a colour that contrasts with the cell's."""
     for (row, column), value in np.ndenumerate(matrix):
         if not np.isnan(value):
             colour = "white" if abs(value) > 0.6 else "black"

@@ -1,29 +1,32 @@
-"""Pictures of partitions and of whole runs."""
+"""Figures of partitions and of whole runs."""
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import cycle
+from itertools import accumulate, cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-
-from pfl_lightning.plots.words import in_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FEW = 8
-"""Names that find room among the curves; more stand beside them."""
+"""Number of names with room among the curves; more names stand beside the axes."""
 NAMES_A_COLUMN = 22
+
+SPLITS = {"train": "training", "val": "validation", "test": "test"}
+METRICS = {"acc": "accuracy, %"}
 
 
 def plot_partition(counts: Tensor) -> "Figure":
-    """Heatmap of who holds what: training samples by client and class.
+    """Plot a heatmap of training samples by client and class.
 
     Args:
         counts: samples ``[clients, classes]``.
     """
+    # imported on use, as matplotlib is slow to import; Figure and not pyplot, which keeps every figure in memory
     from matplotlib.figure import Figure
 
     clients, classes = counts.shape
@@ -38,7 +41,7 @@ def plot_partition(counts: Tensor) -> "Figure":
 
 
 def plot_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], metric: str = "val/acc") -> "Figure":
-    """A metric against the rounds, a line a run.
+    """Plot a metric against rounds, one line per run.
 
     Args:
         runs: rows of ``rounds.csv`` (or of `RoundLogger`) by the run's name.
@@ -48,11 +51,11 @@ def plot_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], metric: str = "
 
 
 def plot_mean_curves(groups: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], metric: str = "val/acc") -> "Figure":
-    """A metric against the rounds: the mean over runs, a line a group, in a band of one standard deviation.
+    """Plot a metric against rounds: one line per group for the mean over runs, in a band of one standard deviation.
 
     Args:
-        groups: for each name the rows of ``rounds.csv`` of several runs, such as those of all seeds; rounds that not
-            all of them have are left out.
+        groups: by name, the rows of ``rounds.csv`` of several runs, such as one per seed; only rounds common to all
+            runs are drawn.
         metric: the column to draw.
     """
     from matplotlib import colormaps
@@ -64,18 +67,19 @@ def plot_mean_curves(groups: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]
     figure = Figure(figsize=(6.4 + 1.6 * columns, 4), layout="constrained")
     axes = figure.subplots()
     colours = colormaps["tab20" if len(groups) > 10 else "tab10"].colors  # type: ignore[attr-defined]
-    # methods that differ little lie on each other: dashes let the lower line show
+    # dashes let a lower line show where methods differ so little that their lines lie on each other
     for (name, runs), colour, style in zip(groups.items(), cycle(colours), cycle(("-", "--", "-."))):
         known = [
             {int(row["round"]): float(row[metric]) for row in rows if row.get(metric) not in (None, "")}
             for rows in runs
         ]
+        # a mean over other runs in each round would jump where a run ends or has no validation
         rounds = sorted(set(known[0]).intersection(*known))
         values = np.array([[run[round] for round in rounds] for run in known])
         axes.plot(rounds, values.mean(0), marker="o", markersize=3, color=colour, linestyle=style, label=name)
         if len(known) > 1:
             bounds = (values.mean(0) + sign * values.std(0, ddof=1) for sign in (-1, 1))
-            # nothing is more accurate than always
+            # a band above 100 % would show accuracies that don't exist
             low, high = (np.clip(bound, 0, 1) for bound in bounds) if metric.endswith("acc") else bounds
             axes.fill_between(rounds, low, high, color=colour, alpha=0.2, linewidth=0)
     axes.set(xlabel="round", ylabel=in_words(metric))
@@ -88,3 +92,55 @@ def plot_mean_curves(groups: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]
     else:
         axes.legend(frameon=False)
     return figure
+
+
+def plot_against_local_epochs(
+    runs: Mapping[str, tuple[Sequence[Mapping[str, Any]], int | Sequence[int]]], metric: str = "val/acc"
+) -> "Figure":
+    """Plot a metric against the local epochs of a client in all rounds so far, one line per run.
+
+    Rounds favour methods that train long in each, such as KT-pFL with up to 20 epochs.
+
+    Args:
+        runs: by the run's name, the rows of ``rounds.csv`` (or of `RoundLogger`), and the local epochs per round, which
+            the record doesn't contain: a number, or a list with one number per round from the first on, whose last
+            number holds for later rounds.
+        metric: the column to draw.
+
+    Raises:
+        MisconfigurationException: if epochs are missing or less than 1.
+    """
+    scaled = {name: _by_epochs(name, rows, epochs) for name, (rows, epochs) in runs.items()}
+    figure = plot_curves(scaled, metric)
+    figure.axes[0].set_xlabel("local epochs")
+    return figure
+
+
+def _by_epochs(name: str, rows: Sequence[Mapping[str, Any]], epochs: int | Sequence[int]) -> list[dict[str, Any]]:
+    """Return the rows with the number of epochs so far instead of the round's number."""
+    by_round = [epochs] if isinstance(epochs, int) else list(epochs)
+    if not by_round or min(by_round) < 1:
+        raise MisconfigurationException(
+            f"runs[{name!r}]: local epochs {epochs} must be a number from 1 up, or at least one such number."
+        )
+    last = max((int(row["round"]) for row in rows), default=0)
+    by_round += by_round[-1:] * (last - len(by_round))
+    # 0 first: an evaluation before the first round has round 0
+    done = [0, *accumulate(by_round)]
+    return [{**row, "round": done[int(row["round"])]} for row in rows]
+
+
+def in_words(column: str) -> str:
+    """Return a record column's name for an axis.
+
+    >>> in_words("test/acc"), in_words("val/loss"), in_words("test/global_acc"), in_words("lr")
+    ('test accuracy, %', 'validation loss', "test accuracy, %, of the server's model", 'lr')
+
+    Args:
+        column: name of the column.
+    """
+    split, slash, metric = column.rpartition("/")
+    server = metric.startswith("global_")
+    metric = metric.removeprefix("global_")
+    words = f"{SPLITS.get(split, split.replace('_', ' '))} " if slash else ""
+    return f"{words}{METRICS.get(metric, metric)}" + (", of the server's model" if server else "")

@@ -1,4 +1,4 @@
-"""Pictures of whose classifiers are alike, and of who is whose peer."""
+"""Figures of the similarity of clients' classifiers, and of clients' peers."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -19,14 +19,16 @@ FEW_ROUNDS = 50
 
 
 def plot_similarity(similarities: Mapping[int, Tensor], groups: Sequence[int] | None = None) -> "Figure":
-    """Heatmaps of the similarity of clients' classifiers, a panel a round, each with a colour scale of its own.
+    """Plot heatmaps of the similarity of clients' classifiers, one panel and one colour scale per round.
 
-    The scale spans the similarities to others: they move from round to round by more than they differ within one.
+    Each scale spans the similarities between different clients: similarities change more from round to round than
+    within one round.
 
     Args:
-        similarities: by round, matrices ``[K, K]``, NaN (left grey) for clients that took no part.
-        groups: the true group of each client ``[K]``: clients are sorted by it, and lines part the groups.
+        similarities: by round, matrices ``[K, K]``; NaN (left grey) for clients absent from the round.
+        groups: the true group of each client ``[K]``: clients are sorted by group, and lines separate the groups.
     """
+    # imported on use, as matplotlib is slow to import; Figure and not pyplot, which keeps every figure in memory
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -38,9 +40,10 @@ def plot_similarity(similarities: Mapping[int, Tensor], groups: Sequence[int] | 
     grid = figure.subplots(down, across, squeeze=False)
     for axes, (round, matrix) in zip(grid.flat, similarities.items(), strict=False):
         values = matrix.double().numpy()
+        # without the diagonal, whose similarity of 1 would use up the whole scale
         others = values[~np.eye(len(values), dtype=bool) & ~np.isnan(values)]
         low, high = (others.min(), others.max()) if others.size else (0.0, 1.0)
-        # differences of rounding are no differences
+        # at least 1e-9 wide: otherwise rounding errors alone would be drawn in the strongest colours
         image = _pairs(axes, values, groups, vmin=min(low, high - 1e-9), vmax=high)
         axes.set_title(f"round {round}", fontsize="medium")
         figure.colorbar(image, ax=axes, fraction=0.046, ticks=MaxNLocator(5)).ax.tick_params(labelsize="small")
@@ -50,11 +53,11 @@ def plot_similarity(similarities: Mapping[int, Tensor], groups: Sequence[int] | 
 
 
 def plot_peer_counts(counts: Tensor, groups: Sequence[int] | None = None) -> "Figure":
-    """Heatmap of how often each client had each other among its peers.
+    """Plot a heatmap of the number of rounds in which each client had each other client as peer.
 
     Args:
-        counts: G ``[K, K]``, a row a client.
-        groups: the true group of each client ``[K]``: clients are sorted by it, and lines part the groups.
+        counts: G ``[K, K]``, one row per client.
+        groups: the true group of each client ``[K]``: clients are sorted by group, and lines separate the groups.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -69,7 +72,7 @@ def plot_peer_counts(counts: Tensor, groups: Sequence[int] | None = None) -> "Fi
 
 
 def _pairs(axes: "Axes", matrix: Any, groups: Sequence[int] | None, **scale: Any) -> Any:
-    """A heatmap of clients by clients, in the order of their groups."""
+    """Draw a heatmap of clients by clients, in the order of their groups."""
     clients = len(matrix)
     order = list(range(clients)) if groups is None else sorted(range(clients), key=lambda client: groups[client])
     image = axes.imshow(matrix[np.ix_(order, order)], interpolation="nearest", cmap="viridis", **scale)
@@ -86,12 +89,14 @@ def _pairs(axes: "Axes", matrix: Any, groups: Sequence[int] | None, **scale: Any
 
 
 def plot_gaps(rounds: Sequence[int], gaps: Sequence[float], delta: float) -> "Figure":
-    r"""The mean gap :math:`\bar\Delta^t` by round, its running maximum, and delta times that, which ends the period.
+    r"""Plot the mean gap :math:`\bar\Delta^t` by round, its running maximum, and the threshold delta times the maximum.
+
+    The period of FedReMa's co-learning ends in the first round at or below the threshold.
 
     Args:
         rounds: numbers of the rounds.
-        gaps: the mean gap of each.
-        delta: the share of the maximum at which the period ends.
+        gaps: mean gap of each round.
+        delta: share of the maximum at which the period ends.
     """
     from matplotlib.figure import Figure
 
@@ -99,10 +104,12 @@ def plot_gaps(rounds: Sequence[int], gaps: Sequence[float], delta: float) -> "Fi
     axes = figure.subplots()
     highest = list(accumulate(gaps, max))
     axes.plot(rounds, gaps, color="C0", zorder=3, label=r"mean gap $\bar\Delta^t$", **_marker(rounds))
+    # steps: the maximum holds from its round on, and isn't approached before
     axes.step(rounds, highest, where="post", color="grey", linewidth=1.2, label="running maximum")
     threshold = [delta * value for value in highest]
     label = rf"$\delta$ times it, $\delta={delta:g}$"
     axes.step(rounds, threshold, where="post", color="C1", linestyle="--", linewidth=1.2, label=label)
+    # by the method's own rule, so that figure and method can't disagree
     ends = (index for index in range(len(gaps)) if is_over(list(gaps[: index + 1]), delta))
     if (end := next(ends, None)) is not None:
         axes.axvline(rounds[end], color="C3", linestyle=":", label=f"end of the period, round {rounds[end]}")
@@ -119,19 +126,20 @@ def plot_peers(
     precision: Sequence[float] | None = None,
     chance: float | None = None,
 ) -> "Figure":
-    """Number of peers of a client by round; below it, the share of peers that are of the client's true group.
+    """Plot the number of peers per client by round; below, the share of peers of the client's true group.
 
     Args:
         rounds: numbers of the rounds.
-        peers: for each round, the number of peers of each client that took part.
-        precision: the mean precision of each round, where true groups are known.
-        chance: the precision of peers drawn at random.
+        peers: for each round, the number of peers of each participating client.
+        precision: mean precision of each round, if true groups are known.
+        chance: precision of randomly drawn peers.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.8, 3 if precision is None else 5), layout="constrained")
     grid = figure.subplots(1 if precision is None else 2, 1, sharex=True, squeeze=False)[:, 0]
     axes = grid[0]
+    # the band shows clients without any peer, which a mean hides
     low, high = list(map(min, peers)), list(map(max, peers))
     axes.fill_between(rounds, low, high, color="C0", alpha=0.15, linewidth=0, label="fewest to most")
     axes.plot(rounds, list(map(fmean, peers)), color="C0", label="mean", **_marker(rounds))
@@ -151,11 +159,12 @@ def plot_peers(
 
 
 def _marker(rounds: Sequence[int]) -> dict[str, Any]:
-    """Points where they can be told apart."""
+    """Return line settings with points, unless too many points would merge."""
     return {"marker": "o", "markersize": 3} if len(rounds) <= FEW_ROUNDS else {"linewidth": 1}
 
 
 def _whole_rounds(axes: "Axes") -> None:
+    """Label only whole rounds, and draw a grid."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -1,4 +1,4 @@
-"""Following the distribution that an output layer shows through one round of a client."""
+"""Record of the class distribution in an output layer's rows during one round of a client."""
 
 import copy
 import warnings
@@ -21,16 +21,16 @@ from pfl_lightning.nets import find_output_layer
 def trace_distribution(
     client: ClientModule, data: ClientData, work: LocalWork, seed: int = 0, output_layer: str | None = None
 ) -> Tensor:
-    """Class distribution shown by the output layer's rows at each step of a round that starts from a client's weights.
+    """Return the class distribution of the output layer's rows at each step of a round from a client's weights.
 
-    A copy is trained: the client module and the random state are left as they are.
+    A copy is trained: the client module and the random state stay unchanged.
 
     Args:
-        client: the client module, with the weights to start from.
-        data: whose data to train on.
-        work: how much.
+        client: the client module with the initial weights.
+        data: the data to train on.
+        work: amount of local training.
         seed: seed of the batches and of dropout.
-        output_layer: name of the linear layer with a row a class, where the net's classifier has more than one.
+        output_layer: name of the linear layer with one row per class, if the net's classifier has several layers.
 
     Returns:
         Estimates ``[steps + 1, K]``: before each step, and after the last.
@@ -48,19 +48,23 @@ def trace_job(
     precision: Precision | None = None,
     output_layer: str | None = None,
 ) -> Tensor:
-    """As `trace_distribution`, for a job as a federation sets it.
+    """Return the class distribution as in `trace_distribution`, for a job made by a federation.
 
     Args:
         client: the client module.
-        job: what the client receives, and its data.
-        work: how much it trains.
+        job: the client's payload, state and data.
+        work: amount of local training.
         precision: the Trainer's precision plugin; None computes in the module's own type.
-        output_layer: name of the linear layer with a row a class, where the net's classifier has more than one.
+        output_layer: name of the linear layer with one row per class, if the net's classifier has several layers.
+
+    Returns:
+        Estimates ``[steps + 1, K]``: before each step, and after the last.
     """
     twin = copy_client(client)
     named = output_layer or getattr(client, "output_layer", None)
     layer = cast(nn.Linear, twin.get_submodule(find_output_layer(twin, twin.num_classes, named)))
     estimates: list[Tensor] = []
+    # wrapped, since no callback sees the weights between two steps of a client
     train: Callable[[Batch, int], dict[str, Tensor]] = twin.training_step
 
     def training_step(batch: Batch, batch_idx: int) -> dict[str, Tensor]:
@@ -68,7 +72,7 @@ def trace_job(
         return train(batch, batch_idx)
 
     twin.training_step = training_step
-    # what the copy has to warn of, the client itself will say
+    # warnings of the copy would repeat the client's own
     with isolate_rng(), warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
         warnings.simplefilter("ignore")
         list(Sequential(twin, work, precision or Precision()).run([job]))
@@ -76,9 +80,12 @@ def trace_job(
 
 
 def copy_client(client: ClientModule) -> Any:
-    """A client module with weights of its own.
+    """Return a copy of a client module with its own weights.
 
-    Factories of nets and optimizers are shared: under the command line they hold its parser, which can't be copied.
+    Factories of nets and optimizers are shared: under the command line they hold the parser, which can't be copied.
+
+    Args:
+        client: the client module.
     """
     shared = {id(value): value for value in vars(client).values() if callable(value)}
     return copy.deepcopy(client, shared)

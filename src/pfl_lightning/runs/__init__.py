@@ -1,1 +1,1 @@
-"""A run's folder: its files, checkpoints and tables, and how it is stopped."""
+"""The folder of a run: files, checkpoints, tables and locks."""

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there."""
+"""Checkpoint files, either complete or absent."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,28 +14,34 @@ from pfl_lightning.runs.whole_files import replacing
 from pfl_lightning.stopping import postponed
 
 ENTRIES = {"state_dict", "federation", "pytorch-lightning_version"}
-"""What every checkpoint of a federation has."""
+"""Entries of every checkpoint of a federation."""
 HANDED_OVER = ".temp.ckpt"
-"""Name of the file in which Lightning's processes hand their weights to the first one, and nothing else."""
+"""Name of the file in which Lightning's processes pass weights, and nothing else, to the first process."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoint files, put in place in one step: a run killed while it saves keeps the last one.
+    """Lightning's checkpoint files, put in place in one step: a run killed while saving keeps the last checkpoint.
 
-    Lightning writes through a temporary file too, but in the system's folder for them, and a move from another
-    file system is a copy that can be cut short. It also makes the whole file in memory first, which for large clients
-    is as much as all of their states again.
+    Lightning writes through a temporary file too, but in the system's temporary folder: a move from another file system
+    is a copy, which may be cut short. Lightning also builds the whole file in memory first, which for large clients
+    takes as much memory as all of their states again.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Saves beside the path and renames.
+        """Save beside the path, then rename.
+
+        Args:
+            checkpoint: entries of the checkpoint.
+            path: the file, or an address that Lightning writes to.
+            storage_options: passed to Lightning.
 
         Raises:
-            OSError: if the file can't be written; an earlier one stays.
+            OSError: if the file can't be written; an earlier file stays.
         """
         if "callbacks" in checkpoint:
-            # scores are where the models are, and a machine without such a device couldn't read them
+            # scores lie on the GPU of the models, and a machine without GPU couldn't load them
             checkpoint = checkpoint | {"callbacks": tree_map(lambda t: t.cpu(), checkpoint["callbacks"])}
+        # a remote store has no rename; Lightning's own way serves it
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -49,16 +55,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads a checkpoint, after its bytes have been compared with the checksums that are in it.
+        """Load a checkpoint after comparing its bytes with the checksums inside.
 
         Args:
             path: the file, or an address that Lightning reads.
             map_location: as for `torch.load`.
-            weights_only: whether tensors and plain values alone may be in it; None is yes, where Lightning's None is no
-                for what comes over the network.
+            weights_only: True allows only tensors and plain values; None means True here, while Lightning's None means
+                False for files from the network.
 
         Raises:
-            MisconfigurationException: if the file isn't a whole checkpoint of a federation, or not what was saved.
+            MisconfigurationException: if the file isn't a complete checkpoint of a federation, or differs from the
+                saved one.
         """
         try:
             if is_zipfile(path):
@@ -78,34 +85,35 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def flaw(path: Any, error: Exception) -> str:
-    """What is wrong with a file that torch can't load."""
+    """Return the reason why torch can't load a file."""
     file = Path(path)
     if file.is_dir():
         return "it is a folder"
     if file.is_file() and not file.stat().st_size:
         return "it is empty"
-    # of advice on torch's own settings, which follows in some, only the first sentence is kept
+    # only the first sentence: torch goes on with advice on its own settings, which would mislead here
     return f"it is cut short, damaged or of another kind: {type(error).__name__}: {str(error).split('. ')[0]}"[:150]
 
 
 def another(path: Any) -> str:
-    """What to take in a checkpoint's place: one that lies in the folder, or beside the file."""
+    """Return advice to take another checkpoint: an existing file of the same folder, or else a typical path."""
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     others = sorted(file for file in folder.glob("**/*.ckpt") if file != Path(path) and file.stat().st_size)
     return f"take another one, such as {others[0] if others else 'checkpoints/last.ckpt in a folder of a run'}"
 
 
 def save(content: Any, path: Path) -> None:
-    """`torch.save`, whose files hold a checksum of each of their parts, with the system's errors.
+    """Save by `torch.save`, with a checksum of each part, and raise the system's errors.
 
     Args:
-        content: what is saved.
+        content: content of the file.
         path: the file.
 
     Raises:
-        OSError: if it can't be written; torch itself, at a full disk, complains of an unexpected position.
+        OSError: if the file can't be written; torch's own error for a full disk complains of an unexpected position.
     """
     try:
+        # a signal in the middle of torch's writing can abort the whole process
         with postponed(), path.open("wb") as file:
             torch.save(content, file)
     except RuntimeError as error:
@@ -115,10 +123,13 @@ def save(content: Any, path: Path) -> None:
 
 
 def compare_checksums(path: Path | str) -> None:
-    """Reads a file of `torch.save` through; torch itself never looks at the checksums that it has written.
+    """Compare the parts of a `torch.save` file with their checksums, which torch writes but never reads.
+
+    Args:
+        path: the file.
 
     Raises:
-        ValueError: if a part of it isn't what was saved.
+        ValueError: if a part differs.
     """
     with ZipFile(path) as file:
         if damaged := file.testzip():

@@ -1,4 +1,4 @@
-"""Clients' states on the disk, for federations whose clients together are larger than the memory."""
+"""Client states on disk, for federations larger than memory."""
 
 import os
 import weakref
@@ -16,21 +16,22 @@ from pfl_lightning.runs.folder import remove_states, states_folder
 
 
 class DiskStates(MutableMapping[int, ClientState]):
-    """States by client id, each in a file; a state that is looked up is mapped, and read as far as it is used.
+    """Client states by id, one file per state; a looked-up state is memory-mapped and read as far as used.
 
-    Tensors that were looked up stay what they were when their client gets another state: no file is written twice, and
-    one that is unlinked lives on until nobody maps it. Writing into them changes nothing on the disk.
+    Looked-up tensors keep their values when their client gets another state: no file is written twice, and an unlinked
+    file lives on as long as it is mapped. Writing into the tensors changes nothing on disk.
 
     Args:
-        folder: where they are kept, in a folder of their own, which goes when this object or the process does; it is
-            made if need be. None takes the system's folder for temporary files.
-        states: states to begin with.
+        folder: parent of the states' own folder, made if missing; the states' folder is removed with this object or
+            process. None takes the system's temporary folder.
+        states: initial states.
     """
 
     def __init__(self, folder: Path | None, states: Mapping[int, ClientState]) -> None:
         self._folder = states_folder(folder)
         weakref.finalize(self, remove_states, self._folder)
         self._files: dict[int, str] = {}
+        # a new name for each state: overwriting a mapped file would change tensors in use
         self._numbers = count()
         self.update(states)
 
@@ -40,7 +41,7 @@ class DiskStates(MutableMapping[int, ClientState]):
     def __setitem__(self, client: int, state: ClientState) -> None:
         path = os.path.join(self._folder, f"{client}-{next(self._numbers)}.pt")
         save(vars(state), Path(path))
-        # the earlier state counts until the new one is whole
+        # only now, when the new file is complete: until here the earlier state counts
         earlier, self._files[client] = self._files.get(client), path
         if earlier is not None:
             os.unlink(earlier)
@@ -62,6 +63,7 @@ class _Mapped(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
+        # only local files can be mapped
         if "://" in str(path):
             return super().load_checkpoint(path, map_location, weights_only)
         loaded: dict[str, Any] = torch.load(path, map_location, weights_only=weights_only, mmap=True)
@@ -69,4 +71,4 @@ class _Mapped(TorchCheckpointIO):
 
 
 class MappedCheckpointIO(AtomicCheckpointIO, _Mapped):
-    """The same checkpoints, whose local files are mapped: their tensors are read when they are used."""
+    """The same checkpoints, with local files memory-mapped: tensors are read on first use."""

@@ -1,4 +1,4 @@
-"""The folders of runs: a run's own, and those of earlier runs of its method."""
+"""The folder of a run, and the folders of earlier runs of the same method."""
 
 import errno
 import os
@@ -15,26 +15,30 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
 from pfl_lightning.runs.locks import LOCK, is_alive, is_locked
-from pfl_lightning.runs.standing import STAMP, Standing
+from pfl_lightning.runs.run_status import STAMP, Standing
 from pfl_lightning.runs.whole_files import PARTIAL
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full disk and of an exhausted quota."""
 STATES = "states"
-"""The folder within a run's in which clients' states are, and the beginning of the names in it."""
+"""The folder of client states inside a run's folder, and the prefix of names in it."""
 OWN_STATES: set[str] = set()
-"""Folders of clients' states that this process uses."""
+"""Folders of client states that this process uses."""
 
 
 @contextmanager
 def at_work(trainer: Trainer) -> Iterator[None]:
-    """Holds a run's folder, and explains what goes wrong there.
+    """Hold a run's folder as a context, and explain file errors inside.
+
+    Args:
+        trainer: the Trainer of the run.
 
     Raises:
-        MisconfigurationException: as `held` and `explained` do.
+        MisconfigurationException: as in `held` and `explained`.
     """
     with explained(Path(trainer.log_dir or trainer.default_root_dir)):
         folder = run_folder(trainer)
-        # Weights & Biases give a new run a folder that nobody else can have
+        # a new run of Weights & Biases has no version yet, and gets a folder that no other process can have
         if folder is None or trainer.loggers[0].version is None:
             yield
             return
@@ -45,10 +49,13 @@ def at_work(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def leaving_nothing_if_refused(trainer: Trainer) -> Iterator[None]:
-    """Removes a run's folder, if it is new, where the run is refused before its first round is done.
+    """Remove a new folder of a run refused before the end of the first round.
+
+    Args:
+        trainer: the Trainer of the run.
 
     Raises:
-        MisconfigurationException: what the run is refused for.
+        MisconfigurationException: the refusal itself.
     """
     folder = run_folder(trainer)
     new = [] if folder is None else [place for place in (folder, *folder.parents) if not place.exists()]
@@ -57,6 +64,8 @@ def leaving_nothing_if_refused(trainer: Trainer) -> Iterator[None]:
     except MisconfigurationException:
         if folder is not None and folder in new and not Standing(folder).rows:
             shutil.rmtree(folder, ignore_errors=True)
+            # parents that this run made go too, unless another run has begun in them: rmdir fails on folders that
+            # aren't empty
             for place in new[1:]:
                 with suppress(OSError):
                     place.rmdir()
@@ -64,13 +73,16 @@ def leaving_nothing_if_refused(trainer: Trainer) -> Iterator[None]:
 
 
 def states_folder(parent: Path | None) -> str:
-    """Make a folder for clients' states, whose name tells the process that uses it.
+    """Make a folder for client states, named after the process that uses the folder.
 
-    What ended processes of this host have left is removed: from the system's folder, or from all runs of the method.
+    Folders left by dead processes of this host are removed: from the system's temporary folder, or from all runs of the
+    method.
 
     Args:
-        parent: the folder ``states`` of a run, which is made if need be; None takes the system's folder for temporary
-            files.
+        parent: the folder ``states`` of a run, made if missing; None takes the system's temporary folder.
+
+    Returns:
+        Path of the new folder.
     """
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
@@ -86,31 +98,34 @@ def states_folder(parent: Path | None) -> str:
 
 
 def remove_states(folder: str) -> None:
-    """Remove what `states_folder` has made."""
+    """Remove a folder made by `states_folder`."""
     shutil.rmtree(folder, ignore_errors=True)
     OWN_STATES.discard(os.path.realpath(folder))
 
 
 def user_of(states: Path) -> tuple[str, int]:
-    """Return host and process of what `states_folder` has made; no host for a name that doesn't tell them.
+    """Return host and process in the name of a folder made by `states_folder`; no host for another name.
 
     >>> user_of(Path("states-71-node-3-x1y2")), user_of(Path("states-x1y2"))
     (('node-3', 71), ('', 0))
+
+    Args:
+        states: the folder.
     """
     found = re.search(rf"{STATES}-(\d+)-(.*)-", states.name)
     return (found[2], int(found[1])) if found else ("", 0)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed process has left in a run's folder: clients' states, and files that were being written.
+    """Remove the leftovers of a killed process in a run's folder: client states and partial files.
 
     Args:
-        folder: held by this process, so that no run of another one is at work there; states that an evaluation of a
-            living process of this host has there stay.
+        folder: the run's folder, held by this process, so that no other run is at work there; client states of an
+            evaluation in a living process of this host stay.
     """
     for left in (folder / STATES).glob(f"{STATES}-*"):
         host, process = user_of(left)
-        # in a container every process has the same number, so that of this one tells nothing
+        # in a container, each main process has the same number: a folder with our own number may be a dead one's
         alive = host == socket.gethostname() and process != os.getpid() and is_alive(process)
         if not alive and os.path.realpath(left) not in OWN_STATES:
             remove_states(str(left))
@@ -119,9 +134,12 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def run_folder(trainer: Trainer) -> Path | None:
-    """The run's folder.
+    """Return the run's folder, or None if nothing shall be written.
 
-    None where nothing shall be written: without a logger, in a trial run, and by every rank but the first.
+    Nothing is written without a logger, in a trial run, and by all ranks but the first.
+
+    Args:
+        trainer: the Trainer of the run.
     """
     if not trainer.loggers or trainer.log_dir is None or trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
         return None
@@ -130,13 +148,13 @@ def run_folder(trainer: Trainer) -> Path | None:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Keeps other processes out of a folder until this one leaves or ends, however it ends.
+    """Keep other processes out of a folder until the end of the context or of this process.
 
     Args:
-        folder: made if need be; a file ``.lock`` in it tells who is there.
+        folder: the folder, made if missing; a file ``.lock`` inside names the process.
 
     Raises:
-        MisconfigurationException: if another process holds it.
+        MisconfigurationException: if another process holds the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+") as file:
@@ -157,14 +175,14 @@ def held(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """Says in one sentence why something in a folder can't be written or made.
+    """Explain in one sentence why a file in a folder can't be written.
 
     Args:
-        folder: that of a run, or of several.
+        folder: the folder of one run, or of several.
 
     Raises:
-        MisconfigurationException: in the place of the error of a full disk or of a limit on the size of files, and of
-            each other of the system's errors that names a file in this folder or a folder above it.
+        MisconfigurationException: instead of the error of a full disk or of a limit on file sizes, and of every other
+            system error that names a file in this folder or in a folder above.
     """
     try:
         yield
@@ -173,6 +191,7 @@ def explained(folder: Path) -> Iterator[None]:
             advice = f"{folder}: {error.strerror}; make room and go on: the checkpoints there are whole."
         elif error.errno == errno.EFBIG:
             advice = f"{folder}: {error.strerror}; let files be larger (ulimit -f) and go on."
+        # a user's own missing file is no matter of this folder: its error passes unchanged
         elif not isinstance(error.filename, str) or not is_about(folder, error.filename):
             raise
         elif isinstance(error, FileNotFoundError):
@@ -183,27 +202,27 @@ def explained(folder: Path) -> Iterator[None]:
 
 
 def is_about(folder: Path, name: str) -> bool:
-    """Whether a file is in a folder, or one of the folders that it is in."""
+    """Return whether a file lies in a folder, or is one of the folder's parents."""
     place, path = folder.resolve(), Path(name).resolve()
     return path.is_relative_to(place) or place.is_relative_to(path)
 
 
 def checkpoint_of_run(root: Path, name: str, begun: bool) -> Path | None:
-    """Return the checkpoint of the newest run: the one that wrote last, by its own `stamp`.
+    """Return the checkpoint of the newest run, the run with the latest `stamp`.
 
     Args:
-        root: the folder of runs, each in a folder of its own.
+        root: parent of the runs' folders.
         name: ``best`` or ``last``.
-        begun: whether the newest run counts that has begun, with a checkpoint or without, so that what was
-            interrupted before its first checkpoint starts anew; else the newest that has this checkpoint.
+        begun: if True, the newest run counts even without a checkpoint, so that a run interrupted before its first
+            checkpoint starts anew; else the newest run with this checkpoint.
 
     Returns:
-        The file, which may not be there if ``begun``; None if there is no run.
+        The file, which may not exist if ``begun``; None if there is no run.
 
     Raises:
-        MisconfigurationException: if several runs wrote last, as copies of one did.
+        MisconfigurationException: if several runs wrote last, such as copies of one run.
     """
-    # a run that began has one of these; an evaluation leaves a folder without them
+    # a training run writes one of these at its beginning; an evaluation's folder has none
     marks = ("config.yaml", "rounds.csv") if begun else (f"checkpoints/{name}.ckpt",)
     runs = sorted({root / mark.relative_to(root).parts[0] for pattern in marks for mark in root.glob(f"*/{pattern}")})
     if not runs:
@@ -211,10 +230,11 @@ def checkpoint_of_run(root: Path, name: str, begun: bool) -> Path | None:
     written = {run: stamped(run) for run in runs}
     latest = max(time for time, _ in written.values())
     newest = [run for run in runs if written[run][0] == latest]
-    # a copy tells the name of the folder that it was made of
+    # the stamp names the folder: in a copy under another name, the two differ
     newest = [run for run in newest if written[run][1] == run.name] or newest
     if not latest:
-        # earlier versions left no stamp: a run's folder is touched when files come into it, first when it starts
+        # runs of earlier versions have no stamp; a folder's time is that of the last new file, so of the run's start at
+        # least
         newest = [max(runs, key=lambda run: run.stat().st_mtime)]
     if len(newest) > 1:
         raise MisconfigurationException(
@@ -225,15 +245,22 @@ def checkpoint_of_run(root: Path, name: str, begun: bool) -> Path | None:
 
 
 def stamp(folder: Path) -> None:
-    """Write the time into a run's folder, with the folder's name, so that the run that wrote last can be told.
+    """Write time and folder name into a run's folder, to find the newest run later.
 
-    The times of files and folders tell less: they change when a folder is copied, or looked into by other programs.
+    Times of files and folders tell less: they change when a folder is copied, or opened by other programs.
+
+    Args:
+        folder: the run's folder.
     """
     (folder / STAMP).write_text(f"{time.time()} {folder.name}\n")
 
 
 def stamped(folder: Path) -> tuple[float, str]:
-    """Return the time of a folder's `stamp`, 0 where there is none, and the name that the folder had."""
+    """Return time and folder name of a folder's `stamp`; 0 and an empty name without a stamp.
+
+    Args:
+        folder: the run's folder.
+    """
     try:
         written, _, name = (folder / STAMP).read_text().partition(" ")
         return float(written), name.rstrip("\n")

@@ -1,4 +1,4 @@
-"""Who is at work in a folder."""
+"""Locks on folders, with the name of the process at work."""
 
 import os
 import socket
@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import IO
 
 LOCK = ".lock"
-"""The file that tells it, as ``PROCESS on HOST``."""
+"""The lock file, which contains ``PROCESS on HOST``."""
 
 
 def is_locked(file: IO[str]) -> bool:
-    """Locks a file for this process; True where another one has it.
+    """Lock a file for this process; return True if another process holds the lock.
 
-    Processes that are forked meanwhile don't inherit the lock: it ends with this one even if they live on. Where there
-    are no such locks, as on some clusters' file systems, the process counts that the file names, if it is of this host.
+    Forked processes don't inherit the lock: it ends with this process even if they live on. On file systems without
+    locks, as on some clusters, the process named in the file decides, if it is of this host.
+
+    Args:
+        file: the lock file, open for reading and writing.
     """
     try:
         import fcntl
@@ -21,6 +24,7 @@ def is_locked(file: IO[str]) -> bool:
         return False
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    # POSIX leaves the choice between EAGAIN and EACCES
     except (BlockingIOError, PermissionError):
         return True
     except OSError:
@@ -31,25 +35,31 @@ def is_locked(file: IO[str]) -> bool:
 
 
 def is_alive(process: int) -> bool:
-    """Whether there is a process with this id."""
+    """Return whether a process with this id exists."""
     try:
+        # signal 0 is never delivered: only the existence of the process is checked
         os.kill(process, 0)
     except ProcessLookupError:
         return False
+    # another user's process: alive, but not ours to signal
     except PermissionError:
         return True
     return True
 
 
 def at_work_in(folder: Path) -> str:
-    """The process that is at work in a folder, and its host; empty where there is none.
+    """Return process and host at work in a folder; an empty text for an idle folder.
 
-    A process of another host counts as long as the folder names it.
+    A process of another host counts as long as the lock file names it.
+
+    Args:
+        folder: the run's folder.
     """
     try:
         said = (folder / LOCK).read_text()
     except OSError:
         return ""
     process, _, host = said.partition(" on ")
+    # a process of another host can't be looked up from here
     ended = host == socket.gethostname() and process.isdigit() and not is_alive(int(process))
     return "" if ended else said

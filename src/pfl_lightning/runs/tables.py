@@ -1,4 +1,4 @@
-"""Tables of text, for terminals, Markdown and LaTeX, and times in words."""
+"""Tables of text for terminals, Markdown and LaTeX, and durations in words."""
 
 from collections.abc import Container, Sequence
 
@@ -9,11 +9,11 @@ LATEX = {
     "^": r"\textasciicircum{}",
     "±": r"$\pm$",
 }
-"""What stands for a character in LaTeX."""
+"""Replacement of each special character in LaTeX."""
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns side by side, the first row above a line.
+    """Return a table as text, the first row above a line.
 
     >>> print(text_table([["method", "last"], ["FedAvg", "78.20"]]))
     method  last
@@ -32,22 +32,29 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def labelled(lines: Sequence[tuple[str, str]]) -> str:
-    """Values behind their names, a line each.
+    """Return one line per value, names on the left.
 
     >>> print(labelled([("method", "FedPer"), ("rounds", "20")]))
     method  FedPer
     rounds  20
+
+    Args:
+        lines: name and value of each line, at least one.
     """
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
 
 
 def duration(seconds: float) -> str:
-    """A time for people.
+    """Return a duration in words.
 
     >>> duration(7.4), duration(200), duration(7500), duration(180_000)
     ('7 s', '3 min 20 s', '2 h 5 min', '2 d 2 h')
+
+    Args:
+        seconds: the duration, 0 or more.
     """
+    # rounded once, before the division: 59.6 s is 1 min 0 s and not 60 s
     whole = round(seconds)
     for large, small, size, part in (("d", "h", 86_400, 3_600), ("h", "min", 3_600, 60), ("min", "s", 60, 1)):
         if whole >= size:
@@ -56,7 +63,7 @@ def duration(seconds: float) -> str:
 
 
 def markdown_table(rows: Sequence[Sequence[str]], bold: Container[tuple[int, int]] = ()) -> str:
-    """The same in Markdown.
+    """Return a table in Markdown.
 
     >>> print(markdown_table([["method", "last"], ["FedAvg", "78.20"]]))
     | method | last |
@@ -65,7 +72,7 @@ def markdown_table(rows: Sequence[Sequence[str]], bold: Container[tuple[int, int
 
     Args:
         rows: cells, the header first.
-        bold: rows and columns of the cells that are marked.
+        bold: row and column of each cell to print bold.
     """
     escaped = [[cell.replace("|", r"\|") for cell in row] for row in rows]
     header, *others = [
@@ -77,7 +84,7 @@ def markdown_table(rows: Sequence[Sequence[str]], bold: Container[tuple[int, int
 
 
 def latex_table(rows: Sequence[Sequence[str]], caption: str, label: str, bold: Container[tuple[int, int]] = ()) -> str:
-    r"""The same as a LaTeX ``table``, with the rules of the package booktabs.
+    r"""Return a LaTeX ``table`` with the rules of the package booktabs.
 
     >>> print(latex_table([["method", "last"], ["fed_avg", "78.20 ± 0.11"]], "Accuracy in %.", "tab:digits"))
     \begin{table}
@@ -95,9 +102,9 @@ def latex_table(rows: Sequence[Sequence[str]], caption: str, label: str, bold: C
 
     Args:
         rows: cells, the header first.
-        caption: what stands above it.
-        label: by which a text refers to it.
-        bold: rows and columns of the cells that are marked.
+        caption: caption of the table.
+        label: label for references.
+        bold: row and column of each cell to print bold.
     """
     written = [
         [rf"\textbf{{{latex(cell)}}}" if (at, column) in bold else latex(cell) for column, cell in enumerate(row)]
@@ -113,5 +120,5 @@ def latex_table(rows: Sequence[Sequence[str]], caption: str, label: str, bold: C
 
 
 def latex(text: str) -> str:
-    """A text with the characters that LaTeX would read as commands."""
+    """Escape LaTeX's special characters."""
     return "".join(LATEX.get(character, character) for character in text)

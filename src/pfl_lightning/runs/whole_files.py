@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files written in one step, either complete or absent."""
 
 import os
 from collections.abc import Iterator
@@ -6,20 +6,24 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PARTIAL = ".partial"
-"""Ending of the name of a file that is being written."""
+"""Suffix of the name of a file being written."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a path to write to, whose file then takes a file's place in one step; where writing fails, it goes.
+    """Yield a path to write to, and move the written file into place in one step.
+
+    If writing fails, the partial file is removed, and readers keep the old file.
 
     Args:
-        path: the file; readers see the old one or the new one.
+        path: the file; readers see either the old or the new one.
     """
+    # in the same folder, since a rename is atomic only within one file system
     partial = path.with_name(f"{path.name}{PARTIAL}")
     try:
         yield partial
         os.replace(partial, path)
+    # also on KeyboardInterrupt and SystemExit
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

@@ -1,4 +1,4 @@
-"""Which clients take part in a round."""
+"""Selection of the clients that take part in a round."""
 
 from pfl_lightning.selection.availability import Availability
 from pfl_lightning.selection.base import RoundStart, Sampling, Selection

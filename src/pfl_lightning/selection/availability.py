@@ -1,4 +1,4 @@
-"""Cohorts of those clients who are there."""
+"""Selection among the clients available in a round."""
 
 import csv
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from pfl_lightning.selection.base import RoundStart, Sampling, Selection
 
 
 class Availability(Selection):
-    """Draws ``trainer.clients_per_round`` of the clients who are available in the round, all of these as likely.
+    """Draw ``trainer.clients_per_round`` of the clients available in the round, all equally likely.
 
-    Where fewer are available all of them take part, and where nobody is, it is a round of nobody, as of `Poisson`.
+    If fewer clients are available, all of them take part; if none is, the round has no client, as under `Poisson`.
 
-    The table is a CSV file with a header, and a row for each client: its id, and then for each round the probability
-    that it is available, 0 where it never is and 1 where it surely is. Rounds beyond the last column begin again with
-    the first one, so that a single column is a rate for each client::
+    The table is a CSV file with a header, and one row per client: its id, and for each round the probability that the
+    client is available, 0 for never and 1 for certainly. Rounds beyond the last column begin again with the first
+    column, so a single column is a rate for each client::
 
         client,day,night
         0,1,0
@@ -31,43 +31,53 @@ class Availability(Selection):
         self.table = table
 
     def setup(self, sizes: Mapping[int, int]) -> None:
-        """Reads the table.
+        """Read the table.
 
         Args:
             sizes: training samples of all clients, by id.
 
         Raises:
-            MisconfigurationException: if it can't be read, or doesn't say of each client when it is available.
+            MisconfigurationException: if the table can't be read, or lacks a client.
         """
         super().setup(sizes)
         self.rates = read_rates(self.table)
         if missing := sorted(sizes.keys() - self.rates.keys()):
             raise MisconfigurationException(
-                f"trainer.cohort.table={self.table} has no row of client {missing[0]}; give each of the {len(sizes)} "
-                f"clients one, with ids from 0 to {len(sizes) - 1}."
+                f"trainer.cohort.table={self.table} has no row for client {missing[0]}; give each of the {len(sizes)} "
+                f"clients one row, with ids from 0 to {len(sizes) - 1}."
             )
 
     def sampling(self, size: int, num_clients: int) -> Sampling:
-        """By the size and the table, whatever clients hold; fewer may come."""
+        """Return the size: the table and no samples of clients decide the cohort, which may be smaller.
+
+        Args:
+            size: number of clients per round, by ``trainer.clients_per_round``.
+            num_clients: number of clients.
+        """
         return Sampling(size)
 
     def choose(self, start: RoundStart) -> list[int]:
-        """The cohort of the round."""
+        """Return the cohort of the round.
+
+        Args:
+            start: the beginning round.
+        """
         rates = {client: self.rates[client][start.round % len(self.rates[client])] for client in start.clients}
-        # what is certain is not drawn: a table of ones leaves the stream as `Uniform` has it
+        # certain clients draw no number: a table of ones leaves the random stream where `Uniform` leaves it, bit for
+        # bit
         there = [client for client in start.clients if rates[client] in (0, 1) or start.random.random() < rates[client]]
         there = [client for client in there if rates[client]]
         return start.random.sample(there, min(start.size, len(there)))
 
 
 def read_rates(path: str) -> dict[int, list[float]]:
-    """The rows of a table of availabilities by client, which are all as long.
+    """Return the rows of a table of availabilities by client, all of the same length.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
-        MisconfigurationException: if it is no such table.
+        MisconfigurationException: if the file is no such table.
     """
     try:
         rows = list(csv.reader(Path(path).read_text().splitlines()))
@@ -79,6 +89,7 @@ def read_rates(path: str) -> dict[int, list[float]]:
         try:
             client, values = int(row[0]), list(map(float, row[1:]))
         except (IndexError, ValueError):
+            # an unreadable line is refused below, with the same sentence as a wrong number
             client, values = -1, []
         if client in rates or not values or len(row) != len(rows[0]) or not all(0 <= value <= 1 for value in values):
             raise MisconfigurationException(

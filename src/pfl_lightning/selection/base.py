@@ -1,4 +1,4 @@
-"""What chooses the clients of a round: its base class, and what it knows when a round starts."""
+"""The base class of client selection, and the information available at the start of a round."""
 
 import math
 import random
@@ -7,19 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 Told: TypeAlias = Mapping[int, Mapping[str, float]]
-"""What clients tell of themselves, by id and name."""
+"""Numbers that clients report about themselves, by id and name."""
 
 
 class RoundStart(NamedTuple):
-    """A round that is about to start.
+    """A round about to start.
 
     Args:
-        round: its number, from 0.
+        round: number of the round, from 0.
         clients: ids of all clients, ascending.
-        size: how many shall take part, by ``trainer.clients_per_round``.
-        random: the round's own stream, a function of the run's seed and of the round.
-        losses: asks clients how the model that they receive now fares on their training samples; those who don't answer
-            have none. Each of them is sent its payload for it, which is counted.
+        size: number of clients to select, by ``trainer.clients_per_round``.
+        random: the round's own random stream, a function of the run's seed and of the round.
+        losses: asks clients for the loss of the model that they would receive now, on their training samples; clients
+            without an answer are absent from the result. Each asked client is sent its payload for this, and the bytes
+            are counted.
     """
 
     round: int
@@ -30,11 +31,12 @@ class RoundStart(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How cohorts are drawn, as a guarantee of privacy counts it: never by what clients hold or tell.
+    """The sampling of cohorts, as a privacy guarantee counts it: independent of clients' samples and reports.
 
     Args:
-        expected: how many clients a round has, on average or at most: what sums are divided by, whoever came.
-        rate: probability with which each client takes part by itself, in each round anew; 1 where it isn't so.
+        expected: number of clients per round, on average or at most: the divisor of sums, whatever the cohort.
+        rate: probability with which each client takes part, independently of others and anew in each round; 1 without
+            independent sampling.
     """
 
     expected: float
@@ -42,86 +44,90 @@ class Sampling(NamedTuple):
 
 
 class Selection(ABC):
-    """Chooses the clients of each round; subclasses say how in `choose`.
+    """Choose the clients of each round; subclasses implement `choose`.
 
-    All that it remembers is in its ``state``, plain values that a checkpoint holds, and changes in `remember` alone.
-    Whatever it draws, it draws from the stream of the round.
+    All memory is in ``state``, plain values that a checkpoint holds, and changes only in `remember`. All random numbers
+    come from the round's stream.
     """
 
     asks: frozenset[str] = frozenset()
-    """What clients have to tell, of what their `ClientModule.tells` offers."""
+    """Names of the numbers that clients must report, among those that `ClientModule.tells` offers."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
 
     def setup(self, sizes: Mapping[int, int]) -> None:
-        """Starts anew, before the first round; on resume the checkpoint's entries of ``state`` follow.
+        """Start anew before the first round; on resume, the checkpoint's entries of ``state`` follow.
 
         Args:
             sizes: training samples of all clients, by id.
 
         Raises:
-            MisconfigurationException: if its settings don't fit them.
+            MisconfigurationException: if the settings don't fit the clients.
         """
         self.sizes = sizes
         self.state = {}
 
     def check(self, share: float, size: int, num_clients: int) -> None:  # noqa: B027 - most fit any
-        """Refuses settings that don't fit the size of a round.
+        """Refuse settings that don't fit the size of a round.
 
         Args:
-            share: ``trainer.clients_per_round`` as it is given.
-            size: how many clients that is.
-            num_clients: how many there are.
+            share: ``trainer.clients_per_round`` as given.
+            size: ``trainer.clients_per_round`` as a number of clients.
+            num_clients: number of clients.
 
         Raises:
-            MisconfigurationException: if they don't.
+            MisconfigurationException: if the settings don't fit.
         """
 
     def sampling(self, size: int, num_clients: int) -> Sampling | None:
-        """How it draws; None where that depends on what clients hold or tell. Each class says so itself.
+        """Return the sampling for privacy guarantees; None if clients' samples or reports influence the choice.
 
         Args:
-            size: how many shall take part, by ``trainer.clients_per_round``.
-            num_clients: how many there are.
+            size: number of clients per round, by ``trainer.clients_per_round``.
+            num_clients: number of clients.
         """
+        # no guarantee unless a class states one: a subclass that chooses otherwise must not inherit its parent's by
+        # accident
         return None
 
     @abstractmethod
     def choose(self, start: RoundStart) -> Sequence[int]:
-        """The ids of the clients that take part, each once, in any order; there may be none.
+        """Return the ids of the round's clients, each once, in any order; an empty list is allowed.
 
         Args:
-            start: the round that is about to start.
+            start: the beginning round.
         """
 
     def remember(self, told: Told, round: int) -> None:  # noqa: B027 - some remember nothing
-        """Takes note of a round that is over.
+        """Take note of a finished round.
 
         Args:
-            told: of each client whose update counts, what it `asks` for, by name.
-            round: the round's number, from 0.
+            told: the numbers named in ``asks``, by name, of each client whose update counts.
+            round: number of the round, from 0.
         """
 
 
 def drawn_by_weight(draw: random.Random, clients: Sequence[int], size: int, weights: Mapping[int, float]) -> list[int]:
-    """Clients drawn one after another without replacement, each draw by the weights of those who are left.
+    """Draw clients one after another without replacement, with probabilities proportional to weights.
 
-    Where all weights are equal, it is `random.Random.sample`, bit for bit.
+    Equal weights give `random.Random.sample`, bit for bit.
 
     >>> drawn_by_weight(random.Random(0), [0, 1, 2], 2, {0: 1.0, 1: 0.0, 2: 5.0})
     [2, 0]
 
     Args:
-        draw: what to draw from.
+        draw: the random stream.
         clients: ids.
-        size: how many of them, at most all.
-        weights: by id, at least 0; those of weight 0 come last.
+        size: number of clients to draw, at most all.
+        weights: weight by id, at least 0; clients of weight 0 come last.
     """
     if len({weights[client] for client in clients}) <= 1:
         return draw.sample(list(clients), size)
-    # the first to ring of clocks with these rates; one that never rings is behind all others
+    # Exponential clocks with the weights as rates: the order in which they ring is that of weighted draws without
+    # replacement, with one random number per client. A clock of rate 0 never rings.
     rings = {
         client: -math.log(1 - draw.random()) / weights[client] if weights[client] else math.inf for client in clients
     }
+    # the id decides among clients of weight 0, which are all at infinity
     return sorted(clients, key=lambda client: (rings[client], client))[:size]

@@ -1,7 +1,7 @@
-r"""Oort: clients whose samples are hard, who have not been asked for long, and who are fast enough.
+r"""Oort: select clients with high losses, clients not selected for long, and fast clients.
 
-Source: Lai et al., 2021 (https://arxiv.org/abs/2010.06081). Symbols: :math:`U_k` is client k's utility by its last
-training, in round :math:`t_k`; t is the round, from 1; m clients take part in it.
+Source: Lai et al., 2021 (https://arxiv.org/abs/2010.06081). Symbols: :math:`U_k` is the utility of client k's last
+training, in round :math:`t_k`; t is the round, from 1; m clients take part in a round.
 """
 
 import math
@@ -12,46 +12,47 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from pfl_lightning.selection.base import RoundStart, Selection, Told, drawn_by_weight
 
 UNCERTAINTY = 0.1
-"""Weight of how long a client hasn't been asked."""
+"""Weight of the time since a client's last training."""
 STEP = 5.0
-"""By how much the pacer moves the percentile."""
+"""Change of the percentile in one step of the pacer."""
 FLAT, STEEP = 0.1, 5.0
-"""Relative changes of utility up to which and from which the pacer moves it, up and down."""
+"""Relative changes of utility that move the percentile: at most the first raises, at least the second lowers."""
 
 
 class Oort(Selection):
-    r"""Draws most clients by their scores, and the others of those who have never been tried by their samples.
+    r"""Draw most clients by score, and the rest among the clients never tried, by training samples.
 
     .. math::
 
         U_k = n_k \sqrt{\overline{\ell_k^2}}, \qquad
         s_k = \frac{\min(U_k, q) - 0.999 \min_j U_j}{\max_j U_j - 0.999 \min_j U_j} + \sqrt{\frac{0.1 \ln t}{t_k}}
 
-    q is a quantile of the utilities. With a ``percentile``, :math:`s_k` of a client that took longer than T seconds is
-    multiplied by :math:`(T / \text{seconds}_k)^\alpha`, where T is that percentile of the clients' seconds; and the
-    pacer compares the utility of the last two windows of rounds: where it changes by 10 % at most, T's percentile grows
-    by 5, where it changes fivefold or more, it falls by 5. Without one seconds don't count, and nobody is asked for
-    them.
+    q is a quantile of the utilities. With a ``percentile``, the score :math:`s_k` of a client that took longer than T
+    seconds is multiplied by :math:`(T / \text{seconds}_k)^\alpha`, where T is this percentile of the clients' seconds.
+    The pacer then compares the utilities of the last two windows of rounds: a change of at most 10 % raises the
+    percentile of T by 5, a fivefold change or more lowers it by 5. Without a percentile, seconds don't count and
+    clients aren't asked for them.
 
-    :math:`\lfloor (1 - \epsilon) m \rfloor` clients are drawn by their scores, among those who have at least the cutoff
-    times the score of the last one that would be taken by rank; all the others are new ones, as long as there are any.
+    :math:`\lfloor (1 - \epsilon) m \rfloor` clients are drawn by score, among the clients whose score is at least the
+    cutoff times the last score that a selection by rank would take; all other places go to new clients, as long as
+    there are any.
 
-    What differs from the paper: :math:`\overline{\ell_k^2}` is the mean over all batches of the round's training of
-    the squared loss of the batch, weighted by its samples, in the place of squared losses of samples, as a training
-    step gives no others; with ``data.batch_size=1`` and one local epoch it is the same. :math:`n_k` counts all training
-    samples. Nobody is left out for having been chosen often. The paper's constants could not be verified: the defaults
-    are those of the official code, but for ``percentile``, which is 10 there: a simulation has no clock, and with
-    seconds no two runs are the same, resumed or not.
+    Differences from the paper: :math:`\overline{\ell_k^2}` is the mean over all batches of the round's training of the
+    batch's squared loss, weighted by samples, instead of the mean of samples' squared losses, since a training step
+    yields no losses of single samples; with ``data.batch_size=1`` and one local epoch the two are equal. :math:`n_k`
+    counts all training samples. No client is excluded for frequent selection. The paper's constants could not be
+    verified: the defaults are the official code's, except ``percentile``, which is 10 there: a simulation has no clock,
+    and with seconds no two runs are equal, resumed or not.
 
     Args:
         exploration: :math:`\epsilon` in the first round, from 0 to 1.
-        decay: what it is multiplied by after each round, above 0 and up to 1.
-        least_exploration: what it doesn't fall below, from 0 to 1.
-        cutoff: from 0 to 1; 0 admits every client that was tried.
-        clip: which quantile q is, above 0 and up to 1; 1 clips nothing.
-        percentile: of seconds, above 0 and up to 100; None lets them not count.
+        decay: factor on :math:`\epsilon` after each round, above 0 and up to 1.
+        least_exploration: lower bound of :math:`\epsilon`, from 0 to 1.
+        cutoff: from 0 to 1; 0 admits every tried client.
+        clip: the quantile q of utilities, above 0 and up to 1; 1 clips nothing.
+        percentile: the percentile of seconds, above 0 and up to 100; None ignores seconds.
         penalty: :math:`\alpha`, at least 0.
-        window: rounds that the pacer sums utilities over, at least 1.
+        window: rounds per window of the pacer, at least 1.
 
     Raises:
         MisconfigurationException: if a setting is out of its range.
@@ -85,42 +86,52 @@ class Oort(Selection):
         self.exploration, self.decay, self.least_exploration = exploration, decay, least_exploration
         self.cutoff, self.clip, self.percentile = cutoff, clip, percentile
         self.penalty, self.window = penalty, window
+        # seconds are only asked for where they count, since each report reveals something of a client
         self.asks = frozenset({"loss_squared"} if percentile is None else {"loss_squared", "seconds"})
 
     def setup(self, sizes: Mapping[int, int]) -> None:
-        """Starts without a client that was tried."""
+        """Start without any tried client.
+
+        Args:
+            sizes: training samples of all clients, by id.
+        """
         super().setup(sizes)
         self.state = {"utility": {}, "round": {}, "seconds": {}, "sums": [], "moved": 0.0}
 
     def choose(self, start: RoundStart) -> list[int]:
-        """The cohort of the round."""
+        """Return the cohort of the round.
+
+        Args:
+            start: the beginning round.
+        """
         tried = [client for client in start.clients if client in self.state["utility"]]
         new = [client for client in start.clients if client not in self.state["utility"]]
         epsilon = max(self.exploration * self.decay**start.round, self.least_exploration)
-        # what is a whole number but for rounding is one
+        # 1e-9: a product that is a whole number but for rounding, such as (1 - 0.9) * 10 = 0.9999999999999998, counts
+        # as one
         count = min(max(math.floor((1 - epsilon) * start.size + 1e-9), start.size - len(new)), len(tried))
         known = self._known(start, tried, count) if count else []
         return known + drawn_by_weight(start.random, new, start.size - count, self.sizes)
 
     def _known(self, start: RoundStart, tried: Sequence[int], count: int) -> list[int]:
-        """Some of the clients that were tried."""
+        """Draw some of the tried clients by score."""
         scores = self.scores(tried, start.round + 1)
         last = sorted(scores.values(), reverse=True)[count - 1]
         admitted = [client for client in tried if scores[client] >= self.cutoff * last]
         return drawn_by_weight(start.random, admitted, count, scores)
 
     def scores(self, clients: Sequence[int], t: int) -> dict[int, float]:
-        """The scores s of clients that were tried, by id.
+        """Return the scores s of tried clients, by id.
 
         Args:
-            clients: their ids, at least one.
-            t: the round's number, from 1.
+            clients: ids of the clients, at least one.
+            t: number of the round, from 1.
         """
         own = {client: self.state["utility"][client] for client in clients}
         ranked = sorted(own.values())
         q = ranked[min(int(len(ranked) * self.clip), len(ranked) - 1)]
         least = 0.999 * ranked[0]
-        # as wide as all utilities; 1e-4 where they are all 0
+        # 1e-4, so that utilities of 0 everywhere make no division by 0
         width = max(ranked[-1] - least, 1e-4)
         scores = {
             client: (min(utility, q) - least) / width
@@ -134,7 +145,7 @@ class Oort(Selection):
         return scores
 
     def _limit(self) -> float:
-        """T, infinite where seconds don't count."""
+        """Return T in seconds, infinite if seconds don't count."""
         ranked = sorted(self.state["seconds"].values())
         if self.percentile is None or not ranked:
             return math.inf
@@ -143,8 +154,13 @@ class Oort(Selection):
         return limit
 
     def remember(self, told: Told, round: int) -> None:
-        """Takes the utilities of those who trained, and moves the percentile."""
-        # a client without a batch has no loss
+        """Keep the utilities of the trained clients, and move the percentile.
+
+        Args:
+            told: losses, and seconds if they count, of each client whose update counts.
+            round: number of the round, from 0.
+        """
+        # a client without a batch reports no loss; a wrong, negative report counts as 0
         own = {k: self.sizes[k] * math.sqrt(max(values.get("loss_squared", 0.0), 0.0)) for k, values in told.items()}
         self.state["utility"] |= own
         self.state["round"] |= dict.fromkeys(own, round + 1)
@@ -156,7 +172,7 @@ class Oort(Selection):
             self._pace(self.percentile)
 
     def _pace(self, start: float) -> None:
-        """Moves the percentile from where it has got to since its start."""
+        """Move the percentile, which started at ``start``."""
         before, now = sum(self.state["sums"][: self.window]), sum(self.state["sums"][self.window :])
         change, percentile = abs(now - before), start + self.state["moved"]
         if change <= FLAT * before:

@@ -6,12 +6,11 @@ from pfl_lightning.selection.base import RoundStart, Sampling, Selection
 
 
 class Poisson(Selection):
-    """Draws each client by itself with the same probability, so that rounds have different sizes.
+    """Draw each client independently with the same probability, so that cohorts differ in size.
 
-    This is what analyses of differential privacy by clients call Poisson sampling. A round may have nobody: its row
-    says so by ``clients`` 0 and an empty ``cohort``, the aggregator is given no updates, which by itself leaves its
-    state as it is, and the run goes on. The size of a round is the rate's alone, so ``trainer.clients_per_round`` must
-    be left out.
+    Analyses of client-level differential privacy call this Poisson sampling. A round may have no client: its row then
+    has ``clients`` 0 and an empty ``cohort``, the aggregator receives no updates, by default keeps its state, and the
+    run goes on. The rate alone decides the size of a round, so ``trainer.clients_per_round`` must be left out.
 
     Args:
         rate: probability of each client, above 0 and up to 1.
@@ -27,7 +26,14 @@ class Poisson(Selection):
         self.rate = rate
 
     def check(self, share: float, size: int, num_clients: int) -> None:
-        """Refuses a size of rounds beside the rate."""
+        """Refuse a size of rounds in addition to the rate.
+
+        Args:
+            share: ``trainer.clients_per_round`` as given.
+            size: ``trainer.clients_per_round`` as a number of clients.
+            num_clients: number of clients.
+        """
+        # 1.0 is the default and means "not set"; the integer 1 means one client
         if share != 1.0 or isinstance(share, int):
             raise MisconfigurationException(
                 f"trainer.clients_per_round={share} fixes the size of a round, and trainer.cohort=Poisson draws each "
@@ -35,9 +41,18 @@ class Poisson(Selection):
             )
 
     def sampling(self, size: int, num_clients: int) -> Sampling:
-        """By its rate."""
+        """Return the expected size and the rate.
+
+        Args:
+            size: ignored.
+            num_clients: number of clients.
+        """
         return Sampling(self.rate * num_clients, self.rate)
 
     def choose(self, start: RoundStart) -> list[int]:
-        """The cohort of the round."""
+        """Return the cohort of the round.
+
+        Args:
+            start: the beginning round.
+        """
         return [client for client in start.clients if start.random.random() < self.rate]

@@ -1,4 +1,4 @@
-"""Power-of-Choice: of some candidates, those who fare worst take part."""
+"""Power-of-Choice: select the candidates with the largest losses."""
 
 import math
 from collections.abc import Mapping
@@ -11,26 +11,27 @@ from pfl_lightning.selection.base import RoundStart, Selection, Told, drawn_by_w
 
 
 class PowerOfChoice(Selection):
-    r"""Draws :math:`d` candidates, and takes the :math:`m` of them whose losses :math:`F_k(x)` are the largest.
+    r"""Draw :math:`d` candidates, and select the :math:`m` with the largest losses :math:`F_k(x)`.
 
-    Candidates are drawn without replacement by their training samples, :math:`p_k \propto n_k`. With :math:`d = m`
-    nothing is asked, and all of them take part. Equal losses go by the lower id, and a candidate who gives none (it is
-    gone, or holds no sample) comes last.
+    Candidates are drawn without replacement by their training samples, :math:`p_k \propto n_k`. With :math:`d = m`, all
+    candidates take part, and none is asked for a loss. Equal losses are ordered by id, and a candidate without an
+    answer (a client that is gone, or holds no sample) comes last.
 
-    With ``losses="asked"`` every candidate receives its payload, takes the loss of all of its training samples in
-    evaluation mode, and answers with one number; both ways are counted, and the models of the chosen are sent once more
-    to train from. With ``losses="remembered"`` (the paper's rpow-d) it is the mean loss of a client's last local
-    training, which only those who trained tell, and who never has comes first.
+    With ``losses="asked"``, every candidate receives its payload, computes the loss on all of its training samples in
+    evaluation mode, and answers with one number. Both directions are counted, and selected clients are sent their
+    payload once more to train from. With ``losses="remembered"`` (the paper's rpow-d), the loss is the mean of a
+    client's last local training, reported only by clients that trained; clients that never trained come first.
 
-    Its paper's server counts all clients alike, as they were drawn by their samples already: take
-    ``aggregator.weighting=uniform`` where the aggregator has it, or draw candidates by ``weights="uniform"``.
-    Source: Cho, Wang and Joshi, 2020 (https://arxiv.org/abs/2010.01243); the numbers of candidates that it tries could
-    not be verified.
+    The paper's server counts all clients alike, since the draw already favours clients with many samples: take
+    ``aggregator.weighting=uniform`` if the aggregator has this setting, or draw candidates by ``weights="uniform"``.
+
+    Source: Cho, Wang and Joshi, 2020 (https://arxiv.org/abs/2010.01243); the numbers of candidates in its experiments
+    could not be verified.
 
     Args:
-        candidates: d, from ``trainer.clients_per_round`` up; all clients are the greedy choice.
+        candidates: d, from ``trainer.clients_per_round`` up; d = all clients is the greedy choice.
         losses: ``asked`` or ``remembered``.
-        weights: how candidates are drawn: by ``samples``, or all as likely (``uniform``); then, with d = m, it is
+        weights: probabilities of candidates: by ``samples``, or all equal (``uniform``); ``uniform`` with d = m equals
             `Uniform` bit for bit.
 
     Raises:
@@ -52,29 +53,50 @@ class PowerOfChoice(Selection):
         self.asks = frozenset({"received_loss" if losses == "asked" else "loss"})
 
     def setup(self, sizes: Mapping[int, int]) -> None:
-        """Starts without a loss."""
+        """Start without losses.
+
+        Args:
+            sizes: training samples of all clients, by id.
+        """
         super().setup(sizes)
         self.state = {"losses": {}}
 
     def check(self, share: float, size: int, num_clients: int) -> None:
-        """Refuses fewer candidates than take part, and more than there are."""
+        """Refuse fewer candidates than take part, and more than there are clients.
+
+        Args:
+            share: ``trainer.clients_per_round`` as given.
+            size: ``trainer.clients_per_round`` as a number of clients.
+            num_clients: number of clients.
+        """
         if not size <= self.candidates <= num_clients:
             raise MisconfigurationException(
-                f"trainer.cohort.candidates={self.candidates} must be from {size}, who take part in a round by "
-                f"trainer.clients_per_round={share}, to {num_clients}, all clients."
+                f"trainer.cohort.candidates={self.candidates} must be from {size} "
+                f"(trainer.clients_per_round={share}) to {num_clients} (all clients)."
             )
 
     def choose(self, start: RoundStart) -> list[int]:
-        """The cohort of the round."""
+        """Return the cohort of the round.
+
+        Args:
+            start: the beginning round.
+        """
         weights = dict.fromkeys(start.clients, 1) if self.weights == "uniform" else self.sizes
         drawn = drawn_by_weight(start.random, start.clients, self.candidates, weights)
+        # asking would cost a payload per candidate and change nothing
         if len(drawn) == start.size:
             return drawn
         known = start.losses(drawn) if self.losses == "asked" else self.state["losses"]
+        # no answer: the client can't train now. No memory: the client has never trained, and is explored first.
         missing = -math.inf if self.losses == "asked" else math.inf
         losses = {client: known.get(client, missing) for client in drawn}
         return sorted(drawn, key=lambda client: (-losses[client], client))[: start.size]
 
     def remember(self, told: Told, round: int) -> None:
-        """Keeps the losses that those who trained have told."""
+        """Keep the reported losses of the trained clients.
+
+        Args:
+            told: losses of each client whose update counts.
+            round: number of the round, from 0.
+        """
         self.state["losses"] |= {client: own["loss"] for client, own in told.items() if "loss" in own}

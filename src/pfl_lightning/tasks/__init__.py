@@ -1,4 +1,4 @@
-"""Supervised tasks: what nets give, what an error is, what is measured and what selects."""
+"""Prediction tasks: the shape of a net's outputs, the loss, the metrics, and the metric that selects the best round."""
 
 from pfl_lightning.tasks.base import Task
 from pfl_lightning.tasks.classification import Classification

@@ -1,121 +1,134 @@
-"""What all supervised tasks share."""
-
-from __future__ import annotations
+"""The base classes of prediction tasks, and of metrics that are a ratio."""
 
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Literal
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 Reduction = Literal["mean", "sum"]
-"""What becomes of the errors of a batch, as in ``torch.nn.functional``."""
+"""Reduction of the errors of a batch, as in ``torch.nn.functional``."""
 
 
 METHODS_WITHOUT = "take a method that needs no classes, such as FedAvg, FedPer or Ditto"
+"""Advice for methods that need classes under a task without classes."""
 
 
 class Task(ABC):
-    """What is predicted of a sample: a net's outputs, the loss, the metrics, and the one that selects.
+    """A prediction task: a net's outputs, the loss, the metrics, and the metric that selects the best round.
 
-    A data module names its task, and client modules compute with it. Subclasses are frozen dataclasses of plain
-    settings, so that two of them can be compared and a checkpoint can hold one.
+    A data module names its task, and client modules compute with the task. Subclasses are frozen dataclasses of plain
+    settings, so that tasks can be compared and a checkpoint can hold one.
 
     Raises:
-        MisconfigurationException: if it has no output.
+        MisconfigurationException: if the task has no output.
     """
 
     monitor: ClassVar[str]
     """The metric that selects the best round."""
     mode: ClassVar[Literal["max", "min"]]
-    """Whether more or less of it is better."""
+    """The direction of ``monitor``: ``max`` if larger values are better, ``min`` if smaller ones are."""
     has_classes: ClassVar[bool] = False
-    """Whether a sample has one class, by which methods and partitioners tell samples apart."""
+    """True if each sample has one class, by which methods and partitioners tell samples apart."""
 
     allows_nan: ClassVar[bool] = False
-    """Whether NaN in a target stands for a value that is missing, which the task's loss and metrics leave out."""
+    """True if NaN in a target stands for a missing value, left out by the task's loss and metrics."""
 
     def __post_init__(self) -> None:
+        # a task of no output has a loss of NaN, which would only show after the first round
         if self.outputs < 1:
             raise MisconfigurationException(f"task {self} must have at least 1 output.")
 
     @property
     @abstractmethod
     def outputs(self) -> int:
-        """Values that a net gives for a sample, or for each position of it."""
+        """Number of a net's outputs for a sample, or for each position of a sample."""
 
     @abstractmethod
     def loss(self, outputs: Tensor, target: Any, reduction: Reduction = "mean") -> Tensor:
-        """The error of a net's outputs, which is minimised.
+        """Return the error of a net's outputs, the training objective.
 
         Args:
-            outputs: of the net, for n samples.
-            target: their targets.
+            outputs: the net's outputs for n samples.
+            target: the samples' targets.
             reduction: ``mean`` over the errors that `weight` counts, or their ``sum``.
         """
 
     def weight(self, target: Any) -> int | Tensor:
-        """Number of errors in a batch: samples, or the positions of them that count."""
+        """Return the number of errors in a batch: samples, or the counted positions of samples.
+
+        Args:
+            target: the batch's targets.
+        """
         return len(target)
 
     @abstractmethod
     def metrics(self) -> MetricCollection:
-        """Metrics of one client's evaluation; NaN for one that isn't defined on what the client holds."""
+        """Return the metrics of one client's evaluation; a metric undefined on the client's samples becomes NaN."""
 
     def pooled(self) -> dict[str, Metric]:
-        """Metrics of all clients' samples together, by name, where that is not the mean of the clients' own.
+        """Return the metrics of all clients' samples together, by name, for metrics that no mean over clients can give.
 
-        Their states are sums, so that those of clients add up.
+        Their states are sums, so that the states of clients add up.
         """
         return {}
 
     @abstractmethod
     def check(self, target: Any, owner: str) -> None:
-        """Refuses the targets of another task.
+        """Refuse the targets of another task.
 
         Args:
-            target: of all samples.
-            owner: who has them, for the message.
+            target: targets of all samples.
+            owner: origin of the targets, for the message.
 
         Raises:
-            MisconfigurationException: if they are not what the task takes.
+            MisconfigurationException: if the targets don't fit the task.
         """
 
     @abstractmethod
     def check_outputs(self, outputs: Any, target: Any, net: str) -> None:
-        """Refuses a net of another task.
+        """Refuse a net of another task.
 
         Args:
-            outputs: what it gives for some samples.
-            target: their targets.
-            net: its name, for the message.
+            outputs: the net's outputs for some samples.
+            target: the samples' targets.
+            net: name of the net, for the message.
 
         Raises:
             MisconfigurationException: if the outputs have another shape than the task needs.
         """
 
     def classes(self, target: Any) -> Tensor | None:
-        """The class of each sample ``[n]``, int64; None where it has none."""
+        """Return the class of each sample ``[n]``, int64; None for a task without classes.
+
+        Args:
+            target: the samples' targets.
+        """
         return None
 
 
 def described(target: Any) -> str:
-    """What targets are, for messages."""
+    """Describe targets, for messages."""
     if not isinstance(target, Tensor):
         return f"targets that are a {type(target).__name__}"
     return f"{target.dtype} targets of shape {list(target.shape)}"
 
 
 def check_shape(outputs: Any, shape: list[int], net: str, task: Task) -> None:
-    """Refuses outputs of another shape.
+    """Refuse outputs of another shape.
 
     Args:
-        outputs: what a net gives for some samples.
-        shape: what it should be.
-        net: its name.
-        task: the task that needs it.
+        outputs: a net's outputs for some samples.
+        shape: the right shape.
+        net: name of the net.
+        task: the task that needs the shape.
+
+    Raises:
+        MisconfigurationException: if the shape differs.
     """
+    # losses broadcast or index silently where shapes are merely compatible, so the exact shape is required
     if not isinstance(outputs, Tensor) or list(outputs.shape) != shape:
         what = f"shape {list(outputs.shape)}" if isinstance(outputs, Tensor) else f"type {type(outputs).__name__}"
         raise MisconfigurationException(
@@ -125,49 +138,77 @@ def check_shape(outputs: Any, shape: list[int], net: str, task: Task) -> None:
 
 
 def check_range(target: Tensor, upper: int, ignored: int | None, owner: str, task: Task) -> None:
-    """Refuses class numbers out of range.
+    """Refuse class numbers out of range.
 
     Args:
         target: class numbers.
         upper: number of classes.
-        ignored: a number that stands for nothing, allowed too.
-        owner: who has them.
-        task: whose they are.
+        ignored: a number outside the range that marks uncounted positions; None allows none.
+        owner: origin of the targets.
+        task: the task of the targets.
+
+    Raises:
+        MisconfigurationException: if a number is out of range.
     """
+    # cross-entropy with a number out of range fails on a GPU without a readable message, far from the cause
     counted = target if ignored is None else target[target != ignored]
     if len(counted) and (counted.min() < 0 or counted.max() >= upper):
         raise MisconfigurationException(
             f"{owner} has targets from {int(counted.min())} to {int(counted.max())}; task {task} allows 0 to "
-            f"{upper - 1}" + ("" if ignored is None else f", and {ignored} for what doesn't count")
+            f"{upper - 1}" + ("" if ignored is None else f", and {ignored} for uncounted positions")
         )
 
 
 def task_for(asker: Any, task: Task) -> Task:
-    """The task, unless its samples have no class and a client module ``requires`` them.
+    """Return the task, unless a client module ``requires`` classes and the task has none.
 
     Args:
         asker: the client module.
         task: the task.
 
     Raises:
-        MisconfigurationException: if they have none.
+        MisconfigurationException: if classes are required and missing.
     """
+    # asked when the client module is made, before any round
     if "classes" in asker.requires:
         number_of_classes(task, f"model {type(asker).__name__}")
     return task
 
 
 def number_of_classes(task: Task, asker: str, instead: str = METHODS_WITHOUT) -> int:
-    """Number of classes of a task.
+    """Return the number of classes of a task.
 
     Args:
         task: the task.
-        asker: who needs them, for the message.
-        instead: what would work, for the message.
+        asker: the method or setting that needs classes, for the message.
+        instead: an alternative that would work, for the message.
 
     Raises:
-        MisconfigurationException: if samples have no class.
+        MisconfigurationException: if the task has no classes.
     """
     if task.has_classes:
         return task.outputs
-    raise MisconfigurationException(f"{asker} tells samples by their class, and task {task} has none; {instead}.")
+    raise MisconfigurationException(f"{asker} needs the class of each sample, and task {task} has none; {instead}.")
+
+
+class Ratio(Metric):
+    """A sum divided by the number of its addends, both increased by ``update``; NaN without addends.
+
+    Args:
+        dtype: type of the sum.
+    """
+
+    full_state_update = False
+    plot_lower_bound = 0.0
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        # sums, so that states of clients and of processes add up
+        self.add_state("total", torch.tensor(0, dtype=dtype), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def compute(self) -> Tensor:
+        """Return the ratio."""
+        return self.total / self.count

@@ -1,6 +1,4 @@
-"""One class a sample."""
-
-from __future__ import annotations
+"""Classification: one class per sample."""
 
 from dataclasses import dataclass
 
@@ -16,7 +14,7 @@ from pfl_lightning.tasks.base import Reduction, Task, check_range, check_shape, 
 
 @dataclass(frozen=True)
 class Classification(Task):
-    """One of several classes a sample: cross-entropy, and the share of right ones as ``acc``.
+    """One of several classes per sample: cross-entropy as loss, the share of correct predictions as ``acc``.
 
     Targets are class numbers ``[n]``, int64; outputs are logits ``[n, num_classes]``.
 
@@ -32,19 +30,21 @@ class Classification(Task):
 
     @property
     def outputs(self) -> int:
-        """Logits of a sample."""
+        """Number of logits per sample."""
         return self.num_classes
 
     def loss(self, outputs: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Cross-entropy."""
+        """Return the cross-entropy; see `Task.loss`."""
         return F.cross_entropy(outputs, target, reduction=reduction)
 
     def metrics(self) -> MetricCollection:
-        """``acc``, the share of right ones."""
+        """Return ``acc``, the share of correct predictions."""
+        # average="micro": torchmetrics' default is the mean over classes. validate_args=False: its check of targets
+        # waits for the GPU in each batch.
         return MetricCollection({"acc": MulticlassAccuracy(self.num_classes, average="micro", validate_args=False)})
 
     def check(self, target: Tensor, owner: str) -> None:
-        """Refuses all but one class number in range for each sample."""
+        """Refuse all targets but one class number in range per sample."""
         if not isinstance(target, Tensor) or target.dim() != 1 or target.dtype != torch.int64:
             raise MisconfigurationException(
                 f"{owner} has {described(target)}; task {self} takes one int64 class number a sample"
@@ -52,9 +52,9 @@ class Classification(Task):
         check_range(target, self.num_classes, None, owner, self)
 
     def check_outputs(self, outputs: Tensor, target: Tensor, net: str) -> None:
-        """Refuses all but a logit for each sample and class."""
+        """Refuse all outputs but one logit per sample and class."""
         check_shape(outputs, [len(target), self.num_classes], net, self)
 
     def classes(self, target: Tensor) -> Tensor:
-        """The targets themselves."""
+        """Return the targets, which are the classes."""
         return target

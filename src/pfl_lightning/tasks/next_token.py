@@ -1,6 +1,4 @@
-"""The next token at each position of a text."""
-
-from __future__ import annotations
+"""Prediction of the next token at each position of a text."""
 
 from dataclasses import dataclass
 
@@ -10,16 +8,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 
-from pfl_lightning.tasks.base import Reduction, Task, check_range, check_shape, described
-from pfl_lightning.tasks.ratio import Ratio
+from pfl_lightning.tasks.base import Ratio, Reduction, Task, check_range, check_shape, described
 
 
 @dataclass(frozen=True)
 class NextToken(Task):
     """The next token at each position: cross-entropy, with ``perplexity``, which selects, and ``token_acc``.
 
-    Targets are token numbers ``[n, T]``, int64, those of the inputs one position on; outputs are logits
-    ``[n, T, vocabulary]``.
+    Targets are token numbers ``[n, T]``, int64: the inputs shifted by one position; outputs are logits ``[n, T,
+    vocabulary]``.
 
     Args:
         vocabulary: number of tokens.
@@ -34,30 +31,32 @@ class NextToken(Task):
 
     @property
     def outputs(self) -> int:
-        """Logits of a position."""
+        """Number of logits per position."""
         return self.vocabulary
 
     def loss(self, outputs: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Cross-entropy of the positions that count."""
+        """Return the cross-entropy of the counted positions; see `Task.loss`."""
+        # cross_entropy wants classes in the second dimension: flat positions spare a transposed copy of all logits
         flat = outputs.flatten(0, -2), target.flatten()
         return F.cross_entropy(*flat, ignore_index=self.ignore_index, reduction=reduction)
 
     def weight(self, target: Tensor) -> Tensor:
-        """Positions that count."""
+        """Return the number of counted positions."""
         return (target != self.ignore_index).sum()
 
     def metrics(self) -> MetricCollection:
-        """``perplexity``, the exponential of the mean cross-entropy, and ``token_acc``, the share of right ones."""
+        """Return ``perplexity``, the exponential of the mean cross-entropy, and ``token_acc``, the share of hits."""
         return MetricCollection(
             {"perplexity": Perplexity(self.ignore_index), "token_acc": TokenAccuracy(self.ignore_index)}
         )
 
     def pooled(self) -> dict[str, Metric]:
-        """``perplexity`` of all clients' positions."""
+        """Return ``perplexity`` of all clients' positions."""
+        # the mean over clients of an exponential isn't the exponential of the mean
         return {"perplexity": Perplexity(self.ignore_index)}
 
     def check(self, target: Tensor, owner: str) -> None:
-        """Refuses all but a token number in range for each position."""
+        """Refuse all targets but one token number in range per position."""
         if not isinstance(target, Tensor) or target.dim() != 2 or target.dtype != torch.int64:
             raise MisconfigurationException(
                 f"{owner} has {described(target)}; task {self} takes int64 token numbers of shape [samples, positions]"
@@ -65,12 +64,12 @@ class NextToken(Task):
         check_range(target, self.vocabulary, self.ignore_index, owner, self)
 
     def check_outputs(self, outputs: Tensor, target: Tensor, net: str) -> None:
-        """Refuses all but a logit for each position and token."""
+        """Refuse all outputs but one logit per position and token."""
         check_shape(outputs, [*target.shape, self.vocabulary], net, self)
 
 
 class Perplexity(Ratio):
-    """Exponential of the mean cross-entropy of the positions that count; NaN without any.
+    """Exponential of the mean cross-entropy of the counted positions; NaN without any.
 
     Args:
         ignore_index: target of positions that don't count.
@@ -80,11 +79,12 @@ class Perplexity(Ratio):
     plot_lower_bound = 1.0
 
     def __init__(self, ignore_index: int) -> None:
+        # millions of positions: in single precision a sum of so many errors loses digits
         super().__init__(torch.float64)
         self.ignore_index = ignore_index
 
     def update(self, outputs: Tensor, target: Tensor) -> None:
-        """Adds texts.
+        """Add texts.
 
         Args:
             outputs: logits ``[n, T, vocabulary]``.
@@ -95,12 +95,12 @@ class Perplexity(Ratio):
         self.count += (target != self.ignore_index).sum()
 
     def compute(self) -> Tensor:
-        """The exponential."""
+        """Return the exponential."""
         return super().compute().exp()
 
 
 class TokenAccuracy(Ratio):
-    """Share of positions whose token is the most likely one; NaN without any that count.
+    """Share of counted positions with the correct token as the most likely one; NaN without any.
 
     Args:
         ignore_index: target of positions that don't count.
@@ -114,7 +114,7 @@ class TokenAccuracy(Ratio):
         self.ignore_index = ignore_index
 
     def update(self, outputs: Tensor, target: Tensor) -> None:
-        """Adds texts; see `Perplexity.update`."""
+        """Add texts; see `Perplexity.update`."""
         counted = target != self.ignore_index
         self.total += ((outputs.argmax(-1) == target) & counted).sum()
         self.count += counted.sum()

@@ -1,6 +1,4 @@
-"""Tasks as plain values, for checkpoints."""
-
-from __future__ import annotations
+"""Conversion of tasks into plain values for checkpoints, and back."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -13,36 +11,46 @@ from pfl_lightning.tasks.classification import Classification
 
 
 def plain(task: Task) -> dict[str, Any]:
-    """The class path and settings of a task, as configurations have them.
+    """Return the class path and settings of a task, as in configurations.
 
     >>> from pfl_lightning.tasks import Regression
     >>> plain(Regression(2))
     {'class_path': 'pfl_lightning.tasks.regression.Regression', 'init_args': {'quantities': 2}}
+
+    Args:
+        task: the task.
     """
     settings = {field.name: getattr(task, field.name) for field in fields(task)}  # type: ignore[arg-type]
     return {"class_path": f"{type(task).__module__}.{type(task).__qualname__}", "init_args": settings}
 
 
 def hparams(task: Task) -> dict[str, Any]:
-    """A task as a client module's hyper-parameters have it.
+    """Return the entry of a task in a client module's hyper-parameters.
 
     >>> from pfl_lightning.tasks import Classification
     >>> hparams(Classification(3))
     {'num_classes': 3}
+
+    Args:
+        task: the task.
     """
+    # classification keeps the form of the time before tasks, so that old and new checkpoints read alike
     return {"num_classes": task.num_classes} if type(task) is Classification else {"task": plain(task)}
 
 
 def made(config: Task | Mapping[str, Any]) -> Task:
-    """The task that `plain` has written; a task is itself.
+    """Return the task written by `plain`; return a task unchanged.
 
     >>> from pfl_lightning.tasks import Regression
     >>> made(plain(Regression(2)))
     Regression(quantities=2)
 
+    Args:
+        config: the result of `plain`, or a task.
+
     Raises:
-        MisconfigurationException: if it is neither, or its class hasn't been imported: who writes a checkpoint is not
-            to choose what is imported and called where it is read.
+        MisconfigurationException: if the argument is neither, or the class hasn't been imported: the author of a
+            checkpoint must not choose the code that runs on loading.
     """
     if isinstance(config, Task):
         return config
@@ -52,6 +60,7 @@ def made(config: Task | Mapping[str, Any]) -> Task:
             f"model.task={name} is no task; give an instance, such as data.task or Classification(10)."
         )
     path = config["class_path"]
+    # looked up among imported classes and never imported by name, which would run code of the checkpoint's choice
     if (kind := imported().get(path)) is None:
         raise MisconfigurationException(
             f"task={path} is no Task that has been imported; import its module before the checkpoint is loaded."
@@ -60,9 +69,9 @@ def made(config: Task | Mapping[str, Any]) -> Task:
 
 
 def imported() -> dict[str, type[Task]]:
-    """The kinds of tasks that there are in this process, by their class paths."""
+    """Return all task classes imported so far in this process, by class path."""
     kinds = Task.__subclasses__()
     for kind in kinds:
-        # the list grows until it has those of all
+        # the list grows while the loop runs, until it has all descendants
         kinds += kind.__subclasses__()
     return {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}

@@ -1,6 +1,4 @@
-"""Quantities."""
-
-from __future__ import annotations
+"""Regression: one or several quantities per sample."""
 
 from dataclasses import dataclass
 
@@ -10,8 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 
-from pfl_lightning.tasks.base import Reduction, Task, check_shape
-from pfl_lightning.tasks.ratio import Ratio
+from pfl_lightning.tasks.base import Ratio, Reduction, Task, check_shape
 
 
 @dataclass(frozen=True)
@@ -21,7 +18,7 @@ class Regression(Task):
     Targets are floating, ``[n]`` or ``[n, quantities]``; outputs are ``[n, quantities]``.
 
     Args:
-        quantities: how many a sample has.
+        quantities: number of quantities per sample.
     """
 
     quantities: int = 1
@@ -31,24 +28,25 @@ class Regression(Task):
 
     @property
     def outputs(self) -> int:
-        """Quantities of a sample."""
+        """Number of quantities per sample."""
         return self.quantities
 
     def loss(self, outputs: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Squared error, the mean over the quantities of a sample."""
+        """Return the squared error, averaged over the quantities of a sample; see `Task.loss`."""
+        # view_as: a target [n] against outputs [n, 1] would broadcast to [n, n], with a wrong loss and no error
         errors = F.mse_loss(outputs, target.view_as(outputs).to(outputs.dtype), reduction=reduction)
         return errors if reduction == "mean" else errors / self.quantities
 
     def metrics(self) -> MetricCollection:
-        """``mae``, the mean absolute error, and ``r2``, the share of the variance that is explained."""
+        """Return ``mae``, the mean absolute error, and ``r2``, the share of explained variance."""
         return MetricCollection({"mae": AbsoluteError(), "r2": R2(self.quantities)})
 
     def pooled(self) -> dict[str, Metric]:
-        """``r2`` of all clients' samples, whose variance is also that between clients."""
+        """Return ``r2`` of all clients' samples, where the variance between clients counts too."""
         return {"r2": R2(self.quantities)}
 
     def check(self, target: Tensor, owner: str) -> None:
-        """Refuses all but finite floating quantities for each sample."""
+        """Refuse all targets but finite floating quantities for each sample."""
         shape = list(target.shape[1:])
         fits = shape == [self.quantities] or (shape == [] and self.quantities == 1)
         if not target.is_floating_point() or not fits:
@@ -56,17 +54,18 @@ class Regression(Task):
                 f"{owner} has {target.dtype} targets of shape {list(target.shape)}; task {self} takes "
                 f"{self.quantities} floating number{'s' * (self.quantities > 1)} a sample"
             )
+        # named here by number; in a loss, one NaN target would make all weights NaN
         if not target.isfinite().all():
             bad = int((~target.isfinite()).view(len(target), -1).any(1).sum())
             raise MisconfigurationException(f"{owner} has {bad} targets that are NaN or infinite; leave them out")
 
     def check_outputs(self, outputs: Tensor, target: Tensor, net: str) -> None:
-        """Refuses all but each quantity of each sample."""
+        """Refuse all outputs but one value per sample and quantity."""
         check_shape(outputs, [len(target), self.quantities], net, self)
 
 
 class AbsoluteError(Ratio):
-    """Mean absolute error, over samples and their quantities."""
+    """Mean absolute error over samples and quantities."""
 
     higher_is_better = False
 
@@ -74,10 +73,10 @@ class AbsoluteError(Ratio):
         super().__init__(torch.float32)
 
     def update(self, outputs: Tensor, target: Tensor) -> None:
-        """Adds samples.
+        """Add samples.
 
         Args:
-            outputs: of the net, ``[n, quantities]``.
+            outputs: the net's outputs, ``[n, quantities]``.
             target: ``[n]`` or ``[n, quantities]``.
         """
         self.total += (outputs - target.view_as(outputs)).abs().sum()
@@ -85,12 +84,12 @@ class AbsoluteError(Ratio):
 
 
 class R2(Metric):
-    r"""Share of explained variance, :math:`1 - \sum (y - \hat y)^2 / \sum (y - \bar y)^2`, the mean over quantities.
+    r"""Share of explained variance, :math:`1 - \sum (y - \hat y)^2 / \sum (y - \bar y)^2`, averaged over quantities.
 
-    NaN for a single sample, and where all targets are equal.
+    NaN for a single sample, and for equal targets.
 
     Args:
-        quantities: how many a sample has.
+        quantities: number of quantities per sample.
     """
 
     full_state_update = False
@@ -104,12 +103,12 @@ class R2(Metric):
     def __init__(self, quantities: int = 1) -> None:
         super().__init__()
         for name in ("errors", "sums", "squares"):
-            # in float64: the variance is a difference of two sums
+            # float64, since the variance is a difference of two large sums
             self.add_state(name, torch.zeros(quantities, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, outputs: Tensor, target: Tensor) -> None:
-        """Adds samples; see `AbsoluteError.update`."""
+        """Add samples; see `AbsoluteError.update`."""
         y, predicted = target.view_as(outputs).double(), outputs.double()
         self.errors += (y - predicted).square().sum(0)
         self.sums += y.sum(0)
@@ -117,9 +116,9 @@ class R2(Metric):
         self.count += len(y)
 
     def compute(self) -> Tensor:
-        """The mean over quantities."""
+        """Return the mean over quantities."""
         variance = self.squares - self.sums.square() / self.count
-        # what rounding leaves of a variance of nothing
+        # equal targets have a variance of 0, of which rounding may leave a little more
         defined = variance > 1e-12 * self.squares
         share = 1 - self.errors / variance
         return torch.where(defined, share, torch.nan).mean()

@@ -1,6 +1,4 @@
-"""A class a pixel."""
-
-from __future__ import annotations
+"""Segmentation: one class per pixel."""
 
 from dataclasses import dataclass
 
@@ -15,7 +13,7 @@ from pfl_lightning.tasks.base import Reduction, Task, check_range, check_shape, 
 
 @dataclass(frozen=True)
 class Segmentation(Task):
-    """One of several classes a pixel: cross-entropy, with ``miou``, which selects, and ``pixel_acc``.
+    """One of several classes per pixel: cross-entropy, with ``miou``, which selects, and ``pixel_acc``.
 
     Targets are class numbers ``[n, H, W]``, int64; outputs are logits ``[n, num_classes, H, W]``.
 
@@ -32,28 +30,28 @@ class Segmentation(Task):
 
     @property
     def outputs(self) -> int:
-        """Logits of a pixel."""
+        """Number of logits per pixel."""
         return self.num_classes
 
     def loss(self, outputs: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Cross-entropy of the pixels that count."""
+        """Return the cross-entropy of the counted pixels; see `Task.loss`."""
         return F.cross_entropy(outputs, target, ignore_index=self.ignore_index, reduction=reduction)
 
     def weight(self, target: Tensor) -> Tensor:
-        """Pixels that count."""
+        """Return the number of counted pixels."""
         return (target != self.ignore_index).sum()
 
     def metrics(self) -> MetricCollection:
-        """``miou``, the mean intersection over union of the classes that occur, and ``pixel_acc``."""
+        """Return ``miou``, the mean intersection over union of the occurring classes, and ``pixel_acc``."""
         settings = self.num_classes, self.ignore_index
         return MetricCollection({"miou": MeanIoU(*settings), "pixel_acc": PixelAccuracy(*settings)})
 
     def pooled(self) -> dict[str, Metric]:
-        """``miou`` of all clients' pixels."""
+        """Return ``miou`` of all clients' pixels."""
         return {"miou": MeanIoU(self.num_classes, self.ignore_index)}
 
     def check(self, target: Tensor, owner: str) -> None:
-        """Refuses all but a class number in range for each pixel."""
+        """Refuse all targets but one class number in range per pixel."""
         if not isinstance(target, Tensor) or target.dim() != 3 or target.dtype != torch.int64:
             raise MisconfigurationException(
                 f"{owner} has {described(target)}; task {self} takes int64 class numbers of shape [samples, height, "
@@ -62,12 +60,12 @@ class Segmentation(Task):
         check_range(target, self.num_classes, self.ignore_index, owner, self)
 
     def check_outputs(self, outputs: Tensor, target: Tensor, net: str) -> None:
-        """Refuses all but a logit for each pixel and class."""
+        """Refuse all outputs but one logit per pixel and class."""
         check_shape(outputs, [len(target), self.num_classes, *target.shape[1:]], net, self)
 
 
 class Confusion(Metric):
-    """How often each class was taken for which, ``[true, predicted]``; subclasses say what of it.
+    """Counts of pixels by true and predicted class, ``[true, predicted]``; subclasses compute metrics from the counts.
 
     Args:
         num_classes: number of classes.
@@ -86,30 +84,32 @@ class Confusion(Metric):
         self.add_state("counts", torch.zeros(num_classes, num_classes, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, outputs: Tensor, target: Tensor) -> None:
-        """Adds pixels.
+        """Add pixels.
 
         Args:
             outputs: logits ``[n, num_classes, ...]``.
             target: class numbers ``[n, ...]``.
         """
         counted = target != self.ignore_index
+        # true and predicted class as one number, so that one bincount fills the matrix
         pairs = target[counted] * self.num_classes + outputs.argmax(1)[counted]
         self.counts += torch.bincount(pairs, minlength=self.num_classes**2).view_as(self.counts)
 
 
 class MeanIoU(Confusion):
-    """Mean over classes of intersection over union, over those that occur or are predicted; NaN without any pixel."""
+    """Mean of intersection over union, over the classes that occur or are predicted; NaN without any pixel."""
 
     def compute(self) -> Tensor:
-        """The mean."""
+        """Return the mean."""
         both = self.counts.diag()
         union = self.counts.sum(0) + self.counts.sum(1) - both
+        # a class that neither occurs nor is predicted has 0 / 0: a client with few classes isn't punished for the rest
         return (both / union)[union > 0].mean()
 
 
 class PixelAccuracy(Confusion):
-    """Share of pixels whose class is right; NaN without any."""
+    """Share of pixels with the correct class; NaN without any."""
 
     def compute(self) -> Tensor:
-        """The share."""
+        """Return the share."""
         return self.counts.diag().sum() / self.counts.sum()

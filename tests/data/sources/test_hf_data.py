@@ -101,7 +101,7 @@ def test_numbers_that_are_not_finite_are_refused(monkeypatch, limit, bad, column
         ready(datasets.Dataset.from_dict(whole), [column]).part(2, "train")
 
 
-@pytest.mark.parametrize(("bad", "says"), [("text", "not of numbers"), (float("inf"), "has inf in row 3")])
+@pytest.mark.parametrize(("bad", "says"), [("text", "numbers of one shape"), (float("inf"), "has inf in row 3")])
 def test_targets_that_are_no_numbers_are_refused(bad, says):
     target = ["a", "b", "a", "b"] * 10 if bad == "text" else [1.0, 2.0, 3.0, bad] * 10
     whole = made().remove_columns("label").add_column("label", target)
@@ -115,7 +115,7 @@ def test_targets_that_are_no_numbers_are_refused(bad, says):
         ({"dataset": "squad"}, "data.dataset='squad' is no local folder .* nothing is fetched here"),
         ({"dataset": "none.parquet"}, "'none.parquet' is no local folder"),
         ({"features": ["valeus"]}, "data.features: there is no column 'valeus'; did you mean values?"),
-        ({"features": ["text"]}, "column 'text' is not of numbers of one shape"),
+        ({"features": ["text"]}, "column 'text' .* numbers of one shape"),
         ({"client": "speakr"}, "did you mean speaker"),
     ],
     ids=str,

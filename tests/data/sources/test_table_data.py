@@ -355,9 +355,9 @@ def test_decimal_commas_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ([f"patient {row}" for row in range(COUNT)], "'extra' .* is of ids.*'patient 0'.* data.features"),
-        ([f"2024-05-{1 + row % 9:02}" for row in range(COUNT)], "'extra' .* is of dates.*'2024-05-01'.* data.features"),
-        ([f"{1 + row % 9}.5.2024 10:30" for row in range(COUNT)], "'extra' .* is of dates"),
+        ([f"patient {row}" for row in range(COUNT)], "'extra' .* ids.*'patient 0'.* data.features"),
+        ([f"2024-05-{1 + row % 9:02}" for row in range(COUNT)], "'extra' .* dates.*'2024-05-01'.* data.features"),
+        ([f"{1 + row % 9}.5.2024 10:30" for row in range(COUNT)], "'extra' .* dates"),
     ],
     ids=["ids", "dates", "dates with dots"],
 )
@@ -376,8 +376,8 @@ def test_ids_and_dates_are_features_only_if_they_are_named(values, says):
         ([b"a", b"b"] * 24, "has a bytes in row 0"),
         (one((1, 2)), "has a tuple in row 7"),
         ([1j] * COUNT, "has a complex in row 0"),
-        (pandas.date_range("2024-01-01", periods=COUNT), "is of dates"),
-        ([datetime.date(2024, 5, 1)] * COUNT, "is of dates"),
+        (pandas.date_range("2024-01-01", periods=COUNT), "holds dates"),
+        ([datetime.date(2024, 5, 1)] * COUNT, "holds dates"),
     ],
     ids=["lists", "arrays", "bytes", "one tuple", "complex", "timestamps", "dates"],
 )
@@ -518,7 +518,7 @@ def test_texts_are_labels():
         ({"categories": {"shop": ["north"]}}, r"'south' in row 24 .* data\.categories\.shop \(north\)"),
         ({"categories": {"shop": []}}, r"data\.categories\.shop=\[\]"),
         ({"task": Classification(2)}, r"'colour' .* has 3 classes \(blue, green, red\), and .*num_classes=2"),
-        ({"task": Regression()}, "'colour' .* is of texts .* predicts numbers"),
+        ({"task": Regression()}, "'colour' .* texts .* predicts numbers"),
         ({"task": Regression(), "classes": ["a"]}, "data.classes=.*Regression.* has no classes"),
         ({"task": MultiLabel(1), "classes": ["a", "b", "c"]}, "data.classes has 3 classes"),
     ],

@@ -148,7 +148,7 @@ def test_integers_are_classes(dtype):
         ({"x": X[:0]}, "data.x has no samples"),
         ({"x": X[:59]}, r"tensors of 59, 60 rows"),
         ({"y": np.r_[Y[:59], np.nan]}, "y is nan in row 59"),
-        ({"client": None}, "TensorData doesn't say who holds its samples"),
+        ({"client": None}, "Natural: TensorData .* client"),
     ],
     ids=str,
 )

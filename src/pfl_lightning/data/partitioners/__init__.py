@@ -1,4 +1,4 @@
-"""Ways to divide a pool of labelled samples among the clients."""
+"""Ways to divide a pool of samples among clients."""
 
 from pfl_lightning.data.partitioners.base import Partitioner
 from pfl_lightning.data.partitioners.dirichlet import Dirichlet

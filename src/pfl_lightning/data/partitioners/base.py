@@ -1,6 +1,4 @@
-"""What all partitioners share."""
-
-from __future__ import annotations
+"""The base class of partitioners."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar
@@ -12,46 +10,47 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Rows = NDArray[np.int64]
-"""Positions of samples in the pool."""
+"""Positions of samples in the pool, shape [n]."""
 
 
 def rows_of(y: NDArray[np.int64], num_classes: int) -> list[Rows]:
-    """The ascending positions of each class's samples.
+    """Return the ascending positions of each class's samples.
 
     >>> [rows.tolist() for rows in rows_of(np.array([1, 0, 1]), 2)]
     [[1], [0, 2]]
 
     Args:
-        y: Labels, shape [N], in [0, num_classes).
-        num_classes: Number of classes K.
+        y: labels, shape [N], in [0, num_classes).
+        num_classes: number of classes K.
     """
     ends = np.bincount(y, minlength=num_classes).cumsum()
+    # stable keeps the positions of a class ascending, on which published partitions depend
     return np.split(np.argsort(y, kind="stable"), ends[:-1])
 
 
 class Partitioner(ABC):
-    """Divides a pool, or a part of it, among clients; subclasses say how in `split`.
+    """Divide a pool, or a part of one, among clients; subclasses implement `split`.
 
-    Calling a partitioner returns one int64 tensor of pool positions a client. The tensors are disjoint and
-    depend on the labels, the sizes and the seed alone: the global random state is neither read nor moved.
+    Calling a partitioner returns one int64 tensor of pool positions per client. The tensors are disjoint. The result
+    depends on the labels, the sizes and the seed alone: the global random state is neither read nor moved.
     """
 
     by_class: ClassVar[bool] = True
-    """Whether it tells samples apart by their class, or another group that the data module's ``strata`` names."""
+    """True if the partitioner tells samples apart by class, or by another group of the data module's ``strata``."""
     by_owner: ClassVar[bool] = False
-    """Whether it is given the owner of each sample in the place of its class."""
+    """True if `split` receives the samples of each owner instead of each class."""
 
     def __call__(self, labels: Tensor, num_clients: int, num_classes: int, seed: int) -> list[Tensor]:
         """Divide the pool.
 
         Args:
-            labels: Labels of the pooled samples, shape [N], in [0, num_classes).
-            num_clients: Number of clients M, 1 to N.
-            num_classes: Number of classes K.
-            seed: Seed of the division, 0 to 2**32 - 1.
+            labels: labels of the pooled samples, shape [N], in [0, num_classes).
+            num_clients: number of clients M, 1 to N.
+            num_classes: number of classes K.
+            seed: seed of the division, 0 to 2**32 - 1.
 
         Raises:
-            MisconfigurationException: The pool cannot be divided as asked.
+            MisconfigurationException: if the pool cannot be divided as asked.
         """
         if num_clients > len(labels):
             raise MisconfigurationException(
@@ -60,7 +59,7 @@ class Partitioner(ABC):
             )
         y = labels.cpu().numpy()
         classes = rows_of(y, num_classes)
-        # the legacy generator: published partitions were drawn from this stream
+        # the legacy generator: published partitions were drawn from its stream
         rng = np.random.RandomState(seed)
         return [torch.as_tensor(rows) for rows in self.split(classes, num_clients, rng)]
 
@@ -69,10 +68,10 @@ class Partitioner(ABC):
         """Divide the pool, given by class.
 
         Args:
-            classes: For each class, the ascending pool positions of its samples.
-            num_clients: Number of clients M.
-            rng: The only source of randomness to use.
+            classes: for each class, the ascending pool positions of its samples.
+            num_clients: number of clients M.
+            rng: the only source of randomness to use.
 
         Returns:
-            For each client, the pool positions that it gets.
+            Pool positions of each client's samples.
         """

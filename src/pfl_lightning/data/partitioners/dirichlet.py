@@ -1,6 +1,4 @@
-"""Dirichlet label skew."""
-
-from __future__ import annotations
+"""Label skew by a Dirichlet distribution."""
 
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -11,27 +9,27 @@ from pfl_lightning.data.partitioners.base import Partitioner, Rows
 
 
 class Dirichlet(Partitioner):
-    r"""Label skew by a Dirichlet distribution, PFLlib's ``dir`` partition.
+    r"""Divide each class by shares from a Dirichlet distribution: PFLlib's ``dir`` partition.
 
-    FedClassAvg's is ``alpha=0.5`` with ``min_size=10``.
+    FedClassAvg's partition is ``alpha=0.5`` with ``min_size=10``.
 
-    For each class, the shares of the M clients are q ~ Dir(alpha * 1_M); clients that hold N / M samples
-    already get none, and the other shares are renormalised. The whole draw is repeated until every client
-    has ``min_size`` samples.
+    For each class, the shares of the M clients are q ~ Dir(alpha * 1_M). Clients that already hold N / M samples get
+    none, and the remaining shares are renormalised. The whole draw is repeated until every client has ``min_size``
+    samples.
 
     Args:
-        alpha: Concentration, above 0. Small is skewed (0.1 is usual), large is nearly IID (100).
-        min_size: Smallest client to accept, at least 1. The default gives the partitions of papers that used
-            PFLlib before March 2024; later versions ask for 40.
-        equalize: Bring every client to N / M samples after the draw (sizes differ by 1 at most): a random part
-            of the large clients is dealt to the small ones, whatever its classes. The draw alone bounds the
-            sizes loosely, though FedClassAvg's paper calls them equal.
+        alpha: concentration, above 0. Small is skewed (0.1 is usual), large is nearly IID (100).
+        min_size: size of the smallest client to accept, at least 1. The default gives the partitions of papers that
+            used PFLlib before March 2024; later versions ask for 40.
+        equalize: bring every client to N / M samples after the draw (sizes differ by 1 at most): a random part of the
+            large clients' samples is dealt to the small clients, whatever the classes. The draw alone bounds the sizes
+            loosely, though FedClassAvg's paper calls them equal.
 
     Raises:
-        MisconfigurationException: A value is out of range, or no draw reaches ``min_size``.
+        MisconfigurationException: if a value is out of range, or no draw reaches ``min_size``.
 
-    Source: Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML 2019;
-    the cap at N / M as in Li et al., "Federated Learning on Non-IID Data Silos", ICDE 2022.
+    Source: Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML 2019; the cap at N /
+    M as in Li et al., "Federated Learning on Non-IID Data Silos", ICDE 2022.
     """
 
     MAX_DRAWS = 1000
@@ -48,6 +46,7 @@ class Dirichlet(Partitioner):
     def split(self, classes: list[Rows], num_clients: int, rng: np.random.RandomState) -> list[Rows]:
         """Draw until every client is large enough; see `Partitioner.split`."""
         fair = sum(map(len, classes)) / num_clients
+        # a min_size above N / M can never be reached, so it is refused without a draw
         draws = self.MAX_DRAWS if self.min_size <= fair else 0
         for _ in range(draws):
             clients = self._draw(classes, num_clients, fair, rng)
@@ -67,18 +66,21 @@ class Dirichlet(Partitioner):
                 continue
             shuffled = rng.permutation(rows)
             cuts = (np.cumsum(self._shares(self.alpha, sizes < fair, rng)) * len(rows)).astype(int)[:-1]
+            # sizes grow class by class, so the cap at N / M depends on the order of classes, as in PFLlib
             for client, piece in enumerate(np.split(shuffled, cuts)):
                 pieces[client].append(piece)
                 sizes[client] += len(piece)
         return [np.concatenate(mine) for mine in pieces]
 
     def _shares(self, alpha: float, is_open: NDArray[np.bool_], rng: np.random.RandomState) -> NDArray[np.float64]:
-        # even to the last bit from long before 1e100 on, and beyond it their sum may overflow
+        # NumPy's gamma draws of very large alphas overflow when summed. Shares are even to the last bit long before
+        # 1e100.
         shares = rng.dirichlet(np.full(len(is_open), min(alpha, 1e100))) * is_open
         total = shares.sum()
         if total > 0:
             return np.asarray(shares / total)
-        # every open share underflowed; the limit of alpha -> 0 is one client that takes the class
+        # Every open share underflowed to 0. For alpha -> 0, the limit of the distribution is one client that takes the
+        # class.
         shares = np.zeros(len(is_open))
         shares[rng.choice(np.flatnonzero(is_open))] = 1.0
         return shares
@@ -93,6 +95,7 @@ class Dirichlet(Partitioner):
 
 
 def _equal_sizes(clients: list[Rows], rng: np.random.RandomState) -> list[Rows]:
+    # the surplus is mixed before it is dealt, so that no small client is filled up from one large client alone
     fair, extra = divmod(sum(map(len, clients)), len(clients))
     sizes = [fair + (client < extra) for client in range(len(clients))]
     mixed = [rng.permutation(rows) for rows in clients]

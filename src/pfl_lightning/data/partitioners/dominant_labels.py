@@ -1,6 +1,4 @@
-"""Groups of clients with dominant labels."""
-
-from __future__ import annotations
+"""Groups of clients with the same dominant labels."""
 
 from bisect import bisect_left
 from typing import Literal, get_args
@@ -13,38 +11,38 @@ from pfl_lightning.data.checks import check_integers, check_numbers
 from pfl_lightning.data.partitioners.base import Partitioner, Rows
 
 Grouping = Literal["block", "mod"]
-"""Which clients form a group: neighbours (block), or every G-th one (mod)."""
+"""How clients form groups: neighbours (block), or every G-th client (mod)."""
 
 
 class DominantLabels(Partitioner):
-    r"""Groups of clients with dominant labels, the partition of FedPAC and FedReMa.
+    r"""Give the clients of a group the same dominant labels: the partition of FedPAC and FedReMa.
 
-    Every client has n samples. floor(s n) of them are IID, floor(s n / K) of each class, and what is left over
-    of class K - 1. The others are of the d dominant labels of its group g, the same number of each, and
-    what is left over of the last of them. The dominant labels are
+    Every client has n samples. floor(s n) of them are IID: floor(s n / K) of each class, and the remainder from class K
+    - 1. The other samples have the d dominant labels of the client's group g, equally many of each, and the remainder
+    from the last dominant label. The dominant labels are
 
     .. math:: \lfloor g K / G \rfloor, \ldots, \lfloor g K / G \rfloor + d - 1 \pmod K,
 
-    for 10 classes and the defaults 0-2, 2-4, 4-6, 6-8 and 8, 9, 0: a client with 600 samples has 172 of each
-    of three labels and 12 of each other one. Where K is smaller than G, some groups have the same labels.
+    for 10 classes and the defaults 0-2, 2-4, 4-6, 6-8 and 8, 9, 0: a client with 600 samples has 172 of each of three
+    labels and 12 of each other label. If K is smaller than G, some groups have the same labels.
 
-    Samples are taken from each class in a random order, so the original test samples are mixed in, and
-    without repetition. The official code starts at sample 2,000 of each class and begins anew where a class
-    runs out. Not all samples are used.
+    Samples are taken from each class in random order and without repetition, the original test samples among them. The
+    official code starts at sample 2,000 of each class and begins anew when a class runs out. Not all samples are used.
 
     Args:
-        iid_fraction: Share s of IID samples, in [0, 1]. The classes are even if s n is a multiple of K.
-        samples_per_client: Number n of a client's samples, at least 1; None takes as many as there are for all.
-        grouping: Client i of M is in group floor(G i / M) for ``block`` (FedReMa), i mod G for ``mod`` (FedPAC).
-        dominant: Number d of dominant labels of a group, 1 to K.
-        groups: Number G of groups, at least 1.
+        iid_fraction: share s of IID samples, in [0, 1]. The classes are even if s n is a multiple of K.
+        samples_per_client: number n of a client's samples, at least 1; None takes the largest n for which the classes
+            suffice.
+        grouping: client i of M is in group floor(G i / M) for ``block`` (FedReMa), i mod G for ``mod`` (FedPAC).
+        dominant: number d of dominant labels of a group, 1 to K.
+        groups: number G of groups, at least 1.
 
     Raises:
-        MisconfigurationException: A value is out of range, or a class has too few samples.
+        MisconfigurationException: if a value is out of range, or a class has too few samples.
 
-    Source: Liang et al., "FedReMa: Improving Personalized Federated Learning via Leveraging the Most Relevant
-    Clients", ECAI 2024; Xu et al., "Personalized Federated Learning with Feature Alignment and Classifier
-    Collaboration", ICLR 2023.
+    Source: Liang et al., "FedReMa: Improving Personalized Federated Learning via Leveraging the Most Relevant Clients",
+    ECAI 2024; Xu et al., "Personalized Federated Learning with Feature Alignment and Classifier Collaboration", ICLR
+    2023.
     """
 
     def __init__(
@@ -79,20 +77,20 @@ class DominantLabels(Partitioner):
         self.groups = groups
 
     def group_of(self, client: int, num_clients: int) -> int:
-        """Group of a client, 0 to groups - 1.
+        """Return the group of a client, 0 to groups - 1.
 
         Args:
-            client: Client id, 0 to num_clients - 1.
-            num_clients: Number of clients M.
+            client: client id, 0 to num_clients - 1.
+            num_clients: number of clients M.
         """
         return client % self.groups if self.grouping == "mod" else self.groups * client // num_clients
 
     def labels_of(self, group: int, num_classes: int) -> list[int]:
-        """Dominant labels of a group, in the order in which they are counted.
+        """Return the dominant labels of a group, in counting order.
 
         Args:
-            group: The group, 0 to groups - 1.
-            num_classes: Number of classes K.
+            group: the group, 0 to groups - 1.
+            num_classes: number of classes K.
 
         >>> [DominantLabels().labels_of(group, 10) for group in (0, 1, 4)]
         [[0, 1, 2], [2, 3, 4], [8, 9, 0]]
@@ -101,7 +99,7 @@ class DominantLabels(Partitioner):
         return [(start + step) % num_classes for step in range(self.dominant)]
 
     def split(self, classes: list[Rows], num_clients: int, rng: np.random.RandomState) -> list[Rows]:
-        """Count what each client gets, then take it; see `Partitioner.split`."""
+        """Compute each client's number of samples per class, then deal the samples; see `Partitioner.split`."""
         if self.dominant > len(classes):
             raise MisconfigurationException(
                 f"DominantLabels dominant={self.dominant} must be at most {len(classes)}, the number of classes"
@@ -109,6 +107,7 @@ class DominantLabels(Partitioner):
         available = np.array([len(rows) for rows in classes])
         group = [self.group_of(client, num_clients) for client in range(num_clients)]
         members = np.bincount(group, minlength=self.groups)
+        # 1 where no number fits, so that the refusal below names the class that lacks samples
         n = self.samples_per_client or self._most(available, members) or 1
         counts = self._counts(n, len(classes))
         missing = members @ counts - available
@@ -122,13 +121,13 @@ class DominantLabels(Partitioner):
                 "use fewer clients"
             )
         ends = counts[group].cumsum(axis=0)
-        # the piece after the last client's is not used
+        # the last piece is the remainder of the class, which no client gets
         pieces = [np.split(rng.permutation(rows), ends[:, k])[:-1] for k, rows in enumerate(classes)]
         return [np.concatenate(mine) for mine in zip(*pieces, strict=True)]
 
     def _counts(self, n: int, num_classes: int, remainders: bool = True) -> NDArray[np.int64]:
-        """Samples of each class that a client of each group gets, shape [groups, num_classes]."""
-        # rounded, since 0.29 * 100 is 28.999999999999996
+        """Return the number of samples per class for a client of each group, shape [groups, num_classes]."""
+        # rounded before the cut to an integer, since 0.29 * 100 is 28.999999999999996
         iid = int(round(self.iid_fraction * n, 6))
         counts = np.full((self.groups, num_classes), iid // num_classes)
         counts[:, -1] += remainders * (iid % num_classes)
@@ -139,12 +138,13 @@ class DominantLabels(Partitioner):
         return counts
 
     def _most(self, available: NDArray[np.int64], members: NDArray[np.int64]) -> int:
-        """Largest n that all clients can have, 0 if there is none."""
+        """Return the largest number n of samples per client for which the classes suffice, or 0."""
 
         def is_short(n: int, remainders: bool = True) -> bool:
             return bool((members @ self._counts(n, len(available), remainders) > available).any())
 
-        # only without remainders does more never fit where less does not
+        # Bisection needs a test that stays true once true, which holds only without remainders: with them, n + 1 may
+        # fit where n doesn't. So bisect for an upper bound, and search downwards from there.
         sizes = range(1, available.sum() // members.sum() + 1)
         top = bisect_left(sizes, True, key=lambda n: is_short(n, remainders=False))
         return next((n for n in range(top, 0, -1) if not is_short(n)), 0)

@@ -1,6 +1,4 @@
-"""Equal shares."""
-
-from __future__ import annotations
+"""Equal shares of the shuffled pool."""
 
 import numpy as np
 
@@ -8,10 +6,10 @@ from pfl_lightning.data.partitioners.base import Partitioner, Rows
 
 
 class IID(Partitioner):
-    """Gives every client an equal share of the shuffled pool; sizes differ by 1 at most.
+    """Give every client an equal share of the shuffled pool; sizes differ by 1 at most.
 
-    Each client's class mix is that of the pool in expectation. PFLlib means something else by "iid": every
-    client gets every class, in very unequal amounts. For that use ``Pathological(classes_per_client=K)``.
+    Each client's class mix is the pool's in expectation. PFLlib means something else by "iid": every client gets every
+    class, in very unequal amounts. For that use ``Pathological(classes_per_client=K)``.
     """
 
     by_class = False

@@ -1,6 +1,4 @@
-"""Clients as the data set has them."""
-
-from __future__ import annotations
+"""The clients that the data set names."""
 
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -10,16 +8,16 @@ from pfl_lightning.data.partitioners.base import Partitioner, Rows
 
 
 class Natural(Partitioner):
-    """Gives each sample to the client that the data set names for it.
+    """Give each sample to the client that the data set names as owner.
 
-    Clients are in the order of their names, whatever the order of the samples. All of them take part where
-    ``data.num_clients`` is null; else so many, drawn by ``data.seed``.
+    Clients are ordered by name, whatever the order of the samples. All take part if ``data.num_clients`` is null;
+    otherwise ``data.seed`` draws ``data.num_clients`` of them.
 
     Args:
-        min_samples: Clients with fewer samples are left out, at least 1.
+        min_samples: leave out clients with fewer samples, at least 1.
 
     Raises:
-        MisconfigurationException: ``min_samples`` is below 1, or leaves fewer clients than are asked for.
+        MisconfigurationException: if ``min_samples`` is below 1, or leaves fewer clients than ``data.num_clients``.
     """
 
     by_class = False
@@ -32,13 +30,13 @@ class Natural(Partitioner):
         self.min_samples = min_samples
 
     def owners(self, classes: list[Rows]) -> list[int]:
-        """Numbers of the owners that have enough samples.
+        """Return the numbers of the owners with at least ``min_samples`` samples.
 
         Args:
-            classes: The samples of each owner.
+            classes: pool positions of each owner's samples.
 
         Raises:
-            MisconfigurationException: There is none.
+            MisconfigurationException: if no owner has enough samples.
         """
         large = [owner for owner, rows in enumerate(classes) if len(rows) >= self.min_samples]
         if not large:
@@ -50,12 +48,22 @@ class Natural(Partitioner):
         return large
 
     def split(self, classes: list[Rows], num_clients: int, rng: np.random.RandomState) -> list[Rows]:
-        """Draw who takes part, of those that are large enough; ``classes`` are the samples of each owner."""
+        """Draw the participating clients among the large enough owners.
+
+        Args:
+            classes: pool positions of each owner's samples.
+            num_clients: number of clients M.
+            rng: the source of the draw.
+
+        Raises:
+            MisconfigurationException: if too few owners have ``min_samples`` samples.
+        """
         owners = self.owners(classes)
         if num_clients > len(owners):
             raise MisconfigurationException(
                 f"data.num_clients={num_clients} is more than the {len(owners)} clients that have at least "
                 f"{self.min_samples} samples; use fewer, null for all of them, or a smaller min_samples"
             )
+        # sorted, so that client ids follow the order of names, drawn or not
         drawn = owners if num_clients == len(owners) else sorted(rng.permutation(owners)[:num_clients])
         return [classes[owner] for owner in drawn]

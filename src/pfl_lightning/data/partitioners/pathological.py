@@ -1,6 +1,4 @@
-"""A few classes a client."""
-
-from __future__ import annotations
+"""A few classes per client, in blocks of clients."""
 
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -11,24 +9,24 @@ from pfl_lightning.data.partitioners.base import Partitioner, Rows
 
 
 class Pathological(Partitioner):
-    """A few classes a client, PFLlib's ``pat`` partition.
+    """Give each client a few classes, in blocks of clients with the same classes: PFLlib's ``pat`` partition.
 
-    In class order, each class goes to the first ceil(M c / K) clients that still lack classes, as consecutive
-    slices in pool order. So clients form blocks with the same classes: 20 clients with 2 of 10 classes
-    are 5 blocks of 4. All but the last client of a class get a random amount between a tenth of the fair
-    share and the fair share, the last one gets the rest: one client of each block is very large.
+    In class order, each class goes to the first ceil(M c / K) clients that still lack classes, as consecutive slices in
+    pool order. So clients form blocks with the same classes: 20 clients with 2 of 10 classes are 5 blocks of 4. All
+    clients of a class but the last get a random amount between a tenth of the fair share and the fair share, and the
+    last client gets the rest: one client of each block is very large.
 
     Args:
-        classes_per_client: Number of classes c of a client, 1 to K. The last block has fewer if
-            M c is no multiple of K.
-        balanced: Give all clients of a class the same amount instead.
+        classes_per_client: number of classes c of a client, 1 to K. The last block has fewer if M c is no multiple of
+            K.
+        balanced: give all clients of a class the same amount instead.
 
     Raises:
-        MisconfigurationException: A value is out of range, or M, c and K would leave classes without client
-            (PFLlib drops their data silently).
+        MisconfigurationException: if a value is out of range, or M, c and K would leave classes without client (PFLlib
+            drops their data silently).
 
-    Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data",
-    AISTATS 2017, in PFLlib's unbalanced variant.
+    Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017,
+    in PFLlib's unbalanced variant.
     """
 
     def __init__(self, classes_per_client: int = 2, balanced: bool = False) -> None:
@@ -53,21 +51,26 @@ class Pathological(Partitioner):
                     "classes_per_client"
                 )
             cuts = np.cumsum(self._amounts(len(rows), len(takers), rng))
+            # not shuffled: slices in pool order, as PFLlib cuts them
             for client, piece in zip(takers, np.split(rows, cuts), strict=True):
                 pieces[client].append(piece)
             lacking[takers] -= 1
         return [np.concatenate(mine) for mine in pieces]
 
     def _amounts(self, size: int, takers: int, rng: np.random.RandomState) -> NDArray[np.int64]:
-        """Amounts of all takers of a class but the last."""
+        """Return the number of samples for each client of a class but the last."""
         fair = size // takers
         if self.balanced:
             return np.full(takers - 1, fair)
+        # PFLlib's range; at least one sample, where a class is small
         low = max(int(size / takers / 10), 1)
         return rng.randint(low, max(fair, low + 1), takers - 1)
 
     def _check(self, num_classes: int, num_clients: int) -> None:
+        """Refuse numbers of classes with which some class would go to no client."""
+
         def covers(per_client: int) -> bool:
+            # Each class takes `sharers` clients (rounded up), so rounding may use all clients up before the last class.
             sharers = -(-num_clients * per_client // num_classes)
             return -(-num_clients // sharers) * per_client >= num_classes
 

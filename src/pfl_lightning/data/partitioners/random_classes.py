@@ -1,7 +1,5 @@
 """Random classes for each client."""
 
-from __future__ import annotations
-
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -10,24 +8,24 @@ from pfl_lightning.data.partitioners.base import Partitioner, Rows
 
 
 class RandomClasses(Partitioner):
-    """A few classes a client, drawn independently for each: FedClassAvg's skewed partition.
+    """Give each client a few classes, drawn independently: FedClassAvg's skewed partition.
 
-    Each client draws c classes, uniformly and without replacement, and gets floor(N / (c M)) samples of each.
-    A class with fewer than its clients ask for is shared out equally among them. Classes that nobody draws
-    stay unused. In `Pathological`, clients form blocks with the same classes and all data are used.
+    Each client draws c classes, uniformly and without replacement, and gets floor(N / (c M)) samples of each. A class
+    with fewer samples than its clients ask for is shared out equally among them. Classes that no client draws stay
+    unused. Under `Pathological`, in contrast, clients form blocks with the same classes, and all data are used.
 
-    The official code draws the samples with replacement, so that clients hold copies of each other's
-    samples, test samples included. Parts are disjoint here, so it is not offered.
+    The official code draws the samples with replacement, so that clients hold copies of each other's samples, test
+    samples included. The parts are disjoint here, so such draws are not offered.
 
     Args:
-        classes_per_client: Number of classes c of a client, 1 to K.
-        equalize: Bring all clients to the same size. Classes are dealt out so that none has two clients more than
-            another, and each client gets as many samples of each as the clients of the scarcest one; all samples are
-            used where M c is a multiple of K and all classes have the same number.
+        classes_per_client: number of classes c of a client, 1 to K.
+        equalize: bring all clients to the same size. Classes are dealt so that no class has two clients more than
+            another, and each client gets as many samples per class as the clients of the scarcest class; all samples
+            are used if M c is a multiple of K and all classes are equally large.
 
     Raises:
-        MisconfigurationException: ``classes_per_client`` is out of range, or a client would get no sample of a
-            class that it drew.
+        MisconfigurationException: if ``classes_per_client`` is out of range, or a client would get no sample of a drawn
+            class.
 
     Source: Jang et al., "FedClassAvg: Local Representation Learning for Personalized Federated Learning on
     Heterogeneous Neural Networks", ICPP 2022.
@@ -41,7 +39,7 @@ class RandomClasses(Partitioner):
         self.equalize = equalize
 
     def split(self, classes: list[Rows], num_clients: int, rng: np.random.RandomState) -> list[Rows]:
-        """Draw classes, then share each out among its clients; see `Partitioner.split`."""
+        """Draw classes, then share each class out among its clients; see `Partitioner.split`."""
         present = [k for k, rows in enumerate(classes) if len(rows)]
         if self.classes_per_client > len(present):
             raise MisconfigurationException(
@@ -51,7 +49,7 @@ class RandomClasses(Partitioner):
         drawn = self._draw(present, num_clients, rng)
         takers = [[client for client in range(num_clients) if k in drawn[client]] for k in range(len(classes))]
         amounts = [len(rows) // max(len(mine), 1) for rows, mine in zip(classes, takers, strict=True)]
-        # at least 1, so that the class that is refused is one that lacks samples
+        # at least 1, so that the refusal below names a class that really lacks samples
         most = max(1, sum(map(len, classes)) // (self.classes_per_client * num_clients))
         if self.equalize:
             most = max(1, min([most, *(amounts[k] for k in present if takers[k])]))
@@ -75,6 +73,7 @@ class RandomClasses(Partitioner):
             return [rng.choice(present, self.classes_per_client, replace=False) for _ in range(num_clients)]
         drawn, times = [], np.zeros(max(present) + 1, dtype=np.int64)
         for _ in range(num_clients):
+            # the least drawn classes come first; the shuffle before the stable sort decides among equals
             mixed = rng.permutation(present)
             mine = mixed[np.argsort(times[mixed], kind="stable")[: self.classes_per_client]]
             times[mine] += 1

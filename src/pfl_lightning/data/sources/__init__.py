@@ -1,4 +1,4 @@
-"""Data of any task, from files and from memory, whose clients are named."""
+"""Data of any task with named clients, from files or from memory."""
 
 from pfl_lightning.data.sources.base import OwnedData
 from pfl_lightning.data.sources.folder_data import FolderData

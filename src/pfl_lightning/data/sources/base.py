@@ -1,6 +1,4 @@
-"""What sources of any task have in common."""
-
-from __future__ import annotations
+"""The base class of data with named clients, for any task."""
 
 from typing import Any
 
@@ -8,25 +6,24 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.data.datamodule import FederatedDataModule
-from pfl_lightning.data.inputs import net_inputs
+from pfl_lightning.data.datamodule import FederatedDataModule, net_inputs
 from pfl_lightning.data.partitioners import Natural, Partitioner
 from pfl_lightning.data.trees import Tree, mapped, read, with_leaves
 from pfl_lightning.messages import tree_map
 from pfl_lightning.tasks import Task
 
 RESIDENT = 2**30
-"""Bytes of inputs up to which what is in files is read once and kept in memory; more is read a client at a time."""
+"""Bytes of inputs up to which files are read once and kept in memory; larger inputs are read one client at a time."""
 
 
 class OwnedData(FederatedDataModule):
-    """Data of any task, by default divided among the clients that they name, all of them.
+    """Data of any task, by default divided among the clients that the data name, all of them.
 
     Args:
-        task: What is predicted.
-        num_clients: Number of clients M; None takes all that are named, a number draws so many of them.
-        partitioner: How the pool is divided among the clients.
-        **kwargs: Settings of `FederatedDataModule`.
+        task: the prediction task.
+        num_clients: number of clients M; None takes all named clients, a number draws this many of them.
+        partitioner: how the pool is divided among the clients.
+        **kwargs: settings of `FederatedDataModule`.
     """
 
     def __init__(
@@ -43,48 +40,59 @@ class OwnedData(FederatedDataModule):
             )
         super().__init__(num_clients=num_clients, partitioner=partitioner, **kwargs)
         self._task = task
+        # without classes there is no number of classes, and the attribute stays unset
         if task.has_classes:
             self.num_classes = task.outputs
 
     @property
     def task(self) -> Task:
-        """What is predicted."""
+        """The prediction task."""
         return self._task
 
     def transform(self, x: Tree) -> Tree:
-        """Make inputs ready for the net: as `FederatedDataModule.transform`, and in single precision.
+        """Make inputs ready for the net: as in `FederatedDataModule.transform`, and in single precision.
 
         Args:
-            x: Some inputs of the pool, shape [n, ...].
+            x: some inputs of the pool, shape [n, ...].
         """
         return tree_map(lambda t: single(net_inputs(t)), x)
 
 
 def single(values: Tensor) -> Tensor:
-    """Double precision, which NumPy makes and nets don't take, as single; other types as they are."""
+    """Return double precision, NumPy's default, as single precision, the type of nets; return other types unchanged.
+
+    Args:
+        values: a tensor.
+    """
     return values.float() if values.dtype == torch.float64 else values
 
 
 def targets_of(values: Tree) -> Tree:
-    """Return targets as tasks take them: integers as int64, quantities in single precision.
+    """Return targets in the types of tasks: integers as int64, quantities in single precision.
 
     Args:
-        values: An array, a list of numbers, a tensor, or what gives one for ``values[positions]``; or a tree of such.
+        values: an array, a list of numbers, a tensor, or an object that returns an array for ``values[positions]``; or
+            a tree of these.
     """
     return mapped(with_leaves(values, "y"), lambda leaf: target_of(read(leaf, slice(None))))
 
 
 def target_of(y: Tensor) -> Tensor:
-    """Return a tensor of targets as tasks take it; see `targets_of`."""
+    """Return a tensor of targets in the type of tasks; see `targets_of`.
+
+    Args:
+        y: the targets.
+    """
     whole = not (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool)
+    # bool stays bool: multi-label tasks take it, and as int64 it would look like class numbers
     return y.long() if whole else single(y)
 
 
 def resident(leaf: Any, num_bytes: int) -> Any:
-    """What is in files, read if it is small, else left where it is.
+    """Return a file's contents if small, else the leaf unchanged, to be read in parts.
 
     Args:
-        leaf: Has a length, and gives an array or a tensor for ``leaf[positions]``.
-        num_bytes: Its size in memory.
+        leaf: an object with a length that returns an array or a tensor for ``leaf[positions]``.
+        num_bytes: size of all rows in memory.
     """
     return read(leaf, slice(None)) if num_bytes <= RESIDENT else leaf

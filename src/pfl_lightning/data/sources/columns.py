@@ -1,6 +1,4 @@
-"""Columns of a table by their names."""
-
-from __future__ import annotations
+"""Choice and checks of a table's columns, by name."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -17,16 +15,17 @@ from torch import Tensor
 def chosen_columns(
     there: Sequence[str], features: Sequence[str] | None, target: str | Sequence[str], **others: str | None
 ) -> tuple[list[str], list[str]]:
-    """Check that columns are there, and give those of the inputs and of the targets.
+    """Check that columns exist; return the columns of the inputs and of the targets.
 
     Args:
-        there: Names of all columns.
-        features: Those of the inputs; None takes all that are named nowhere else.
-        target: Those of the targets.
-        **others: Further ones, by the setting that names them.
+        there: names of all columns.
+        features: columns of the inputs; None takes all columns without another role.
+        target: columns of the targets.
+        **others: further columns, by the setting that names each.
 
     Raises:
-        MisconfigurationException: One isn't there, or none is left for the inputs.
+        MisconfigurationException: if a column doesn't exist, none is left for the inputs, or one is both input and
+            target.
     """
     targets = [target] if isinstance(target, str) else list(target)
     named = {"features": features or (), "target": targets} | {
@@ -39,23 +38,25 @@ def chosen_columns(
     inputs = [column for column in there if column not in used] if features is None else list(features)
     if not inputs or not targets:
         raise MisconfigurationException(f"data.features and data.target must each name a column of {', '.join(there)}")
+    # a net that reads its own target has perfect figures
     if both := set(inputs) & set(targets):
         raise MisconfigurationException(f"data.features has {min(both)!r}, which is the target; leave it out")
     return inputs, targets
 
 
 def check_column(setting: str, column: str, there: Sequence[str]) -> None:
-    """Check that a column is there.
+    """Check that a column exists.
 
     Args:
-        setting: What names it.
-        column: Its name.
-        there: Names of all columns.
+        setting: the setting that names the column.
+        column: name of the column.
+        there: names of all columns.
 
     Raises:
-        MisconfigurationException: It isn't.
+        MisconfigurationException: if there is no such column.
     """
     if column not in there:
+        # another case is the likeliest slip, and the distance of "AGE" to "age" is too large for close matches
         alike = [name for name in there if name.casefold() == str(column).casefold()]
         near = alike or get_close_matches(str(column), there, n=3)
         instead = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(there[:10])}"
@@ -63,18 +64,19 @@ def check_column(setting: str, column: str, there: Sequence[str]) -> None:
 
 
 def check_finite_column(values: Tensor, owner: str, rows: Sequence[int] | NDArray[np.int64] | None = None) -> None:
-    """Check that numbers are finite, also in single precision, in which nets take them.
+    """Check that numbers are finite, also in single precision, the type of nets.
 
     Args:
-        values: The numbers, [rows, ...]; integers are not looked at.
-        owner: Name of the numbers for the message, such as ``column 'age' of patients.csv``.
-        rows: Position of each row in the data; None counts them from 0.
+        values: the numbers, [rows, ...]; integers pass.
+        owner: name of the numbers for the message, such as ``column 'age' of patients.csv``.
+        rows: position of each row in the data; None counts from 0.
 
     Raises:
-        MisconfigurationException: Some are NaN or infinite, or too large for single precision.
+        MisconfigurationException: if a number is NaN, infinite, or too large for single precision.
     """
     if not values.is_floating_point():
         return
+    # cast first: 1e300 is finite in double precision and infinite in the net's
     finite = values.to(torch.float32).isfinite().reshape(len(values), -1)
     wrong = ~finite.all(1)
     if wrong.any():
@@ -90,15 +92,15 @@ def check_finite_column(values: Tensor, owner: str, rows: Sequence[int] | NDArra
 
 
 def package(name: str, extra: str, owner: str) -> Any:
-    """A package that not everyone has.
+    """Import an optional package.
 
     Args:
-        name: Its name.
-        extra: The extra that installs it.
-        owner: Who needs it.
+        name: name of the package.
+        extra: the extra that installs the package.
+        owner: the class that needs the package.
 
     Raises:
-        MisconfigurationException: It isn't installed.
+        MisconfigurationException: if the package isn't installed.
     """
     try:
         return import_module(name)

@@ -1,6 +1,4 @@
-"""A folder a client."""
-
-from __future__ import annotations
+"""Data in one folder per client."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -10,8 +8,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 
-from pfl_lightning.data.image_tree import SUFFIXES
-from pfl_lightning.data.images import checked_size, image_size, read_image
+from pfl_lightning.data.images import SUFFIXES, checked_size, image_size, read_image
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.sources.base import OwnedData, resident, targets_of
 from pfl_lightning.data.sources.tensor_data import opened
@@ -22,19 +19,19 @@ WANTED = "give a folder with a folder a client, each with folders of images by c
 
 
 class FolderData(OwnedData):
-    """A folder a client: ``root/CLIENT/CLASS/*.png``, or ``root/CLIENT/x.npy`` and ``y.npy`` (or ``.pt``).
+    """One folder per client: ``root/CLIENT/CLASS/*.png``, or ``root/CLIENT/x.npy`` and ``y.npy`` (or ``.pt``).
 
-    Up to 1 GiB is read into memory; more is read a client at a time, whenever it is asked for.
+    Up to 1 GiB is read into memory; larger data are read one client at a time, on each access.
 
     Args:
-        root: Folder of the clients' folders. It is looked into right away.
-        task: What is predicted; None, where there are images, is their class.
-        size: Resize images to so many pixels, a square or (height, width); None keeps them as they are.
+        root: folder of the clients' folders, read at once.
+        task: the prediction task; None, for images, predicts the class.
+        size: resize images to this many pixels, a square or (height, width); None keeps images as they are.
         channels: 3 for RGB, 1 for grey images.
-        **kwargs: Settings of `FederatedDataModule`; ``download`` has no effect.
+        **kwargs: settings of `FederatedDataModule`; ``download`` has no effect.
 
     Raises:
-        MisconfigurationException: There are no clients' folders, or one has something else.
+        MisconfigurationException: if there are no clients' folders, or a folder holds something else.
     """
 
     def __init__(
@@ -47,17 +44,22 @@ class FolderData(OwnedData):
     ) -> None:
         pixels = checked_size(size)
         folders = client_folders(Path(root))
+        # before super().__init__: with task=None, the task follows from the classes that the folders have
         self._arrays = [arrays_of(folder) for folder in folders]
         self._images: list[tuple[Path, str, str]] = []
         if not any(self._arrays):
             self._images = [found for folder in folders for found in images_of(folder)]
+        # a folder of images among folders of arrays is a mistake: two kinds of inputs fit no net
         elif not all(self._arrays):
             raise MisconfigurationException(
                 f"{folders[self._arrays.index(None)]} has no x and y in .npy or .pt files as others have; {WANTED}"
             )
         self.classes = sorted({name for _, _, name in self._images})
+        # class numbers and quantities look alike in y.npy, so no task is guessed
         if task is None and not self._images:
-            raise MisconfigurationException("data.task=null: y is of what kind? Give one, such as Regression")
+            raise MisconfigurationException(
+                "data.task=null: y files may hold classes or quantities; give a task, such as Regression"
+            )
         super().__init__(Classification(len(self.classes)) if task is None else task, root=root, **kwargs)
         self._names = [folder.name for folder in folders]
         if self._images:
@@ -68,8 +70,9 @@ class FolderData(OwnedData):
             self.input_shape = tuple(self._files.parts[0].shape[1:])
 
     def load(self) -> Loaded:
-        """Read what is small, and say who holds what."""
+        """Read small data, and return the client of each sample."""
         if self._images:
+            # class numbers over all clients: a client may lack classes, and its folders alone would number them anew
             numbers = {name: k for k, name in enumerate(self.classes)}
             y = torch.tensor([numbers[name] for _, _, name in self._images])
             return Loaded(resident(self._reader, self._reader.num_bytes), y, [name for _, name, _ in self._images])
@@ -80,13 +83,13 @@ class FolderData(OwnedData):
 
 
 def client_folders(root: Path) -> list[Path]:
-    """The folders of the clients.
+    """Return the folders of the clients, by name.
 
     Args:
-        root: Folder of them.
+        root: folder of the clients' folders.
 
     Raises:
-        MisconfigurationException: There is none.
+        MisconfigurationException: if there is no folder.
     """
     found = sorted(p for p in root.iterdir() if p.is_dir() and p.name[0] != ".") if root.is_dir() else []
     if not found:
@@ -95,18 +98,19 @@ def client_folders(root: Path) -> list[Path]:
 
 
 def arrays_of(folder: Path) -> tuple[Any, Any] | None:
-    """Inputs and targets of a client, mapped; None where there are no such files.
+    """Return the inputs and targets of a client, memory-mapped; None without such files.
 
     Args:
-        folder: The client's.
+        folder: the client's folder.
 
     Raises:
-        MisconfigurationException: They don't fit.
+        MisconfigurationException: if a file holds no array, or inputs and targets differ in number.
     """
     for suffix in (".npy", ".pt"):
         paths = [folder / f"{name}{suffix}" for name in ("x", "y")]
         if all(path.is_file() for path in paths):
             x, y = (with_leaves(opened("root", path), str(path)) for path in paths)
+            # a .pt file may hold a dict or a list, whose rows no client could share
             for path, leaf in zip(paths, (x, y), strict=True):
                 if not hasattr(leaf, "shape"):
                     raise MisconfigurationException(f"{path} holds a {type(leaf).__name__}; give one array or tensor")
@@ -117,13 +121,13 @@ def arrays_of(folder: Path) -> tuple[Any, Any] | None:
 
 
 def images_of(folder: Path) -> list[tuple[Path, str, str]]:
-    """Path, client and class of each image of a client.
+    """Return path, client and class of each image of a client.
 
     Args:
-        folder: The client's.
+        folder: the client's folder.
 
     Raises:
-        MisconfigurationException: There is none.
+        MisconfigurationException: if there is no image.
     """
     files = sorted(path for path in folder.glob("*/*") if path.suffix.lower() in SUFFIXES and path.name[0] != ".")
     if not files:
@@ -132,16 +136,17 @@ def images_of(folder: Path) -> list[tuple[Path, str, str]]:
 
 
 class ImageFiles:
-    """Images that are decoded when they are asked for.
+    """Images in files, decoded on access.
 
     Args:
-        paths: Of all images.
+        paths: paths of all images.
         channels: 3 for RGB, 1 for grey.
-        size: Height and width to resize to, or None.
+        size: height and width to resize to, or None.
     """
 
     def __init__(self, paths: list[Path], channels: int, size: tuple[int, int] | None) -> None:
         self.paths, self.channels, self.size = paths, channels, size
+        # the first image stands for all, since opening each would take minutes; others are compared as they are decoded
         self.shape = (channels, *(size or image_size(paths[0])))
         self.num_bytes = len(paths) * int(np.prod(self.shape))
 
@@ -162,10 +167,10 @@ class ImageFiles:
 
 
 class ArrayFiles:
-    """Arrays in several files, one after another, of which rows are read when they are asked for.
+    """Arrays in several files as one array, whose rows are read on access.
 
     Args:
-        parts: Mapped arrays or tensors, shape [n, ...] each.
+        parts: mapped arrays or tensors, shape [n, ...] each.
     """
 
     def __init__(self, parts: list[Any]) -> None:
@@ -182,7 +187,7 @@ class ArrayFiles:
         return int(self.ends[-1])
 
     def __getitem__(self, positions: NDArray[np.int64]) -> torch.Tensor:
-        # positions ascend, so that what is of one file is together
+        # `read` gives ascending positions, so the rows of one file are together, and results stay in order
         file = np.searchsorted(self.ends, positions, side="right")
         found = []
         for part in np.unique(file):

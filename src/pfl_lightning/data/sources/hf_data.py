@@ -1,6 +1,4 @@
-"""Hugging Face ``datasets``, from local files."""
-
-from __future__ import annotations
+"""Data sets of Hugging Face ``datasets``, from local files."""
 
 from pathlib import Path
 from typing import Any
@@ -18,25 +16,25 @@ from pfl_lightning.tasks import Task
 
 
 class HFData(OwnedData):
-    """A data set of Hugging Face ``datasets``, or of local files that it reads; needs the extra ``hf``.
+    """A data set of Hugging Face ``datasets``, or of local files in one of their formats; needs the extra ``hf``.
 
-    The network is never asked: names on the hub are refused. Up to 1 GiB is read into memory; more stays in Arrow's
-    files and is read a client at a time.
+    The network is never used: names on the hub are refused. Up to 1 GiB is read into memory; larger inputs stay in
+    Arrow's files and are read one client at a time.
 
     Args:
-        dataset: A ``datasets.Dataset``, the folder of a saved one, or a ``.parquet``, ``.arrow``, ``.csv``, ``.json``
+        dataset: a ``datasets.Dataset``, the folder of a saved one, or a ``.parquet``, ``.arrow``, ``.csv``, ``.json``
             or ``.jsonl`` file.
-        target: Column of the target.
-        task: What is predicted.
-        features: Columns of the inputs: one of sequences of one length or of images, or several of numbers; None takes
-            all others.
-        client: Column of who holds each row; None under another partitioner than `Natural`.
-        time: Column of when each row came.
-        split_column: Column of ``train``, ``val`` or ``test``.
-        **kwargs: Settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
+        target: column of the target.
+        task: the prediction task.
+        features: columns of the inputs: one column of sequences of one length or of images, or several columns of
+            numbers; None takes all other columns.
+        client: column of each row's client; None under another partitioner than `Natural`.
+        time: column of each row's time.
+        split_column: column of ``train``, ``val`` or ``test``.
+        **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Raises:
-        MisconfigurationException: There is no such file or column, or numbers are missing or not finite.
+        MisconfigurationException: if there is no such file or column, or numbers are missing or not finite.
     """
 
     def __init__(
@@ -57,18 +55,20 @@ class HFData(OwnedData):
         self._columns, (self._target, *_) = chosen_columns(there, features, target, **named)
         self._others = {"client": client, "split": split_column, "time": time}
         self._leaf = ArrowRows(self._dataset, self._columns)
+        # from one row read in the end, since Arrow's own types don't tell the shape of images
         self.input_shape = tuple(self._leaf[np.arange(1)].shape[1:])
 
     def load(self) -> Loaded:
-        """Read targets and columns, and inputs if they are small."""
+        """Read targets and other columns, and small inputs."""
         y = np.asarray(self._dataset.with_format("numpy", columns=[self._target])[:][self._target])
         if y.dtype.kind not in "biuf":
             raise MisconfigurationException(
-                f"data.target: column {self._target!r} is not of numbers of one shape; map it, for texts that are "
-                "classes by class_encode_column of the data set"
+                f"data.target: column {self._target!r} doesn't hold numbers of one shape; map it to numbers, or "
+                "turn texts that are classes into numbers by the data set's class_encode_column"
             )
         check_finite_column(torch.as_tensor(y), f"data.target: column {self._target!r}")
         columns = {
+            # as Python values: NumPy's format would turn integers with gaps into floats
             name: None if column is None else list(self._dataset.with_format(None)[column])
             for name, column in self._others.items()
         }
@@ -76,11 +76,11 @@ class HFData(OwnedData):
 
 
 class ArrowRows:
-    """Columns of a data set, of which rows are read when they are asked for.
+    """Columns of a data set, whose rows are read on access.
 
     Args:
-        dataset: A ``datasets.Dataset``.
-        columns: One, or several of numbers.
+        dataset: a ``datasets.Dataset``.
+        columns: one column, or several columns of numbers.
     """
 
     def __init__(self, dataset: Any, columns: list[str]) -> None:
@@ -98,26 +98,27 @@ class ArrowRows:
                 column for column, array in zip(self.columns, arrays, strict=True) if array.dtype.kind not in "biuf"
             )
             raise MisconfigurationException(
-                f"data.features: column {wrong!r} is not of numbers of one shape; map the data set, or leave it out"
+                f"data.features: column {wrong!r} doesn't hold numbers of one shape; map it to numbers, or leave it out"
             )
         tensors = [torch.from_numpy(array) for array in arrays]
+        # checked on each access, as the rows may be too many to look through on loading
         for column, tensor in zip(self.columns, tensors, strict=True):
             check_finite_column(tensor, f"data.features: column {column!r}", positions)
         if len(tensors) == 1:
-            # images have their channels last there
+            # Pillow images come with the channels last; grey images have three dimensions and stay
             is_image = tensors[0].dtype == torch.uint8 and tensors[0].dim() == 4
             return tensors[0].permute(0, 3, 1, 2) if is_image else tensors[0]
         return torch.stack([tensor.float() for tensor in tensors], dim=1)
 
 
 def local_dataset(dataset: Any) -> Any:
-    """A data set as it is, or read from local files.
+    """Return a data set, read from local files if given by a path.
 
     Args:
-        dataset: A ``datasets.Dataset``, or a path.
+        dataset: a ``datasets.Dataset``, or a path.
 
     Raises:
-        MisconfigurationException: There is no such file, or the package is missing.
+        MisconfigurationException: if there is no such file, or the package is missing.
     """
     datasets = package("datasets", "hf", "HFData")
     if isinstance(dataset, datasets.Dataset):
@@ -138,7 +139,7 @@ def local_dataset(dataset: Any) -> Any:
         )
     try:
         found = reader(str(path))
-    # a file of another kind
+    # the readers raise many types, their own ones and pyarrow's
     except Exception as error:
         reason = " ".join(str(error).split())[:100]
         raise MisconfigurationException(f"data.dataset={str(path)!r} cannot be read ({reason})") from None

@@ -1,6 +1,4 @@
-"""LEAF's files."""
-
-from __future__ import annotations
+"""Data in LEAF's JSON files."""
 
 import json
 from collections.abc import Iterator
@@ -24,20 +22,20 @@ HALVES = ("train", "test")
 class LeafData(OwnedData):
     """The users of LEAF's JSON files, in ``root/train/*.json`` and ``root/test/*.json``, or in ``root/*.json``.
 
-    A file is ``{"users": [...], "num_samples": [...], "user_data": {user: {"x": [...], "y": [...]}}}``. Users keep the
-    two halves: ``client_split`` is ``given`` where there are two folders, and ``val_fraction`` of the training samples
-    is held out.
+    A file is ``{"users": [...], "num_samples": [...], "user_data": {user: {"x": [...], "y": [...]}}}``. With two
+    folders, users keep their two halves: ``client_split`` is ``given``, and ``val_fraction`` of the training samples is
+    held out.
 
     Args:
-        root: Folder of the files; one is looked into right away, for the shape.
-        task: What is predicted.
-        input_shape: Shape to bring inputs into, such as [1, 28, 28]; None leaves them as they are.
-        letters: Where inputs are texts of one length, as in Shakespeare: a letter becomes its position here, and any
-            other 0; so do targets.
-        **kwargs: Settings of `FederatedDataModule`; ``download`` has no effect.
+        root: folder of the files; one file is read at once, for the shape.
+        task: the prediction task.
+        input_shape: shape of an input for the net, such as [1, 28, 28]; None keeps the files' shape.
+        letters: alphabet of inputs that are texts of one length, as in Shakespeare: a letter becomes its position in
+            the alphabet, and any other letter 0; targets likewise.
+        **kwargs: settings of `FederatedDataModule`; ``download`` has no effect.
 
     Raises:
-        MisconfigurationException: There are no such files.
+        MisconfigurationException: if there are no such files.
 
     Source: Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018.
     """
@@ -67,6 +65,7 @@ class LeafData(OwnedData):
                 y.append(targets_of(self._numbers(targets, "y")))
                 for name, values in (("x", x[-1]), ("y", y[-1])):
                     check_finite_column(values, f"{name} of user {user!r} in {path}")
+                # a user of both halves is one client: the names are equal
                 client += [user] * len(inputs)
                 split += [half] * len(inputs)
         return Loaded(torch.cat(x), torch.cat(y), client, split if self._files[0][0] else None)
@@ -75,9 +74,10 @@ class LeafData(OwnedData):
         if values and isinstance(values[0], str):
             if self.letters is None:
                 raise MisconfigurationException(
-                    f"data.letters=null: {name} in {self._files[0][1]} are texts; give the letters that they are of"
+                    f"data.letters=null: {name} in {self._files[0][1]} are texts; give the alphabet of the texts"
                 )
             found = letter_numbers(values, self.letters)
+            # a target is one letter, given as a text of length 1
             return found if name == "x" else found[:, 0]
         try:
             return single(torch.from_numpy(np.asarray(values)))
@@ -88,15 +88,16 @@ class LeafData(OwnedData):
 
 
 def leaf_files(root: Path) -> list[tuple[str, Path]]:
-    """The half, or an empty text, and the path of each file.
+    """Return the half, or an empty text, and the path of each file.
 
     Args:
-        root: Folder of the files, or of train/ and test/ with them.
+        root: folder of the files, or of train/ and test/ that hold the files.
 
     Raises:
-        MisconfigurationException: There is none.
+        MisconfigurationException: if there is no file, or none in train/.
     """
     files = [(half, path) for half in HALVES for path in sorted(Path(root, half).glob("*.json"))]
+    # with test files alone, every client would lack training samples, with a less clear message
     if {half for half, _ in files} == {"test"}:
         raise MisconfigurationException(f"data.root={str(root)!r} has files in test/ and none in train/; add them")
     if files := files or [("", path) for path in sorted(root.glob("*.json"))]:
@@ -107,13 +108,13 @@ def leaf_files(root: Path) -> list[tuple[str, Path]]:
 
 
 def users_of(path: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """Name, inputs and targets of each user in a file.
+    """Yield name, inputs and targets of each user in a file.
 
     Args:
-        path: The file.
+        path: the file.
 
     Raises:
-        MisconfigurationException: It is no such file.
+        MisconfigurationException: if the file has another structure.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -122,13 +123,14 @@ def users_of(path: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
         counts = content.get("num_samples", [len(x) for _, x, _ in named])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise MisconfigurationException(
-            f"{path} is no LEAF file ({type(error).__name__}: {error}); it has users, num_samples and user_data with x "
-            "and y of each user"
+            f"{path} is no LEAF file ({type(error).__name__}: {error}); a LEAF file has users, num_samples and "
+            "user_data with x and y of each user"
         ) from None
     for (user, x, y), count in zip(named, counts, strict=True):
         if not len(x) == len(y) == count:
             raise MisconfigurationException(
                 f"{path}: user {user} has {len(x)} x and {len(y)} y where num_samples says {count}; correct the file"
             )
+        # a user without samples has no shape to check and makes no client
         if count:
             yield user, x, y

@@ -1,6 +1,4 @@
-"""CSV, Parquet and data frames."""
-
-from __future__ import annotations
+"""Data in tables: CSV, Parquet and data frames."""
 
 import math
 import os
@@ -31,51 +29,50 @@ from pfl_lightning.data.sources.columns import check_finite_column, chosen_colum
 from pfl_lightning.tasks import MultiLabel, Task
 
 UNLIKE = 1000
-"""Times the width of another column that a column has when a warning tells of it."""
+"""Ratio of two columns' widths above which a warning is shown."""
 
 NAMELESS = "Unnamed: "
-"""The beginning of the name that pandas gives a column without one."""
+"""Beginning of the name that pandas gives a nameless column."""
 
 SHOWN = 8
-"""Names that a line or a message has at most."""
+"""Largest number of names in a line or a message."""
 
 
 class TableData(OwnedData):
-    """A table, a row a sample: a CSV or Parquet file, or a data frame; needs the extra ``tables``.
+    """A table with one row per sample: a CSV or Parquet file, or a data frame; needs the extra ``tables``.
 
     Inputs are the numbers in the feature columns, [number of features]. A column of texts becomes codes, the positions
-    of its texts in a vocabulary: the one in ``categories``; or the categories of a pandas Categorical, in their order;
-    or all texts of the column in the order of the alphabet. So do texts that are classes, whose vocabulary is
-    ``classes``. A net learns little from columns of very different scales, of which a warning tells; ``standardize``
-    brings each to mean 0 and deviation 1 on training rows.
+    of its texts in a vocabulary: the vocabulary in ``categories``; or the categories of a pandas Categorical, in their
+    order; or all texts of the column in alphabetical order. Texts that are classes become codes in the same way, with
+    the vocabulary ``classes``. A net learns little from columns of very different scales, so a warning tells of such
+    columns; ``standardize`` brings each column to mean 0 and deviation 1 on training rows.
 
     ``preprocessing`` holds ``features`` and ``targets``, the names of the columns in order; ``categories`` and
     ``classes``, the vocabulary of each coded column by its name; and under ``standardize`` the ``mean`` and the
-    ``deviation`` of each feature by its name, a number, or a list with one number a client.
+    ``deviation`` of each feature by its name: a number, or a list with one number per client.
 
     Args:
-        path: The file, ``.csv`` or ``.parquet``; from Python also a pandas data frame.
-        target: Column of the target, or columns where a sample has several.
-        task: What is predicted.
-        features: Columns of the inputs; None takes all others, and refuses ids and dates among them.
-        client: Column of who holds each row; None under another partitioner than `Natural`.
-        time: Column of when each row came: a number, or a text that sorts, such as 2024-05-31.
-        split_column: Column of ``train``, ``val`` or ``test``.
-        standardize: By which training rows feature columns are standardized: those of all clients of the federation,
-            ``table``, whose means and deviations they then know of each other; or those of each ``client`` alone, which
-            tells nothing and takes away what sets clients apart; or given numbers, the mean and the deviation of
-            columns by their names, such as ``{age: [50, 12]}``, for which nothing is fitted; None leaves columns as
-            they are.
-        classes: All values of the target column, whose order gives class numbers from 0; None takes integers as they
-            are, and those texts that are in the table. Sites with a table each need it for texts.
-        categories: All values of each feature column that becomes codes from 0, by the column's name, such as
-            ``{size: [small, large]}``; a column of texts that isn't named takes those that are in the table.
-        decimal: Decimal separator of the numbers in a CSV file, ``.`` or ``,``.
-        separator: What stands between the cells of a CSV file, such as ``;``.
-        **kwargs: Settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
+        path: the file, ``.csv`` or ``.parquet``; from Python also a pandas data frame.
+        target: column of the target, or columns for several targets per sample.
+        task: the prediction task.
+        features: columns of the inputs; None takes all other columns, and refuses ids and dates among them.
+        client: column of each row's client; None under another partitioner than `Natural`.
+        time: column of each row's time: a number, or a text that sorts, such as 2024-05-31.
+        split_column: column of ``train``, ``val`` or ``test``.
+        standardize: training rows that standardize feature columns. ``table`` takes the rows of all the federation's
+            clients, which then know each other's means and deviations. ``client`` takes each client's own rows, which
+            reveals nothing, and removes differences of scale between clients. A dict gives mean and deviation of
+            columns by name, such as ``{age: [50, 12]}``, and nothing is fitted. None leaves columns unchanged.
+        classes: all values of the target column, in the order of class numbers from 0; None takes integers unchanged,
+            and the texts in the table. Sites with one table each need this for texts.
+        categories: all values of each feature column that becomes codes from 0, by the column's name, such as ``{size:
+            [small, large]}``; a column of texts without an entry takes the texts in the table.
+        decimal: decimal separator of the numbers in a CSV file, ``.`` or ``,``.
+        separator: separator of the cells of a CSV file, such as ``;``.
+        **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Raises:
-        MisconfigurationException: There is no such file or column, or a column has gaps, numbers that aren't finite,
+        MisconfigurationException: if there is no such file or column, or a column has gaps, numbers that aren't finite,
             texts among numbers, or values outside its vocabulary.
     """
 
@@ -100,8 +97,8 @@ class TableData(OwnedData):
             check_choices("data", standardize=(standardize, ("table", "client")))
         if standardize == "client" and self.central_test is not None:
             raise MisconfigurationException(
-                f"data.standardize=client: rows of data.central_test={self.central_test} are of no client, by whose "
-                "training rows to standardize them; take table, or leave data.central_test out"
+                f"data.standardize=client: rows of data.central_test={self.central_test} belong to no client, so no "
+                "training rows standardize them; take table, or leave data.central_test out"
             )
         check_choices("data", decimal=(decimal, (".", ",")))
         self.standardize = standardize
@@ -109,6 +106,7 @@ class TableData(OwnedData):
         self._where = str(self._path) if isinstance(self._path, Path) else "the data frame"
         self._csv = {"decimal": decimal, "sep": separator}
         self._others = {"client": client, "split": split_column, "time": time}
+        # only the header is read here, so that a wrong name is refused before a large file is read
         there = column_names(self._path, self._csv)
         named = {"client": client, "split_column": split_column, "time": time}
         self._features, self._targets = chosen_columns(there, features, target, **named)
@@ -119,6 +117,7 @@ class TableData(OwnedData):
             )
         if isinstance(standardize, Mapping):
             check_given(standardize, self._features)
+        # columns named by the user may be ids or dates, on purpose; columns that were merely left over may not
         self._are_named = features is not None
         self._found: dict[str, list[str]] = {}
         self._vocabularies = self._given_vocabularies(classes, categories or {})
@@ -127,7 +126,7 @@ class TableData(OwnedData):
     def _given_vocabularies(
         self, classes: Sequence[str | int] | None, categories: dict[str, list[str | int]]
     ) -> dict[str, list[str]]:
-        """Return the vocabulary of each column that the settings give one."""
+        """Return the vocabulary of each column for which the settings give one."""
         given: dict[str, list[str]] = {}
         for column in categories:
             if column not in self._features:
@@ -141,6 +140,7 @@ class TableData(OwnedData):
                     f"data.classes={classes}: task {self.task} has no classes; leave it out"
                 )
             words = vocabulary("data.classes", classes)
+            # each target of a multi-label task is yes or no
             count = self.task.outputs if self.task.has_classes else 2
             if len(words) != count:
                 raise MisconfigurationException(
@@ -150,11 +150,11 @@ class TableData(OwnedData):
         return given
 
     def load(self) -> Loaded:
-        """Read the columns that are named."""
+        """Read the named columns."""
         others = [column for column in self._others.values() if column is not None]
         wanted = list(dict.fromkeys([*self._features, *self._targets, *others]))
         table = read_table(self._path, wanted, self._csv)
-        # means are subtracted before large numbers, such as times in seconds, are cut to single precision
+        # large numbers, such as times in seconds, lose their differences in single precision: subtract the mean first
         wide = torch.float32 if self.standardize is None else torch.float64
         x = torch.empty(len(table), len(self._features), dtype=wide)
         for index, column in enumerate(self._features):
@@ -162,6 +162,8 @@ class TableData(OwnedData):
         y = torch.stack([self._numbers(table[column], is_target=True) for column in self._targets], dim=1)
         columns = {name: None if column is None else table[column].to_numpy() for name, column in self._others.items()}
         if (time := self._others["time"]) is not None and getattr(table[time].dtype, "ordered", False):
+            # an ordered category sorts by its own order ("first", "second") and not by the alphabet; pandas codes gaps
+            # as -1
             codes = table[time].cat.codes.to_numpy()
             columns["time"] = np.where(codes < 0, np.nan, codes)
         words = self._vocabularies | self._found
@@ -178,8 +180,12 @@ class TableData(OwnedData):
         """Return a column as numbers, or as codes, whose vocabulary is kept.
 
         Args:
-            values: A pandas series.
-            is_target: Whether it is a target.
+            values: a pandas series.
+            is_target: whether the column is a target.
+
+        Raises:
+            MisconfigurationException: if the column has gaps, or values that neither the column's type nor the task
+                allows.
         """
         column = str(values.name)
         owner = f"column {column!r} of {self._where}"
@@ -190,6 +196,7 @@ class TableData(OwnedData):
                 "column out"
             )
         setting = "data.classes" if is_target else f"data.categories.{column}"
+        # a given vocabulary also applies to numbers, such as postal codes, which are no quantities
         if column in self._vocabularies:
             return codes_of(values, self._vocabularies[column], owner, setting)
         if isinstance(values.dtype, package("pandas", "tables", "TableData").CategoricalDtype):
@@ -199,10 +206,11 @@ class TableData(OwnedData):
             return numbers
         else:
             words, codes = self._texts(values, owner, setting, is_target)
+        # a vocabulary from this table alone: another site's table may have another, see `needs_all_clients`
         self._found[column] = words
         if is_target and not (self.task.has_classes or isinstance(self.task, MultiLabel)):
             raise MisconfigurationException(
-                f"{owner} is of texts ({listed(words)}), and task {self.task} predicts numbers; name another target"
+                f"{owner} holds texts ({listed(words)}), and task {self.task} predicts numbers; name another target"
             )
         if is_target and self.task.has_classes and len(words) > self.task.outputs:
             raise MisconfigurationException(
@@ -214,16 +222,16 @@ class TableData(OwnedData):
     def _texts(
         self, values: Any, owner: str, setting: str, is_target: bool
     ) -> tuple[list[str], NDArray[np.integer[Any]]]:
-        """Return the different texts of a column in the order of the alphabet, and the code of each row's text.
+        """Return the different texts of a column in alphabetical order, and the code of each row's text.
 
         Args:
-            values: A pandas series of texts.
-            owner: Name of the column for messages.
-            setting: The setting that gives it a vocabulary.
-            is_target: Whether it is a target.
+            values: a pandas series of texts.
+            owner: name of the column for messages.
+            setting: the setting that would give the column a vocabulary.
+            is_target: whether the column is a target.
 
         Raises:
-            MisconfigurationException: Texts stand among numbers, or are ids or dates that nobody has named as features.
+            MisconfigurationException: if texts stand among numbers, or are ids or dates that aren't named as features.
         """
         codes, unique = package("pandas", "tables", "TableData").factorize(values.astype(str).to_numpy(), sort=True)
         words = [str(word) for word in unique]
@@ -237,17 +245,19 @@ class TableData(OwnedData):
                 check_finite_column(numbers[torch.from_numpy(codes)], owner)
             row = int(wrong[codes].argmax())
             text = words[codes[row]]
+            # a decimal comma is the most frequent reason in continental files, so it gets its own advice
             comma = NUMBER.fullmatch(text) is not None and "," in text and self._csv["decimal"] == "."
             raise MisconfigurationException(
                 f"{owner} is mostly of numbers, and has the text {shortened(text)} in row {row} (counted from 0); "
                 + ("set data.decimal=',' if that is a decimal comma, or " if comma else "make a number of it, or ")
                 + f"name all texts of the column in {setting}"
             )
+        # codes of ids and dates would let a net learn the rows by heart, with good figures and no use
         if not is_target and not self._are_named and (is_date or 2 * len(words) > len(values)):
             kind = "dates" if is_date else "ids: nearly each row has a text of its own"
             raise MisconfigurationException(
-                f"{owner} is of {kind}, such as {shortened(words[codes[0]])}, and no feature unless data.features "
-                "names it; list the features there without it, or with it to have codes in the order of the alphabet"
+                f"{owner} holds {kind}, such as {shortened(words[codes[0]])}; list the inputs in data.features, "
+                "without this column, or with it to turn its texts into codes in alphabetical order"
             )
         return words, codes
 
@@ -255,13 +265,14 @@ class TableData(OwnedData):
         """Standardize features by training rows, or warn of very different scales; see ``standardize``.
 
         Args:
-            samples: The pool, as loaded.
-            division: Who holds which rows of it.
+            samples: the pool, as loaded.
+            division: the pool positions of each client's rows.
         """
         if self.standardize is None:
             warn_of_scales(moments_of(samples.x, trained_on(division))[1], self._features)
             return samples
         if isinstance(self.standardize, Mapping):
+            # a column without given moments stays unchanged: mean 0, deviation 1
             known = {column: self.standardize.get(column, (0.0, 1.0)) for column in self._features}
             mean, deviation = torch.tensor(list(known.values()), dtype=torch.float64).T
             self.preprocessing |= {
@@ -280,14 +291,14 @@ class TableData(OwnedData):
 
     @property
     def fitted_on(self) -> FittedOn:
-        """Return the rows that decide over inputs: those of all clients too where a vocabulary is the table's own."""
+        """Return the rows that decide over inputs; a vocabulary taken from the table counts as all clients' rows."""
         if self.standardize == "table" or self._found:
             return "all clients"
         return "each client" if self.standardize == "client" else "nothing"
 
     @property
     def needs_all_clients(self) -> str:
-        """Return why a site with its own rows alone would make other inputs, and the remedy; else an empty text."""
+        """Return why a site with only its own rows would compute other inputs, and the remedy; else an empty text."""
         if self.standardize == "table":
             return (
                 "data.standardize=table takes the training rows of all clients, which are not in one place here; take "
@@ -296,14 +307,14 @@ class TableData(OwnedData):
         for column in self._found:
             setting = "data.classes" if column in self._targets else f"data.categories.{column}"
             return (
-                f"column {column!r} is of texts, to which each place would give other numbers by the texts in its own "
-                f"table; list all texts in {setting}, the same everywhere"
+                f"column {column!r} holds texts, and the texts of each site's own table would give other codes; list "
+                f"all texts in {setting}, the same at every site"
             )
         return ""
 
     @property
     def head_lines(self) -> list[tuple[str, str]]:
-        """Return lines on columns that are codes, on classes and on statistics."""
+        """Return lines about coded columns, classes and standardization."""
         if not self.preprocessing:
             return []
         coded = [f"{column} ({len(words)} texts)" for column, words in self.preprocessing["categories"].items()]
@@ -322,14 +333,15 @@ class TableData(OwnedData):
 
 
 def check_given(moments: Mapping[str, Sequence[float]], features: Sequence[str]) -> None:
-    """Check the mean and the deviation that are given for columns.
+    """Check the given mean and deviation of columns.
 
     Args:
-        moments: Both by the column's name.
-        features: Names of the columns that there are.
+        moments: mean and deviation by the column's name.
+        features: names of the feature columns.
 
     Raises:
-        MisconfigurationException: One isn't two finite numbers, the deviation above 0, or is of no feature.
+        MisconfigurationException: if an entry isn't two finite numbers with a deviation above 0, or belongs to no
+            feature.
     """
     for column, values in moments.items():
         if column not in features:
@@ -343,12 +355,13 @@ def check_given(moments: Mapping[str, Sequence[float]], features: Sequence[str])
 
 
 def warn_of_scales(widths: NDArray[np.float64], names: Sequence[str]) -> None:
-    """Warn where one column is a thousand times as wide as another.
+    """Warn if one column is a thousand times as wide as another.
 
     Args:
-        widths: Standard deviation of each column, over training rows.
-        names: Their names.
+        widths: standard deviation of each column over training rows.
+        names: names of the columns.
     """
+    # constant columns have no scale
     known = [index for index in range(len(names)) if widths[index] > 0]
     if not known:
         return
@@ -362,14 +375,14 @@ def warn_of_scales(widths: NDArray[np.float64], names: Sequence[str]) -> None:
 
 
 def column_names(path: Any, csv: dict[str, str]) -> list[str]:
-    """Return the names of a table's columns, without reading its rows.
+    """Return the names of a table's columns, without reading rows.
 
     Args:
-        path: The file, or a data frame.
-        csv: Settings of ``pandas.read_csv``.
+        path: the file, or a data frame.
+        csv: settings of ``pandas.read_csv``.
 
     Raises:
-        MisconfigurationException: It is no such file, or two columns have one name.
+        MisconfigurationException: if the file isn't such a table, or two columns share a name.
     """
     names = [str(name) for name in read_table(path, None, csv)]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
@@ -383,15 +396,16 @@ def read_table(path: Any, columns: Sequence[str] | None, csv: dict[str, str]) ->
     """Read columns of a table.
 
     Args:
-        path: The file, or a data frame.
-        columns: Names of the columns; None reads no row, and returns the names of all columns alone.
-        csv: Settings of ``pandas.read_csv``.
+        path: the file, or a data frame.
+        columns: names of the columns; None reads no row, and returns the names of all columns.
+        csv: settings of ``pandas.read_csv``.
 
     Raises:
-        MisconfigurationException: It is no such file, or a package is missing.
+        MisconfigurationException: if the file isn't such a table, or a package is missing.
     """
     pandas = package("pandas", "tables", "TableData")
     if isinstance(path, pandas.DataFrame):
+        # columns of a data frame may have integers as names; settings name columns by texts
         named = {str(name): name for name in path.columns}
         if columns is None:
             return [str(name) for name in path.columns]
@@ -412,40 +426,45 @@ def read_table(path: Any, columns: Sequence[str] | None, csv: dict[str, str]) ->
         if parquet is not None:
             if columns is None:
                 schema = parquet.read_schema(path)
+                # pandas stores row labels as a column of the file, which is no feature
                 index = (schema.pandas_metadata or {}).get("index_columns", [])
                 return [name for name in schema.names if name not in index]
             return pandas.read_parquet(path, columns=columns)
         if columns is None:
-            # as a row, since pandas renames the second of two columns with one name
+            # read as a row: as a header, pandas would rename the second of two equal names
             header = pandas.read_csv(path, sep=csv["sep"], header=None, nrows=1, dtype=str, keep_default_na=False)
             return [name or f"{NAMELESS}{place}" for place, name in enumerate(header.iloc[0])]
         with warnings.catch_warnings():
-            # that rows have more cells than the first line has names; without index_col their cells would shift
+            # The warning that rows have more cells than the header: without index_col=False, pandas would take the
+            # first column for row labels and shift all cells by one.
             warnings.simplefilter("error", pandas.errors.ParserWarning)
-            # all columns, as pandas otherwise drops what a row has too much; types by all rows, not by some at a time
+            # All columns, as with a choice of columns pandas silently drops surplus cells. low_memory=False finds a
+            # column's type by all rows; by chunks, one column could become numbers and texts.
             table = pandas.read_csv(path, **csv, index_col=False, low_memory=False)
         return table[list(columns)]
-    # a file that is missing or damaged, or of another kind
+    # a missing or damaged file, or one of another kind: pandas and pyarrow raise many types
     except Exception as error:
         reason = " ".join(str(error).split())[:100]
         raise MisconfigurationException(f"data.path={str(path)!r} cannot be read ({reason}); give a table") from None
 
 
 def plain_numbers(values: Any, owner: str) -> Tensor | None:
-    """Return a column of numbers, floating ones in double precision and others as int64; None for one of texts.
+    """Return a column of numbers, floats in double precision and integers as int64; None for a column of texts.
 
     Args:
-        values: A pandas series without gaps.
-        owner: Name of the column for the message.
+        values: a pandas series without gaps.
+        owner: name of the column for the message.
 
     Raises:
-        MisconfigurationException: It is of dates, lists or other objects.
+        MisconfigurationException: if the column holds dates, lists or other objects.
     """
     kind = values.dtype.kind
+    # unsigned integers beyond int64 become floats, which lose digits but keep their order
     if kind in "bi" or (kind == "u" and int(values.max()) < 2**63):
         return torch.tensor(values.to_numpy(dtype=np.int64))
     if kind in "fu":
         return torch.tensor(values.to_numpy(dtype=np.float64))
+    # pandas keeps decimals and mixed columns as objects
     objects = values.to_numpy(dtype=object)
     types = set(map(type, objects))
     if all(issubclass(each, str) for each in types):
@@ -453,7 +472,7 @@ def plain_numbers(values: Any, owner: str) -> Tensor | None:
     if all(issubclass(each, Number | Decimal) and not issubclass(each, complex) for each in types):
         return torch.from_numpy(objects.astype(np.float64))
     if kind in "mM" or any(issubclass(each, date) for each in types):
-        raise MisconfigurationException(f"{owner} is of dates; take it as data.time, or make numbers of it")
+        raise MisconfigurationException(f"{owner} holds dates; take it as data.time, or make numbers of it")
     for row, value in enumerate(objects):
         if not isinstance(value, str | Number) or isinstance(value, complex):
             raise not_one_value(value, row, owner)
@@ -464,13 +483,13 @@ def codes_of(values: Any, words: list[str], owner: str, setting: str) -> Tensor:
     """Return the position of each row's value in a vocabulary, int64.
 
     Args:
-        values: A pandas series without gaps.
-        words: The vocabulary.
-        owner: Name of the column for the message.
-        setting: The setting that has given it.
+        values: a pandas series without gaps.
+        words: the vocabulary.
+        owner: name of the column for the message.
+        setting: the setting that gave the vocabulary.
 
     Raises:
-        MisconfigurationException: A value isn't in the vocabulary.
+        MisconfigurationException: if a value isn't in the vocabulary.
     """
     numbers = {word: number for number, word in enumerate(words)}
     known: dict[Any, int] = {}
@@ -478,6 +497,7 @@ def codes_of(values: Any, words: list[str], owner: str, setting: str) -> Tensor:
     for row, value in enumerate(values.to_numpy(dtype=object)):
         if not isinstance(value, str | Number):
             raise not_one_value(value, row, owner)
+        # a column has few different values: each is turned into a text once, and not in every row
         if value not in known:
             if (text := as_text(value)) not in numbers:
                 raise MisconfigurationException(
@@ -490,12 +510,12 @@ def codes_of(values: Any, words: list[str], owner: str, setting: str) -> Tensor:
 
 
 def not_one_value(value: Any, row: int, owner: str) -> MisconfigurationException:
-    """Return the refusal of a cell that holds a list, bytes or another object.
+    """Return the error for a cell with a list, bytes or another object.
 
     Args:
-        value: What it holds.
-        row: The row.
-        owner: Name of the column.
+        value: contents of the cell.
+        row: the row.
+        owner: name of the column.
     """
     return MisconfigurationException(
         f"{owner} has a {type(value).__name__} in row {row} (counted from 0), where each row has one number or text; "
@@ -507,11 +527,11 @@ def vocabulary(setting: str, words: Sequence[str | int]) -> list[str]:
     """Return the texts of a vocabulary.
 
     Args:
-        setting: Name of the setting that gives it.
-        words: The texts, or integers.
+        setting: name of the setting that gives the vocabulary.
+        words: the texts, or integers.
 
     Raises:
-        MisconfigurationException: It is no list of different texts.
+        MisconfigurationException: if the vocabulary is no list of different texts.
     """
     texts = [as_text(word) for word in words] if isinstance(words, list | tuple) else []
     if not texts or len(set(texts)) < len(texts):
@@ -520,14 +540,15 @@ def vocabulary(setting: str, words: Sequence[str | int]) -> list[str]:
 
 
 def as_text(value: Any) -> str:
-    """Return a value as vocabularies have it: whole numbers without a decimal point.
+    """Return a value in the notation of vocabularies: whole numbers without a decimal point.
 
     >>> as_text("flu"), as_text(2.0), as_text(True)
     ('flu', '2', 'True')
 
     Args:
-        value: A text or a number.
+        value: a text or a number.
     """
+    # pandas reads a column of integers with gaps as floats, so that 2 comes as 2.0
     return str(int(value)) if isinstance(value, float | np.floating) and float(value).is_integer() else str(value)
 
 
@@ -537,13 +558,13 @@ def shortened(text: str) -> str:
 
 
 def listed(words: Sequence[str]) -> str:
-    """Return some words with commas between them, and the number of the others.
+    """Return some words separated by commas, and the number of the remaining words.
 
     >>> listed(["a", "b"]), listed([str(number) for number in range(10)])
     ('a, b', '0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
 
     Args:
-        words: All of them.
+        words: all words.
     """
     rest = len(words) - SHOWN
     return ", ".join(words[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,6 +1,4 @@
-"""Arrays, tensors and memory maps."""
-
-from __future__ import annotations
+"""Data in arrays, tensors and memory maps."""
 
 import os
 from pathlib import Path
@@ -17,23 +15,24 @@ from pfl_lightning.tasks import Task
 
 
 class TensorData(OwnedData):
-    """Samples that are there as arrays or tensors, in memory or in files.
+    """Samples in arrays or tensors, in memory or in files.
 
-    Inputs that are a memory map, or whatever else has a length and gives arrays for ``x[positions]``, stay where they
-    are and are read a client at a time. Paths of ``.npy`` files are mapped, and of ``.pt`` files with a tensor too.
+    Inputs in a memory map, or in any object with a length that returns arrays for ``x[positions]``, stay there and are
+    read one client at a time. Paths of ``.npy`` files, and of ``.pt`` files with a tensor, are memory-mapped.
 
     Args:
-        x: Inputs, shape [N, ...]: an array, a tensor or a list of numbers; or a dict or tuple of such.
-        y: Targets as the task has them, N, given in the same ways.
-        task: What is predicted.
-        client: Who holds each sample, N names or numbers; None under another partitioner than `Natural`.
+        x: inputs, shape [N, ...]: an array, a tensor or a list of numbers; or a dict or tuple of these.
+        y: targets in the form of the task, N, given in the same ways.
+        task: the prediction task.
+        client: client of each sample, N names or numbers; None under another partitioner than `Natural`.
         split: ``train``, ``val`` or ``test`` for each sample.
-        time: When each sample came.
-        input_shape: Shape of an input for the net; None is that of ``x``, of the first array in a dict or tuple.
-        **kwargs: Settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
+        time: time of each sample.
+        input_shape: shape of an input for the net; None takes the shape of ``x``, of the first array in a dict or
+            tuple.
+        **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Raises:
-        MisconfigurationException: A file is missing, or an array isn't of numbers.
+        MisconfigurationException: if a file is missing, or an array doesn't hold numbers.
     """
 
     def __init__(
@@ -53,34 +52,34 @@ class TensorData(OwnedData):
         self.input_shape = shape_of(self._x) if input_shape is None else tuple(input_shape)
 
     def load(self) -> Loaded:
-        """Give what there is."""
+        """Return the given samples."""
         client, split, time = self._columns
         return Loaded(self._x, targets_of(self._y), client, split, time)
 
 
 def numbers_in(name: str, values: Any) -> Tree:
-    """Return inputs or targets, from a file where they are a path, as tensors and memory maps.
+    """Return inputs or targets as tensors and memory maps, from a file if given by a path.
 
     Args:
-        name: The setting, for the message.
-        values: A path, or a tree of arrays.
+        name: the setting, for the message.
+        values: a path, or a tree of arrays.
 
     Raises:
-        MisconfigurationException: The file can't be read, or an array isn't of numbers.
+        MisconfigurationException: if the file can't be read, or an array doesn't hold numbers.
     """
     is_path = isinstance(values, (str, os.PathLike))
     return with_leaves(opened(name, values), f"data.{name}={str(values)!r}" if is_path else f"data.{name}")
 
 
 def opened(name: str, values: Any) -> Any:
-    """What is in a file, mapped and not read; anything but a path as it is.
+    """Open a file as a memory map, without reading the contents; return anything but a path unchanged.
 
     Args:
-        name: The setting, for the message.
-        values: A path, or anything else.
+        name: the setting, for the message.
+        values: a path, or anything else.
 
     Raises:
-        MisconfigurationException: It is no file with an array.
+        MisconfigurationException: if the file doesn't exist or holds no array.
     """
     if not isinstance(values, (str, os.PathLike)):
         return values
@@ -89,12 +88,13 @@ def opened(name: str, values: Any) -> Any:
         if path.suffix == ".npy":
             found: Any = np.lib.format.open_memmap(path, mode="r")
         elif path.suffix in (".pt", ".pth"):
+            # weights_only: a file of data must not run code
             found = torch.load(path, mmap=True, weights_only=True)
         else:
             raise MisconfigurationException(f"data.{name}={str(path)!r} must be a .npy or .pt file")
     except MisconfigurationException:
         raise
-    # no file, no array in it, or one of objects
+    # no file, no array in the file, or an array of objects: NumPy and torch raise many types
     except Exception as error:
         reason = " ".join(str(error).split())[:100]
         raise MisconfigurationException(
@@ -104,10 +104,10 @@ def opened(name: str, values: Any) -> Any:
 
 
 def shape_of(x: Tree) -> tuple[int, ...]:
-    """The shape of one input, the first one in a tree.
+    """Return the shape of one input; of the first leaf in a tree.
 
     Args:
-        x: Inputs.
+        x: the inputs.
     """
     leaf = next(leaves_of(x), None)
     if leaf is None or not len(leaf):

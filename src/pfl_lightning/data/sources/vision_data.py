@@ -1,7 +1,5 @@
 """Map-style data sets, such as TorchVision's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,21 +21,22 @@ HOLDERS = ("transform", "transforms", "dataset", "datasets")
 
 
 class VisionData(OwnedData):
-    """A map-style data set, such as one of TorchVision: ``dataset[i]`` is an image, or a tensor, and its target.
+    """A map-style data set, such as TorchVision's: ``dataset[i]`` is an image, or a tensor, and a target.
 
-    Up to 1 GiB is read into memory; more is decoded a client at a time, whenever it is asked for. Clients train and are
-    tested on the same readings, so that a data set whose transforms are random is refused.
+    Up to 1 GiB is read into memory; larger data are decoded one client at a time, on each access. Clients train and are
+    tested on the same readings, so a data set with random transforms is refused.
 
     Args:
-        dataset: The data set; its transforms make all inputs of one shape, and draw nothing.
-        task: What is predicted.
-        client: Who holds each sample: names, or a function of its position that gives one; None under another
-            partitioner than `Natural`.
-        targets: Targets of all samples; None takes ``dataset.targets`` or ``labels``, or else reads every sample.
-        **kwargs: Settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
+        dataset: the data set; its transforms bring all inputs to one shape, and draw nothing.
+        task: the prediction task.
+        client: client of each sample: names, or a function from the position to a name; None under another partitioner
+            than `Natural`.
+        targets: targets of all samples; None takes ``dataset.targets`` or ``labels``, or reads every sample without
+            them.
+        **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Raises:
-        MisconfigurationException: It is no such data set, or its samples differ from one reading to the next.
+        MisconfigurationException: if the data set isn't map-style, or samples differ from one reading to the next.
     """
 
     def __init__(
@@ -55,6 +54,7 @@ class VisionData(OwnedData):
             )
         self._dataset, self._owner, self._targets = dataset, client, targets
         self._leaf = Decoded(dataset)
+        # spread over the whole data set: the first samples are often of one class
         self._looked_at = np.unique(np.linspace(0, len(dataset) - 1, SAMPLES).astype(np.int64))
         if (random := random_transform(dataset)) or differs(lambda: self._leaf[self._looked_at]):
             raise MisconfigurationException(
@@ -65,17 +65,18 @@ class VisionData(OwnedData):
         self.input_shape = tuple(self._leaf[np.arange(1)].shape[1:])
 
     def load(self) -> Loaded:
-        """Read targets, and inputs if they are small."""
+        """Read targets, and small inputs."""
         count = len(self._dataset)
         y = self._targets if self._targets is not None else self._known_targets()
         if y is None:
             y = [self._dataset[position][1] for position in range(count)]
         owners = [self._owner(position) for position in range(count)] if callable(self._owner) else self._owner
+        # all inputs have the shape of the first: `Decoded` refuses others
         num_bytes = count * self._leaf[np.arange(1)].nbytes
         return Loaded(resident(self._leaf, num_bytes), targets_of(as_tensor(y, "data.targets")), owners)
 
     def _known_targets(self) -> Any:
-        """Return the data set's list of targets, or None where its samples have others, as by a target transform."""
+        """Return the data set's list of targets; None if samples have other targets, as after a target transform."""
         for name in ("targets", "labels"):
             known: Any = getattr(self._dataset, name, None)
             try:
@@ -89,9 +90,9 @@ class VisionData(OwnedData):
 
 
 def random_transform(dataset: Any) -> str:
-    """Return the name of a transform of a data set that is random by its class; empty where there is none.
+    """Return the name of the first transform that is random by its class; an empty text without one.
 
-    Such a transform may leave most images as they are, so that reading some of them twice wouldn't tell.
+    A random transform may leave most images unchanged, so that a few repeated readings wouldn't show the randomness.
 
     >>> from torchvision.datasets import FakeData
     >>> from torchvision.transforms import Compose, RandomHorizontalFlip, Resize
@@ -101,7 +102,7 @@ def random_transform(dataset: Any) -> str:
     ''
 
     Args:
-        dataset: The data set, which may have others in it.
+        dataset: the data set, which may wrap other data sets.
     """
     waiting, seen = [dataset], set()
     while waiting:
@@ -111,12 +112,14 @@ def random_transform(dataset: Any) -> str:
         seen.add(id(part))
         if callable(part) and not isinstance(part, type):
             name, probability = type(part).__name__, getattr(part, "p", None)
+            # a transform with p=0 or p=1 draws nothing, whatever its name; without p, TorchVision's names tell
             if isinstance(probability, (int, float)):
                 is_random = 0 < probability < 1
             else:
                 is_random = name.startswith("Random")
             if is_random:
                 return name
+        # through Subset, ConcatDataset and Compose, down to single transforms
         waiting += [getattr(part, name, None) for name in HOLDERS]
         if part is not dataset and isinstance(part, (list, tuple, torch.nn.Sequential)):
             waiting += part
@@ -124,10 +127,10 @@ def random_transform(dataset: Any) -> str:
 
 
 class Decoded:
-    """Inputs of a map-style data set, read when they are asked for.
+    """Inputs of a map-style data set, read on access.
 
     Args:
-        dataset: The data set.
+        dataset: the data set.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -148,14 +151,15 @@ class Decoded:
 
 
 def pixels(image: Any) -> Tensor:
-    """An image as a tensor, uint8 [C, H, W]; a tensor as it is.
+    """Return an image as a tensor, uint8 [C, H, W]; return a tensor unchanged.
 
     Args:
-        image: A Pillow image, an array, or a tensor.
+        image: a Pillow image, an array, or a tensor.
     """
     if isinstance(image, Tensor):
         return image
     array = np.array(image)
+    # an array has the layout that its user chose; only Pillow's height, width, channels is known to need a change
     if array.dtype != np.uint8 or isinstance(image, np.ndarray):
         return torch.from_numpy(array)
     return torch.from_numpy(array.reshape(*array.shape[:2], -1)).permute(2, 0, 1).contiguous()

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from federations import CLASSES, blobs, points
-from pfl_lightning.data.lent_samples import lent_samples
+from pfl_lightning.data.sample_proxy import sample_proxy
 
 
 def lent(fraction, *sizes, by_class=False, seed=0):
     data = blobs(*sizes, by_class=by_class)
     data.setup()
-    return data, lent_samples(data, fraction, torch.Generator().manual_seed(seed))
+    return data, sample_proxy(data, fraction, torch.Generator().manual_seed(seed))
 
 
 def rows_of(part):

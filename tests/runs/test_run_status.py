@@ -10,7 +10,7 @@ import pytest
 from command import forked, wait_for
 from federations import fit, make_client
 from pfl_lightning.callbacks import FederatedCallback
-from pfl_lightning.runs.standing import Standing, is_bare, is_run
+from pfl_lightning.runs.run_status import Standing, is_bare, is_run
 
 
 class Stuck(FederatedCallback):

@@ -1,4 +1,4 @@
-"""Where a run stands, by the files in its folder."""
+"""The state of a run, read from the files in its folder."""
 
 import csv
 import json
@@ -14,22 +14,22 @@ import yaml
 from pfl_lightning.runs.locks import LOCK, at_work_in
 
 MARKS = ("rounds.csv", "config.yaml")
-"""A folder with one of these is that of a run that has begun."""
+"""Files that mark the folder of a begun run; one is enough."""
 
 STAMP = ".written"
-"""The file that tells when a run wrote last."""
+"""The file with the time of the run's last writing."""
 
 BEGINNING = {"config.yaml", "hparams.yaml", "rounds.csv", LOCK, STAMP}
-"""What is written before the first round is done."""
+"""Files written before the end of the first round."""
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run."""
+    """Return whether a folder belongs to a run."""
     return any((folder / mark).is_file() for mark in MARKS)
 
 
 def is_bare(folder: Path) -> bool:
-    """Whether a run has begun in a folder and left nothing of a round there, and nobody is at work in it."""
+    """Return whether a folder's run has begun, left no round, and isn't at work."""
     if not folder.is_dir() or at_work_in(folder):
         return False
     files = {path for path in folder.rglob("*") if not path.is_dir()}
@@ -38,7 +38,7 @@ def is_bare(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Standing:
-    """What a run's files tell.
+    """The state of a run according to its files.
 
     Args:
         folder: the run's folder.
@@ -48,18 +48,18 @@ class Standing:
 
     @cached_property
     def rows(self) -> list[dict[str, str]]:
-        """The rounds that are recorded."""
+        """The recorded rounds."""
         try:
             with (self.folder / "rounds.csv").open(newline="", encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))
         except OSError:
             return []
-        # of a row that is being written part may be there
+        # a row being written right now may be there in part: it is left out
         return [row for row in rows if None not in row.values() and str(row.get("round", "")).isdigit()]
 
     @cached_property
     def summary(self) -> Mapping[str, Any]:
-        """What the run has written at its end; empty before."""
+        """The summary written at the end of the run; empty before."""
         try:
             summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -68,19 +68,19 @@ class Standing:
 
     @property
     def round(self) -> int:
-        """Rounds that are done."""
+        """Number of finished rounds."""
         return int(self.rows[-1]["round"]) if self.rows else 0
 
     @cached_property
     def rounds(self) -> int | None:
-        """Rounds that were asked for; None where nothing says."""
+        """Number of requested rounds; None if unknown."""
         try:
             config = yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8"))
             return int(config["trainer"]["max_rounds"])
         except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
             pass
         try:
-            # the rest of the file may be of kinds that YAML doesn't know
+            # searched as text: other entries of the file may have YAML tags that a safe loader refuses
             found = re.search(r"^max_rounds: (\d+)$", (self.folder / "hparams.yaml").read_text(), re.MULTILINE)
         except (OSError, ValueError):
             return None
@@ -88,30 +88,30 @@ class Standing:
 
     @property
     def worker(self) -> str:
-        """The process that is at work, and its host; empty where there is none."""
+        """Process and host at work on the run; empty for an idle run."""
         return at_work_in(self.folder)
 
     @property
     def finished(self) -> bool:
-        """Whether the run has come to its end, by its rounds or by a callback that stopped it, and goes on no more."""
+        """True if the run has ended, by the number of rounds or by a callback, and isn't being continued."""
         return not self.worker and bool(self.rows) and self.summary.get("final", {}).get("round") == self.round
 
     @property
     def metric(self) -> str:
-        """The metric that selects: the one of which the worst client is recorded."""
+        """The metric that selects, namely the one whose worst client is recorded."""
         found = [re.fullmatch(r"val/(.+)_worst", name) for name in (self.rows[-1] if self.rows else {})]
         return next((match[1] for match in found if match), "acc")
 
     @property
     def validation(self) -> float | None:
-        """The last round's validation; None where there is none."""
+        """The last recorded validation value; None without one."""
         values = [row.get(f"val/{self.metric}", "") for row in self.rows]
         known = [value for value in values if value not in ("", "nan")]
         return float(known[-1]) if known else None
 
     @property
     def left(self) -> float | None:
-        """Seconds until the last round, by the mean of the rounds so far; None where it can't be told."""
+        """Estimated seconds until the last round, by the mean of past rounds; None if unknown."""
         if not self.rows or self.rounds is None or self.finished:
             return None
         spent = sum(float(value or 0) for row in self.rows for name, value in row.items() if name.startswith("time/"))
@@ -119,12 +119,13 @@ class Standing:
 
     @property
     def written(self) -> float:
-        """When something was last written, in seconds of the system's clock."""
+        """Time of the last writing, in seconds of the system's clock."""
         files = [*self.folder.glob("*.*"), *(self.folder / "checkpoints").glob("*")]
+        # the lock is written when a process takes the folder and emptied when it leaves, which is no progress
         times = [path.stat().st_mtime for path in files if path.is_file() and path.name != LOCK]
         return max(times, default=self.folder.stat().st_mtime)
 
     @property
     def checkpoints(self) -> list[str]:
-        """Names of the checkpoints."""
+        """File names of the checkpoints."""
         return sorted(path.name for path in (self.folder / "checkpoints").glob("*.ckpt"))
