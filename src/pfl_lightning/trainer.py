@@ -1,4 +1,4 @@
-"""FederatedTrainer: Lightning's Trainer, with rounds."""
+"""FederatedTrainer: Lightning's Trainer with rounds."""
 
 import warnings
 from collections.abc import Callable
@@ -38,50 +38,52 @@ from pfl_lightning.trainer_arguments import (
 
 
 class FederatedTrainer(RunFolders):
-    """A ``lightning.Trainer`` that fits a federation: a round is an epoch of Lightning's own fit loop.
+    """Fit a federation with Lightning's Trainer: each round is one epoch of Lightning's own fit loop.
 
     Validation and test run over all clients. Callbacks, loggers, precision, checkpoints and resuming are Lightning's.
 
     Args:
-        max_rounds: rounds to run.
-        clients_per_round: clients that take part in a round: a number (an integer), or a fraction of all (above 0.0
-            and up to 1.0, rounded, at least one client).
-        local_epochs: passes of a client over its training data in a round; None is 1, but for ``local_steps``.
-        local_steps: batches of a client in a round, in the place of ``local_epochs``.
-        engine: how the clients of a round are run: ``sequential``, one after another, and where the net is small in one
-            thread, unless ``OMP_NUM_THREADS`` is set; ``vectorised``, many in one computation, with the same result but
-            for rounding; ``processes``, several at once on the cores of a CPU, with the same result; ``auto``, the one
-            that should be fastest for the device, the net and the cores, and a line says which; or an `Engine` class.
-            Several ``devices`` share the clients out, and each runs its own so; ``processes`` is for one.
-        workers: processes of the engine ``processes`` at most; None takes one a core, and fewer for short rounds.
-        compile: whether the engine ``vectorised`` compiles clients' steps by ``torch.compile``, some ten seconds for
-            each net, phase and number of clients: it pays for small nets in runs of thousands of steps. What can't be
-            compiled stays as it is, and a line says why.
-        evaluate: which model of each client is evaluated, by all clients whoever takes part in the round: ``before``
-            local training, as received from the server; ``after`` local training, the model that the client had when it
-            last trained, or the initial one where it never has; or ``both``, then the latter is recorded as
-            ``val_after/…`` and ``test_after/…``. A client is evaluated on both splits right after its training, and its
-            metrics are kept, in checkpoints too, until it trains again; nobody trains for an evaluation.
-        test_every_round: whether the test splits, and the server's model on the central test set where there is one,
-            are evaluated every round, which the papers' protocol asks for, or as often as ``check_val_every_n_epoch``
-            says, whether or not clients have validation samples; else only at the end of ``fit``.
+        max_rounds: rounds to run, at least 1.
+        clients_per_round: clients per round: a number (an integer), or a fraction of all (above 0.0 and up to 1.0,
+            rounded, at least one client).
+        local_epochs: passes over a client's training data per round; None is 1, unless ``local_steps`` is given.
+        local_steps: batches per client and round, instead of ``local_epochs``.
+        engine: how the clients of a round are run: ``sequential``, one after another (a small net in one thread, unless
+            ``OMP_NUM_THREADS`` is set); ``vectorised``, many clients in one computation, with the same result up to
+            rounding; ``processes``, several clients at once on the cores of a CPU, with the same result; ``auto``, the
+            one that should be fastest for the device, the net and the cores, which a line reports; or an `Engine`
+            class. Several ``devices`` share the clients, and each uses this engine; ``processes`` needs a single
+            device.
+        workers: the largest number of processes for the engine ``processes``; None is one per core, fewer for short
+            rounds.
+        compile: whether the engine ``vectorised`` compiles clients' steps with ``torch.compile``. Compiling takes some
+            ten seconds per net, phase and number of clients, so it pays for small nets in runs of thousands of steps. A
+            step that can't be compiled runs uncompiled, and a line gives the reason.
+        evaluate: the models to evaluate, of all clients, whether or not they took part in the round: ``before`` local
+            training, the model received from the server; ``after`` local training, the client's model after its last
+            training, or the initial one before the first; or ``both``, where the latter is recorded as ``val_after/…``
+            and ``test_after/…``. A client is evaluated on both splits right after its training, and its metrics are
+            kept, also in checkpoints, until it trains again; no client trains for an evaluation.
+        test_every_round: whether to evaluate the test splits, and the server's model on the central test set if there
+            is one, in every round (or every ``check_val_every_n_epoch``), as protocols of papers do, even without
+            validation samples; if False, only at the end of ``fit``.
         monitor: the metric that selects the best round, such as ``val/f1``; None takes the task's, such as ``val/acc``.
-        min_clients: usable updates that a round needs; one with fewer leaves the federation as it is.
-        gradient_clip_val: largest norm or value of a client's gradients, above 0; None or 0 doesn't clip.
-        gradient_clip_algorithm: whether ``gradient_clip_val`` bounds their ``norm`` or each ``value``.
-        client_states: where what stays with clients is between rounds, with the same result: in ``memory``, on the
-            ``device`` where they train, on the ``disk`` (the run's folder ``states``); ``auto``: on a GPU with room.
-        cohort: what chooses the clients that take part in a round, such as ``PowerOfChoice``; None is `Uniform`, which
-            draws ``clients_per_round`` of them, all as likely.
-        example_privacy: what makes clients' training differentially private in each sample; None trains as ever.
-        default_root_dir: where runs are kept, each in a folder ``METHOD-DATA/version_N``.
-        **kwargs: Lightning's Trainer's arguments. Without a logger a CSVLogger writes beside the record. The round
-            with the best ``monitor`` is kept as ``best.ckpt`` and the last one as ``last.ckpt``, whatever other
-            ModelCheckpoint there is; none with ``enable_checkpointing=False``. ``limit_val_batches=0`` leaves
-            validation out.
+        min_clients: the usable updates that a round needs; a round with fewer leaves the federation unchanged.
+        gradient_clip_val: the largest norm or value of a client's gradients, above 0; None or 0 doesn't clip.
+        gradient_clip_algorithm: whether ``gradient_clip_val`` bounds the gradients' ``norm`` or each ``value``.
+        client_states: storage of clients' states between rounds, with the same result: ``memory``; ``device``, where
+            clients train; ``disk``, in the run's folder ``states``; or ``auto``: on a GPU with room, else in memory.
+        cohort: the rule that chooses a round's clients, such as ``PowerOfChoice``; None is `Uniform`, which draws
+            ``clients_per_round`` clients with equal probability.
+        example_privacy: DP-SGD for clients' training, which makes it differentially private for each sample; None
+            trains without.
+        default_root_dir: the folder of runs, each in a folder ``METHOD-DATA/version_N``.
+        **kwargs: further arguments of Lightning's Trainer. Without a logger, a CSVLogger writes beside the record. The
+            round with the best ``monitor`` is kept as ``best.ckpt`` and the last round as ``last.ckpt``, beside any
+            other ModelCheckpoint; ``enable_checkpointing=False`` keeps none. ``limit_val_batches=0`` skips validation.
 
     Raises:
-        MisconfigurationException: if a value is out of its range, or if an argument means nothing in a federation.
+        MisconfigurationException: if a value is out of range, or if an argument has no meaning in a federation.
     """
 
     def __init__(
@@ -108,8 +110,8 @@ class FederatedTrainer(RunFolders):
         refuse_meaningless(max_rounds, kwargs)
         if example_privacy is not None and kwargs.get("detect_anomaly"):
             raise MisconfigurationException(
-                "trainer.detect_anomaly=true ends a run at a sample whose gradient isn't finite, and "
-                "trainer.example_privacy would not cover that it does; leave it out."
+                "trainer.detect_anomaly=true ends a run at a sample whose gradient isn't finite, which "
+                "trainer.example_privacy wouldn't cover; leave it out."
             )
         self.rounds = FederationOptions(
             clients_per_round=clients_per_round,
@@ -133,19 +135,20 @@ class FederatedTrainer(RunFolders):
         fill_defaults(kwargs, default_root_dir, client_states)
         check_machine(kwargs)
         super().__init__(max_epochs=max_rounds, default_root_dir=default_root_dir, **kwargs)
-        # fast_dev_run gives 1, a number of batches, for which settings say 1.0 otherwise
+        # fast_dev_run sets 1 (one batch) where all else has 1.0 (all batches); the two mean the same here, and a
+        # resumed run compares them.
         self.limit_val_batches = float(self.limit_val_batches)
         if self.world_size > 1:
             check_ranks(self.strategy, self.rounds.engine_class, self.world_size)
 
     @property
     def joins(self) -> bool:
-        """Whether clients join: what Lightning takes for a test."""
+        """True while `join` is running, which Lightning takes for a test."""
         return self._joining is not None
 
     @property
     def global_step(self) -> int:
-        """Rounds done: no optimizer of the Trainer's own steps."""
+        """Rounds done; the Trainer's own optimizer makes no steps."""
         federation = self.lightning_module
         return federation.round if isinstance(federation, Federation) else 0
 
@@ -159,18 +162,19 @@ class FederatedTrainer(RunFolders):
         aggregator: Aggregator | None = None,
         resume_changed: bool = False,
     ) -> None:
-        """Runs the rounds of a federation.
+        """Run the rounds of a federation.
 
         Args:
             model: the client module; afterwards it holds the global model.
-            train_dataloaders: not used; it is where Lightning's signature has it.
-            val_dataloaders: not used; it is where Lightning's signature has it.
+            train_dataloaders: unused; keeps Lightning's signature.
+            val_dataloaders: unused; keeps Lightning's signature.
             datamodule: the clients' data.
-            ckpt_path: a checkpoint to go on from, or ``last`` for the last one of this method's newest run, in whose
-                folder the run then goes on; where that run has none yet, a new one starts.
-            aggregator: the server side, in the place of the client module's own.
-            resume_changed: whether to go on from a checkpoint whose run had other settings; a line says each of them
-                in any case. What can't change a result is free: ``max_rounds``, engine, devices, loggers, folders.
+            ckpt_path: a checkpoint to resume from, or ``last`` for the last one of this method's newest run, whose
+                folder the run continues in; without a checkpoint yet, a new run starts.
+            aggregator: the server side, instead of the client module's own.
+            resume_changed: whether to resume from a checkpoint of a run with other settings; a line reports each
+                difference in any case. Settings that can't change a result never count: ``max_rounds``, engine,
+                devices, loggers, folders.
 
         Raises:
             MisconfigurationException: if the checkpoint is of another method, net or data, or of other settings.
@@ -184,30 +188,31 @@ class FederatedTrainer(RunFolders):
         self.go_on_in(path)
         if path is None:
             self.take_over()
-        # its logger says of a folder where a run goes on that its files are deleted
+        # CSVLogger warns that the files of an existing folder are deleted; `go_on_in` keeps them.
         warnings.filterwarnings("ignore", message=".* exists and is not empty")
         try:
             with ended_together(self.strategy), at_work(self):
                 super().fit(federation, datamodule=datamodule, ckpt_path=path)
         except (RankLost, Stopped) as stop:
-            # only the first rank knows the run's folder
+            # Other ranks don't know the run's folder, and take a checkpoint for granted.
             stop.resumable = self.global_rank > 0 or Path(str(self.log_dir), "checkpoints", "last.ckpt").exists()
             raise
 
     def _run_stage(self) -> Any:
-        """Ends a fit with the test of its models, while they are on their device, and hands it to the callbacks."""
+        """Run a stage; after a fit, test the models while still on the device, and give callbacks the result."""
         federation = cast(Federation, self.lightning_module)
         try:
-            # in the place of Lightning's handler of SIGTERM, which begins a collective wherever this rank is
+            # Replaces Lightning's SIGTERM handler, which starts a collective wherever this rank happens to be, and so
+            # may hang.
             with stoppable():
                 if self._joining is not None:
-                    # in the place of a test's own loop
+                    # Lightning thinks that it tests, with all its set-up; joining replaces the loop alone.
                     return self._joining(federation)
                 results = super()._run_stage()
                 if self.state.fn == TrainerFn.FITTING and not self.fast_dev_run:  # type: ignore[attr-defined]
                     federation.call("on_final_test", final_test(federation, best_checkpoint(self)))
         finally:
-            # whatever ended the run: a module that is left in evaluation mode would be taken for frozen by the next one
+            # After an error too: the next run would take a module left in evaluation mode for a frozen one.
             federation.release_modes()
         return results
 
@@ -220,15 +225,15 @@ class FederatedTrainer(RunFolders):
         datamodule: FederatedDataModule | None = None,
         aggregator: Aggregator | None = None,
     ) -> Any:
-        """Evaluates every client on its validation split.
+        """Evaluate every client on the client's validation split.
 
         Args:
             model: the client module; None takes the federation of this Trainer.
-            dataloaders: not used; it is where Lightning's signature has it.
-            ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run that has them.
+            dataloaders: unused; keeps Lightning's signature.
+            ckpt_path: a checkpoint, or ``best`` or ``last`` of this method's newest run that has one.
             verbose: whether to print the result.
             datamodule: the clients' data.
-            aggregator: the server side, in the place of the client module's own.
+            aggregator: the server side, instead of the client module's own.
         """
         refuse_loaders(dataloaders)
         federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
@@ -244,15 +249,15 @@ class FederatedTrainer(RunFolders):
         datamodule: FederatedDataModule | None = None,
         aggregator: Aggregator | None = None,
     ) -> Any:
-        """Evaluates every client on its test split.
+        """Evaluate every client on the client's test split.
 
         Args:
             model: the client module; None takes the federation of this Trainer.
-            dataloaders: not used; it is where Lightning's signature has it.
-            ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run that has them.
+            dataloaders: unused; keeps Lightning's signature.
+            ckpt_path: a checkpoint, or ``best`` or ``last`` of this method's newest run that has one.
             verbose: whether to print the result.
             datamodule: the clients' data.
-            aggregator: the server side, in the place of the client module's own.
+            aggregator: the server side, instead of the client module's own.
         """
         refuse_loaders(dataloaders)
         federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
@@ -260,19 +265,19 @@ class FederatedTrainer(RunFolders):
             return super().test(federation, datamodule=datamodule, ckpt_path=path, verbose=verbose)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to predict: there is a model for each client, and a plain ``lightning.Trainer`` predicts with any.
+        """Refuse to predict, as a federation has a model per client; a plain ``lightning.Trainer`` predicts with any.
 
         Args:
             *args: as for ``lightning.Trainer.predict``.
-            **kwargs: the same by name.
+            **kwargs: as for ``lightning.Trainer.predict``.
 
         Raises:
             MisconfigurationException: always.
         """
         raise MisconfigurationException(
-            "FederatedTrainer.predict has a model for each client, and not one; load that of a client by the class "
-            "that was trained, such as model = FedPer.load_from_checkpoint(path, client=3), or the global one without "
-            "client=, and call lightning.Trainer().predict(model, dataloaders)."
+            "FederatedTrainer.predict can't choose among the clients' models; load a client's model by the trained "
+            "class, such as model = FedPer.load_from_checkpoint(path, client=3), or the global model without client=, "
+            "and call lightning.Trainer().predict(model, dataloaders)."
         )
 
     def join(
@@ -284,22 +289,24 @@ class FederatedTrainer(RunFolders):
         ckpt_path: str | Path | None = None,
         aggregator: Aggregator | None = None,
     ) -> dict[str, float]:
-        """Lets the data's new clients receive what the server has and train by it, and tests them before and after.
+        """Let the data's new clients receive from the server and train, with a test before and after.
 
         Args:
             model: the client module; None takes the federation of this Trainer.
-            datamodule: the clients' data, with ``new_clients``; where clients have names, all those are new whose
-                names the federation doesn't know, and no others.
-            epochs: passes over a new client's samples in each phase; None takes what the method makes in a round.
-            rounds: how often a new client receives and trains; they are one where nothing stays with it in between.
-            ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run that has them.
-            aggregator: the server side, in the place of the client module's own.
+            datamodule: the clients' data, with ``new_clients``; if clients have names, the new ones are exactly those
+                with names that the federation doesn't know.
+            epochs: passes over a new client's samples in each phase; None takes the method's own number.
+            rounds: rounds in which a new client receives and trains; more than one matter only for methods with
+                personal state.
+            ckpt_path: a checkpoint, or ``best`` or ``last`` of this method's newest run that has one.
+            aggregator: the server side, instead of the client module's own.
 
         Returns:
-            On test ``new_received/METRIC`` and then ``new/METRIC``, on val ``new_val_received/METRIC`` and so on.
+            Test metrics as ``new_received/METRIC`` before and ``new/METRIC`` after training, validation metrics as
+                ``new_val_received/METRIC`` and ``new_val/METRIC``.
 
         Raises:
-            MisconfigurationException: if there are no new clients, or the server has nothing for them.
+            MisconfigurationException: if there are no new clients, or the server has no payload for them.
         """
         federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
         self._joining = partial(joined_row, epochs=epochs, rounds=rounds)
@@ -316,14 +323,16 @@ class FederatedTrainer(RunFolders):
         aggregator: Aggregator | None,
         ckpt_path: str | Path | None,
     ) -> tuple[Federation | None, str | None]:
+        """Return the federation and the checkpoint's path of an evaluation."""
         federation = None if model is None else self._federation(model, datamodule, aggregator)
         return federation, present_checkpoint(self, ckpt_path)
 
     def _federation(
         self, model: ClientModule, datamodule: FederatedDataModule | None, aggregator: Aggregator | None
     ) -> Federation:
-        """The federation of a client module, the one there is if it is of the same module."""
-        # without one that of an earlier run holds; Lightning declares the attribute at run time
+        """Return the federation of a client module: the Trainer's current one for the same module, or a new one."""
+        # Without a datamodule take the earlier run's. Lightning sets this attribute only at run time, so it may be
+        # missing.
         data = getattr(self, "datamodule", None) if datamodule is None else datamodule
         check_classes(model, data, aggregator)
         current = self.lightning_module

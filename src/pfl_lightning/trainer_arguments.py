@@ -1,4 +1,4 @@
-"""The Trainer's arguments: what means nothing in a federation is refused, what is left open gets its default."""
+"""Refuse Trainer arguments without meaning in a federation, and fill in defaults."""
 
 import inspect
 from pathlib import Path
@@ -58,18 +58,19 @@ REFUSED_CALLBACKS = {
     ),
     "WeightAveraging": f"{OWN_STEPS}; leave it out",
 }
-"""Why callbacks of Lightning's, and their subclasses, can't be used, and what can; others work on rounds as epochs."""
+"""Lightning callbacks, with subclasses, that can't work in a federation: the reason and an alternative. All others see
+rounds as epochs."""
 STEP_HOOKS = "on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step"
-"""Hooks of callbacks that are about steps of the Trainer's own optimizer, and never called."""
+"""Callback hooks about steps of the Trainer's own optimizer, which a federation never calls."""
 REPORTS = (WandbReport, TensorBoardReport)
-"""What trackers show of a run, where they log."""
+"""Callbacks that show a run in trackers; each does nothing without its logger."""
 ACCELERATORS: dict[str, tuple[type[Accelerator], ...]] = {
     "gpu": (CUDAAccelerator, MPSAccelerator),
     "cuda": (CUDAAccelerator,),
     "mps": (MPSAccelerator,),
     "tpu": (XLAAccelerator,),
 }
-"""What can be there or not, by the names that the Trainer takes."""
+"""Accelerators that a machine may lack, by the Trainer's names."""
 MEANINGLESS = {
     "max_epochs": "a round is an epoch; give max_rounds",
     "min_epochs": "a round is an epoch; leave it out",
@@ -86,7 +87,15 @@ MEANINGLESS = {
 
 
 def refuse_meaningless(max_rounds: int, arguments: dict[str, Any]) -> None:
-    """Refuses Trainer arguments that have no meaning in a federation, where they aren't the Trainer's defaults."""
+    """Refuse Trainer arguments without meaning in a federation, unless they have the Trainer's default.
+
+    Args:
+        max_rounds: rounds to run.
+        arguments: the arguments for Lightning's Trainer.
+
+    Raises:
+        MisconfigurationException: at the first such argument.
+    """
     if not is_count(max_rounds):
         raise MisconfigurationException(f"trainer.max_rounds={max_rounds} must be at least 1.")
     parameters = inspect.signature(Trainer).parameters
@@ -97,7 +106,7 @@ def refuse_meaningless(max_rounds: int, arguments: dict[str, Any]) -> None:
     for name in ("limit_val_batches", "limit_test_batches"):
         value = arguments.get(name)
         none = name == "limit_val_batches" and value == 0
-        # 1 is one batch, and 1.0 all of them
+        # Lightning takes 1 as one batch, but 1.0 as all batches.
         if value is not None and not none and not (isinstance(value, float) and value == 1):
             raise MisconfigurationException(
                 f"trainer.{name}={value} would evaluate some clients for all: they come in one batch; leave it out"
@@ -118,7 +127,7 @@ def refuse_meaningless(max_rounds: int, arguments: dict[str, Any]) -> None:
 
 
 def check_callback(callback: Any) -> None:
-    """Check that a callback can do its work in a federation.
+    """Refuse a callback unable to work in a federation.
 
     Args:
         callback: one of ``trainer.callbacks``.
@@ -136,7 +145,7 @@ def check_callback(callback: Any) -> None:
         )
     name = type(callback).__name__
     for refused, reason in REFUSED_CALLBACKS.items():
-        # an older Lightning lacks some
+        # By name, since older versions of Lightning lack some.
         if isinstance(callback, getattr(callbacks, refused, ())):
             raise MisconfigurationException(f"trainer.callbacks: {name} {reason}.")
     for hook in STEP_HOOKS.split():
@@ -148,18 +157,21 @@ def check_callback(callback: Any) -> None:
 
 
 def refuse_loaders(*loaders: Any) -> None:
-    """Refuses data loaders: data come by client."""
+    """Refuse data loaders, as samples must come by client."""
     if any(loader is not None for loader in loaders):
         raise MisconfigurationException("data loaders hold no clients; give datamodule=, a FederatedDataModule.")
 
 
 def check_classes(model: Any, datamodule: Any, aggregator: Any) -> None:
-    """Refuses what can't make up a federation.
+    """Refuse objects of types unfit for a federation.
 
     Args:
-        model: to be a client module.
-        datamodule: to be the clients' data.
-        aggregator: to be the server side, or None.
+        model: must be a client module.
+        datamodule: must be a federated data module.
+        aggregator: must be an aggregator or None.
+
+    Raises:
+        MisconfigurationException: at the first object of a wrong type.
     """
     for name, value, kind in (("model", model, ClientModule), ("datamodule", datamodule, FederatedDataModule)):
         if isinstance(value, type) and issubclass(value, kind):
@@ -185,26 +197,26 @@ def check_classes(model: Any, datamodule: Any, aggregator: Any) -> None:
 
 
 def fill_defaults(arguments: dict[str, Any], root: str, client_states: str) -> None:
-    """Sets what the Trainer leaves open, in place.
+    """Fill in the Trainer's open arguments in place.
 
     Args:
-        arguments: the Trainer's.
+        arguments: the arguments for Lightning's Trainer.
         root: the folder of runs.
         client_states: as for `FederatedTrainer`.
     """
     callbacks = list(as_list(arguments.get("callbacks")))
     kinds: list[type[Callback]] = [RoundLogger, RoundProgress, *REPORTS]
-    # before what prints the final table, for which the bar makes room
+    # The bar must close before the final table is printed, so it comes first.
     if wants(arguments, "enable_progress_bar", ProgressBar):
         kinds.insert(0, RunBar)
     if wants(arguments, "enable_model_summary", ModelSummary):
         kinds.insert(0, RunHead)
-        # Lightning's own
+        # RunHead replaces Lightning's summary, which would describe one client's module only.
         arguments["enable_model_summary"] = False
     if arguments.get("enable_checkpointing") is not False and not arguments.get("fast_dev_run"):
         kinds += [LastCheckpoint] if arguments.get("limit_val_batches") == 0 else [BestCheckpoint, LastCheckpoint]
     callbacks += [kind() for kind in kinds if not any(isinstance(callback, kind) for callback in callbacks)]
-    # they show what others have made of the run
+    # Reports last, as they show results of other callbacks.
     callbacks.sort(key=lambda callback: isinstance(callback, REPORTS))
     plugins = list(as_list(arguments.get("plugins")))
     if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
@@ -217,7 +229,7 @@ def fill_defaults(arguments: dict[str, Any], root: str, client_states: str) -> N
             arguments[name] = value
     if arguments.get("devices") in (None, "auto"):
         arguments["devices"] = 1
-    # every rank sees all clients, and takes its own
+    # Every rank sees all clients and picks its own; Lightning's sampler would split the list of ids.
     arguments["use_distributed_sampler"] = False
     several = str(arguments["devices"]) != "1" or arguments.get("num_nodes", 1) != 1
     if several and arguments.get("strategy") in (None, "auto"):
@@ -225,16 +237,19 @@ def fill_defaults(arguments: dict[str, Any], root: str, client_states: str) -> N
 
 
 def wants(arguments: dict[str, Any], name: str, kind: type[Callback]) -> bool:
-    """Whether something shall be shown, and no callback of the user's own does it."""
+    """Return True if a display is switched on and no callback of the user does its work."""
     own = any(isinstance(callback, kind) for callback in as_list(arguments.get("callbacks")))
     return arguments.get(name) is not False and not own
 
 
 def check_machine(arguments: dict[str, Any]) -> None:
-    """Refuses devices that this machine doesn't have, and intervals of no length.
+    """Refuse devices missing on this machine, and evaluation intervals below 1.
 
     Args:
-        arguments: the Trainer's, with defaults.
+        arguments: the arguments for Lightning's Trainer, with defaults filled in.
+
+    Raises:
+        MisconfigurationException: at the first such value.
     """
     accelerator, devices = arguments.get("accelerator", "auto"), arguments["devices"]
     found = [name for name, kinds in ACCELERATORS.items() if any(kind.is_available() for kind in kinds)]
@@ -255,7 +270,7 @@ def check_machine(arguments: dict[str, Any]) -> None:
 
 
 def check_ranks(strategy: Strategy, engine: type[Engine] | EngineMaker, ranks: int) -> None:
-    """Refuses several devices for what can't use them."""
+    """Refuse several devices for strategies and engines made for a single one."""
     if not isinstance(strategy, ClientParallel):
         raise MisconfigurationException(
             f"trainer.strategy={type(strategy).__name__} would cut models or batches over {ranks} devices, and a "
@@ -269,17 +284,17 @@ def check_ranks(strategy: Strategy, engine: type[Engine] | EngineMaker, ranks: i
 
 
 def checkpoint_file(trainer: RunFolders, ckpt_path: str | Path | None, begun: bool) -> str | None:
-    """The file that is meant by a ``ckpt_path``; None where ``best`` or ``last`` aren't there.
+    """Return the file of a ``ckpt_path``; None if ``best`` or ``last`` doesn't exist.
 
     Args:
-        trainer: for whose method the newest run is looked for.
+        trainer: the trainer, for the method's newest run.
         ckpt_path: a file, ``best``, ``last`` or None.
         begun: as for `checkpoint_of_run`.
     """
     if ckpt_path not in ("best", "last"):
         return None if ckpt_path is None else str(ckpt_path)
     folder = next((str(c.dirpath or "") for c in trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint)), "")
-    # an evaluation gives the callback a folder as well, which it never makes
+    # In an evaluation the callback has a folder too, but it is never made.
     if folder and Path(folder).is_dir():
         found: Path | None = Path(folder, f"{ckpt_path}.ckpt")
     else:
@@ -288,14 +303,14 @@ def checkpoint_file(trainer: RunFolders, ckpt_path: str | Path | None, begun: bo
 
 
 def present_checkpoint(trainer: RunFolders, ckpt_path: str | Path | None) -> str | None:
-    """The file that is meant by the ``ckpt_path`` of an evaluation, if one is given.
+    """Return the file of an evaluation's ``ckpt_path``; None if none is given.
 
     Args:
-        trainer: for whose method the newest run is looked for.
+        trainer: the trainer, for the method's newest run.
         ckpt_path: a file, ``best``, ``last`` or None.
 
     Raises:
-        MisconfigurationException: if it isn't there.
+        MisconfigurationException: if the file doesn't exist.
     """
     path = checkpoint_file(trainer, ckpt_path, begun=False)
     if path is None and ckpt_path is not None:
@@ -307,7 +322,7 @@ def present_checkpoint(trainer: RunFolders, ckpt_path: str | Path | None) -> str
 
 
 def as_list(value: Any) -> list[Any]:
-    """A list of what may be None, one thing or a list."""
+    """Return None, a single object or a list as a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]

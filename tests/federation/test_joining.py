@@ -470,7 +470,7 @@ def test_clients_without_names_are_those_of_the_checkpoint_or_refused(tmp_path):
     with pytest.raises(MisconfigurationException, match=r"other samples .* no names"):
         make_trainer(tmp_path).test(make_client(FedPer), datamodule=other, ckpt_path=run.last)
     run.trainer.test(run.model, datamodule=crowd(0, partitioner=IID()), verbose=False)
-    with pytest.raises(MisconfigurationException, match=r"have no names and those of data some"):
+    with pytest.raises(MisconfigurationException, match=r"have no names and the data's clients have some"):
         run.trainer.test(run.model, datamodule=Wards("abcd"))
 
 

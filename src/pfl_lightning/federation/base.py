@@ -1,4 +1,4 @@
-"""What a federation consists of, where it stands between two rounds, and what a checkpoint holds of it."""
+"""The clients and server of a federation between two rounds, their set-up, and their checkpoints."""
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from copy import deepcopy
@@ -47,15 +47,15 @@ from pfl_lightning.seeds import derive_seed
 
 
 class FederationBase(LightningModule):
-    """The clients and the server of a federation, without its rounds, which `Federation` adds.
+    """The clients and the server of a federation, without rounds, which `Federation` adds.
 
-    Its ``state_dict`` is the global model's, under the client module's own names, so that a checkpoint loads into the
-    client module; the rest of the federation is in the checkpoint under ``federation``.
+    The ``state_dict`` is the global model, under the client module's own names, so that a checkpoint loads into the
+    client module. The rest of the federation is in the checkpoint's entry ``federation``.
 
     Args:
-        client: the client module that every client is run through; with several nets, one of each is made.
+        client: the client module that runs every client; with several architectures, one module of each is made.
         aggregator: the server side; None takes the client module's own.
-        options: how rounds are made.
+        options: the Trainer's federated settings.
 
     Raises:
         MisconfigurationException: if client and aggregator don't fit together.
@@ -65,7 +65,7 @@ class FederationBase(LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.client = client
-        # one resident module an architecture, not one a client
+        # One module per architecture and not one per client: clients' states are swapped in and out of it.
         self.architectures = nn.ModuleList(client.architectures())
         self.aggregator = aggregator if aggregator is not None else client.configure_aggregator()
         self.options = options
@@ -82,7 +82,8 @@ class FederationBase(LightningModule):
         self.participation = Participation(options.cohort, self.evaluations.measure, self.job)
         self.settings: Settings = {}
         self.trained: dict[str, Any] = {}
-        """What clients are paired by: their ``names`` and ``sizes``, the ``partition``'s fingerprint, ``settings``."""
+        """Identity of the clients, for pairing with a checkpoint: ``names``, ``sizes``, the ``partition``'s fingerprint
+        and ``settings``."""
         self._met: FederatedDataModule | None = None
         self.resume_changed = self.changed = False
         self.spent: dict[int, list[Release]] = {}
@@ -103,7 +104,7 @@ class FederationBase(LightningModule):
 
     @property
     def method(self) -> str:
-        """The literature's name of client module and aggregator, or else their own."""
+        """The method's name in the literature, or else the class names of client module and aggregator."""
         return method_of(self.client, self.aggregator)
 
     @property
@@ -111,7 +112,10 @@ class FederationBase(LightningModule):
         return cast(list[ClientModule], list(self.architectures))
 
     def architecture_of(self, client: int) -> int:
-        """Which of the ``architectures`` a client has; new clients take those of the first ones."""
+        """Return the index in ``architectures`` of a client's net.
+
+        New clients, whose ids follow the federation's, take the architectures of the first clients in turn.
+        """
         num_clients = self.data.num_clients
         return self.client.architecture_of(client % num_clients, num_clients)
 
@@ -121,7 +125,7 @@ class FederationBase(LightningModule):
         return cast(FederatedDataModule, self.trainer.datamodule)  # type: ignore[attr-defined]
 
     def sizes(self, clients: Iterable[int], split: Split) -> dict[int, int]:
-        """Numbers of samples that clients have in a split, by id."""
+        """Return the number of samples of each client in a split, by id."""
         data = self.data
         return {client: data.size(client, split) for client in clients}
 
@@ -131,24 +135,32 @@ class FederationBase(LightningModule):
 
     @cached_property
     def engines(self) -> list[Engine]:
-        """What runs the clients of each module, perhaps one for all; made when the modules stand on their device."""
+        """The engine of each architecture, or one engine for all.
+
+        Made at the first use, when Lightning has moved the modules to their device.
+        """
         try:
             return self.options.engines(self._architectures, self.data, self.trainer)
         except AttributeError as error:
-            # of which `nn.Module` would say no more than that this property isn't there
+            # nn.Module answers an AttributeError inside a property with "no attribute 'engines'", which hides the
+            # cause.
             raise RuntimeError(f"{type(self.client).__name__} can't be set up: {error}") from error
 
     def engines_of(self, clients: Sequence[int]) -> Iterable[tuple[Engine, list[int]]]:
-        """All engines, each with those of the clients that it runs."""
+        """Return pairs of an engine and its clients."""
         own: dict[Engine, list[int]] = {engine: [] for engine in self.engines}
         for client in clients if len(own) > 1 else ():
             own[self.engines[self.architecture_of(client)]].append(client)
         return own.items() if len(own) > 1 else [(self.engines[0], list(clients))]
 
     def setup(self, stage: str) -> None:
-        """Takes the common initial model and prepares the server, once."""
+        """Check the parts, take the common initial model and prepare the server, once per federation.
+
+        Lightning calls this again for each fit, validation and test; later calls only check the settings and the data.
+        """
         for module in self._architectures:
             self.options.check(module, self.data)
+            # The check runs the net on a batch; a small net is faster in one thread.
             with threads_for(module):
                 check_task(module, self.data)
             module.num_rounds = self.trainer.max_epochs or 1
@@ -162,9 +174,10 @@ class FederationBase(LightningModule):
         if self.seed is not None:
             if self.data is not self._met:
                 self._meet(self.trained)
+            # A later fit or evaluation continues with this state; only another data module is paired anew.
             return
         self._keep_trained({})
-        # every rank goes on with what the first one has drawn
+        # Ranks seed themselves differently, so all take the first rank's seed and initial weights.
         self.seed, states = self.trainer.strategy.broadcast(
             (torch.initial_seed(), [whole_model(module) for module in self._architectures])
         )
@@ -176,19 +189,20 @@ class FederationBase(LightningModule):
         check_common(self._architectures, shared)
         self._shared = shared[0]
         self._set_up_server(self.seed)
-        # where every model is somebody's own, a global model has still to be shown: the one that all began with
+        # A method whose server keeps no global model, such as Local, shows the initial weights in its place.
         whole = self.aggregator.global_model()
         self.start = {name: tensor for name, tensor in self._shared.items() if name not in whole}
         self.clients = self._kept({})
         for client in self.data.newcomers:
-            # now, and not when all rounds are done
+            # Ask the server for new clients' payloads now: an aggregator without `welcome` is refused before the rounds
+            # are spent.
             self.welcome(client)
 
     def _keep_trained(self, saved: Mapping[str, Any]) -> None:
-        """Keep what tells the federation's clients from those of another data module.
+        """Record names, sizes, partition and settings of this federation's clients.
 
         Args:
-            saved: a checkpoint's entry ``federation``; what it lacks is taken of this data module.
+            saved: a checkpoint's entry ``federation``; entries missing here are taken from the current data module.
         """
         data = self._met = self.data
         self.trained = {
@@ -200,68 +214,77 @@ class FederationBase(LightningModule):
         self.trained |= {name: saved[name] for name in self.trained if name in saved}
 
     def _meet(self, saved: Mapping[str, Any]) -> bool:
-        """Pair the clients of the data module with those of a federation; return whether their ids have changed.
+        """Pair the data module's clients with a federation's clients.
+
+        Args:
+            saved: the checkpoint's entry ``federation``, or `trained` of this federation.
+
+        Returns:
+            Whether the clients' ids have changed.
 
         Raises:
-            MisconfigurationException: if they can't be paired, or metrics are kept that are of other samples.
+            MisconfigurationException: if the clients can't be paired, or the kept metrics are of other samples.
         """
         use = "fit" if self._fitting else "join" if getattr(self.trainer, "joins", False) else "test"
-        # by the first division, as later ones of a drift follow from it
+        # The checkpoint's sizes and fingerprint are of the first division; later ones of a drift follow from it.
         with self.data.at_round(1):
             changed = pair_clients(saved, self.data, use)
         self._met, when = self.data, self.options.evaluate
         if use == "test" and when != "before" and "partition" in saved and saved["partition"] != fingerprint(self.data):
             raise MisconfigurationException(
-                f"trainer.evaluate={when} shows metrics that were kept when clients trained, and data holds other "
-                "samples than then; take before."
+                f"trainer.evaluate={when} shows metrics kept from clients' training, and data holds other samples "
+                "now; take evaluate=before."
             )
         return changed
 
     def _check_fitted(self) -> None:
-        """Refuse inputs that were made by what a guarantee of privacy hides.
+        """Refuse preprocessing whose statistics leak samples past a guarantee of privacy.
 
-        One client's samples then change the inputs of others, and so the whole training, past every bound. A client's
-        own statistics are within what the guarantee of clients bounds, and not within that of samples.
+        Means or vocabularies fitted on all clients' samples change every client's inputs, and so the training, past any
+        bound. Statistics of one client's own samples are covered by a client-level guarantee, but not by a sample-level
+        one.
         """
         fitted, per_sample = self.data.fitted_on, self.options.example_privacy is not None
         if fitted == "nothing" or not (per_sample or (self.aggregator.guarantee and fitted == "all clients")):
             return
         setting = "trainer.example_privacy" if per_sample else f"aggregator={self.aggregator.name}"
-        remedies = "constants that come from elsewhere, as by data.standardize={age: [50, 12]}, categories and classes"
+        remedies = "constants known beforehand, such as data.standardize={age: [50, 12]}, categories and classes"
         raise MisconfigurationException(
-            f"data={type(self.data).__name__} makes inputs by the samples of {fitted}, past the bound of {setting}; "
-            f"give {remedies}{'' if per_sample else ', or data.standardize=client'}, or take data that need none."
+            f"data={type(self.data).__name__} fits its preprocessing on samples of {fitted}, which {setting} doesn't "
+            f"bound; give {remedies}{'' if per_sample else ', or data.standardize=client'}, or take data without any."
         )
 
     def _check_drift(self) -> None:
-        """Refuse what counts on the samples that clients held before the first round, where these change."""
+        """Refuse settings for fixed local samples when samples move between clients over the rounds."""
         name = type(self.data).__name__
         setting = f"data.drift={sorted(self.data.drift)}" if self.data.drift else f"data={name} with its division_at"
         if self.options.example_privacy is not None:
             raise MisconfigurationException(
-                f"{setting} moves samples between clients, and trainer.example_privacy counts what each client spends "
-                "on its own; leave one out."
+                f"{setting} moves samples between clients, and trainer.example_privacy keeps a privacy budget for "
+                "each client's own samples; leave one of the two out."
             )
         if self.data.fitted_on == "each client":
             raise MisconfigurationException(
-                f"{setting} moves samples between clients, and data.standardize=client scales each by its first "
-                "holder's; take table."
+                f"{setting} moves samples between clients, and data.standardize=client scales a sample by the "
+                "statistics of its first client; take standardize=table."
             )
         if self.aggregator.fixed_sizes:
             raise MisconfigurationException(
-                f"{setting} changes the clients' numbers of samples, which aggregator {self.aggregator.name} takes "
-                "once, before the first round; take another method, such as FedAvg."
+                f"{setting} changes the clients' numbers of samples, which aggregator {self.aggregator.name} reads "
+                "only before the first round; take another method, such as FedAvg."
             )
 
     def _kept(self, states: MutableMapping[int, ClientState]) -> MutableMapping[int, ClientState]:
-        """Return clients' states where the Trainer keeps them."""
+        """Return clients' states in the storage named by ``trainer.client_states``."""
         if self.options.client_states != "disk" or not (states or self._fitting):
-            # an evaluation that is refused before it has states shall leave no folder
+            # Made only for a fit or for existing states: an evaluation that is refused early shall leave no folder
+            # behind.
             return states
         run = run_folder(self.trainer)
         return DiskStates(run and run / STATES, states)
 
     def _set_up_server(self, seed: int) -> None:
+        """Prepare the aggregator and the client selection for a seed."""
         clients, rounds = self.data.num_clients, self.trainer.max_epochs or -1
         known, sampling = None if rounds < 0 else rounds, self.options.sampling(clients)
         deployed = not isinstance(self.options.engine, (str, type))
@@ -271,9 +294,9 @@ class FederationBase(LightningModule):
         self._keep_storable()
 
     def _keep_storable(self) -> None:
-        """Turn NumPy's numbers in what server and cohort remember; refuse what no checkpoint could give back.
+        """Convert NumPy scalars in the state of server and selection; refuse types without a way back from checkpoints.
 
-        The running state is turned, and not only the saved one: a resumed run goes on with the same bits.
+        The running state is converted too, not only the saved one, so that a resumed run continues with the same bits.
         """
         for owner, name in ((self.aggregator, self.aggregator.name), (self.options.cohort, "trainer.cohort")):
             state = owner.state
@@ -281,12 +304,13 @@ class FederationBase(LightningModule):
                 owner.state = kept
 
     def job(self, client: int, evaluate: tuple[Split, ...] = ()) -> Job:
-        """A client's work in the coming round.
+        """Return a client's work in the coming round.
 
         Args:
-            client: its id.
-            evaluate: the splits to evaluate on.
+            client: the client's id.
+            evaluate: the splits to evaluate on after training.
         """
+        # A client that has never trained has no state yet and begins with the initial personal entries.
         state = self.clients.get(client) or ClientState(self.initial[self.architecture_of(client)])
         seed = derive_seed(cast(int, self.seed), "train", self.round, client)
         payload = self.aggregator.download(client)
@@ -296,21 +320,22 @@ class FederationBase(LightningModule):
         return Job(client, self.round, state, payload, data, seed, self.lr_factor, evaluate, once, has_once)
 
     def welcome(self, client: int, update: Message | None = None) -> Message:
-        """What the server has for a new client.
+        """Return the server's payload for a new client.
 
         Args:
-            client: its id.
-            update: what it has sent, if it has sent something.
+            client: the client's id.
+            update: the update that the new client has sent, if any.
 
         Raises:
-            MisconfigurationException: if the server has nothing for clients whom it doesn't know.
+            MisconfigurationException: if the server has no payload for unknown clients.
         """
         try:
             payload = self.aggregator.welcome(client, update)
+        # An aggregator that looks up a client by id fails like this when the id is new.
         except (LookupError, StopIteration) as error:
             raise MisconfigurationException(
-                f"data.new_clients={self.data.new_clients}: aggregator {self.aggregator.name} has nothing for a client "
-                "that it doesn't know; take 0, or let its welcome(client, update) say what new clients receive."
+                f"data.new_clients={self.data.new_clients}: aggregator {self.aggregator.name} has no payload for an "
+                "unknown client; take 0, or implement the aggregator's welcome(client, update)."
             ) from error
         check_entries(payload, client, self.aggregator, self.client.needs, type(self.client).__name__)
         check_payload(payload, client, self.aggregator, self._shared)
@@ -319,14 +344,14 @@ class FederationBase(LightningModule):
     # Checkpoints
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The global model, under the client module's names; what it leaves out is the common initial one."""
+        """Return the global model under the client module's names, completed by the common initial weights."""
         return whole_model(self.client) | self.start | self.initial[0] | self.aggregator.global_model()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Takes a global model.
+        """Load a global model into the client module.
 
         Raises:
-            MisconfigurationException: if it is another net's.
+            MisconfigurationException: if the weights are of another net.
         """
         try:
             return self.client.load_state_dict(state_dict, *args, **kwargs)
@@ -335,7 +360,7 @@ class FederationBase(LightningModule):
             raise MisconfigurationException(f"ckpt_path: the checkpoint holds another net: {reason}") from error
 
     def federation_state(self) -> dict[str, Any]:
-        """Everything that a later process needs to go on as if nothing had happened."""
+        """Return the complete state, from which another process can continue the run bit for bit."""
         clients = range(self.data.num_clients)
         return {
             "method": self.method,
@@ -345,25 +370,26 @@ class FederationBase(LightningModule):
             "seed": self.seed,
             "initial": self.initial,
             "start": self.start,
-            # the first module's are in the global model
+            # The first architecture's common parameters are part of the global model already.
             "common": {k: detached(common_parameters(m)) for k, m in enumerate(self._architectures) if k},
             "aggregator": self.aggregator.state,
             "spent": {client: list(map(list, releases)) for client, releases in sorted(self.spent.items())},
             "cohort": self.options.cohort.state,
             "clients": saved_states(self.clients),
             "after": dict(sorted(self.evaluations.after.items())),
-            # not for resuming: they let one client's model be loaded without the aggregator
+            # Not needed for resuming: `load_from_checkpoint(path, client=3)` builds a client's model from them without
+            # the aggregator.
             "payloads": {client: self.aggregator.download(client) for client in clients},
         }
 
     def load_federation_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of this method.
+        """Continue from the saved state of a federation of the same method.
 
         Raises:
-            MisconfigurationException: if its clients are others than those of data.
+            MisconfigurationException: if the checkpoint's clients are not those of the data module.
         """
         if self._meet(state) or state["seed"] != self.seed:
-            # what the server draws is a function of the run's seed, not of the process's
+            # Servers draw random numbers from the run's seed, here the checkpoint's and not this process's.
             self._set_up_server(state["seed"])
         self._keep_trained(state)
         self.data.go_to(max(1, state["round"]))
@@ -374,41 +400,49 @@ class FederationBase(LightningModule):
         self.aggregator.state = state["aggregator"]
         self.spent = {k: [Release(*each) for each in releases] for k, releases in state.get("spent", {}).items()}
         self.options.cohort.setup(sizes)
-        # another choice than the run had, or an earlier version's, begins without what it would remember
+        # Merged, as a changed selection or an earlier version's checkpoint may lack entries; those keep their initial
+        # values.
         self.options.cohort.state |= state.get("cohort", {})
         for architecture, entries in state.get("common", {}).items():
             self._architectures[architecture].assign(entries)
         self.clients = {client: ClientState(**saved) for client, saved in state["clients"].items()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the federation, and look at the types of everything in the checkpoint, which is complete by now.
+        """Add the federation to a checkpoint, and refuse entries of types that can't be read back.
+
+        Lightning calls this hook last, when callbacks and loops have added their states.
 
         Raises:
-            MisconfigurationException: if something in it, such as a callback's state, could not be read back.
+            MisconfigurationException: if an entry, such as a callback's state, could not be read back.
         """
         checkpoint["federation"] = {**self.federation_state(), "settings": self.settings}
         for name in checkpoint:
             checkpoint[name] = storable(checkpoint[name], name, settings="hyper_parameters" in name)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores the federation."""
+        """Restore the federation from a checkpoint.
+
+        Raises:
+            MisconfigurationException: if the checkpoint is of no federation, another method, net, data, or settings.
+        """
         if "federation" not in checkpoint:
             raise MisconfigurationException("ckpt_path: the checkpoint is not of a federation.")
         state = checkpoint["federation"]
         check_same(state, self.method)
         if self.options.client_states == "disk":
-            # the file of a mapped checkpoint stays on the disk, replaced or not, for as long as a tensor is in it
+            # With client_states=disk the checkpoint is memory-mapped, and its file can't be freed while one tensor
+            # still refers to it; so these small entries are copied.
             state = state | deepcopy({name: state[name] for name in ("initial", "start", "aggregator")})
         self.load_federation_state(state)
         self.clients = self._kept(self.clients)
-        # none in those of earlier versions, and of data that fit nothing
+        # Checkpoints of earlier versions, and data without preprocessing, have no such entry.
         fitted = checkpoint.get(type(self.data).__qualname__, {}).get("preprocessing")
         then, now = (flat("data.preprocessing", each if fitted else {}) for each in (fitted, self.data.preprocessing))
-        # a column that has no vocabulary any more, or has one now, has changed too
+        # Fill up both sides with empty entries, so that a vocabulary that only one side has counts as a change.
         then, now = dict.fromkeys(now) | then, dict.fromkeys(then) | now
         if self._fitting:
             check_rounds(self.round, self.trainer.max_epochs)
-            # another net is no change that a run could go on with
+            # Fails for another net even with resume_changed=true: no run could continue with different weights.
             self.load_state_dict(checkpoint["state_dict"])
             if "settings" in state:
                 state = {**state, "settings": state["settings"] | then}
@@ -420,5 +454,5 @@ class FederationBase(LightningModule):
             )
 
     def on_fit_end(self) -> None:
-        """Leaves the global model in the client module."""
+        """Load the global model into the client module."""
         self.client.load_state_dict(self.state_dict())

@@ -1,4 +1,4 @@
-"""The row of metrics of a round."""
+"""The columns of a round's row of metrics."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from pfl_lightning.messages import num_bytes
 
 
 def new_row(round: int, cohort: Sequence[int], lr: float) -> dict[str, Any]:
-    """The row as a round begins it, with the columns that every round has.
+    """Return the row at the start of a round, with the columns of every round.
 
     Args:
         round: the round's number, from 1.
@@ -30,12 +30,13 @@ def new_row(round: int, cohort: Sequence[int], lr: float) -> dict[str, Any]:
 
 
 def training_metrics(taken: Mapping[int, Outcome], sizes: Mapping[int, int]) -> dict[str, Any]:
-    """What local training adds to the row: the clients that count, the bytes they send, and means as ``train/NAME``.
+    """Return the columns from local training: number of updates, bytes up, and means over clients as ``train/NAME``.
 
     Args:
-        taken: outcomes that the aggregator gets, by client.
-        sizes: training samples, by client.
+        taken: the aggregated outcomes, by client.
+        sizes: numbers of training samples, by client.
     """
+    # A client whose method doesn't train has an update but no training metrics.
     trained = {client: outcome.metrics for client, outcome in taken.items() if outcome.metrics}
     return {
         "clients": len(taken),
