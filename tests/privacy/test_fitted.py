@@ -74,5 +74,5 @@ def test_what_is_given_or_a_client_s_own_is_fine(settings, guarantee):
 
 
 def test_data_that_are_always_fitted_on_all_clients_are_refused():
-    with pytest.raises(MisconfigurationException, match="data=Diabetes .* samples of all clients"):
+    with pytest.raises(MisconfigurationException, match=r"data=Diabetes .* samples of all clients"):
         run(Diabetes(), CLIENTS)

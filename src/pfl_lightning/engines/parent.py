@@ -1,7 +1,7 @@
-"""Processes that end with the one that started them, however that ends.
+"""Kill worker processes when the parent process ends.
 
-As a program, ``python parent.py PARENT MODULE ARGUMENTS``, it is ``python -m MODULE ARGUMENTS`` that ends with the
-process PARENT. It imports nothing of its package: while that is read, which takes seconds, a parent may already end.
+As a program, ``python parent.py PARENT MODULE ARGUMENTS`` runs ``python -m MODULE ARGUMENTS`` and ends with process
+PARENT. This file imports nothing of its package, because that import takes seconds, in which the parent may end.
 """
 
 import ctypes
@@ -14,21 +14,21 @@ import time
 
 PR_SET_PDEATHSIG = 1
 PAUSE = 0.5
-"""Seconds between two looks at the parent, where the kernel doesn't look."""
+"""Seconds between two looks at the parent, on systems whose kernel doesn't send a signal."""
 
 
 def end_with(parent: int) -> None:
-    """Lets this process be killed when its parent ends.
+    """Let this process be killed when its parent ends.
 
-    On Linux the kernel does so, whatever this process is at; the parent is then the thread that started it. Elsewhere
-    a thread of this process looks every half second.
+    On Linux the kernel kills it, whatever it is doing; there the parent is the thread that started this process.
+    Elsewhere a thread of this process checks twice a second.
 
     Args:
-        parent: id of the process that has started this one.
+        parent: the process id of the parent.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        # the parent may have ended before
+        # The parent may have ended before prctl was called.
         if os.getppid() != parent:
             os._exit(1)
     else:
@@ -36,7 +36,7 @@ def end_with(parent: int) -> None:
 
 
 def watch(parent: int) -> None:
-    """Waits for the parent's end, and ends this process."""
+    """Wait for the parent's end, then end this process."""
     while os.getppid() == parent:
         time.sleep(PAUSE)
     os._exit(1)
@@ -45,6 +45,6 @@ def watch(parent: int) -> None:
 if __name__ == "__main__":
     end_with(int(sys.argv.pop(1)))
     if sys.path[0] == os.path.dirname(os.path.realpath(__file__)):
-        # as by `python -m`
+        # `python -m` puts the working directory first, not the folder of this file.
         sys.path[0] = os.getcwd()
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
