@@ -33,17 +33,18 @@ in some tenths of a millisecond, as long as it takes to launch a step's kernels.
 
 
 class Auto(Engine):
-    """Choose the engine that should be fastest, and log the choice and the reason.
+    """Choose the fastest engine by estimates, and log the choice and the reason.
 
     On a GPU the choice is `Vectorised`, unless a single client's batch fills the GPU. On a CPU `Vectorised` is chosen
     for small nets, whose operations take less time than launching them. Otherwise, and for methods that can't be
     vectorised, the choice is `Processes` on a CPU with several cores, and else `Sequential`, also for nets so large
-    that several threads share each operation. The choice depends on net, data and machine, never on the clock, so that a resumed
-    run uses the same engine. The arguments are those of `Engine`.
+    that several threads share each operation. The choice depends on net, data and machine, never on the clock, so a
+    resumed run uses the same engine. The arguments are those of `Engine`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # The engine is made at the first job, which has the samples to judge the net by.
         self._arguments = args, kwargs
         self._engine: Engine | None = None
         self._parameters = sum(parameter.numel() for parameter in self.module.parameters())
@@ -59,6 +60,7 @@ class Auto(Engine):
                 done.add(outcome.client)
                 yield outcome
         except Unvectorisable as error:
+            # Raised before a block's first outcome, so finished clients keep theirs and the others run again.
             self._take_one_by_one(f"{type(self.module).__name__} can't be vectorised ({error.reason})")
             yield from self.run(job for job in jobs if job.client not in done)
 
@@ -93,7 +95,7 @@ class Auto(Engine):
 
     @torch.no_grad()
     def _outputs(self, part: Samples) -> int:
-        """Return the number of values that the net's layers put out for one sample."""
+        """Return the number of output values of all layers for one sample."""
         x = part.take(slice(1)).x
         self.set_mode(training=False)
         with self.forward_context():
@@ -114,7 +116,7 @@ class Auto(Engine):
         return self.device.type == "cpu" and sys.platform == "linux" and not distributed.is_initialized()
 
     def _at_once(self) -> int:
-        """Return the number of clients that processes would train at once."""
+        """Return the number of clients trained at once by processes here."""
         return (self.workers or cores()) if self._has_processes() else 1
 
     def _take(self, engine: type[Engine], reason: str) -> Engine:

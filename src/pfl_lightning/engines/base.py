@@ -1,4 +1,4 @@
-"""The interface of engines: jobs in, outcomes out. An engine decides how clients run, never what is computed."""
+"""The interface of engines: jobs in, outcomes out. Engines decide about execution, never about results."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -128,7 +128,7 @@ class Job(NamedTuple):
 
     @property
     def travelling(self) -> Message:
-        """The payload without entries that the client has from an earlier round."""
+        """The payload without entries known to the client from an earlier round."""
         if not self.has_once:
             return self.payload
         return {name: entry for name, entry in self.payload.items() if name not in self.once}
@@ -218,7 +218,7 @@ class Engine(ABC):
     def complete(self, phase: Literal["evaluation"], jobs: Iterable[Job]) -> Iterator[Evaluated]: ...
 
     def complete(self, phase: Literal["training", "evaluation"], jobs: Iterable[Job]) -> Iterator[Outcome | Evaluated]:
-        """Yield the results of `run` or `evaluate_all`, and check that every job has exactly one result.
+        """Yield the results of `run` or `evaluate_all`, and check for exactly one result per job.
 
         All callers of an engine use this method, so that no client is lost or counted twice in silence.
 
@@ -255,7 +255,7 @@ class Engine(ABC):
                 )
             missing.remove(client)
             yield result
-        # Count the jobs that the engine never took, too.
+        # Count the jobs that the engine never took.
         missing.update(job.client for job in asked())
         if missing and not self.may_miss_clients:
             raise ClientsLost(
@@ -264,7 +264,7 @@ class Engine(ABC):
 
     @abstractmethod
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
-        """Train each job's client and yield its outcome, in any order; `complete` checks that none is missing."""
+        """Train each job's client and yield outcomes in any order; `complete` checks for missing ones."""
 
     @abstractmethod
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
@@ -281,7 +281,7 @@ class Engine(ABC):
             return self.evaluate_present(job, self.become(job))
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
-        """Evaluate each job's client and yield id and metrics, in any order; `complete` checks that none is missing."""
+        """Evaluate each job's client and yield id and metrics in any order; `complete` checks for missing ones."""
         for job in jobs:
             yield job.client, self.evaluate(job)
 
@@ -302,7 +302,7 @@ class Engine(ABC):
         return adapted | {f"{split}_received": values for split, values in received.items()}
 
     def evaluate_model(self, model: StateDict, samples: Samples) -> dict[str, float]:
-        """Return the metrics of a model that belongs to no client.
+        """Return the metrics of a model without a client, such as the server's.
 
         Args:
             model: entries of the client module's ``state_dict``; missing entries keep their values.
@@ -374,7 +374,7 @@ class Engine(ABC):
             vars(module)["training"] = training and trained
 
     def _seed(self, seed: int) -> None:
-        """Seed the generators of dropout; `torch.manual_seed` would also queue seeds for devices that aren't there."""
+        """Seed the generators of dropout; `torch.manual_seed` would also queue seeds for missing devices."""
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
@@ -395,7 +395,7 @@ class Engine(ABC):
 
 
 def given_modes(module: ClientModule) -> list[tuple[nn.Module, bool]]:
-    """Return all submodules, each with its training mode from before any engine changed it.
+    """Return all submodules, each with the training mode from before any engine's change.
 
     Stored in the client module, because several engines may use the same module in turn.
     """
@@ -407,7 +407,7 @@ def given_modes(module: ClientModule) -> list[tuple[nn.Module, bool]]:
 
 
 def release(module: ClientModule) -> None:
-    """Restore the modes of a client module's submodules from before any engine changed them."""
+    """Restore the modes of a client module's submodules from before any engine's change."""
     for m, training in vars(module).pop("_given_modes", ()):
         vars(m)["training"] = training
 

@@ -138,6 +138,7 @@ class RankWatch:
             return RankLost("the process that started this rank is gone", 1)
         if isinstance(self.strategy.launcher, RankLauncher):
             for rank, process in enumerate(self.strategy.started, start=1):
+                # None is a running rank, and 0 one that has finished.
                 if code := process.poll():
                     return RankLost.by_exit_code(rank, code)
         # For forked or spawned ranks torch itself reports the failure, with a traceback.
@@ -190,6 +191,7 @@ class RankWatch:
         if not self._over.wait(begun + FORCED - time.monotonic()):
             if self.parent is None or isinstance(cause, RankLost):
                 print(f"pfl-lightning: {cause}; waited for another rank, and was ended", file=sys.stderr, flush=True)
+            # A main thread that hangs in a collective never returns to raise an exception.
             os._exit(int(cause.code or 1))
 
 

@@ -21,11 +21,11 @@ WHEN = {"download": "for", "evaluation": "after"}
 
 
 class ClientsLost(RuntimeError):
-    """Clients have no result, because their process ended or the engine left them out."""
+    """Clients have no result, because a process ended or the engine skipped a job."""
 
 
 class during:
-    """Add the clients, round and phase to an error that leaves this context; the error's type and traceback stay.
+    """Add the clients, round and phase to an error leaving this context; the error's type and traceback stay.
 
     The note is printed below the traceback. Python 3.10 doesn't print notes, so there it goes to stderr at once. A
     ``sys.exit`` in a hook becomes an error, as it would end the whole run, perhaps even with exit code 0.
@@ -110,7 +110,7 @@ class OtherTraceback(Exception):
     """The traceback of an error from another process, shown as the error's cause."""
 
     def __str__(self) -> str:
-        """Return the traceback on lines of its own."""
+        """Return the traceback on separate lines."""
         return f"\n{self.args[0]}"
 
 
@@ -127,7 +127,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception) -> "Failure":
-        """Pack an error; one that can't be pickled becomes a RuntimeError with the type's name in its message."""
+        """Pack an error; an unpicklable one becomes a RuntimeError with the type's name in the message."""
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         try:
             packed = pickle.dumps(error)

@@ -81,6 +81,7 @@ def metrics_of(module: ClientModule) -> MetricCollection:
             f"{type(module).__name__}.configure_metrics gives a {type(made).__name__}; "
             "return a torchmetrics.MetricCollection, or a single metric."
         )
+    # Such as R², which isn't a mean of clients' values.
     if pooled := module.task.pooled():
         made.add_metrics({name + POOLED: metric for name, metric in pooled.items()})
     return made.to(module.device)
@@ -116,7 +117,7 @@ def computed(metrics: MetricCollection) -> dict[str, Any]:
 
 
 def defined(metric: Metric, value: Any) -> Any:
-    """Return a metric's value over the classes whose samples define it, or NaN without such a class.
+    """Return a metric's value over the classes with enough samples, or NaN without such a class.
 
     torchmetrics gives 0 for a class that no sample has, or all samples have, and includes the 0 in the mean over
     classes. Here an average precision needs a sample of the class; any other area under a curve, such as AUROC, also

@@ -1,4 +1,4 @@
-"""Keep freed CPU memory in the process for the next step, instead of returning it to the system."""
+"""Keep freed CPU memory in the process for the next step, instead of returning pages to the system."""
 
 import ctypes
 import os

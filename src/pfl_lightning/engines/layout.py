@@ -1,4 +1,4 @@
-"""List the entries of a client module that are trained and those that stay with a client."""
+"""List the trained and the personal entries of a client module."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ class Layout:
 
     @classmethod
     def of(cls, module: ClientModule) -> "Layout":
-        """Return the layout of a client module in its current state."""
+        """Return the current layout of a client module."""
         return cls(
             # Parameters frozen by the method itself are left out, so that they stay frozen when a phase ends.
             parameters={name: p for name, p in module.named_parameters() if p.requires_grad},
@@ -38,5 +38,5 @@ class Layout:
         )
 
     def trained(self, phase: Phase) -> dict[str, nn.Parameter]:
-        """Return the parameters that a phase trains, by name."""
+        """Return the parameters trained by a phase, by name."""
         return {name: parameter for name, parameter in self.parameters.items() if phase.trains(name)}

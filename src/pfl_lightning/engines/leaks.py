@@ -25,7 +25,7 @@ CLOSELY = 2
 
 
 class Leaks:
-    """Stop a run whose client module stores a client's data in a plain attribute.
+    """Stop a run if the client module stores a client's data in a plain attribute.
 
     Args:
         module: the client module.
@@ -42,6 +42,7 @@ class Leaks:
         """Watch a round: each hook in the first rounds, later only the round as a whole."""
         self._rounds += 1
         if self._rounds <= CLOSELY:
+            # Hooks are watched one by one in these rounds; see `of`.
             yield
             return
         with self._watched("local work"):

@@ -12,7 +12,7 @@ from pfl_lightning.messages import tree_map
 
 
 def local_optimizer(module: ClientModule, phase: Phase, job: Job, parameters: list[nn.Parameter]) -> Optimizer:
-    """Return the phase's optimizer, with the client's saved state if there is one, at the round's learning rate.
+    """Return the phase's optimizer, with the client's saved state if any, at the round's learning rate.
 
     Args:
         module: the client module; its ``learning_rate`` becomes the phase's.

@@ -1,4 +1,4 @@
-"""Advise against mixed precision for nets that train more slowly with it."""
+"""Advise against mixed precision for nets slowed down by casts."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ parameters took 1.36 times as long under ``bf16-mixed``, one of 1,276,810 as lon
 
 
 def say_who_loses(engines: Iterable[Engine]) -> None:
-    """Log a line naming the nets that train more slowly under mixed precision on a CPU; GPUs weren't measured.
+    """Log a line naming the nets slowed down by mixed precision on a CPU; GPUs weren't measured.
 
     Args:
         engines: the engines, with modules and precision.

@@ -18,7 +18,7 @@ PAUSE = 0.5
 
 
 def end_with(parent: int) -> None:
-    """Let this process be killed when its parent ends.
+    """Let this process be killed when the parent ends.
 
     On Linux the kernel kills it, whatever it is doing; there the parent is the thread that started this process.
     Elsewhere a thread of this process checks twice a second.

@@ -113,8 +113,9 @@ class Processes(Sequential):
             yield result
 
     def _workers_for(self, what: str, jobs: int) -> int:
-        """Return the number of processes that pay, judged by the jobs so far."""
+        """Return the worthwhile number of processes, judged by the jobs so far."""
         alone = self._alone.get(what, 0.0)
+        # With workers a job took longer than alone.
         if self._forked.get(what, 0.0) > alone:
             return 1
         return int(min(self.workers or cores(), jobs, alone * jobs / WORTH))
@@ -167,6 +168,7 @@ class Processes(Sequential):
                 yield from arrived(at_once=True)
             yield from arrived(at_once=False)
         finally:
+            # Reached after errors too, and when the caller abandons this iterator.
             os.close(numbers)
             for receiver, (process, _) in workers.items():
                 receiver.close()
@@ -177,7 +179,7 @@ class Processes(Sequential):
             self._shelves += shelves
 
     def _collect(self, workers: dict[Connection, Worker], at_once: bool) -> Iterator[Any]:
-        """Yield the workers' results until all workers are done, or only those that have arrived.
+        """Yield the workers' results until all workers are done, or only results already sent.
 
         Args:
             workers: the workers by receiver.
@@ -234,7 +236,7 @@ def taken_from(numbers: int) -> Iterator[int]:
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

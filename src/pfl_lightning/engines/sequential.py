@@ -66,7 +66,7 @@ class Sequential(Engine):
             return super().evaluate(job)
 
     def _threads(self) -> AbstractContextManager[None]:
-        """Return the context that sets the number of threads for a client."""
+        """Return the context for a client's number of threads."""
         return one_thread() if self._for_one_thread else nullcontext()
 
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
@@ -79,7 +79,7 @@ class Sequential(Engine):
         self.set_mode(training=False)
 
     def train(self, job: Job, layout: Layout) -> Outcome:
-        """Train one client through all of its phases.
+        """Train one client through all phases.
 
         Args:
             job: the client's work in this round.
@@ -180,6 +180,7 @@ class Sequential(Engine):
                     values = self._values((x, y), index)
                     forget_gradients(trained)
                     self._step(values["loss"], optimizer, scaler, parameters)
+                    # Left on the device; `means` fetches all steps at once.
                     steps.append((rows_in(y), {name: value.detach() for name, value in values.items()}))
             # Drop the gradients: a parameter frozen in the next phase would otherwise keep a gradient, and momentum
             # would keep moving it.
@@ -242,7 +243,7 @@ class Sequential(Engine):
         return steps
 
     def _values(self, batch: Batch, index: int) -> dict[str, Tensor]:
-        """Return the values from ``training_step`` and its logs, under the Trainer's precision."""
+        """Return the values returned and logged by ``training_step``, under the Trainer's precision."""
         with self.forward_context():
             return step_values(self.module, batch, index)
 
@@ -270,6 +271,7 @@ class Sequential(Engine):
             return ((x, y) for x, y in batches if rows_in(y) >= smallest)
 
         if len(part) < smallest:
+            # Without this, a number of steps would loop over endless epochs without a single batch.
             return iter(())
         passes = repeat(None) if steps else repeat(None, cast(int, epochs))
         return islice(chain.from_iterable(epoch() for _ in passes), steps)
@@ -318,7 +320,7 @@ class Sequential(Engine):
 
     @torch.no_grad()
     def _adjust(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Replace the gradients by those of `ClientModule.adjust_gradients`."""
+        """Replace the gradients by the result of `ClientModule.adjust_gradients`."""
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         for name, gradient in adjusted_gradients(self.module, gradients).items():
             parameters[name].grad = gradient
@@ -337,7 +339,7 @@ def standing_still(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 def forget_gradients(parameters: list[nn.Parameter]) -> None:
-    """Set gradients to None, without the profiler record that ``Optimizer.zero_grad`` makes at each call."""
+    """Set gradients to None, without the profiler record of each ``Optimizer.zero_grad`` call."""
     for parameter in parameters:
         parameter.grad = None
 

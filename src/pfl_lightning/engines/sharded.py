@@ -44,6 +44,7 @@ class Sharded(Engine):
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
         """Evaluate each job's client on one of the ranks."""
+        # Dealt in turn and not by size, so that jobs can stay an iterator.
         own = islice(jobs, self.rank, None, self.ranks)
         yield from self._gathered("evaluation", own)
 

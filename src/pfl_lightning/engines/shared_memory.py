@@ -1,4 +1,4 @@
-"""Send records from a forked process to its parent, with tensors in shared memory."""
+"""Send records from a forked process to the parent, with tensors in shared memory."""
 
 import io
 import mmap
@@ -16,7 +16,7 @@ KEPT = 16 * 2**20
 
 
 class Shelf:
-    """A file in memory, in which a worker puts tensors for its parent to fetch.
+    """A file in memory, for tensors from a worker to the parent.
 
     The file is accessed by read and write calls and never mapped, because touching a page for the first time after a
     fork costs more than copying the page. Fetched tensors make room for the next ones.
@@ -54,7 +54,7 @@ class Shelf:
         return record
 
     def put(self, tensor: Tensor) -> int:
-        """Append a tensor to the shelf, and return its position."""
+        """Append a tensor to the shelf, and return the position."""
         start = self._end
         left = bytes_of(tensor).numpy().data
         while left:
@@ -72,7 +72,7 @@ class Shelf:
 
 
 class Packer(pickle.Pickler):
-    """Pickle a record, with each tensor replaced by its place on a shelf.
+    """Pickle a record, with each tensor replaced by a place on a shelf.
 
     Args:
         file: the file to write to.
@@ -84,7 +84,7 @@ class Packer(pickle.Pickler):
         self.shelf = shelf
 
     def persistent_id(self, value: Any) -> Any:
-        """Put a tensor on the shelf and return its place; None for other objects, which are pickled as usual."""
+        """Put a tensor on the shelf and return the place; None for other objects, which are pickled as usual."""
         return (self.shelf.put(value), value.dtype, tuple(value.shape), value.stride()) if is_plain(value) else None
 
 
@@ -108,7 +108,7 @@ class Unpacker(pickle.Unpickler):
 
 
 def is_plain(value: Any) -> bool:
-    """Return True for a tensor on the CPU that is fully described by bytes, shape and strides."""
+    """Return True for a tensor on the CPU fully described by bytes, shape and strides."""
     return (
         type(value) is Tensor
         and value.layout is torch.strided

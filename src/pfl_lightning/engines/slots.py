@@ -50,6 +50,7 @@ class Slots:
         names: dict[int, str] = {}
         places = {
             f"{path}.{key}".lstrip("."): (table, key, tensor)
+            # A shared submodule appears under each of its paths.
             for path, m in module.named_modules(remove_duplicate=False)
             for table in (m._parameters, m._buffers)
             for key, tensor in table.items()
@@ -61,6 +62,7 @@ class Slots:
         ]
         self.first_names = dict(zip(places, (slot.name for slot in slots), strict=True))
         self.all = [slot for slot in slots if slot.name not in module.common_names]
+        # In a dict the last value wins, so going backwards keeps the first slot of each name.
         self.first = list({slot.name: slot for slot in reversed(self.all)}.values())[::-1]
 
     def __iter__(self) -> Iterator[Slot]:
@@ -102,7 +104,7 @@ class Slots:
 
     @contextmanager
     def holding(self, entries: StateDict) -> Iterator[None]:
-        """Put tensors into the places inside this context, so that the module's hooks change these tensors.
+        """Put tensors into the places inside this context, for the module's hooks to change.
 
         Args:
             entries: the tensors by name, of the original shapes.

@@ -29,7 +29,7 @@ def adjusted_gradients(module: ClientModule, gradients: StateDict) -> StateDict:
 
 
 def step_values(module: ClientModule, batch: Batch, index: int) -> dict[str, Tensor]:
-    """Return the values that ``training_step`` returns and logs.
+    """Return the values returned and logged by ``training_step``.
 
     Args:
         module: the client module.

@@ -315,6 +315,7 @@ class FederationBase(LightningModule):
         seed = derive_seed(cast(int, self.seed), "train", self.round, client)
         payload = self.aggregator.download(client)
         check_entries(payload, client, self.aggregator, self.client.needs, type(self.client).__name__)
+        # A client with a state has taken part before, and so has received the entries that travel once.
         once = self.aggregator.sends_once
         data, has_once = self.data.client(client), bool(once) and client in self.clients
         return Job(client, self.round, state, payload, data, seed, self.lr_factor, evaluate, once, has_once)
