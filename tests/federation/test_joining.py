@@ -182,7 +182,9 @@ def test_a_resumed_run_and_a_checkpoint_have_the_same_new_clients(tmp_path):
 def test_who_has_taken_part_is_not_new(tmp_path):
     alike = {"num_clients": 4, "partitioner": IID(), "max_samples": 90}
     run = fit(make_client(), crowd(0, max_samples=60, partitioner=IID()), root=tmp_path)
-    with pytest.raises(MisconfigurationException, match=r"the checkpoint's run had data\.new_clients=0 and this one has 2"):
+    with pytest.raises(
+        MisconfigurationException, match=r"the checkpoint's run had data\.new_clients=0 and this one has 2"
+    ):
         make_trainer(tmp_path).join(make_client(), crowd(2, **alike), ckpt_path=run.last)
 
 

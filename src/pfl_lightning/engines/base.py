@@ -250,8 +250,8 @@ class Engine(ABC):
             client = result[0]
             if client not in missing:
                 raise ClientsLost(
-                    f"{engine} gave a result of client {client} in the {phase} {when} that nobody had asked "
-                    f"for, or a second one; {self.when_clients_miss}."
+                    f"{engine} gave an unrequested result of client {client} in the {phase} {when}, "
+                    f"or a second one; {self.when_clients_miss}."
                 )
             missing.remove(client)
             yield result

@@ -190,7 +190,7 @@ class RankWatch:
         self.strategy.end_ranks()
         if not self._over.wait(begun + FORCED - time.monotonic()):
             if self.parent is None or isinstance(cause, RankLost):
-                print(f"pfl-lightning: {cause}; waited for another rank, and was ended", file=sys.stderr, flush=True)
+                print(f"pfl-lightning: {cause}; killed while waiting for a rank", file=sys.stderr, flush=True)
             # A main thread that hangs in a collective never returns to raise an exception.
             os._exit(int(cause.code or 1))
 

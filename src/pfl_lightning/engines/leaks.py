@@ -62,17 +62,17 @@ class Leaks:
         # The version counter of a tensor rises with each change in place; reading it costs less than comparing values.
         if moved := [name for name, count in self._versions().items() if count != frozen[name]]:
             raise MisconfigurationException(
-                f"{method}: {what} changes {moved[0]}, which all clients have in common, as the net has frozen it "
-                "(requires_grad=False); let it require a gradient there, or make it a buffer."
+                f"{method}: {what} changes {moved[0]}, which the net has frozen (requires_grad=False) and all clients "
+                "share; make it trainable in the net, or a buffer."
             )
         caches = {f"{method}.{name}" for name in self.module.caches}
         if name := self._attributes.changed(before, now, caches):
             attribute = name.removeprefix(f"{method}.")
             raise MisconfigurationException(
-                f"{method}: {what} changes the attribute {attribute}, which would go over to the next client and be "
-                f"lost with the process; keep it in a buffer (register_buffer), with persistent=False where each round "
-                f"makes it anew, or, in that case and for engine vectorised if no step reads it, add {attribute!r} to "
-                f"{method}.caches."
+                f"{method}: {what} changes the attribute {attribute}, which would leak to the next client and be lost "
+                f"with the process; keep it in a buffer (register_buffer), with persistent=False if each round makes "
+                f"it anew; in that case, and under engine=vectorised if no step reads it, {attribute!r} may also go "
+                f"into {method}.caches."
             )
 
     def _versions(self) -> dict[str, int]:

@@ -25,9 +25,9 @@ def local_optimizer(module: ClientModule, phase: Phase, job: Job, parameters: li
     """
     if not parameters:
         raise MisconfigurationException(
-            f"model.net={type(module.net).__name__}: all that {type(module).__name__} trains in its phase "
-            f"{phase.name!r} is frozen (requires_grad=False); leave some of it trainable, or take a method that trains "
-            "the net as a whole, such as FedAvg."
+            f"model.net={type(module.net).__name__}: all parameters that {type(module).__name__} trains in its phase "
+            f"{phase.name!r} are frozen (requires_grad=False); leave some trainable, or take a method that trains the "
+            "whole net, such as FedAvg."
         )
     optimizer = module.local_optimizer(phase, parameters)
     check_own_parameters(optimizer, parameters, f"{type(module).__name__}.local_optimizer({phase.name!r})")

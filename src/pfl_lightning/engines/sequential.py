@@ -250,9 +250,9 @@ class Sequential(Engine):
     def _without_examples(self, reason: str) -> MisconfigurationException:
         """Return the error for a step without per-sample gradients."""
         return MisconfigurationException(
-            f"trainer.example_privacy takes the gradient of each sample, and {type(self.module).__name__}'s "
-            f"training_step can't be computed so: {reason}; leave it out, or let the step be free of what samples "
-            "share."
+            f"trainer.example_privacy needs the gradient of each sample, which {type(self.module).__name__}."
+            f"training_step doesn't allow: {reason}; leave it out, or keep samples independent of each other in the "
+            "step."
         )
 
     def _batches(self, part: Samples, phase: Phase, smallest: int, generator: torch.Generator) -> Iterator[Batch]:

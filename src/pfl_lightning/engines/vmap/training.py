@@ -98,7 +98,7 @@ class BlockTrainer:
             return None
         if self.compiled is not None:
             raise Unvectorisable(
-                self.module, "trainer.compile knows no loss scales, which trainer.precision=16-mixed has"
+                self.module, "trainer.compile doesn't support the loss scales of trainer.precision=16-mixed"
             )
         return Scales([member.scaler or member.job.state.scaler for member in block.members], self.module.device)
 
@@ -145,8 +145,8 @@ class BlockTrainer:
         if self._scaled and not can_skip(first):
             raise Unvectorisable(
                 self.module,
-                f"trainer.precision=16-mixed leaves out steps of single clients, which {type(first).__name__} of many "
-                f"can't; only {', '.join(sorted(kind.__name__ for kind in SKIPPING))} without dampening can",
+                f"trainer.precision=16-mixed skips steps of single clients, which {type(first).__name__} can't for a "
+                f"stack of clients; only {', '.join(sorted(kind.__name__ for kind in SKIPPING))} without dampening can",
             )
         names = {slot.tensor: slot.name for slot in slots if isinstance(slot.tensor, nn.Parameter)}
         saved = [member.job.state.optimizers.get(phase.name) for member in block.members]
