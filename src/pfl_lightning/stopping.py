@@ -75,6 +75,7 @@ class _Stop:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
+        # See the class: launchers pass on a signal that the terminal has sent to all processes.
         if now - self._last > 1:
             self._last = now
             if self._say is not None:
@@ -116,6 +117,7 @@ class _Stop:
                     os._exit(1)
 
         if STARTED_BY in os.environ:
+            # A thread, as the main thread may be inside C code for minutes.
             threading.Thread(target=watch, args=(int(os.environ[STARTED_BY]),), daemon=True).start()
         try:
             yield

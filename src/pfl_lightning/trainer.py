@@ -130,6 +130,7 @@ class FederatedTrainer(RunFolders):
             cohort=cohort or Uniform(),
             example_privacy=example_privacy,
         )
+        # Set while join() runs Lightning's test, in which _run_stage then joins instead.
         self._joining: Callable[[Federation], dict[str, float]] | None = None
         self.own_logger = kwargs.get("logger") in (None, True) and not kwargs.get("fast_dev_run")
         fill_defaults(kwargs, default_root_dir, client_states)
@@ -209,6 +210,7 @@ class FederatedTrainer(RunFolders):
                     # Lightning thinks that it tests, with all its set-up; joining replaces the loop alone.
                     return self._joining(federation)
                 results = super()._run_stage()
+                # fast_dev_run only tries the code, so its models aren't tested.
                 if self.state.fn == TrainerFn.FITTING and not self.fast_dev_run:  # type: ignore[attr-defined]
                     federation.call("on_final_test", final_test(federation, best_checkpoint(self)))
         finally:
@@ -324,6 +326,7 @@ class FederatedTrainer(RunFolders):
         ckpt_path: str | Path | None,
     ) -> tuple[Federation | None, str | None]:
         """Return the federation and the checkpoint's path of an evaluation."""
+        # Made first, as it names the run, under whose folders best and last are looked up.
         federation = None if model is None else self._federation(model, datamodule, aggregator)
         return federation, present_checkpoint(self, ckpt_path)
 
@@ -336,6 +339,7 @@ class FederatedTrainer(RunFolders):
         data = getattr(self, "datamodule", None) if datamodule is None else datamodule
         check_classes(model, data, aggregator)
         current = self.lightning_module
+        # The same module as before: keep its federation, which has been trained.
         if isinstance(current, Federation) and current.client is model and aggregator is None:
             return current
         federation = Federation(model, aggregator, self.rounds)

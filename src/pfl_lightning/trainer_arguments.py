@@ -112,12 +112,14 @@ def refuse_meaningless(max_rounds: int, arguments: dict[str, Any]) -> None:
                 f"trainer.{name}={value} would evaluate some clients for all: they come in one batch; leave it out"
                 + (", or give 0 for no validation." if name == "limit_val_batches" else ".")
             )
+    # True is equal to 1, one round.
     if (dev := arguments.get("fast_dev_run")) not in (None, False, True):
         raise MisconfigurationException(
             f"trainer.fast_dev_run={dev} is a number of batches, and a round is one batch; give true for one round."
         )
     for callback in as_list(arguments.get("callbacks")):
         check_callback(callback)
+        # Without a dirpath the file would be in the run's folder, where best.ckpt and last.ckpt already are.
         own = isinstance(callback, ModelCheckpoint) and not isinstance(callback, (BestCheckpoint, LastCheckpoint))
         if own and callback.dirpath is None and callback.filename in ("best", "last"):
             raise MisconfigurationException(
@@ -222,11 +224,14 @@ def fill_defaults(arguments: dict[str, Any], root: str, client_states: str) -> N
     if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
         plugins.append(MappedCheckpointIO() if client_states == "disk" else AtomicCheckpointIO())
     arguments["callbacks"], arguments["plugins"] = callbacks, plugins
+    # Lightning's default depends on installed packages; a run shall write the same files everywhere.
     if arguments.get("logger") in (None, True):
         arguments["logger"] = CSVLogger(root)
+    # A sanity check would evaluate all clients before training, and Lightning would log every 50th round only.
     for name, value in {"num_sanity_val_steps": 0, "log_every_n_steps": 1}.items():
         if arguments.get(name) is None:
             arguments[name] = value
+    # Lightning would take all devices, each with a process; several are used on request only.
     if arguments.get("devices") in (None, "auto"):
         arguments["devices"] = 1
     # Every rank sees all clients and picks its own; Lightning's sampler would split the list of ids.

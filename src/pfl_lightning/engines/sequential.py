@@ -43,6 +43,7 @@ class Sequential(Engine):
         super().__init__(*args, **kwargs)
         self._for_one_thread = is_for_one_thread(self.module)
         self.leaks = Leaks(self.module)
+        # Looked up once, as finding overridden hooks takes too long for every step.
         self._calls_after_backward = overrides(self.module, "on_after_backward")
         self._calls_before_step = overrides(self.module, "on_before_optimizer_step")
         self._adjusts = overrides(self.module, "adjust_gradients")
@@ -56,6 +57,7 @@ class Sequential(Engine):
         layout = Layout.of(self.module)
         with self.leaks.of_a_round():
             for job in jobs:
+                # Not around the yield: between clients the caller may use all threads.
                 with self._threads():
                     outcome = self.train(job, layout)
                 yield outcome
@@ -167,8 +169,10 @@ class Sequential(Engine):
         parameters = layout.trained(phase)
         trained = list(parameters.values())
         frozen = [parameter for name, parameter in layout.parameters.items() if name not in parameters]
+        # Without requires_grad, autograd skips the frozen parameters' part of the backward pass.
         with standing_still(frozen):
             optimizer = local_optimizer(module, phase, job, trained)
+            # The scale continues from the phase before, or else from the client's last round.
             scaler = self._scaler(state.scaler or job.state.scaler)
             steps = []
             if phase.data is not None:

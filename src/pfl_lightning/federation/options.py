@@ -56,6 +56,7 @@ class FederationOptions:
 
     def __post_init__(self) -> None:
         per_round = self.clients_per_round
+        # 1 is one client, but 1.0 is all of them.
         if not is_count(per_round) and not (isinstance(per_round, float) and 0 < per_round <= 1):
             raise MisconfigurationException(
                 f"trainer.clients_per_round={per_round} must be a number of clients from 1 up, "

@@ -26,6 +26,7 @@ def stay_on_device(where: str, modules: Sequence[ClientModule], clients: int, ra
     device = modules[0].device
     if where != "auto" or device.type == "cpu" or ranks > 1:
         return where == "device"
+    # With several architectures the largest counts for all clients.
     need, free = clients * max(map(bytes_of, modules)), free_memory(device)
     stays = need <= ROOM * free
     rank_zero_info(
