@@ -316,7 +316,7 @@ class Engine(ABC):
     def become(self, job: Job, training: bool = False) -> ClientData:
         """Load a job's client into the module; return the client's data on the training device.
 
-        Sets seed, mode, personal state and payload, and calls the `on_download` hook.
+        Sets seed, mode, personal state and payload, and calls the ``on_download`` hook.
 
         Args:
             job: the client's work.

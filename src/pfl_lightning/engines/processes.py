@@ -50,7 +50,7 @@ class Processes(Sequential):
     may therefore depend on the clock: rounds shorter than forking and communication run in this process. A worker's
     death ends the run with a message; the last checkpoint remains. However this process ends, its workers end with it.
 
-    The arguments are those of `Engine`.
+    The arguments are those of `Sequential`.
     """
 
     when_clients_miss = (

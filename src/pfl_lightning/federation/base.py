@@ -217,7 +217,7 @@ class FederationBase(LightningModule):
         """Pair the data module's clients with a federation's clients.
 
         Args:
-            saved: the checkpoint's entry ``federation``, or `trained` of this federation.
+            saved: the checkpoint's entry ``federation``, or ``trained`` of this federation.
 
         Returns:
             Whether the clients' ids have changed.
