@@ -16,7 +16,7 @@ from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import ClientData, LastBatch, Samples, Split
 from pfl_lightning.engines.errors import ClientsLost, during, moment, named
 from pfl_lightning.engines.evaluation import evaluate, metrics_of
-from pfl_lightning.engines.heap import keep_freed
+from pfl_lightning.engines.malloc import keep_freed
 from pfl_lightning.messages import Message, StateDict, detached, tree_map
 from pfl_lightning.privacy.accountant import Release
 from pfl_lightning.privacy.dp_sgd import DPSGD

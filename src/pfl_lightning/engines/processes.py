@@ -17,9 +17,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.engines.base import Evaluated, Job, Outcome
+from pfl_lightning.engines.die_with_parent import end_with
 from pfl_lightning.engines.errors import ClientsLost, Failure
 from pfl_lightning.engines.layout import Layout
-from pfl_lightning.engines.parent import end_with
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.shared_memory import Shelf
 from pfl_lightning.engines.threads import one_thread

@@ -22,9 +22,9 @@ from pfl_lightning.engines.base import ClientState, Engine, Job, Outcome
 from pfl_lightning.engines.errors import computed, during
 from pfl_lightning.engines.examples import Draws, ExampleGradients, noised, releases_of
 from pfl_lightning.engines.layout import Layout
-from pfl_lightning.engines.leaks import Leaks
 from pfl_lightning.engines.local_optimizer import local_optimizer
 from pfl_lightning.engines.slots import Slots
+from pfl_lightning.engines.state_leaks import Leaks
 from pfl_lightning.engines.steps import adjusted_gradients, step_values
 from pfl_lightning.engines.threads import is_for_one_thread, one_thread
 from pfl_lightning.messages import detached, is_finite

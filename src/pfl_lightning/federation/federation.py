@@ -15,11 +15,11 @@ from pfl_lightning.contract.messages import check_payload, sound_updates
 from pfl_lightning.engines import ClientState, Job, Outcome
 from pfl_lightning.engines.base import given_modes, release
 from pfl_lightning.engines.evaluation import own_values
+from pfl_lightning.federation.accepted_updates import enough, finite, unrefused
 from pfl_lightning.federation.base import FederationBase
 from pfl_lightning.federation.checkpoint import storable
 from pfl_lightning.federation.evaluation import undisturbed
 from pfl_lightning.federation.metrics import new_row, training_metrics
-from pfl_lightning.federation.outcomes import enough, finite, unrefused
 from pfl_lightning.messages import StateDict, is_finite, keep_own, num_bytes
 from pfl_lightning.privacy.dp_sgd import PUBLISHABLE, composed
 

@@ -14,8 +14,8 @@ from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ENGINES, Engine, EngineMaker, LocalWork, Sharded, Vectorised
 from pfl_lightning.engines.evaluation import measured_names, metrics_of
 from pfl_lightning.engines.examples import calibrated
-from pfl_lightning.engines.mixed import say_who_loses
-from pfl_lightning.federation.staying import stay_on_device
+from pfl_lightning.engines.precision_advice import say_who_loses
+from pfl_lightning.federation.client_state_location import stay_on_device
 from pfl_lightning.nets.batch_norm import smallest_batch
 from pfl_lightning.privacy import DPSGD
 from pfl_lightning.selection import Sampling, Selection, Uniform

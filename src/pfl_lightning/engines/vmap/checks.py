@@ -14,8 +14,8 @@ from pfl_lightning.client.phases import Phase
 from pfl_lightning.contract.attributes import Look, content
 from pfl_lightning.engines.errors import computed, during
 from pfl_lightning.engines.layout import Layout
-from pfl_lightning.engines.leaks import attributes_of
 from pfl_lightning.engines.slots import Slots
+from pfl_lightning.engines.state_leaks import attributes_of
 from pfl_lightning.engines.vmap.block import Member
 from pfl_lightning.messages import StateDict
 

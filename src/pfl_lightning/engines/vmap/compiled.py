@@ -102,8 +102,8 @@ class Compiled:
     ) -> Values | None:
         """Return values and gradients of a step, or None if the step can't be compiled or gives other results.
 
-        After the first None every later call should be skipped; see ``trusted``. Gradients and replaced entries are valid
-        until the next step.
+        After the first None every later call should be skipped; see ``trusted``. Gradients and replaced entries are
+        valid until the next step.
 
         Args:
             plain: the uncompiled step, as a function of entries, which it may change.

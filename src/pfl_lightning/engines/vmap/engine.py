@@ -18,9 +18,9 @@ from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.vmap.block import Block
+from pfl_lightning.engines.vmap.block_io import BlockIO
 from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, refuse_gradients_of_one
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
-from pfl_lightning.engines.vmap.hand_over import HandOver
 from pfl_lightning.engines.vmap.training import BlockTrainer
 from pfl_lightning.messages import num_bytes
 
@@ -68,7 +68,7 @@ class Vectorised(Engine):
         attributes = SharedAttributes(self.module)
         self.trainer = BlockTrainer(self.sequential, attributes, self.compile)
         self.evaluator = BlockEvaluator(self.sequential, attributes)
-        self.hand_over = HandOver(self.sequential, attributes, self.evaluator)
+        self.block_io = BlockIO(self.sequential, attributes, self.evaluator)
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Train each job's client, and yield outcomes in the order of the jobs, block by block.
@@ -153,14 +153,14 @@ class Vectorised(Engine):
 
         A lack of memory thus shows before any outcome is yielded, when the block can still be halved.
         """
-        outcomes = self.hand_over.outcomes(jobs, self._train_block(jobs, layout, slots), layout, slots)
+        outcomes = self.block_io.outcomes(jobs, self._train_block(jobs, layout, slots), layout, slots)
         return chain([next(outcomes)], outcomes)
 
     def _train_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Block:
         """Train the clients of a block in a stack."""
         start = time.perf_counter()
         refuse_gradients_of_one(self.module)
-        block = Block.of_members(*self.hand_over.receive(jobs, layout, slots, training=True))
+        block = Block.of_members(*self.block_io.receive(jobs, layout, slots, training=True))
         self.trainer.train(block, layout, slots)
         block.seconds = (time.perf_counter() - start) / len(jobs)
         return block
@@ -186,7 +186,7 @@ class Vectorised(Engine):
         if len(jobs) == 1 or not self.evaluator.usable:
             return None
         try:
-            members, entries, _ = self.hand_over.receive(jobs, layout, slots, training=False)
+            members, entries, _ = self.block_io.receive(jobs, layout, slots, training=False)
         # Remembered for later rounds, too: the clients can't share a block, and are evaluated one by one.
         except Unvectorisable:
             self.evaluator.usable = False

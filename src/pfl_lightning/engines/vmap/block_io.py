@@ -29,7 +29,7 @@ from pfl_lightning.messages import CPU, Message, Row, Stack, StateDict, is_finit
 from pfl_lightning.transfers import moved, rows_of, side_by_side
 
 
-class HandOver:
+class BlockIO:
     """Load clients into stacks before training, and build updates and outcomes after training.
 
     If the hooks of download or upload are `ClientModule`'s own, those methods run unchanged with rows of the stacks as

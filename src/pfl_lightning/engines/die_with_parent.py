@@ -1,7 +1,8 @@
 """Kill worker processes when the parent process ends.
 
-As a program, ``python parent.py PARENT MODULE ARGUMENTS`` runs ``python -m MODULE ARGUMENTS`` and ends with process
-PARENT. This file imports nothing of its package, because that import takes seconds, in which the parent may end.
+As a program, ``python die_with_parent.py PARENT MODULE ARGUMENTS`` runs ``python -m MODULE ARGUMENTS`` and ends with
+process PARENT. This file imports nothing of its package, because that import takes seconds, in which the parent may
+end.
 """
 
 import ctypes
