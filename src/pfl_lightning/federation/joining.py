@@ -18,8 +18,8 @@ from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import Split
 from pfl_lightning.engines import ClientState, Job, Outcome
 from pfl_lightning.engines.evaluation import own_values
-from pfl_lightning.federation.base import FederationBase
 from pfl_lightning.federation.evaluation import Metrics
+from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.options import is_count
 from pfl_lightning.messages import Message, is_finite
 from pfl_lightning.runs.tables import text_table
@@ -43,7 +43,7 @@ class Joined:
     clients: dict[int, dict[str, float]] = field(default_factory=dict)
 
 
-def join(federation: FederationBase, epochs: int | None = None, rounds: int = 1) -> Joined:
+def join(federation: Federation, epochs: int | None = None, rounds: int = 1) -> Joined:
     """Let every new client receive, train and be tested, independently of the other new clients.
 
     In each round a client receives the server's payload, runs the method's local training and builds its update; its
@@ -100,7 +100,7 @@ def join(federation: FederationBase, epochs: int | None = None, rounds: int = 1)
     )
 
 
-def joined_row(federation: FederationBase, epochs: int | None, rounds: int) -> dict[str, float]:
+def joined_row(federation: Federation, epochs: int | None, rounds: int) -> dict[str, float]:
     """Let all new clients join, log their metrics, print a table, and return the metrics.
 
     Args:
@@ -124,7 +124,7 @@ def joined_row(federation: FederationBase, epochs: int | None, rounds: int) -> d
 
 
 def local_work(
-    federation: FederationBase,
+    federation: Federation,
     payloads: Mapping[int, Message],
     states: Mapping[int, ClientState],
     purpose: str,
@@ -153,7 +153,7 @@ def local_work(
 
 
 def job_of(
-    federation: FederationBase,
+    federation: Federation,
     client: int,
     state: ClientState,
     payload: Message,
@@ -177,13 +177,13 @@ def job_of(
     return Job(client, round, state, payload, federation.data.client(client), seed, federation.lr_factor, splits)
 
 
-def answers(federation: FederationBase, outcomes: Mapping[int, Outcome]) -> dict[int, Message]:
+def answers(federation: Federation, outcomes: Mapping[int, Outcome]) -> dict[int, Message]:
     """Return the server's next payloads for new clients after an update from each, by id."""
     return {client: federation.welcome(client, outcomes[client].update) for client in sorted(outcomes)}
 
 
 @contextmanager
-def joining_phases(federation: FederationBase, epochs: int | None) -> Iterator[None]:
+def joining_phases(federation: Federation, epochs: int | None) -> Iterator[None]:
     """Replace ``local_phases`` of the client modules by `ClientModule.joining_phases` inside this context."""
     modules = [module for module in federation.architectures if isinstance(module, ClientModule)]
     for module in modules:
@@ -224,7 +224,7 @@ def unadapted(metrics: Metrics) -> Metrics:
     return {split: metrics.get(f"{split}_received", metrics[split]) for split in SPLITS if split in metrics}
 
 
-def reported(federation: FederationBase, received: Mapping[int, Metrics], joined: Mapping[int, Metrics]) -> Joined:
+def reported(federation: Federation, received: Mapping[int, Metrics], joined: Mapping[int, Metrics]) -> Joined:
     """Return the metrics of new clients under their final names, summarised and per client."""
     metrics: dict[str, float] = {}
     clients: dict[int, dict[str, float]] = {client: {} for client in sorted(joined)}
