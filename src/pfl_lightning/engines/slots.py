@@ -95,7 +95,7 @@ class Slots:
             # A replaced buffer would be lost below, when the originals are put back.
             if any(slot.current is not tensor for slot, tensor in zip(self.all, put, strict=True)):
                 raise RuntimeError(
-                    f"{function.__name__} puts another tensor in the place of a buffer, which must change in place"
+                    f"{function.__name__} replaces a buffer by another tensor, but must change it in place"
                 )
             return result
         finally:

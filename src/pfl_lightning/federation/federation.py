@@ -192,7 +192,7 @@ class Federation(LightningModule):
             # A later fit or evaluation continues with this state; only another data module is paired anew.
             return
         self._keep_trained({})
-        # Ranks seed themselves differently, so all take the first rank's seed and initial weights.
+        # Ranks may have different seeds, so all take the first rank's seed and initial weights.
         self.seed, states = self.trainer.strategy.broadcast(
             (torch.initial_seed(), [whole_model(module) for module in self._architectures])
         )

@@ -91,7 +91,7 @@ def test_three_rounds_are_the_sequential_engine_s(method, net, tolerance, precis
 
 
 REFUSED = {
-    "APPLE": r"its steps read APPLE\.(others|own), which is another for each client",
+    "APPLE": r"its steps read APPLE\.(others|own), which differs between clients",
     "KnowledgeTransfer": "a phase with samples of its own",
     "FedMD": "a phase with samples of its own",
 }
@@ -495,9 +495,9 @@ class Newton(FedAvg):
         (Draws, "random operation"),
         (OwnNumber, "no attribute 'client_id'"),
         (Counting, r"its steps change Counting\.sizes"),
-        (InPlace, r"keeps something of a client in InPlace\.seen"),
-        (Assigning, "another tensor in the place of a buffer"),
-        (Cached, r"Cached\.list refers to parameters"),
+        (InPlace, r"client data in InPlace\.seen"),
+        (Assigning, "replaces a buffer"),
+        (Cached, r"Cached\.list holds parameters"),
         (PhasesByData, r"different local_phases\(\)"),
         (ShapesByClient, "different shapes"),
         (Newton, "a LBFGS of many clients"),

@@ -101,7 +101,7 @@ class SharedAttributes:
             for name, value in vars(m).items():
                 held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
                 if held and name not in ("_parameters", "_buffers") and any(id(item) in entries for item in held):
-                    reason = f"{type(m).__name__}.{name} refers to parameters or buffers, and not by their names"
+                    reason = f"{type(m).__name__}.{name} holds parameters or buffers themselves, not their names"
                     raise Unvectorisable(self.module, reason)
 
     @contextmanager
@@ -121,7 +121,7 @@ class SharedAttributes:
         except Unvectorisable as error:
             for path in caches:
                 if isinstance(error.__cause__, AttributeError) and f"'{path.split('.')[-1]}'" in str(error.__cause__):
-                    reason = f"its steps read {type(self.module).__name__}.{path}, which is another for each client"
+                    reason = f"its steps read {type(self.module).__name__}.{path}, which differs between clients"
                     raise Unvectorisable(self.module, reason) from error.__cause__
             raise
         finally:
@@ -171,7 +171,7 @@ class BlockSignature:
             raise Unvectorisable(module, "clients have different local_phases()")
         if shapes != self._first[1]:
             raise Unvectorisable(module, "clients have parameters or buffers of different shapes")
-        reason = "it keeps something of a client in {}, which is no buffer"
+        reason = "it stores client data in {}, which is no buffer"
         self._attributes.refuse_changes(self._first[2], reason, caches=False)
 
     def caches(self) -> list[dict[str, Any]]:
@@ -186,8 +186,8 @@ class BlockSignature:
         attributes, module = self._attributes, self._attributes.module
         for caches, look in self._caches:
             if path := attributes.changed(look, looked_at(caches)):
-                reason = f"it keeps something of a client in {type(module).__name__}.{path}, which is the same object"
-                raise Unvectorisable(module, f"{reason} for the next")
+                reason = f"it stores client data in {type(module).__name__}.{path}, which is the same object"
+                raise Unvectorisable(module, f"{reason} for the next client")
         looks = [look for _, look in self._caches]
         paths = dict.fromkeys(path for look in looks for path in look)
         attributes.differing = frozenset(
@@ -199,7 +199,7 @@ class BlockSignature:
             owner, _, name = path.rpartition(".")
             if hasattr(type(module.get_submodule(owner)), name):
                 # With the client's cache hidden, a step would read the class attribute of the same name.
-                reason = f"it keeps something of a client in {type(module).__name__}.{path}, which its class has too"
+                reason = f"it stores client data in {type(module).__name__}.{path}, which its class has too"
                 raise Unvectorisable(module, reason)
         return [caches for caches, _ in self._caches]
 
@@ -228,8 +228,8 @@ def refuse_gradients_of_one(module: ClientModule) -> None:
     if overrides(module, "on_after_backward") or overrides(module, "on_before_optimizer_step"):
         raise Unvectorisable(
             module,
-            "its on_after_backward or on_before_optimizer_step sees the gradients of one client, where "
-            "adjust_gradients sees those of any",
+            "its on_after_backward or on_before_optimizer_step needs the gradients of a single client, while "
+            "adjust_gradients works for all clients at once",
         )
 
 

@@ -137,7 +137,7 @@ class Compiled:
             found = values, {name: gradients[name] for name in version.names}
             kept = {name: copies[name] for name in moved}
             if not all(map(self._near, (*found, moved), (*expected, kept))):
-                self._give_up("compiled they would compute something else")
+                self._give_up("the compiled step gives other results")
                 return None
         entries.update(moved)
         # Cloned, as the record keeps values beyond the next step.
@@ -147,7 +147,7 @@ class Compiled:
     def _give_up(self, reason: str) -> None:
         """Stop using compiled steps, and log the reason."""
         self.trusted = False
-        rank_zero_warn(f"trainer.compile: steps of {self._method} stay as they are: {reason}.")
+        rank_zero_warn(f"trainer.compile: steps of {self._method} stay uncompiled: {reason}.")
 
     def _near(self, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
         """Return True if tensors of the same names agree up to rounding, in the norm of each tensor."""

@@ -182,7 +182,7 @@ class Masks(torch.autograd.Function):
     @staticmethod
     def forward(like: Tensor, draw: Callable[..., Tensor]) -> Tensor:
         """Refuse a tensor without a row per client."""
-        raise RuntimeError("random numbers by a tensor that is the same for all clients")
+        raise RuntimeError("random numbers shaped like a tensor that all clients share")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
