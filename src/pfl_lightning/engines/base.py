@@ -335,7 +335,7 @@ class Engine(ABC):
             with torch.no_grad(), during("download", job.round, job.client):
                 module.receive(job.state.personal, job.payload, data)
         finally:
-            # whoever else lets the module receive something may do both with it
+            # Reset for other callers of receive, after which both training and evaluation may follow.
             vars(module).update(training_follows=True, evaluation_follows=True)
         return data
 
