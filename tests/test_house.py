@@ -23,7 +23,6 @@ ORDER = (
     ("plots",),
     ("federation",),
     ("callbacks",),
-    ("trainer_arguments",),
     ("trainer",),
     ("cli",),
     ("flower",),

@@ -18,7 +18,7 @@ from pfl_lightning import FederatedTrainer
 from pfl_lightning.engines import Sequential
 from pfl_lightning.methods import FedBABU, FedPer
 from pfl_lightning.runs.folder import checkpoint_of_run, stamp
-from pfl_lightning.trainer_arguments import MEANINGLESS
+from pfl_lightning.trainer import MEANINGLESS
 
 # Refusals
 

@@ -24,7 +24,8 @@ __all__ = [
     "__version__",
 ]
 
-# where they are from: imported when they are asked for, so that a part of the package doesn't bring all of it
+# Modules of the public names, imported on first use, so that importing one part doesn't import Lightning and all the
+# rest.
 _MODULES = {
     **dict.fromkeys(("Aggregator", "AggregatorList", "ClassMeans", "Server", "WeightedAverage"), "aggregators"),
     **dict.fromkeys(("ClientModule", "Phase"), "client"),

@@ -1,4 +1,4 @@
-"""``python -m pfl_lightning``: the command line, where its script isn't on the path."""
+"""Run the command line as ``python -m pfl_lightning``, for systems without the script on the path."""
 
 from pfl_lightning.cli.main import main
 

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: who is told to end ends at once, and says by the exit code that it didn't finish."""
+"""End a run at SIGTERM or Ctrl-C at once, with an exit code for interruption."""
 
 import math
 import os
@@ -11,21 +11,21 @@ from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 STARTED_BY = "PFL_LIGHTNING_STARTED_BY"
-"""Environment variable that tells a rank of several devices which process has started it."""
+"""Environment variable that holds the process id of the process that started this rank."""
 
 POLL = 0.2
-"""Seconds from one look at other processes to the next."""
+"""Seconds between two looks at other processes."""
 
 
 class Stopped(SystemExit):
-    """Raised where the process is when it is told to end; the exit code is 128 and the signal's number, as in shells.
+    """Raised at SIGTERM and SIGINT, with the exit code 128 + signal number, as in shells.
 
     Args:
         number: the signal's number.
     """
 
     resumable = False
-    """Whether a run has left a checkpoint to go on from."""
+    """Whether the run has left a checkpoint to resume from."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -36,15 +36,15 @@ class Stopped(SystemExit):
 
 
 class RankLost(RuntimeError):
-    """Raised where another rank of several devices has ended, and so this one has to.
+    """Raised on a rank when another rank of the run has ended.
 
     Args:
-        reason: what has happened.
+        reason: the event.
         code: the exit code to end with.
     """
 
     resumable = False
-    """Whether a run has left a checkpoint to go on from."""
+    """Whether the run has left a checkpoint to resume from."""
 
     def __init__(self, reason: str, code: int) -> None:
         super().__init__(reason)
@@ -55,8 +55,8 @@ class RankLost(RuntimeError):
         """Return the error for a rank that has ended.
 
         Args:
-            rank: its number.
-            code: its exit code, negative for a signal.
+            rank: the rank's number.
+            code: the rank's exit code, negative for a signal.
         """
         number = -code if code < 0 else code - 128
         if number in set(signal.Signals):
@@ -65,7 +65,7 @@ class RankLost(RuntimeError):
 
 
 class _Stop:
-    """Handles a signal; what follows within a second is an echo, as of programs that pass their own signals on."""
+    """Handle signals; further signals within a second are echoes, as of launchers passing on signals."""
 
     def __init__(self) -> None:
         self._last = -math.inf
@@ -75,11 +75,13 @@ class _Stop:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
+        # See the class: launchers pass on a signal that the terminal has sent to all processes.
         if now - self._last > 1:
             self._last = now
             if self._say is not None:
                 self._say(Stopped(number))
                 sys.stderr.flush()
+                # No exception here: see `ending_at_once`.
                 os._exit(128 + number)
             if self._postponed:
                 self._waiting = number
@@ -88,7 +90,7 @@ class _Stop:
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
-        """Lets what it contains come to its end first."""
+        """Postpone a signal until the end of this context."""
         self._postponed += 1
         try:
             yield
@@ -100,20 +102,22 @@ class _Stop:
 
     @contextmanager
     def at_once(self, say: Callable[[Stopped], None]) -> Iterator[None]:
-        """Lets a signal, or the end of the process that has started this one as a rank, end it where it is.
+        """End the process at a signal, or when the parent of this rank ends, without an exception.
 
         Args:
-            say: what to say before.
+            say: reports the signal before the process ends.
         """
         self._say = say
         done = threading.Event()
 
         def watch(parent: int) -> None:
             while not done.wait(POLL):
+                # An orphan gets another parent. os._exit, because a rank in a collective wouldn't return to Python.
                 if os.getppid() != parent:
                     os._exit(1)
 
         if STARTED_BY in os.environ:
+            # A thread, as the main thread may be inside C code for minutes.
             threading.Thread(target=watch, args=(int(os.environ[STARTED_BY]),), daemon=True).start()
         try:
             yield
@@ -126,36 +130,44 @@ _stop = _Stop()
 
 
 def ending_at_once(say: Callable[[Stopped], None]) -> AbstractContextManager[None]:
-    """A context that has nothing to close, and where an exception would do harm: imports that it cuts fail elsewhere.
+    """Return a context in which a signal ends the process at once, without an exception.
+
+    For code without anything to close, where an exception would do harm: an import that is cut off fails elsewhere
+    later.
 
     Args:
-        say: what to say before the process ends.
+        say: reports the signal before the process ends.
     """
     return _stop.at_once(say)
 
 
 def postponed() -> AbstractContextManager[None]:
-    """A context that is not stopped in its middle, but at its end: torch's writing of a file can abort the process."""
+    """Return a context in which signals wait until the end.
+
+    An exception amid torch's writing of a file can abort the process.
+    """
     return _stop.postponed()
 
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Raises `Stopped` at SIGTERM and SIGINT while it is entered, in the main thread, unless they are ignored.
+    """Raise `Stopped` at SIGTERM and SIGINT inside this context, in the main thread, unless the signals are ignored.
 
-    Lightning ends at SIGTERM only between batches, with exit code 0, and at SIGINT with 1.
+    Lightning alone ends at SIGTERM only between batches and with exit code 0, and at SIGINT with 1.
     """
     before = {}
+    # Python sets signal handlers in the main thread only.
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
-            # shells ignore SIGINT for what runs in the background
+            # Shells start background jobs with SIGINT ignored, which must stay so; None is a handler that isn't
+            # Python's.
             if (handler := signal.getsignal(number)) not in (signal.SIG_IGN, None):
                 before[number] = handler
                 signal.signal(number, _stop)
     try:
         yield
     except SystemExit as error:
-        # whoever raises it has imported it; importing it here would take seconds
+        # Looked up and not imported, as Lightning's import takes seconds; if it was raised, it has been imported.
         exceptions = sys.modules.get("lightning.pytorch.utilities.exceptions")
         if exceptions is not None and isinstance(error, exceptions.SIGTERMException):
             raise Stopped(signal.SIGTERM) from None

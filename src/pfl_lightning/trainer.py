@@ -1,5 +1,6 @@
-"""FederatedTrainer: Lightning's Trainer, with rounds."""
+"""FederatedTrainer: Lightning's Trainer with rounds."""
 
+import inspect
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -7,81 +8,91 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer, callbacks
+from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.callbacks import best_checkpoint
+from pfl_lightning.callbacks import (
+    BestCheckpoint,
+    LastCheckpoint,
+    RoundLogger,
+    RoundProgress,
+    RunBar,
+    RunHead,
+    TensorBoardReport,
+    WandbReport,
+    best_checkpoint,
+)
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import FederatedDataModule
-from pfl_lightning.engines import Engine
-from pfl_lightning.engines.client_parallel import ended_together
+from pfl_lightning.engines import Engine, EngineMaker, Processes
+from pfl_lightning.engines.client_parallel import ClientParallel, ended_together
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import final_test
 from pfl_lightning.federation.joining import joined_row
-from pfl_lightning.federation.options import ClientStates, FederationOptions
+from pfl_lightning.federation.options import ClientStates, FederationOptions, is_count
 from pfl_lightning.privacy import DPSGD
-from pfl_lightning.runs.folder import at_work, leaving_nothing_if_refused
+from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
+from pfl_lightning.runs.client_states import MappedCheckpointIO
+from pfl_lightning.runs.folder import at_work, checkpoint_of_run, leaving_nothing_if_refused
 from pfl_lightning.runs.run_folders import RunFolders
 from pfl_lightning.selection import Selection, Uniform
 from pfl_lightning.stopping import RankLost, Stopped, stoppable
-from pfl_lightning.trainer_arguments import (
-    check_classes,
-    check_machine,
-    check_ranks,
-    checkpoint_file,
-    fill_defaults,
-    present_checkpoint,
-    refuse_loaders,
-    refuse_meaningless,
-)
 
 
 class FederatedTrainer(RunFolders):
-    """A ``lightning.Trainer`` that fits a federation: a round is an epoch of Lightning's own fit loop.
+    """Fit a federation with Lightning's Trainer: each round is one epoch of Lightning's own fit loop.
 
     Validation and test run over all clients. Callbacks, loggers, precision, checkpoints and resuming are Lightning's.
 
     Args:
-        max_rounds: rounds to run.
-        clients_per_round: clients that take part in a round: a number (an integer), or a fraction of all (above 0.0
-            and up to 1.0, rounded, at least one client).
-        local_epochs: passes of a client over its training data in a round; None is 1, but for ``local_steps``.
-        local_steps: batches of a client in a round, in the place of ``local_epochs``.
-        engine: how the clients of a round are run: ``sequential``, one after another, and where the net is small in one
-            thread, unless ``OMP_NUM_THREADS`` is set; ``vectorised``, many in one computation, with the same result but
-            for rounding; ``processes``, several at once on the cores of a CPU, with the same result; ``auto``, the one
-            that should be fastest for the device, the net and the cores, and a line says which; or an `Engine` class.
-            Several ``devices`` share the clients out, and each runs its own so; ``processes`` is for one.
-        workers: processes of the engine ``processes`` at most; None takes one a core, and fewer for short rounds.
-        compile: whether the engine ``vectorised`` compiles clients' steps by ``torch.compile``, some ten seconds for
-            each net, phase and number of clients: it pays for small nets in runs of thousands of steps. What can't be
-            compiled stays as it is, and a line says why.
-        evaluate: which model of each client is evaluated, by all clients whoever takes part in the round: ``before``
-            local training, as received from the server; ``after`` local training, the model that the client had when it
-            last trained, or the initial one where it never has; or ``both``, then the latter is recorded as
-            ``val_after/…`` and ``test_after/…``. A client is evaluated on both splits right after its training, and its
-            metrics are kept, in checkpoints too, until it trains again; nobody trains for an evaluation.
-        test_every_round: whether the test splits, and the server's model on the central test set where there is one,
-            are evaluated every round, which the papers' protocol asks for, or as often as ``check_val_every_n_epoch``
-            says, whether or not clients have validation samples; else only at the end of ``fit``.
+        max_rounds: rounds to run, at least 1.
+        clients_per_round: clients per round: a number (an integer), or a fraction of all (above 0.0 and up to 1.0,
+            rounded, at least one client).
+        local_epochs: passes over a client's training data per round; None is 1, unless ``local_steps`` is given.
+        local_steps: batches per client and round, instead of ``local_epochs``.
+        engine: how the clients of a round are run: ``sequential``, one after another (a small net in one thread, unless
+            ``OMP_NUM_THREADS`` is set); ``vectorised``, many clients in one computation, with the same result up to
+            rounding; ``processes``, several clients at once on the cores of a CPU, with the same result; ``auto``, the
+            one that should be fastest for the device, the net and the cores, which a line reports; or an `Engine`
+            class. Several ``devices`` share the clients, and each uses this engine; ``processes`` needs a single
+            device.
+        workers: the largest number of processes for the engine ``processes``; None is one per core, fewer for short
+            rounds.
+        compile: whether the engine ``vectorised`` compiles clients' steps with ``torch.compile``. Compiling takes some
+            ten seconds per net, phase and number of clients, so it pays for small nets in runs of thousands of steps. A
+            step that can't be compiled runs uncompiled, and a line gives the reason.
+        evaluate: the models to evaluate, of all clients, whether or not they took part in the round: ``before`` local
+            training, the model received from the server; ``after`` local training, the client's model after its last
+            training, or the initial one before the first; or ``both``, where the latter is recorded as ``val_after/…``
+            and ``test_after/…``. A client is evaluated on both splits right after its training, and its metrics are
+            kept, also in checkpoints, until it trains again; no client trains for an evaluation.
+        test_every_round: whether to evaluate the test splits, and the server's model on the central test set if there
+            is one, in every round (or every ``check_val_every_n_epoch``), as protocols of papers do, even without
+            validation samples; if False, only at the end of ``fit``.
         monitor: the metric that selects the best round, such as ``val/f1``; None takes the task's, such as ``val/acc``.
-        min_clients: usable updates that a round needs; one with fewer leaves the federation as it is.
-        gradient_clip_val: largest norm or value of a client's gradients, above 0; None or 0 doesn't clip.
-        gradient_clip_algorithm: whether ``gradient_clip_val`` bounds their ``norm`` or each ``value``.
-        client_states: where what stays with clients is between rounds, with the same result: in ``memory``, on the
-            ``device`` where they train, on the ``disk`` (the run's folder ``states``); ``auto``: on a GPU with room.
-        cohort: what chooses the clients that take part in a round, such as ``PowerOfChoice``; None is `Uniform`, which
-            draws ``clients_per_round`` of them, all as likely.
-        example_privacy: what makes clients' training differentially private in each sample; None trains as ever.
-        default_root_dir: where runs are kept, each in a folder ``METHOD-DATA/version_N``.
-        **kwargs: Lightning's Trainer's arguments. Without a logger a CSVLogger writes beside the record. The round
-            with the best ``monitor`` is kept as ``best.ckpt`` and the last one as ``last.ckpt``, whatever other
-            ModelCheckpoint there is; none with ``enable_checkpointing=False``. ``limit_val_batches=0`` leaves
-            validation out.
+        min_clients: the usable updates that a round needs; a round with fewer leaves the federation unchanged.
+        gradient_clip_val: the largest norm or value of a client's gradients, above 0; None or 0 doesn't clip.
+        gradient_clip_algorithm: whether ``gradient_clip_val`` bounds the gradients' ``norm`` or each ``value``.
+        client_states: storage of clients' states between rounds, with the same result: ``memory``; ``device``, where
+            clients train; ``disk``, in the run's folder ``states``; or ``auto``: on a GPU with room, else in memory.
+        cohort: the rule that chooses a round's clients, such as ``PowerOfChoice``; None is `Uniform`, which draws
+            ``clients_per_round`` clients with equal probability.
+        example_privacy: DP-SGD for clients' training, which makes it differentially private for each sample; None
+            trains without.
+        default_root_dir: the folder of runs, each in a folder ``METHOD-DATA/version_N``.
+        **kwargs: further arguments of Lightning's Trainer. Without a logger, a CSVLogger writes beside the record. The
+            round with the best ``monitor`` is kept as ``best.ckpt`` and the last round as ``last.ckpt``, beside any
+            other ModelCheckpoint; ``enable_checkpointing=False`` keeps none. ``limit_val_batches=0`` skips validation.
 
     Raises:
-        MisconfigurationException: if a value is out of its range, or if an argument means nothing in a federation.
+        MisconfigurationException: if a value is out of range, or if an argument has no meaning in a federation.
     """
 
     def __init__(
@@ -108,8 +119,8 @@ class FederatedTrainer(RunFolders):
         refuse_meaningless(max_rounds, kwargs)
         if example_privacy is not None and kwargs.get("detect_anomaly"):
             raise MisconfigurationException(
-                "trainer.detect_anomaly=true ends a run at a sample whose gradient isn't finite, and "
-                "trainer.example_privacy would not cover that it does; leave it out."
+                "trainer.detect_anomaly=true ends a run at a sample whose gradient isn't finite, which "
+                "trainer.example_privacy wouldn't cover; leave it out."
             )
         self.rounds = FederationOptions(
             clients_per_round=clients_per_round,
@@ -128,24 +139,26 @@ class FederatedTrainer(RunFolders):
             cohort=cohort or Uniform(),
             example_privacy=example_privacy,
         )
+        # Set while join() runs Lightning's test, in which _run_stage then joins instead.
         self._joining: Callable[[Federation], dict[str, float]] | None = None
         self.own_logger = kwargs.get("logger") in (None, True) and not kwargs.get("fast_dev_run")
         fill_defaults(kwargs, default_root_dir, client_states)
         check_machine(kwargs)
         super().__init__(max_epochs=max_rounds, default_root_dir=default_root_dir, **kwargs)
-        # fast_dev_run gives 1, a number of batches, for which settings say 1.0 otherwise
+        # fast_dev_run sets 1 (one batch) where all else has 1.0 (all batches); the two mean the same here, and a
+        # resumed run compares them.
         self.limit_val_batches = float(self.limit_val_batches)
         if self.world_size > 1:
             check_ranks(self.strategy, self.rounds.engine_class, self.world_size)
 
     @property
     def joins(self) -> bool:
-        """Whether clients join: what Lightning takes for a test."""
+        """True while `join` is running, which Lightning takes for a test."""
         return self._joining is not None
 
     @property
     def global_step(self) -> int:
-        """Rounds done: no optimizer of the Trainer's own steps."""
+        """Rounds done; the Trainer's own optimizer makes no steps."""
         federation = self.lightning_module
         return federation.round if isinstance(federation, Federation) else 0
 
@@ -159,18 +172,19 @@ class FederatedTrainer(RunFolders):
         aggregator: Aggregator | None = None,
         resume_changed: bool = False,
     ) -> None:
-        """Runs the rounds of a federation.
+        """Run the rounds of a federation.
 
         Args:
             model: the client module; afterwards it holds the global model.
-            train_dataloaders: not used; it is where Lightning's signature has it.
-            val_dataloaders: not used; it is where Lightning's signature has it.
+            train_dataloaders: unused; keeps Lightning's signature.
+            val_dataloaders: unused; keeps Lightning's signature.
             datamodule: the clients' data.
-            ckpt_path: a checkpoint to go on from, or ``last`` for the last one of this method's newest run, in whose
-                folder the run then goes on; where that run has none yet, a new one starts.
-            aggregator: the server side, in the place of the client module's own.
-            resume_changed: whether to go on from a checkpoint whose run had other settings; a line says each of them
-                in any case. What can't change a result is free: ``max_rounds``, engine, devices, loggers, folders.
+            ckpt_path: a checkpoint to resume from, or ``last`` for the last one of this method's newest run, whose
+                folder the run continues in; without a checkpoint yet, a new run starts.
+            aggregator: the server side, instead of the client module's own.
+            resume_changed: whether to resume from a checkpoint of a run with other settings; a line reports each
+                difference in any case. Settings that can't change a result never count: ``max_rounds``, engine,
+                devices, loggers, folders.
 
         Raises:
             MisconfigurationException: if the checkpoint is of another method, net or data, or of other settings.
@@ -184,30 +198,32 @@ class FederatedTrainer(RunFolders):
         self.go_on_in(path)
         if path is None:
             self.take_over()
-        # its logger says of a folder where a run goes on that its files are deleted
+        # CSVLogger warns that the files of an existing folder are deleted; `go_on_in` keeps them.
         warnings.filterwarnings("ignore", message=".* exists and is not empty")
         try:
             with ended_together(self.strategy), at_work(self):
                 super().fit(federation, datamodule=datamodule, ckpt_path=path)
         except (RankLost, Stopped) as stop:
-            # only the first rank knows the run's folder
+            # Other ranks don't know the run's folder, and take a checkpoint for granted.
             stop.resumable = self.global_rank > 0 or Path(str(self.log_dir), "checkpoints", "last.ckpt").exists()
             raise
 
     def _run_stage(self) -> Any:
-        """Ends a fit with the test of its models, while they are on their device, and hands it to the callbacks."""
+        """Run a stage; after a fit, test the models while still on the device, and give callbacks the result."""
         federation = cast(Federation, self.lightning_module)
         try:
-            # in the place of Lightning's handler of SIGTERM, which begins a collective wherever this rank is
+            # Replaces Lightning's SIGTERM handler, which starts a collective wherever this rank happens to be, and so
+            # may hang.
             with stoppable():
                 if self._joining is not None:
-                    # in the place of a test's own loop
+                    # Lightning thinks that it tests, with all its set-up; joining replaces the loop alone.
                     return self._joining(federation)
                 results = super()._run_stage()
+                # fast_dev_run only tries the code, so its models aren't tested.
                 if self.state.fn == TrainerFn.FITTING and not self.fast_dev_run:  # type: ignore[attr-defined]
                     federation.call("on_final_test", final_test(federation, best_checkpoint(self)))
         finally:
-            # whatever ended the run: a module that is left in evaluation mode would be taken for frozen by the next one
+            # After an error too: the next run would take a module left in evaluation mode for a frozen one.
             federation.release_modes()
         return results
 
@@ -220,15 +236,15 @@ class FederatedTrainer(RunFolders):
         datamodule: FederatedDataModule | None = None,
         aggregator: Aggregator | None = None,
     ) -> Any:
-        """Evaluates every client on its validation split.
+        """Evaluate every client on the client's validation split.
 
         Args:
             model: the client module; None takes the federation of this Trainer.
-            dataloaders: not used; it is where Lightning's signature has it.
-            ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run that has them.
+            dataloaders: unused; keeps Lightning's signature.
+            ckpt_path: a checkpoint, or ``best`` or ``last`` of this method's newest run that has one.
             verbose: whether to print the result.
             datamodule: the clients' data.
-            aggregator: the server side, in the place of the client module's own.
+            aggregator: the server side, instead of the client module's own.
         """
         refuse_loaders(dataloaders)
         federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
@@ -244,15 +260,15 @@ class FederatedTrainer(RunFolders):
         datamodule: FederatedDataModule | None = None,
         aggregator: Aggregator | None = None,
     ) -> Any:
-        """Evaluates every client on its test split.
+        """Evaluate every client on the client's test split.
 
         Args:
             model: the client module; None takes the federation of this Trainer.
-            dataloaders: not used; it is where Lightning's signature has it.
-            ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run that has them.
+            dataloaders: unused; keeps Lightning's signature.
+            ckpt_path: a checkpoint, or ``best`` or ``last`` of this method's newest run that has one.
             verbose: whether to print the result.
             datamodule: the clients' data.
-            aggregator: the server side, in the place of the client module's own.
+            aggregator: the server side, instead of the client module's own.
         """
         refuse_loaders(dataloaders)
         federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
@@ -260,19 +276,19 @@ class FederatedTrainer(RunFolders):
             return super().test(federation, datamodule=datamodule, ckpt_path=path, verbose=verbose)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to predict: there is a model for each client, and a plain ``lightning.Trainer`` predicts with any.
+        """Refuse to predict, as a federation has a model per client; a plain ``lightning.Trainer`` predicts with any.
 
         Args:
             *args: as for ``lightning.Trainer.predict``.
-            **kwargs: the same by name.
+            **kwargs: as for ``lightning.Trainer.predict``.
 
         Raises:
             MisconfigurationException: always.
         """
         raise MisconfigurationException(
-            "FederatedTrainer.predict has a model for each client, and not one; load that of a client by the class "
-            "that was trained, such as model = FedPer.load_from_checkpoint(path, client=3), or the global one without "
-            "client=, and call lightning.Trainer().predict(model, dataloaders)."
+            "FederatedTrainer.predict can't choose among the clients' models; load a client's model by the trained "
+            "class, such as model = FedPer.load_from_checkpoint(path, client=3), or the global model without client=, "
+            "and call lightning.Trainer().predict(model, dataloaders)."
         )
 
     def join(
@@ -284,22 +300,24 @@ class FederatedTrainer(RunFolders):
         ckpt_path: str | Path | None = None,
         aggregator: Aggregator | None = None,
     ) -> dict[str, float]:
-        """Lets the data's new clients receive what the server has and train by it, and tests them before and after.
+        """Let the data's new clients receive from the server and train, with a test before and after.
 
         Args:
             model: the client module; None takes the federation of this Trainer.
-            datamodule: the clients' data, with ``new_clients``; where clients have names, all those are new whose
-                names the federation doesn't know, and no others.
-            epochs: passes over a new client's samples in each phase; None takes what the method makes in a round.
-            rounds: how often a new client receives and trains; they are one where nothing stays with it in between.
-            ckpt_path: a checkpoint, or ``best`` or ``last`` for those of this method's newest run that has them.
-            aggregator: the server side, in the place of the client module's own.
+            datamodule: the clients' data, with ``new_clients``; if clients have names, the new ones are exactly those
+                with names that the federation doesn't know.
+            epochs: passes over a new client's samples in each phase; None takes the method's own number.
+            rounds: rounds in which a new client receives and trains; more than one matter only for methods with
+                personal state.
+            ckpt_path: a checkpoint, or ``best`` or ``last`` of this method's newest run that has one.
+            aggregator: the server side, instead of the client module's own.
 
         Returns:
-            On test ``new_received/METRIC`` and then ``new/METRIC``, on val ``new_val_received/METRIC`` and so on.
+            Test metrics as ``new_received/METRIC`` before and ``new/METRIC`` after training, validation metrics as
+                ``new_val_received/METRIC`` and ``new_val/METRIC``.
 
         Raises:
-            MisconfigurationException: if there are no new clients, or the server has nothing for them.
+            MisconfigurationException: if there are no new clients, or the server has no payload for them.
         """
         federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
         self._joining = partial(joined_row, epochs=epochs, rounds=rounds)
@@ -316,19 +334,325 @@ class FederatedTrainer(RunFolders):
         aggregator: Aggregator | None,
         ckpt_path: str | Path | None,
     ) -> tuple[Federation | None, str | None]:
+        """Return the federation and the checkpoint's path of an evaluation."""
+        # Made first, as it names the run, under whose folders best and last are looked up.
         federation = None if model is None else self._federation(model, datamodule, aggregator)
         return federation, present_checkpoint(self, ckpt_path)
 
     def _federation(
         self, model: ClientModule, datamodule: FederatedDataModule | None, aggregator: Aggregator | None
     ) -> Federation:
-        """The federation of a client module, the one there is if it is of the same module."""
-        # without one that of an earlier run holds; Lightning declares the attribute at run time
+        """Return the federation of a client module: the Trainer's current one for the same module, or a new one."""
+        # Without a datamodule take the earlier run's. Lightning sets this attribute only at run time, so it may be
+        # missing.
         data = getattr(self, "datamodule", None) if datamodule is None else datamodule
         check_classes(model, data, aggregator)
         current = self.lightning_module
+        # The same module as before: keep its federation, which has been trained.
         if isinstance(current, Federation) and current.client is model and aggregator is None:
             return current
         federation = Federation(model, aggregator, self.rounds)
         self.name_run(f"{federation.method}-{type(data).__name__}")
         return federation
+
+
+# Arguments of Lightning's Trainer
+
+OWN_STEPS = "works on the Trainer's own optimizer steps or weights, and a federation has none"
+REFUSED_CALLBACKS = {
+    "BaseFinetuning": (
+        "freezes layers of the Trainer's own optimizer, and clients have theirs; freeze them in the net by "
+        "requires_grad_(False), or let the client module's local_phases say what is trained"
+    ),
+    "BasePredictionWriter": (
+        "writes what trainer.predict gives; give it to the lightning.Trainer by which a model of load_from_checkpoint "
+        "predicts"
+    ),
+    "BatchSizeFinder": f"{OWN_STEPS}; set data.batch_size",
+    "GradientAccumulationScheduler": f"{OWN_STEPS}; set data.batch_size",
+    "LearningRateFinder": f"{OWN_STEPS}; set model.optimizer.lr",
+    "ModelPruning": f"{OWN_STEPS}; leave it out",
+    "SpikeDetection": (
+        "looks at the loss of a step of the Trainer, whose step is a round; take "
+        "EarlyStopping(monitor='train/loss', check_finite=True)"
+    ),
+    "StochasticWeightAveraging": f"{OWN_STEPS}; leave it out",
+    "ThroughputMonitor": (
+        "counts the Trainer's batches, and a round is one of all clients; see time/train in the record, or take "
+        "FlopCounter"
+    ),
+    "WeightAveraging": f"{OWN_STEPS}; leave it out",
+}
+"""Lightning callbacks, with subclasses, that can't work in a federation: the reason and an alternative. All others see
+rounds as epochs."""
+STEP_HOOKS = "on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step"
+"""Callback hooks about steps of the Trainer's own optimizer, which a federation never calls."""
+REPORTS = (WandbReport, TensorBoardReport)
+"""Callbacks that show a run in trackers; each does nothing without its logger."""
+ACCELERATORS: dict[str, tuple[type[Accelerator], ...]] = {
+    "gpu": (CUDAAccelerator, MPSAccelerator),
+    "cuda": (CUDAAccelerator,),
+    "mps": (MPSAccelerator,),
+    "tpu": (XLAAccelerator,),
+}
+"""Accelerators that a machine may lack, by the Trainer's names."""
+MEANINGLESS = {
+    "max_epochs": "a round is an epoch; give max_rounds",
+    "min_epochs": "a round is an epoch; leave it out",
+    "max_steps": "the Trainer takes no optimizer steps of its own; give max_rounds",
+    "min_steps": "the Trainer takes no optimizer steps of its own; leave it out",
+    "limit_train_batches": "a round is one batch; give clients_per_round or data.max_samples",
+    "overfit_batches": "a round is one batch; give data.max_samples",
+    "accumulate_grad_batches": "clients step on every batch; give a larger data.batch_size",
+    "val_check_interval": "a round is one batch; give check_val_every_n_epoch",
+    "use_distributed_sampler": "clients are no samples; leave it out",
+    "barebones": "it forbids the record; leave it out",
+    "sync_batchnorm": "clients have their own batch statistics; see model.buffers",
+}
+
+
+def refuse_meaningless(max_rounds: int, arguments: dict[str, Any]) -> None:
+    """Refuse Trainer arguments without meaning in a federation, unless they have the Trainer's default.
+
+    Args:
+        max_rounds: rounds to run.
+        arguments: the arguments for Lightning's Trainer.
+
+    Raises:
+        MisconfigurationException: at the first such argument.
+    """
+    if not is_count(max_rounds):
+        raise MisconfigurationException(f"trainer.max_rounds={max_rounds} must be at least 1.")
+    parameters = inspect.signature(Trainer).parameters
+    for name, advice in MEANINGLESS.items():
+        value = arguments.get(name)
+        if value is not None and value != parameters[name].default:
+            raise MisconfigurationException(f"trainer.{name}={value} means nothing in a federation: {advice}.")
+    for name in ("limit_val_batches", "limit_test_batches"):
+        value = arguments.get(name)
+        none = name == "limit_val_batches" and value == 0
+        # Lightning takes 1 as one batch, but 1.0 as all batches.
+        if value is not None and not none and not (isinstance(value, float) and value == 1):
+            raise MisconfigurationException(
+                f"trainer.{name}={value} would evaluate some clients for all: they come in one batch; leave it out"
+                + (", or give 0 for no validation." if name == "limit_val_batches" else ".")
+            )
+    # True is equal to 1, one round.
+    if (dev := arguments.get("fast_dev_run")) not in (None, False, True):
+        raise MisconfigurationException(
+            f"trainer.fast_dev_run={dev} is a number of batches, and a round is one batch; give true for one round."
+        )
+    for callback in as_list(arguments.get("callbacks")):
+        check_callback(callback)
+        # Without a dirpath the file would be in the run's folder, where best.ckpt and last.ckpt already are.
+        own = isinstance(callback, ModelCheckpoint) and not isinstance(callback, (BestCheckpoint, LastCheckpoint))
+        if own and callback.dirpath is None and callback.filename in ("best", "last"):
+            raise MisconfigurationException(
+                f"trainer.callbacks: ModelCheckpoint filename={callback.filename} is that of a checkpoint that every "
+                "run keeps; leave it out, or give it another filename or a dirpath."
+            )
+
+
+def check_callback(callback: Any) -> None:
+    """Refuse a callback unable to work in a federation.
+
+    Args:
+        callback: one of ``trainer.callbacks``.
+
+    Raises:
+        MisconfigurationException: if it is no callback, or one that would do nothing or fail.
+    """
+    if not isinstance(callback, Callback):
+        made = isinstance(callback, type) and issubclass(callback, Callback)
+        name = callback.__name__ if isinstance(callback, type) else repr(callback)
+        raise MisconfigurationException(
+            f"trainer.callbacks: {name} is a class; give an instance, {name}(...)."
+            if made
+            else f"trainer.callbacks: {name} is no callback; give an instance of a subclass of Callback."
+        )
+    name = type(callback).__name__
+    for refused, reason in REFUSED_CALLBACKS.items():
+        # By name, since older versions of Lightning lack some.
+        if isinstance(callback, getattr(callbacks, refused, ())):
+            raise MisconfigurationException(f"trainer.callbacks: {name} {reason}.")
+    for hook in STEP_HOOKS.split():
+        if getattr(type(callback), hook) is not getattr(Callback, hook) or hook in vars(callback):
+            raise MisconfigurationException(
+                f"trainer.callbacks: {name}.{hook} would never be called, as clients' steps are not the Trainer's; let "
+                "the client module's adjust_gradients, on_after_backward or on_before_optimizer_step do its work."
+            )
+
+
+def refuse_loaders(*loaders: Any) -> None:
+    """Refuse data loaders, as samples must come by client."""
+    if any(loader is not None for loader in loaders):
+        raise MisconfigurationException("data loaders hold no clients; give datamodule=, a FederatedDataModule.")
+
+
+def check_classes(model: Any, datamodule: Any, aggregator: Any) -> None:
+    """Refuse objects of types unfit for a federation.
+
+    Args:
+        model: must be a client module.
+        datamodule: must be a federated data module.
+        aggregator: must be an aggregator or None.
+
+    Raises:
+        MisconfigurationException: at the first object of a wrong type.
+    """
+    for name, value, kind in (("model", model, ClientModule), ("datamodule", datamodule, FederatedDataModule)):
+        if isinstance(value, type) and issubclass(value, kind):
+            raise MisconfigurationException(
+                f"{name}={value.__name__} is a class; give an instance, {value.__name__}(...)."
+            )
+    if not isinstance(model, ClientModule):
+        raise MisconfigurationException(
+            f"model={type(model).__name__} is not a client module; take one of pfl_lightning.methods, or a "
+            "subclass of ClientModule."
+        )
+    if not isinstance(datamodule, FederatedDataModule):
+        raise MisconfigurationException(
+            f"datamodule={type(datamodule).__name__} is not a FederatedDataModule; take one of pfl_lightning.data."
+        )
+    if aggregator is not None and not isinstance(aggregator, Aggregator):
+        name = getattr(aggregator, "__name__", type(aggregator).__name__)
+        raise MisconfigurationException(
+            f"aggregator={name} is a class; give an instance, {name}()."
+            if isinstance(aggregator, type)
+            else f"aggregator={name} is no Aggregator; take one of pfl_lightning.methods."
+        )
+
+
+def fill_defaults(arguments: dict[str, Any], root: str, client_states: str) -> None:
+    """Fill in the Trainer's open arguments in place.
+
+    Args:
+        arguments: the arguments for Lightning's Trainer.
+        root: the folder of runs.
+        client_states: as for `FederatedTrainer`.
+    """
+    callbacks = list(as_list(arguments.get("callbacks")))
+    kinds: list[type[Callback]] = [RoundLogger, RoundProgress, *REPORTS]
+    # The bar must close before the final table is printed, so it comes first.
+    if wants(arguments, "enable_progress_bar", ProgressBar):
+        kinds.insert(0, RunBar)
+    if wants(arguments, "enable_model_summary", ModelSummary):
+        kinds.insert(0, RunHead)
+        # RunHead replaces Lightning's summary, which would describe one client's module only.
+        arguments["enable_model_summary"] = False
+    if arguments.get("enable_checkpointing") is not False and not arguments.get("fast_dev_run"):
+        kinds += [LastCheckpoint] if arguments.get("limit_val_batches") == 0 else [BestCheckpoint, LastCheckpoint]
+    callbacks += [kind() for kind in kinds if not any(isinstance(callback, kind) for callback in callbacks)]
+    # Reports last, as they show results of other callbacks.
+    callbacks.sort(key=lambda callback: isinstance(callback, REPORTS))
+    plugins = list(as_list(arguments.get("plugins")))
+    if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+        plugins.append(MappedCheckpointIO() if client_states == "disk" else AtomicCheckpointIO())
+    arguments["callbacks"], arguments["plugins"] = callbacks, plugins
+    # Lightning's default depends on installed packages; a run shall write the same files everywhere.
+    if arguments.get("logger") in (None, True):
+        arguments["logger"] = CSVLogger(root)
+    # A sanity check would evaluate all clients before training, and Lightning would log every 50th round only.
+    for name, value in {"num_sanity_val_steps": 0, "log_every_n_steps": 1}.items():
+        if arguments.get(name) is None:
+            arguments[name] = value
+    # Lightning would take all devices, each with a process; several are used on request only.
+    if arguments.get("devices") in (None, "auto"):
+        arguments["devices"] = 1
+    # Every rank sees all clients and picks its own; Lightning's sampler would split the list of ids.
+    arguments["use_distributed_sampler"] = False
+    several = str(arguments["devices"]) != "1" or arguments.get("num_nodes", 1) != 1
+    if several and arguments.get("strategy") in (None, "auto"):
+        arguments["strategy"] = ClientParallel()
+
+
+def wants(arguments: dict[str, Any], name: str, kind: type[Callback]) -> bool:
+    """Return True if a display is switched on and no callback of the user does its work."""
+    own = any(isinstance(callback, kind) for callback in as_list(arguments.get("callbacks")))
+    return arguments.get(name) is not False and not own
+
+
+def check_machine(arguments: dict[str, Any]) -> None:
+    """Refuse devices missing on this machine, and evaluation intervals below 1.
+
+    Args:
+        arguments: the arguments for Lightning's Trainer, with defaults filled in.
+
+    Raises:
+        MisconfigurationException: at the first such value.
+    """
+    accelerator, devices = arguments.get("accelerator", "auto"), arguments["devices"]
+    found = [name for name, kinds in ACCELERATORS.items() if any(kind.is_available() for kind in kinds)]
+    if accelerator in ACCELERATORS and accelerator not in found:
+        raise MisconfigurationException(
+            f"trainer.accelerator={accelerator} is not on this machine, or torch is installed without it; choose from "
+            f"{', '.join(['cpu', *found])}."
+        )
+    on_cpu = accelerator == "cpu" or (accelerator == "auto" and not found)
+    if on_cpu and not (str(devices).isdigit() and int(devices) > 0):
+        raise MisconfigurationException(
+            f"trainer.devices={devices} must be a number of processes from 1 up, because trainer.accelerator is the "
+            "CPU."
+        )
+    every = arguments.get("check_val_every_n_epoch")
+    if every is not None and every < 1:
+        raise MisconfigurationException(f"trainer.check_val_every_n_epoch={every} must be at least 1 round.")
+
+
+def check_ranks(strategy: Strategy, engine: type[Engine] | EngineMaker, ranks: int) -> None:
+    """Refuse several devices for strategies and engines made for a single one."""
+    if not isinstance(strategy, ClientParallel):
+        raise MisconfigurationException(
+            f"trainer.strategy={type(strategy).__name__} would cut models or batches over {ranks} devices, and a "
+            "federation shares out whole clients; leave it out, or take ClientParallel."
+        )
+    if isinstance(engine, type) and issubclass(engine, Processes):
+        raise MisconfigurationException(
+            f"trainer.engine=processes has processes of its own on one machine, and trainer.devices asks for {ranks}; "
+            "take another engine, or devices=1."
+        )
+
+
+def checkpoint_file(trainer: RunFolders, ckpt_path: str | Path | None, begun: bool) -> str | None:
+    """Return the file of a ``ckpt_path``; None if ``best`` or ``last`` doesn't exist.
+
+    Args:
+        trainer: the trainer, for the method's newest run.
+        ckpt_path: a file, ``best``, ``last`` or None.
+        begun: as for `checkpoint_of_run`.
+    """
+    if ckpt_path not in ("best", "last"):
+        return None if ckpt_path is None else str(ckpt_path)
+    folder = next((str(c.dirpath or "") for c in trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint)), "")
+    # In an evaluation the callback has a folder too, but it is never made.
+    if folder and Path(folder).is_dir():
+        found: Path | None = Path(folder, f"{ckpt_path}.ckpt")
+    else:
+        found = checkpoint_of_run(trainer.run_root, str(ckpt_path), begun=begun)
+    return str(found) if found is not None and found.exists() else None
+
+
+def present_checkpoint(trainer: RunFolders, ckpt_path: str | Path | None) -> str | None:
+    """Return the file of an evaluation's ``ckpt_path``; None if none is given.
+
+    Args:
+        trainer: the trainer, for the method's newest run.
+        ckpt_path: a file, ``best``, ``last`` or None.
+
+    Raises:
+        MisconfigurationException: if the file doesn't exist.
+    """
+    path = checkpoint_file(trainer, ckpt_path, begun=False)
+    if path is None and ckpt_path is not None:
+        raise MisconfigurationException(
+            f"ckpt_path={str(ckpt_path)!r}: no run under {trainer.run_root} has such a checkpoint; "
+            "give the path of one."
+        )
+    return path
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return None, a single object or a list as a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]

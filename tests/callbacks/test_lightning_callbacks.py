@@ -9,7 +9,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import BaseFinetuning, BasePredictionWriter, Callback, EarlyStopping, LambdaCallback
 
 from federations import fit, make_client, make_trainer, read_csv
-from pfl_lightning.trainer_arguments import REFUSED_CALLBACKS, STEP_HOOKS
+from pfl_lightning.trainer import REFUSED_CALLBACKS, STEP_HOOKS
 
 
 class Finetuning(BaseFinetuning):

@@ -368,7 +368,7 @@ def test_who_changes_them_is_stopped(hook, engine):
         return getattr(FedAvg, hook)(self, *args)
 
     setattr(Moves, hook, moved)
-    with pytest.raises(MisconfigurationException, match=r"changes net\.features\.0\.weight, which all clients have"):
+    with pytest.raises(MisconfigurationException, match=r"changes net\.features\.0\.weight, which"):
         fit(make_client(Moves, net=half_frozen), engine=engine)
 
 
@@ -388,7 +388,7 @@ def test_something_must_be_trained():
     with pytest.raises(MisconfigurationException, match=r"^model\.net=Net has no parameter to train"):
         make_client(net=all_frozen)
     for engine in ("sequential", "vectorised"):
-        with pytest.raises(MisconfigurationException, match=r"all that FedRep trains in its phase 'body' is frozen"):
+        with pytest.raises(MisconfigurationException, match=r"FedRep trains in its phase 'body' are frozen"):
             fit(make_client(FedRep, net=frozen_body), engine=engine)
 
 

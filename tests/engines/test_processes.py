@@ -17,7 +17,7 @@ from torch.optim import Adam
 from command import forked
 from federations import MOMENTUM, NETS, Spy, blobs, fit, make_client, noisy, same_end
 from pfl_lightning.callbacks import FederatedCallback
-from pfl_lightning.engines import LocalWork, Processes, parent, processes
+from pfl_lightning.engines import LocalWork, Processes, die_with_parent, processes
 from pfl_lightning.engines.errors import ClientsLost
 from pfl_lightning.engines.processes import taken_from
 from pfl_lightning.methods import WDR, FedAvg, FedBABU, FedPer, FedReMa, Local
@@ -263,7 +263,7 @@ class Pausing(FederatedCallback):
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
 def test_workers_end_with_a_main_process_that_is_killed(platform, monkeypatch):
-    monkeypatch.setattr(parent, "sys", SimpleNamespace(platform=platform))
+    monkeypatch.setattr(die_with_parent, "sys", SimpleNamespace(platform=platform))
     reader, writer = os.pipe()
     monkeypatch.setattr(Sending, "line", writer)
 

@@ -182,7 +182,9 @@ def test_a_resumed_run_and_a_checkpoint_have_the_same_new_clients(tmp_path):
 def test_who_has_taken_part_is_not_new(tmp_path):
     alike = {"num_clients": 4, "partitioner": IID(), "max_samples": 90}
     run = fit(make_client(), crowd(0, max_samples=60, partitioner=IID()), root=tmp_path)
-    with pytest.raises(MisconfigurationException, match=r"the checkpoint's run had data\.new_clients=0 and this one 2"):
+    with pytest.raises(
+        MisconfigurationException, match=r"the checkpoint's run had data\.new_clients=0 and this one has 2"
+    ):
         make_trainer(tmp_path).join(make_client(), crowd(2, **alike), ckpt_path=run.last)
 
 
@@ -229,7 +231,7 @@ class Polite(Strict):
 
 def test_a_server_that_knows_its_clients_alone_is_refused_before_the_first_round():
     spy = Spy()
-    with pytest.raises(MisconfigurationException, match=r"data\.new_clients=2: aggregator Strict has nothing"):
+    with pytest.raises(MisconfigurationException, match=r"data\.new_clients=2: aggregator Strict has no payload"):
         fit(make_client(), crowd(), aggregator=Strict(), callbacks=[spy])
     assert not spy.cohorts
     assert fit(make_client(), crowd(0), aggregator=Strict()).rows
@@ -470,7 +472,7 @@ def test_clients_without_names_are_those_of_the_checkpoint_or_refused(tmp_path):
     with pytest.raises(MisconfigurationException, match=r"other samples .* no names"):
         make_trainer(tmp_path).test(make_client(FedPer), datamodule=other, ckpt_path=run.last)
     run.trainer.test(run.model, datamodule=crowd(0, partitioner=IID()), verbose=False)
-    with pytest.raises(MisconfigurationException, match=r"have no names and those of data some"):
+    with pytest.raises(MisconfigurationException, match=r"have no names and the data's clients have some"):
         run.trainer.test(run.model, datamodule=Wards("abcd"))
 
 

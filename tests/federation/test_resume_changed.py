@@ -264,10 +264,9 @@ def settings(name: str) -> Any:
 def test_the_command_line_keeps_both_configurations(capsys, told):
     pfl(f"fit {LINE} --trainer.max_rounds 1")
     changed = "--model.wdr_lambda 7 --model.optimizer.lr 0.1 --trainer.max_rounds 2 --ckpt_path last"
-    assert refusal(f"fit {LINE} {changed}", capsys) == (
-        "ckpt_path: the checkpoint's run had other settings of model.wdr_lambda, model.optimizer.lr; resume with those "
-        "that it had, or go on with these by resume_changed=true."
-    )
+    sentence = refusal(f"fit {LINE} {changed}", capsys)
+    assert sentence.startswith("ckpt_path: ") and "model.wdr_lambda, model.optimizer.lr;" in sentence
+    assert sentence.endswith("resume_changed=true.")
     assert [line for line in told() if line.endswith(" now")] == [
         "model.wdr_lambda: 5.0 then, 7.0 now",
         "model.optimizer.lr: 0.05 then, 0.1 now",

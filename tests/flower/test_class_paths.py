@@ -61,7 +61,7 @@ def test_what_may_be_named(text):
         "pfl_lightning.cli.main.main",
         "pfl_lightning.runs.folder.Path",
         "pfl_lightning.runs.client_states.DiskStates",
-        "pfl_lightning.federation.base.LightningModule",
+        "pfl_lightning.federation.federation.LightningModule",
         "pfl_lightningx.Net",
         "mine.net.Net",
         "mine.Nett",

@@ -6,7 +6,7 @@ import re
 from pfl_lightning.cli.commands import TRAINER
 from pfl_lightning.cli.reading import new_parser
 from pfl_lightning.cli.refusals import Options, installed
-from pfl_lightning.trainer_arguments import MEANINGLESS
+from pfl_lightning.trainer import MEANINGLESS
 
 PLAIN = re.compile(r"(typing\.|Optional|Union|Literal\[[^]]*\]|NoneType|None|int|float|str|bool|[\[\],|' ]|<class|>)*")
 """Types of values that have no settings of their own."""

@@ -13,7 +13,7 @@ from pfl_lightning.cli.suggestions import RATES, suggestion
 from pfl_lightning.cli.usage import one_line, shortened
 from pfl_lightning.client.optimizers import PLATEAU
 from pfl_lightning.methods.registry import METHODS
-from pfl_lightning.trainer_arguments import MEANINGLESS
+from pfl_lightning.trainer import MEANINGLESS
 
 TYPES = {
     "int": "an integer",

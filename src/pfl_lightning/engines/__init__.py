@@ -1,4 +1,4 @@
-"""Engines: how the clients of a round are executed."""
+"""Engines run the clients of a round: one by one, vectorised, or in several processes."""
 
 from pfl_lightning.engines.auto import Auto
 from pfl_lightning.engines.base import ClientState, Engine, EngineMaker, Evaluated, Job, LocalWork, Outcome
@@ -13,7 +13,7 @@ ENGINES: dict[str, type[Engine]] = {
     "processes": Processes,
     "auto": Auto,
 }
-"""Engines by the name that the Trainer's ``engine`` takes."""
+"""Engines by the values of the Trainer's ``engine``."""
 
 __all__ = [
     "ENGINES",

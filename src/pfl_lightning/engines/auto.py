@@ -1,4 +1,4 @@
-"""The choice of an engine by the device, the net and the cores."""
+"""Choose an engine by device, net and cores."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -21,34 +21,36 @@ from pfl_lightning.messages import tensors
 
 PARAMETERS = 50_000
 OUTPUTS = 20_000
-"""Up to so many parameters, and values that its layers put out for a sample, a net is small on a CPU."""
+"""Upper limits, for a net that counts as small on a CPU, of its parameters and of its layers' output values per
+sample."""
 OUTPUTS_FOR_CORES = 10_000
-"""The same of values where several cores would share the clients out between them. LeNet5 on MNIST is between the two:
+"""The limit of output values if several cores could share the clients. LeNet5 on MNIST lies between the two limits:
 vectorised it takes 0.72 to 0.78 of a plain loop's time, with two processes 0.61 to 0.65."""
 
 FILLING = 100_000_000
-"""Values that layers put out for a batch, from which on it fills a GPU: to read and write them takes a card of several
-TB/s as long as it takes to start the kernels of a step, some tenths of a millisecond. An estimate."""
+"""Output values of a batch from which a single client fills a GPU. A card with several TB/s then reads and writes them
+in some tenths of a millisecond, as long as it takes to launch a step's kernels. An estimate."""
 
 
 class Auto(Engine):
-    """Takes the engine that should be the fastest, and says in one line which and why.
+    """Choose the fastest engine by estimates, and log the choice and the reason.
 
-    On a GPU that is `Vectorised` unless a single client's batch fills it; on a CPU too for small nets, whose steps take
-    less time than it takes to start them. Otherwise, and where a method can't be vectorised, it is `Processes` on a CPU
-    with several cores, and `Sequential` elsewhere, and for nets so large that several threads share out each of their
-    operations. The choice follows from what is given and not from the clock: a run that is
-    resumed goes on with the same engine. Takes the arguments of `Engine`.
+    On a GPU the choice is `Vectorised`, unless a single client's batch fills the GPU. On a CPU `Vectorised` is chosen
+    for small nets, whose operations take less time than launching them. Otherwise, and for methods that can't be
+    vectorised, the choice is `Processes` on a CPU with several cores, and else `Sequential`, also for nets so large
+    that several threads share each operation. The choice depends on net, data and machine, never on the clock, so a
+    resumed run uses the same engine. The arguments are those of `Engine`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # The engine is made at the first job, which has the samples to judge the net by.
         self._arguments = args, kwargs
         self._engine: Engine | None = None
         self._parameters = sum(parameter.numel() for parameter in self.module.parameters())
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
-        """Yields outcomes as the engine that was taken does, and takes another where that one can't run the method."""
+        """Train with the chosen engine; if the method can't be vectorised, choose another for the remaining clients."""
         jobs = list(jobs)
         if not jobs:
             return
@@ -58,22 +60,23 @@ class Auto(Engine):
                 done.add(outcome.client)
                 yield outcome
         except Unvectorisable as error:
+            # Raised before a block's first outcome, so finished clients keep theirs and the others run again.
             self._take_one_by_one(f"{type(self.module).__name__} can't be vectorised ({error.reason})")
             yield from self.run(job for job in jobs if job.client not in done)
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
-        """Evaluates as the engine that was taken does."""
+        """Evaluate with the chosen engine."""
         jobs = iter(jobs)
-        # as they come: what a client is sent is made when its job is
+        # Jobs stay an iterator: each payload is made when its job is taken, and all at once could fill the memory.
         for first in jobs:
             yield from self._chosen(first).complete("evaluation", chain([first], jobs))
 
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
-        """Trains as the engine that was taken does."""
+        """Train with the chosen engine."""
         self._chosen(job).adapt(phases, job, data)
 
     def _chosen(self, first: Job) -> Engine:
-        """The engine; when it has still to be chosen, by a net's work on a sample of the first client."""
+        """Return the engine, chosen at the first call by the net's work on a sample of the first client."""
         if self._engine is not None:
             return self._engine
         net = type(self.module.net).__name__
@@ -92,29 +95,32 @@ class Auto(Engine):
 
     @torch.no_grad()
     def _outputs(self, part: Samples) -> int:
-        """How many values the net's layers put out for a sample."""
+        """Return the number of output values of all layers for one sample."""
         x = part.take(slice(1)).x
         self.set_mode(training=False)
         with self.forward_context():
             return sum(tensor.numel() for tensor in tensors(outputs_of(self.module.net, x)))
 
     def _take_one_by_one(self, reason: str) -> Engine:
+        """Choose between processes and a plain loop."""
         if not self._has_processes():
             return self._take(Sequential, reason)
+        # The operations of a large net occupy several cores already.
         if self._parameters > threads.SMALL and torch.get_num_threads() > 1:
             return self._take(Sequential, f"{reason}, or for several")
         count = self._at_once()
         return self._take(Processes if count > 1 else Sequential, f"{reason}, {count} at a time")
 
     def _has_processes(self) -> bool:
-        """Whether several processes may share out clients here."""
+        """Return True if the engine ``processes`` works here."""
         return self.device.type == "cpu" and sys.platform == "linux" and not distributed.is_initialized()
 
     def _at_once(self) -> int:
-        """Clients that processes would train at once."""
+        """Return the number of clients trained at once by processes here."""
         return (self.workers or cores()) if self._has_processes() else 1
 
     def _take(self, engine: type[Engine], reason: str) -> Engine:
+        """Make the engine and log the choice."""
         args, kwargs = self._arguments
         self._engine = engine(*args, **kwargs)
         rank_zero_info(f"trainer.engine='auto' takes {engine.__name__.lower()}: {reason}.")

@@ -1,4 +1,4 @@
-"""What an engine takes and gives: jobs in, outcomes out. It decides how clients run, never what they compute."""
+"""The interface of engines: jobs in, outcomes out. Engines decide about execution, never about results."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,20 +16,20 @@ from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import ClientData, LastBatch, Samples, Split
 from pfl_lightning.engines.errors import ClientsLost, during, moment, named
 from pfl_lightning.engines.evaluation import evaluate, metrics_of
-from pfl_lightning.engines.heap import keep_freed
+from pfl_lightning.engines.malloc import keep_freed
 from pfl_lightning.messages import Message, StateDict, detached, tree_map
 from pfl_lightning.privacy.accountant import Release
 from pfl_lightning.privacy.dp_sgd import DPSGD
 
 
 class Extent(NamedTuple):
-    """How far a phase goes.
+    """The length of a phase.
 
     Args:
-        batch_size: samples a batch.
-        last_batch: what becomes of an epoch's last, smaller batch.
+        batch_size: samples per batch.
+        last_batch: treatment of an epoch's last, smaller batch.
         epochs: passes over the samples.
-        steps: batches, in the place of ``epochs`` where they are given.
+        steps: batches, instead of ``epochs`` if given.
     """
 
     batch_size: int
@@ -40,17 +40,17 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalWork:
-    """How much a client trains in a round, the same for all.
+    """The settings of a client's local training in a round, the same for all clients.
 
     Args:
-        epochs: passes over the client's training data; ignored where ``steps`` is given.
-        steps: batches, over as many passes as they take.
-        batch_size: samples a batch.
-        last_batch: what becomes of an epoch's last, smaller batch.
-        clip: largest norm or value of gradients; None doesn't clip.
-        clip_algorithm: whether ``clip`` bounds the ``norm`` of all gradients together or each ``value``.
-        example_privacy: makes training differentially private in each sample; None trains as ever.
-        keeps_on_device: whether what stays with clients is left on the device where they train.
+        epochs: passes over the client's training data; ignored if ``steps`` is given.
+        steps: batches, over as many passes as needed.
+        batch_size: samples per batch.
+        last_batch: treatment of an epoch's last, smaller batch.
+        clip: the largest norm or value of gradients; None doesn't clip.
+        clip_algorithm: whether ``clip`` bounds the joint ``norm`` of all gradients or each ``value``.
+        example_privacy: DP-SGD, which makes training differentially private for each sample; None trains without.
+        keeps_on_device: whether clients' states stay on the training device between rounds.
     """
 
     epochs: int = 1
@@ -63,11 +63,17 @@ class LocalWork:
     keeps_on_device: bool = False
 
     def kept(self, record: Any) -> Any:
-        """What a client keeps, as copies of its own where it is kept."""
+        """Copy a client's record to the storage of clients' states: the training device or the CPU.
+
+        Args:
+            record: tensors in dicts and lists.
+        """
+        # The clone is needed even on the same device, as the next client overwrites the module's tensors.
         return tree_map(lambda t: t.detach().clone(), record) if self.keeps_on_device else detached(record)
 
     def extent(self, phase: Phase) -> Extent:
-        """How far a phase goes: what it says itself, and these settings where it says nothing."""
+        """Return the length of a phase: the phase's own settings, or else these."""
+        # The setting is about clients' samples; a phase's own data, such as a public set, are used in full.
         last: LastBatch = self.last_batch if phase.data is None else "keep"
         own = phase.epochs is not None or phase.steps is not None
         epochs, steps = (phase.epochs, phase.steps) if own else (self.epochs, self.steps)
@@ -76,14 +82,14 @@ class LocalWork:
 
 @dataclass
 class ClientState:
-    """What stays with a client between rounds, on the CPU or, if it is left there, where it trains.
+    """A client's state between rounds, on the CPU or the training device.
 
     Args:
         personal: personal entries of the client module's ``state_dict``.
-        optimizers: ``state_dict`` of each phase's optimizer, where they live for the run.
-        scaler: state of the loss scaler under ``16-mixed``.
-        kept: name that the client's site has given to all of this, where it is kept there and not here.
-        once: entries of a payload that travel once, where the client is at a site; elsewhere each payload has them.
+        optimizers: the ``state_dict`` of each phase's optimizer, if optimizers last for the run.
+        scaler: the state of the loss scaler under ``16-mixed``.
+        kept: the name under which the client's site stores the state; then the state isn't here.
+        once: payload entries that travel once, for a client at a site; elsewhere each payload includes them.
     """
 
     personal: StateDict = field(default_factory=dict)
@@ -97,16 +103,16 @@ class Job(NamedTuple):
     """One client's work in one round.
 
     Args:
-        client: id of the client.
+        client: the client's id.
         round: the round's number, from 0.
-        state: its state when the round begins; not changed by the engine.
-        payload: what the server sends it.
-        data: its data.
-        seed: seed of its batches and of its dropout.
-        lr_factor: the round's learning rate over the configured one.
+        state: the client's state at the start of the round; engines don't change it.
+        payload: the server's payload for the client.
+        data: the client's data.
+        seed: the seed of batches and dropout.
+        lr_factor: the round's learning rate divided by the configured one.
         evaluate: the splits to evaluate on after training.
         once: names of the payload's entries that travel once.
-        has_once: whether the client has kept these from an earlier round.
+        has_once: whether the client has these entries from an earlier round.
     """
 
     client: int
@@ -122,30 +128,30 @@ class Job(NamedTuple):
 
     @property
     def travelling(self) -> Message:
-        """The payload without what the client has kept from an earlier round."""
+        """The payload without entries known to the client from an earlier round."""
         if not self.has_once:
             return self.payload
         return {name: entry for name, entry in self.payload.items() if name not in self.once}
 
 
 Evaluated: TypeAlias = tuple[int, dict[str, dict[str, float]]]
-"""A client's id, and its metrics by the split that they were computed on."""
+"""A client's id, and the client's metrics by split."""
 
 
 class Outcome(NamedTuple):
-    """What a client's local training gave.
+    """The result of a client's local training.
 
     Args:
-        client: id of the client.
-        update: what it sends to the server, on the CPU.
-        state: its state from now on.
-        metrics: means of what its ``training_step`` returned, weighted by samples; empty if it had no batch.
-        finite: whether its loss, its update and its personal entries are free of NaN and infinity; of its update alone
-            where its training is differentially private in each sample.
-        after: metrics after training, as `Engine.evaluate` names them.
-        seconds: time that it took.
-        refused: why nothing of it can be used, where that is so.
-        releases: the steps that its training has spent, where it is differentially private in each sample.
+        client: the client's id.
+        update: the update for the server, on the CPU.
+        state: the client's state from now on.
+        metrics: means of the values from ``training_step``, weighted by samples; empty without a batch.
+        finite: whether loss, update and personal entries are free of NaN and infinity; under example-level privacy, the
+            update alone.
+        after: metrics after training, named as by `Engine.evaluate`.
+        seconds: the time taken.
+        refused: why the result is unusable; empty if it is usable.
+        releases: the privacy steps that the training spent under example-level privacy.
     """
 
     client: int
@@ -160,20 +166,20 @@ class Outcome(NamedTuple):
 
 
 class Engine(ABC):
-    """Runs clients through a client module.
+    """Base class of engines, which run clients through a client module.
 
     Args:
-        module: the client module; it stands on the device where it trains.
-        work: how much each client trains.
+        module: the client module, on the device where it trains.
+        work: the settings of local training.
         precision: the Trainer's precision plugin.
-        workers: processes to use at most, for engines that use several; None takes one a core.
-        compile: whether local steps are compiled, by engines that can.
+        workers: the largest number of processes, for engines with several; None takes one per core.
+        compile: whether to compile local steps, for engines that can.
     """
 
     may_miss_clients: ClassVar[bool] = False
-    """Whether clients may be gone, as those at sites; elsewhere one without a result is an error."""
+    """Whether clients may be absent, as clients at sites may; elsewhere a client without a result is an error."""
     when_clients_miss: ClassVar[str] = "let its run() and evaluate_all() give each job's client once"
-    """Advice for the message about clients that have no result."""
+    """Advice in the error about clients without a result."""
 
     def __init__(
         self,
@@ -183,6 +189,7 @@ class Engine(ABC):
         workers: int | None = None,
         compile: bool = False,
     ) -> None:
+        # On a GPU torch's caching allocator keeps freed memory already.
         if module.device.type == "cpu":
             keep_freed()
         self.module = module
@@ -190,15 +197,18 @@ class Engine(ABC):
         self.precision = precision
         self.workers = workers
         self.compile = compile
+        # A net with its own train(), for frozen layers, must be called; for others, setting the flags directly is
+        # faster.
         self._sets_own_modes = any(type(m).train is not nn.Module.train for m in module.modules())
         self.metrics = metrics_of(module)
         for metric in self.metrics.modules():
             if isinstance(metric, Metric):
-                # bool() is False: else a rank's clients would be measured together with those of other ranks
+                # torchmetrics would otherwise reduce each client's metric over all ranks, which hold different clients.
+                # bool() is False.
                 metric.distributed_available_fn = bool
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """The context of forward passes under the Trainer's precision."""
+        """Return the context for forward passes under the Trainer's precision."""
         return self.precision.forward_context()
 
     @overload
@@ -208,17 +218,17 @@ class Engine(ABC):
     def complete(self, phase: Literal["evaluation"], jobs: Iterable[Job]) -> Iterator[Evaluated]: ...
 
     def complete(self, phase: Literal["training", "evaluation"], jobs: Iterable[Job]) -> Iterator[Outcome | Evaluated]:
-        """Yield the results of `run` or `evaluate_all`, and count them against the jobs.
+        """Yield the results of `run` or `evaluate_all`, and check for exactly one result per job.
 
-        Whoever asks an engine for results asks here, so that no client is lost or counted twice without a word.
+        All callers of an engine use this method, so that no client is lost or counted twice in silence.
 
         Args:
-            phase: ``training`` runs `run`, ``evaluation`` `evaluate_all`.
-            jobs: of different clients.
+            phase: ``training`` calls `run`, ``evaluation`` calls `evaluate_all`.
+            jobs: jobs of different clients.
 
         Raises:
-            ClientsLost: if a client has no result where `may_miss_clients` is False, or if one has several, or was not
-                asked for.
+            ClientsLost: if a client has no result although `may_miss_clients` is False, or a second or unrequested
+                result.
         """
         jobs = iter(jobs)
         missing: set[int] = set()
@@ -228,7 +238,7 @@ class Engine(ABC):
             nonlocal when
             for job in jobs:
                 missing.add(job.client)
-                # an evaluation's is the job of the round to come
+                # An evaluation gets the jobs of the coming round, but belongs to the round before.
                 when = when or moment(phase, job.round - (phase == "evaluation"))
                 yield job
 
@@ -240,12 +250,12 @@ class Engine(ABC):
             client = result[0]
             if client not in missing:
                 raise ClientsLost(
-                    f"{engine} gave a result of client {client} in the {phase} {when} that nobody had asked "
-                    f"for, or a second one; {self.when_clients_miss}."
+                    f"{engine} gave an unrequested result of client {client} in the {phase} {when}, "
+                    f"or a second one; {self.when_clients_miss}."
                 )
             missing.remove(client)
             yield result
-        # of an engine that has stopped before the last job
+        # Count the jobs that the engine never took.
         missing.update(job.client for job in asked())
         if missing and not self.may_miss_clients:
             raise ClientsLost(
@@ -254,32 +264,33 @@ class Engine(ABC):
 
     @abstractmethod
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
-        """Train each job's client and yield its outcome, in any order; `complete` counts them."""
+        """Train each job's client and yield outcomes in any order; `complete` checks for missing ones."""
 
     @abstractmethod
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
-        """Trains the module, which is the job's client already, and keeps nothing else of it."""
+        """Train the module, which holds the job's client already, through some phases; keep no other state."""
 
     def evaluate(self, job: Job) -> dict[str, dict[str, float]]:
-        """Metrics of a client's model as it receives it, by the splits that the job names.
+        """Return the metrics of a client's received model, by the job's splits.
 
-        A method's `ClientModule.evaluation_phases` come first; what the model is without them is ``SPLIT_received``.
+        With `ClientModule.evaluation_phases` the model is adapted first; metrics before the adaptation are under
+        ``SPLIT_received``.
         """
-        # it is the job of the round to come
+        # The job is of the coming round, but the evaluation belongs to the round before.
         with during("evaluation", job.round - 1, job.client):
             return self.evaluate_present(job, self.become(job))
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
-        """Evaluate each job's client and yield its id and metrics, in any order; `complete` counts them."""
+        """Evaluate each job's client and yield id and metrics in any order; `complete` checks for missing ones."""
         for job in jobs:
             yield job.client, self.evaluate(job)
 
     def evaluate_present(self, job: Job, data: ClientData) -> dict[str, dict[str, float]]:
-        """The same of the module as it stands.
+        """Return the metrics of the module's current model, as `evaluate` does.
 
         Args:
-            job: the job whose client the module is.
-            data: the client's data, where it trains.
+            job: the job of the client in the module.
+            data: the client's data, on the training device.
         """
         received = self.metrics_on(data, job.evaluate)
         phases = self.module.evaluation_phases() if received else []
@@ -291,11 +302,11 @@ class Engine(ABC):
         return adapted | {f"{split}_received": values for split, values in received.items()}
 
     def evaluate_model(self, model: StateDict, samples: Samples) -> dict[str, float]:
-        """Metrics of a model that is no client's.
+        """Return the metrics of a model without a client, such as the server's.
 
         Args:
-            model: entries of the client module's ``state_dict``; the others are left as they are.
-            samples: what to evaluate it on.
+            model: entries of the client module's ``state_dict``; missing entries keep their values.
+            samples: the samples to evaluate on.
         """
         self.set_mode(training=False)
         self.module.assign(model)
@@ -303,11 +314,13 @@ class Engine(ABC):
         return evaluate(self.module, samples, self.metrics, self.forward_context)
 
     def become(self, job: Job, training: bool = False) -> ClientData:
-        """Make the module the job's client, as it stands when the round begins; return its data, where it trains.
+        """Load a job's client into the module; return the client's data on the training device.
+
+        Sets seed, mode, personal state and payload, and calls the ``on_download`` hook.
 
         Args:
             job: the client's work.
-            training: whether local training follows; else the client is evaluated as it is.
+            training: whether local training follows; else an evaluation.
         """
         module = self.module
         self.set_turn(job)
@@ -322,50 +335,52 @@ class Engine(ABC):
             with torch.no_grad(), during("download", job.round, job.client):
                 module.receive(job.state.personal, job.payload, data)
         finally:
-            # whoever else lets the module receive something may do both with it
+            # Reset for other callers of receive, after which both training and evaluation may follow.
             vars(module).update(training_follows=True, evaluation_follows=True)
         return data
 
     def set_turn(self, job: Job, steps_done: int = 0) -> None:
-        """Tells the module whose turn it is.
+        """Set the client's id, the round and the number of steps on the module.
 
         Args:
             job: the client's work.
-            steps_done: batches that it has trained in this round.
+            steps_done: the client's batches so far in this round.
         """
-        # past `nn.Module.__setattr__`, which looks for parameters first
+        # Written to __dict__, as nn.Module.__setattr__ searches parameters and buffers first, once per client and
+        # attribute.
         vars(self.module).update(client_id=job.client, round=job.round, steps_done=steps_done)
 
     def data_of(self, job: Job) -> ClientData:
-        """The data of a job's client, where it trains."""
+        """Return the data of a job's client, on the training device."""
         return job.data.to(self.device, cast(torch.dtype, self.module.dtype))
 
     def set_mode(self, training: bool) -> None:
-        """Set training or evaluation mode on the module and all in it.
+        """Set training or evaluation mode on the module and all submodules.
 
-        What was in evaluation mode when the module was given is frozen and stays so, as under Lightning's own Trainer:
-        a BatchNorm layer after its ``eval()``, or what a net's own ``train()`` leaves out. `release` puts all back.
+        Submodules that were in evaluation mode when the module was given are frozen and stay so, as under Lightning's
+        own Trainer: a BatchNorm layer after ``eval()``, or layers left out by a net's own ``train()``. `release`
+        restores all modes.
         """
         modes = given_modes(self.module)
         if self._sets_own_modes:
-            # the only way to what an override of `train` does
+            # Calling the override is the only way to its effects; then freeze again what was frozen.
             self.module.train(training)
             for module, trained in modes:
                 if not trained:
                     vars(module)["training"] = False
             return
-        # past `nn.Module.train`, which calls itself on each submodule and takes as long as a step of a small net
+        # nn.Module.train recurses through all submodules and takes as long as a training step of a small net.
         for module, trained in modes:
             vars(module)["training"] = training and trained
 
     def _seed(self, seed: int) -> None:
-        """Seeds what dropout draws from; `torch.manual_seed` would also queue seeds for devices that aren't there."""
+        """Seed the generators of dropout; `torch.manual_seed` would also queue seeds for missing devices."""
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
     def metrics_on(self, data: ClientData, splits: tuple[Split, ...]) -> dict[str, dict[str, float]]:
-        """Metrics of the module as it stands, by split; splits without samples are left out."""
+        """Return the metrics of the module's current model by split; splits without samples are left out."""
         held: dict[str, Samples] = {split: getattr(data, split) for split in splits}
         return {
             split: evaluate(self.module, samples, self.metrics, self.forward_context)
@@ -375,14 +390,14 @@ class Engine(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where clients train."""
+        """The device where clients train."""
         return self.module.device
 
 
 def given_modes(module: ClientModule) -> list[tuple[nn.Module, bool]]:
-    """Return each module in a client module, with whether it was in training mode when engines first set its mode.
+    """Return all submodules, each with the training mode from before any engine's change.
 
-    They are kept in the client module, as several engines may run it in turn.
+    Stored in the client module, because several engines may use the same module in turn.
     """
     table = vars(module)
     if "_given_modes" not in table:
@@ -392,10 +407,10 @@ def given_modes(module: ClientModule) -> list[tuple[nn.Module, bool]]:
 
 
 def release(module: ClientModule) -> None:
-    """Put the modes of a client module back as they were given, when engines are done with it."""
+    """Restore the modes of a client module's submodules from before any engine's change."""
     for m, training in vars(module).pop("_given_modes", ()):
         vars(m)["training"] = training
 
 
 EngineMaker: TypeAlias = Callable[[Sequence[ClientModule], LocalWork, Precision], Sequence[Engine]]
-"""Gives the engine of each of some client modules, which may be one for all of them."""
+"""Returns an engine for each of some client modules, perhaps the same engine for all."""

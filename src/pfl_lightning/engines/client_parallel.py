@@ -1,4 +1,4 @@
-"""Several devices: Lightning starts the ranks, no module is wrapped, and all ranks end when one does."""
+"""Several devices: Lightning starts the ranks, no module is wrapped, and all ranks end when one rank ends."""
 
 import multiprocessing
 import os
@@ -21,39 +21,40 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from pfl_lightning.stopping import POLL, STARTED_BY, RankLost, Stopped, stoppable
 
 ASKED = 1.0
-"""Seconds that ranks have to end by themselves; then they are killed."""
+"""Seconds for ranks to end on request, before being killed."""
 
 FORCED = 3.0
-"""Seconds after which a rank ends that can't be interrupted, as in a collective that waits for a rank that is gone."""
+"""Seconds after which a rank that can't be interrupted is killed, such as one waiting in a collective for a lost
+rank."""
 
 
 class RankLauncher(_SubprocessScriptLauncher):
-    """Starts ranks as Lightning does, without its observer: that kills all of them, with nobody left to say why."""
+    """Start ranks as Lightning does, without Lightning's observer, which kills all ranks without a message."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start the other ranks unless this is one of them, and call a function.
+        """Start the other ranks, unless this process is one, and call a function.
 
         Args:
-            function: What each rank calls.
-            *args: Its arguments.
-            trainer: Not used, as in Lightning's.
-            **kwargs: Its arguments by name.
+            function: the function that each rank calls.
+            *args: positional arguments of the function.
+            trainer: unused; keeps Lightning's signature.
+            **kwargs: keyword arguments of the function.
         """
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             os.environ[STARTED_BY] = str(os.getpid())
             self._call_children_scripts()
-            # not for what this process starts later, which is no rank and may outlive it
+            # Later child processes are no ranks, and may outlive this process.
             del os.environ[STARTED_BY]
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
 
 class ClientParallel(DDPStrategy):
-    """Lightning's processes and collectives for a federation whose clients are shared out to devices.
+    """Lightning's processes and collectives for a federation with clients distributed over devices.
 
-    Nothing is reduced between steps, as a client trains on one device; `Sharded` gathers once a round. The Trainer
-    takes it where ``devices`` or ``num_nodes`` ask for more than one.
+    Nothing is reduced between steps, because a client trains on one device; `Sharded` gathers results once per round.
+    The Trainer uses this strategy if ``devices`` or ``num_nodes`` ask for more than one.
 
     Args:
         **kwargs: the arguments of Lightning's ``DDPStrategy``, such as ``start_method``, ``timeout`` or
@@ -63,20 +64,21 @@ class ClientParallel(DDPStrategy):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._watch: RankWatch | None = None
-        # every rank logs the same value
+        # Lightning advises sync_dist=True for logged values, but every rank logs the same value.
         warnings.filterwarnings("ignore", message=".*sync_dist=True")
 
     def configure_ddp(self) -> None:
-        """Leaves the federation as it is."""
+        """Leave the federation unwrapped."""
 
     def _configure_launcher(self) -> None:
+        """Replace Lightning's launcher of scripts."""
         super()._configure_launcher()
         if isinstance(self._launcher, _SubprocessScriptLauncher):
             assert self.cluster_environment is not None
             self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
-        """Watch the process that has forked or spawned this rank, and join the other ranks."""
+        """Watch the parent process of a forked or spawned rank, and join the other ranks."""
         if (parent := multiprocessing.parent_process()) is not None and self._watch is None:
             self._watch = RankWatch(self, parent.pid)
         super().setup_environment()
@@ -90,11 +92,11 @@ class ClientParallel(DDPStrategy):
 
     @property
     def started(self) -> list[Any]:
-        """Processes of the ranks that this process has started."""
+        """Processes of the ranks started by this process."""
         return getattr(self._launcher, "procs", [])
 
     def end_ranks(self) -> None:
-        """End the ranks that this process has started, by force where they take long."""
+        """End the ranks started by this process, by force after a second."""
         for process in self.started:
             process.terminate()
         deadline = time.monotonic() + ASKED
@@ -105,14 +107,14 @@ class ClientParallel(DDPStrategy):
 
 
 class RankWatch:
-    """Watches other ranks from a thread, as no signal reaches a main thread that waits for them in a collective.
+    """Watch other ranks from a thread, because a main thread waiting in a collective receives no signal.
 
-    A signal to this process is passed on to the ranks that it has started. Where one of those has failed, or the
-    process that started this rank is gone, this one is told to end. If it hasn't after `FORCED` seconds, it is ended.
+    A signal to this process is passed on to the ranks it started. If one of these has failed, or the parent process is
+    gone, this process is asked to end, and killed after `FORCED` seconds.
 
     Args:
-        strategy: The strategy of this rank.
-        parent: Process that started this rank; None where something else looks after it.
+        strategy: the strategy of this rank.
+        parent: the process id of this rank's parent; None if something else watches the parent.
     """
 
     def __init__(self, strategy: ClientParallel, parent: int | None) -> None:
@@ -124,33 +126,35 @@ class RankWatch:
         os.set_blocking(self._write, False)
         self._before: int | None = None
         if threading.current_thread() is threading.main_thread():
-            # where the interpreter writes the number of a signal at once, whatever the main thread does
+            # Python's C-level handler writes the signal's number here at once, even if the main thread runs no Python
+            # code.
             self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
         self._thread.start()
 
     def lost(self) -> RankLost | None:
-        """Return which process's end ends this rank; None where all are there."""
+        """Return the error for a lost parent or rank; None while all are alive."""
         if self.parent is not None and os.getppid() != self.parent:
             return RankLost("the process that started this rank is gone", 1)
         if isinstance(self.strategy.launcher, RankLauncher):
             for rank, process in enumerate(self.strategy.started, start=1):
+                # None is a running rank, and 0 one that has finished.
                 if code := process.poll():
                     return RankLost.by_exit_code(rank, code)
-        # of ranks that were forked or spawned torch tells what has ended one, with its traceback
+        # For forked or spawned ranks torch itself reports the failure, with a traceback.
         return None
 
     def cause_of(self, error: BaseException) -> RankLost | Stopped | None:
-        """Return what is behind an error: a rank that is lost, or a signal; None where the error is this rank's own.
+        """Return the cause behind an error: a lost rank or a signal; None if the error is this rank's own.
 
         Args:
-            error: What has ended this rank's work.
+            error: the exception that ended this rank's work.
         """
         if isinstance(error, Stopped):
             return self.cause
         if not of_a_collective(error):
             return None
-        # the others may be about to end
+        # A collective may fail before the other rank's exit is visible, so wait a little.
         deadline = time.monotonic() + ASKED
         while (cause := self.cause or self.lost()) is None and time.monotonic() < deadline:
             time.sleep(POLL / 10)
@@ -166,6 +170,7 @@ class RankWatch:
         os.close(self._write)
 
     def _run(self) -> None:
+        """Wait for signals, and look for lost ranks in between."""
         while not self._over.is_set():
             readable, _, _ = select.select([self._read], [], [], POLL)
             numbers = set(os.read(self._read, 64) if readable else b"") & {signal.SIGTERM, signal.SIGINT}
@@ -175,33 +180,36 @@ class RankWatch:
                 self._end(lost)
 
     def _end(self, cause: RankLost | Stopped) -> None:
-        """End the ranks that this one has started, and this one by force where it doesn't end by itself."""
+        """End the ranks started by this one, then this one, by force if necessary."""
         self.cause = cause
         begun = time.monotonic()
         if isinstance(cause, RankLost) and self._before is not None and not self._over.wait(POLL):
-            # a main thread that computes hears this; one that waits for the lost rank has an error by now
+            # A computing main thread is interrupted by this signal; a main thread in a collective has got an error by
+            # now.
             os.kill(os.getpid(), signal.SIGTERM)
         self.strategy.end_ranks()
         if not self._over.wait(begun + FORCED - time.monotonic()):
             if self.parent is None or isinstance(cause, RankLost):
-                print(f"pfl-lightning: {cause}; waited for another rank, and was ended", file=sys.stderr, flush=True)
+                print(f"pfl-lightning: {cause}; killed while waiting for a rank", file=sys.stderr, flush=True)
+            # A main thread that hangs in a collective never returns to raise an exception.
             os._exit(int(cause.code or 1))
 
 
 def is_over(process: Any) -> bool:
-    """Tell whether a process has ended.
+    """Return True if a process has ended.
 
     Args:
-        process: of ``subprocess`` or ``multiprocessing``; the latter's exit code is for the thread alone that joins it.
+        process: from ``subprocess`` or ``multiprocessing``; for the latter the sentinel is read, because the exit code
+            is only for the thread that joins the process.
     """
     return bool(wait([process.sentinel], 0)) if hasattr(process, "sentinel") else process.poll() is not None
 
 
 def of_a_collective(error: BaseException) -> bool:
-    """Tell whether an error comes from the exchange with other ranks.
+    """Return True if an error comes from communication with other ranks.
 
     Args:
-        error: The error.
+        error: the exception.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     return (
@@ -213,14 +221,14 @@ def of_a_collective(error: BaseException) -> bool:
 
 @contextmanager
 def ended_together(strategy: Strategy) -> Iterator[None]:
-    """Let SIGTERM and SIGINT end what it contains, and all ranks end when one does.
+    """Let SIGTERM and SIGINT end the work inside this context, and end all ranks when one ends.
 
     Args:
-        strategy: The Trainer's.
+        strategy: the Trainer's strategy.
 
     Raises:
-        Stopped: This process was told to end.
-        RankLost: Another rank has ended.
+        Stopped: if this process was asked to end.
+        RankLost: if another rank has ended.
     """
     if not isinstance(strategy, ClientParallel):
         with stoppable():

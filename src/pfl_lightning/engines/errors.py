@@ -1,4 +1,4 @@
-"""Errors while clients run: whose they are, how they get from one process to another, and clients that are missing."""
+"""Errors while clients run: name the client, round and phase, cross processes, and report missing clients."""
 
 import pickle
 import sys
@@ -15,25 +15,25 @@ from pfl_lightning.engines.steps import reason_of
 Result = TypeVar("Result")
 
 NOTE = "Raised in the "
-"""How each note begins that `during` adds to an error."""
+"""The beginning of each note that `during` adds to an error."""
 
 WHEN = {"download": "for", "evaluation": "after"}
 
 
 class ClientsLost(RuntimeError):
-    """Clients have no result, because what ran them ended or left them out."""
+    """Clients have no result, because a process ended or the engine skipped a job."""
 
 
 class during:
-    """Name the clients, the round and the phase in an error that leaves this context; its type and traceback stay.
+    """Add the clients, round and phase to an error leaving this context; the error's type and traceback stay.
 
-    The note is printed below the traceback. Python 3.10 prints no notes: there it goes to stderr at once. ``sys.exit``
-    in a hook would end the whole run, with exit code 0 even, so that it becomes an error.
+    The note is printed below the traceback. Python 3.10 doesn't print notes, so there it goes to stderr at once. A
+    ``sys.exit`` in a hook becomes an error, as it would end the whole run, perhaps even with exit code 0.
 
     Args:
         phase: ``download``, ``training``, ``upload`` or ``evaluation``.
-        round: number of the round that it belongs to, from 0; an evaluation to the one before it.
-        *clients: their ids; several where they run in one computation.
+        round: the round's number, from 0; for an evaluation, that of the round before.
+        *clients: the clients' ids; several if they run in one computation.
     """
 
     def __init__(self, phase: str, round: int, *clients: int) -> None:
@@ -42,20 +42,20 @@ class during:
         self.clients = clients
 
     def __enter__(self) -> None:
-        """Add nothing yet: this is entered several times for each client of a round."""
+        """Do nothing, cheaply: this context is entered several times per client and round."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Add the note, unless a context within has done so."""
+        """Add the note, unless an inner context has added one."""
         if error is None:
             return
         where = f"{self.phase} of {named(self.clients)} {moment(self.phase, self.round)}"
-        # subclasses are those of signals
+        # Exactly SystemExit: its subclasses come from signals and must pass.
         if type(error) is SystemExit:
             raise RuntimeError(
                 f"sys.exit({error.code!r}) was called in the {where}, and would end the run; raise an error instead."
             ) from error
         notes = getattr(error, "__notes__", [])
-        # a setting's error is about no client
+        # An error about a setting concerns every client, so no client is named.
         about_setting = isinstance(error, MisconfigurationException)
         if about_setting or not isinstance(error, Exception) or any(note.startswith(NOTE) for note in notes):
             return
@@ -65,7 +65,7 @@ class during:
 
 
 def moment(phase: str, round: int) -> str:
-    """Return in words when a phase takes place, with rounds numbered from 1 as in the record.
+    """Return the time of a phase in words, with rounds numbered from 1 as in the record.
 
     >>> moment("training", 0), moment("evaluation", 0)
     ('in round 1', 'after round 1')
@@ -74,7 +74,7 @@ def moment(phase: str, round: int) -> str:
 
 
 def named(clients: tuple[int, ...] | list[int]) -> str:
-    """Return clients in words.
+    """Return client ids in words.
 
     >>> named([3]), named([0, 2, 5])
     ('client 3', 'clients 0, 2, 5')
@@ -85,15 +85,15 @@ def named(clients: tuple[int, ...] | list[int]) -> str:
 def computed(
     at_once: Callable[[], Result], alone: Callable[[], Any], refusal: Callable[[str], MisconfigurationException]
 ) -> Result:
-    """Return a result that the client module's code gives in a way that not all code allows, such as under ``vmap``.
+    """Run the client module's code under a transform such as ``vmap``; if the code fails, find out why.
 
-    If that fails, either the code can't be run in this way or it is wrong. Running it plainly tells which: an error of
-    the plain run is the author's, and is raised as it is.
+    Not all code can run under a transform. After a failure the same code runs plainly: an error of the plain run is the
+    author's own and is raised unchanged; without one, the transform is refused.
 
     Args:
-        at_once: computes the result.
-        alone: runs the same code plainly, for one client, without effects that last.
-        refusal: makes an exception of the reason why the code can't be run in this way.
+        at_once: runs the code under the transform.
+        alone: runs the same code plainly, for one client, without lasting effects.
+        refusal: makes the exception from the reason for the failure.
     """
     try:
         return at_once()
@@ -101,25 +101,25 @@ def computed(
         raise
     except Exception as error:
         failed = error
-    # not in the handler: an author's own error shall not come with torch's before it
+    # Outside the except block, so that an author's own error isn't chained to torch's.
     alone()
     raise refusal(reason_of(failed)) from failed
 
 
 class OtherTraceback(Exception):
-    """The traceback of an error that another process has raised, shown as the error's cause."""
+    """The traceback of an error from another process, shown as the error's cause."""
 
     def __str__(self) -> str:
-        """Return the traceback on lines of its own."""
+        """Return the traceback on separate lines."""
         return f"\n{self.args[0]}"
 
 
 class Failure(NamedTuple):
-    """An error on its way to another process.
+    """An error on the way to another process.
 
     Args:
         error: the pickled exception.
-        traceback: its text, which a pickled exception loses.
+        traceback: the traceback's text, which pickling loses.
     """
 
     error: bytes
@@ -127,14 +127,14 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception) -> "Failure":
-        """Return an error that can be sent; one that can't be pickled becomes a RuntimeError that names its type."""
+        """Pack an error; an unpicklable one becomes a RuntimeError with the type's name in the message."""
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         try:
             packed = pickle.dumps(error)
             if type(pickle.loads(packed)) is type(error):
                 return cls(packed, text)
         except Exception:
-            # an `__init__` that takes other arguments than those of the exception fails in one way or another
+            # Exceptions with an __init__ of other arguments than args fail on unpickling in various ways.
             pass
         other = RuntimeError(f"{type(error).__name__}: {error}")
         vars(other).update(__notes__=getattr(error, "__notes__", []))

@@ -1,4 +1,4 @@
-"""Evaluation of clients: of one, and of the outputs of many at once."""
+"""Evaluate a client, or the outputs of many clients at once."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,14 +39,14 @@ from pfl_lightning.nets.modes import kept_modes
 from pfl_lightning.tasks import Classification, Task
 
 PADDING = -100
-"""Target of what is no sample; cross-entropy leaves it out."""
+"""Target of padding, which cross-entropy ignores."""
 POOLED = "_pooled"
-"""Ends the name of a metric of all clients' samples, of which a client has a share."""
+"""Suffix in the name of a metric over all clients' samples, to which each client adds a share."""
 OUTPUTS = 2**24
-"""Numbers that a net may put out at once in an evaluation: 64 MiB in single precision."""
+"""Output values that a net may compute at once in an evaluation: 64 MiB in single precision."""
 
 CURVES = (BinaryPrecisionRecallCurve, MulticlassPrecisionRecallCurve, MultilabelPrecisionRecallCurve)
-"""What AUROC, average precision and other areas under curves of torchmetrics derive from."""
+"""Base classes of AUROC, average precision and other areas under curves in torchmetrics."""
 PRECISIONS = (BinaryAveragePrecision, MulticlassAveragePrecision, MultilabelAveragePrecision)
 MEANS = (MulticlassAUROC, MultilabelAUROC, MulticlassAveragePrecision, MultilabelAveragePrecision)
 """Means over classes of areas under curves."""
@@ -57,11 +57,11 @@ AGREEMENTS = (
     MulticlassMatthewsCorrCoef,
     MultilabelMatthewsCorrCoef,
 )
-"""Agreement beyond chance, of which targets of a single class tell nothing."""
+"""Agreement beyond chance, undefined for targets of a single class."""
 
 
 def metrics_of(module: ClientModule) -> MetricCollection:
-    """The metrics of a client module, on its device, with those that are pooled.
+    """Return a client module's metrics, including pooled ones, on the module's device.
 
     A single metric is named after its class, as `MetricCollection` does, and an accuracy ``acc``.
 
@@ -69,7 +69,7 @@ def metrics_of(module: ClientModule) -> MetricCollection:
         module: the client module.
 
     Raises:
-        MisconfigurationException: if its ``configure_metrics`` gives something else.
+        MisconfigurationException: if ``configure_metrics`` returns anything but metrics.
     """
     made: object = module.configure_metrics()
     if isinstance(made, (BinaryAccuracy, MulticlassAccuracy, MultilabelAccuracy)):
@@ -81,6 +81,7 @@ def metrics_of(module: ClientModule) -> MetricCollection:
             f"{type(module).__name__}.configure_metrics gives a {type(made).__name__}; "
             "return a torchmetrics.MetricCollection, or a single metric."
         )
+    # Such as R², which isn't a mean of clients' values.
     if pooled := module.task.pooled():
         made.add_metrics({name + POOLED: metric for name, metric in pooled.items()})
     return made.to(module.device)
@@ -89,15 +90,16 @@ def metrics_of(module: ClientModule) -> MetricCollection:
 def computed(metrics: MetricCollection) -> dict[str, Any]:
     """Return the values of metrics by name, and the states of pooled ones.
 
-    A value is of the classes for which it is defined; see `defined`.
+    A mean over classes covers only classes with a defined value; see `defined`.
 
     Raises:
-        MisconfigurationException: if one isn't a number.
+        MisconfigurationException: if a value isn't a number.
     """
     values = dict(metrics.compute())
     for name, metric in metrics.items(copy_state=False):
         if name in values:
             values[name] = defined(metric, values[name])
+        # The wrapper names each class's value itself, so look its names up to correct the values.
         elif isinstance(metric, ClasswiseWrapper):
             names = [key if key in values else f"{name}_{key}" for key in metric.compute()]
             of_classes = defined(metric.metric, torch.stack([values[key] for key in names]))
@@ -115,16 +117,16 @@ def computed(metrics: MetricCollection) -> dict[str, Any]:
 
 
 def defined(metric: Metric, value: Any) -> Any:
-    """Return the value of a metric over those classes for which samples define it; NaN where there is none.
+    """Return a metric's value over the classes with enough samples, or NaN without such a class.
 
-    torchmetrics gives 0 for a class that no sample has, or that all have, and takes it into the mean over classes. Here
-    an average precision needs a sample of its class, and any other area under a curve, such as AUROC, one of another
-    class as well; a mean is over the classes that have what is needed. Cohen's kappa and Matthews' correlation need
-    samples of two classes. Other metrics, and those with a ``compute`` of their own, are left as they are.
+    torchmetrics gives 0 for a class that no sample has, or all samples have, and includes the 0 in the mean over
+    classes. Here an average precision needs a sample of the class; any other area under a curve, such as AUROC, also
+    needs a sample of another class; a mean covers the classes that fulfil this. Cohen's kappa and Matthews' correlation
+    need samples of two classes. Other metrics, and metrics with a ``compute`` of their own, are unchanged.
 
     Args:
-        metric: a metric to which samples have been added.
-        value: its value, or its values of all classes ``[classes]``.
+        metric: a metric updated with samples.
+        value: the metric's value, or the values of all classes ``[classes]``.
     """
     if not isinstance(value, Tensor) or not type(metric).compute.__module__.startswith("torchmetrics."):
         return value
@@ -145,8 +147,9 @@ def defined(metric: Metric, value: Any) -> Any:
         return value.masked_fill(~known.view_as(value), torch.nan)
     if not isinstance(metric, MEANS):
         return nan
+    # Recompute without the mean to get each class's value.
     metric.average = None
-    # the class's own, as the object's remembers its result
+    # The class's method, since the object's caches its result.
     of_classes = cast(Any, type(metric)).compute(metric)[known]
     metric.average = average
     weights = counts[known, 1] if average == "weighted" else torch.ones_like(of_classes)
@@ -154,12 +157,13 @@ def defined(metric: Metric, value: Any) -> Any:
 
 
 def occurrences(metric: Metric) -> Tensor:
-    """Return how many samples don't have each class, and how many do, ``[classes, 2]``.
+    """Return the number of samples without and with each class, ``[classes, 2]``.
 
     Args:
-        metric: one of `CURVES`; where it is of two classes, there is one row.
+        metric: one of `CURVES`; a binary metric gives a single row.
     """
     if metric.thresholds is not None:
+        # Summed over predictions, the confusion matrix at any threshold gives the samples without and with each class.
         counts: Tensor = metric.confmat[0].sum(-1)  # type: ignore[index]
         return counts.view(-1, 2)
     target = dim_zero_cat(metric.target)
@@ -171,12 +175,12 @@ def occurrences(metric: Metric) -> Tensor:
 
 
 def measured_names(metrics: MetricCollection) -> list[str]:
-    """Names of the metrics that each client has a value of, without those that are pooled."""
+    """Return the names of metrics with a value per client, without pooled metrics."""
     return [str(name) for name in metrics if not str(name).endswith(POOLED)]
 
 
 def own_values(values: Mapping[str, Any]) -> dict[str, float]:
-    """A client's values, without what it adds to metrics of all samples.
+    """Return a client's own values, without states of pooled metrics.
 
     >>> own_values({"mae": 0.5, "r2_pooled": {"count": torch.tensor(3)}})
     {'mae': 0.5}
@@ -185,22 +189,22 @@ def own_values(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def state_of(metric: Metric) -> StateDict:
-    """What samples have added to a metric, on the CPU."""
+    """Return the accumulated state of a metric, on the CPU."""
     return {name: getattr(metric, name).detach().cpu() for name in metric._defaults}
 
 
 def pooled_value(metric: Metric, states: Iterable[Mapping[str, Tensor]]) -> float:
-    """A metric of all the samples that have been added to some.
+    """Return a metric's value over all samples of several accumulated states.
 
     Args:
-        metric: one of a task's `Task.pooled`; left as new.
-        states: what clients' samples add to it, as `evaluate` gives it.
+        metric: one of `Task.pooled`; reset afterwards.
+        states: the clients' states, as returned by `evaluate`.
     """
     states = list(states)
     metric.reset()
     for name in metric._defaults:
         setattr(metric, name, torch.stack([state[name] for state in states]).sum(0).to(metric.device))
-    # without it torchmetrics warns that nothing was added
+    # Otherwise torchmetrics warns that compute was called before update.
     metric._update_count = len(states)
     value = float(metric.compute())
     metric.reset()
@@ -214,22 +218,22 @@ def evaluate(
     metrics: MetricCollection,
     forward_context: Callable[[], AbstractContextManager[None]],
 ) -> dict[str, float]:
-    """Metrics of a client module on samples of a client.
+    """Return a client module's metrics on a client's samples.
 
     Args:
-        module: the module in the state to look at; left in training mode or not as it was.
-        samples: on the module's device, at least one.
-        metrics: what to compute on outputs and targets, besides the task's mean ``loss``.
-        forward_context: gives the context for a forward pass.
+        module: the module in its current state; the training mode is restored afterwards.
+        samples: at least one sample, on the module's device.
+        metrics: the metrics of outputs and targets, besides the task's mean ``loss``.
+        forward_context: returns the context for a forward pass.
 
     Returns:
-        Values by name; under ``NAME_pooled`` what the samples add to a metric of all clients' samples.
+        Values by name; under ``NAME_pooled`` the state of a metric over all clients' samples.
     """
     task = module.task
     metrics.reset()
     losses = []
     with kept_modes(module) if module.training else nullcontext():
-        # engines have done so, and it would take as long as a small net's outputs
+        # Engines have set evaluation mode already; eval() takes as long as a small net's forward pass.
         if module.training:
             module.eval()
         for x, target in samples.chunks(rows_at_once(task, samples.y)):
@@ -242,7 +246,7 @@ def evaluate(
 
 
 def rows_at_once(task: Task, target: Tree) -> int:
-    """Samples whose outputs may be in memory at once: `CHUNK`, or fewer where each has many positions and outputs.
+    """Return the number of samples per forward pass: `CHUNK`, or fewer for samples with many positions and outputs.
 
     >>> from pfl_lightning.tasks import Classification, NextToken
     >>> rows_at_once(Classification(10), torch.zeros(5)), rows_at_once(NextToken(32_000), torch.zeros(5, 512))
@@ -253,7 +257,7 @@ def rows_at_once(task: Task, target: Tree) -> int:
 
 
 def mean_of(total: Tensor, weight: int | Tensor) -> float:
-    """A sum of errors over their number; NaN where there is none."""
+    """Return a sum divided by a weight; NaN for a weight of 0."""
     return float(total) / float(weight) if weight else math.nan
 
 
@@ -261,13 +265,13 @@ def mean_of(total: Tensor, weight: int | Tensor) -> float:
 def evaluate_padded(
     outputs: Tensor, targets: Sequence[Tree], metrics: MetricCollection, task: Task
 ) -> list[dict[str, float]]:
-    """What `evaluate` says of several clients, from their outputs.
+    """Return the results of `evaluate` for several clients, from their outputs.
 
     Args:
-        outputs: ``[clients, n, ...]``.
-        targets: of each client's samples, of which there is at least one.
-        metrics: what to compute on outputs and targets, besides the task's mean ``loss``.
-        task: what is predicted.
+        outputs: outputs padded to the same number of samples, ``[clients, n, ...]``.
+        targets: each client's targets, at least one.
+        metrics: the metrics of outputs and targets, besides the task's mean ``loss``.
+        task: the prediction task.
 
     Returns:
         Values by name, for each client.
@@ -279,11 +283,12 @@ def evaluate_padded(
         sums = [(task.loss(*of_one, "sum"), task.weight(of_one[1])) for of_one in of_clients]
         losses = [mean_of(*of_one) for of_one in sums]
         return [computed_on(metrics, *of_one) | {"loss": loss} for of_one, loss in zip(of_clients, losses, strict=True)]
-    # what it takes for many clients at once is known here
+    # For classification, loss and accuracy of all clients take a few operations instead of several per client.
     y = pad_sequence(list(targets), batch_first=True, padding_value=PADDING)
     flat = F.cross_entropy(outputs.flatten(0, 1), y.flatten(), ignore_index=PADDING, reduction="none")
     losses = [loss / size for loss, size in zip(flat.view_as(y).sum(1).tolist(), sizes, strict=True)]
     values: Iterable[dict[str, float]]
+    # torchmetrics would take many operations per client for the same number.
     if is_accuracy(metrics):
         right = (outputs.argmax(-1) == y).sum(1).float() / torch.tensor(sizes, device=y.device)
         values = [{"acc": accuracy} for accuracy in right.tolist()]
@@ -293,7 +298,7 @@ def evaluate_padded(
 
 
 def is_accuracy(metrics: MetricCollection) -> bool:
-    """Whether metrics are the share of right ones and no more, which can be counted for many clients at once."""
+    """Return True if the only metric is plain accuracy, which can be counted for many clients at once."""
     if list(metrics) != ["acc"] or type(metric := metrics["acc"]) is not MulticlassAccuracy:
         return False
     plain = metric.average == "micro" and metric.multidim_average == "global" and metric.ignore_index is None
@@ -301,7 +306,7 @@ def is_accuracy(metrics: MetricCollection) -> bool:
 
 
 def computed_on(metrics: MetricCollection, outputs: Tensor, targets: Tree) -> dict[str, float]:
-    """What metrics come to on the samples of one client."""
+    """Return metrics on the samples of one client."""
     metrics.reset()
     metrics.update(outputs, targets)
     return computed(metrics)

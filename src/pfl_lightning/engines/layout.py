@@ -1,4 +1,4 @@
-"""The layout of a client module: which of its entries are trained, and which stay with a client."""
+"""List the trained and the personal entries of a client module."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,14 @@ from pfl_lightning.nets.batch_norm import smallest_batch
 
 @dataclass(frozen=True)
 class Layout:
-    """What engines know of a client module before they train it.
+    """A client module's parameters, personal entries and smallest batch, as engines need them.
 
-    To find it takes as long as a step of a small net: once per round, not several times per client.
+    Finding these takes as long as a training step of a small net, so it is done once per round and not per client.
 
     Args:
-        parameters: those that can be trained, by name.
+        parameters: the trainable parameters, by name.
         personal: names of the entries that stay with a client between rounds.
-        smallest_batch: samples that a batch must have.
+        smallest_batch: the smallest number of samples in a batch.
     """
 
     parameters: dict[str, nn.Parameter]
@@ -28,15 +28,15 @@ class Layout:
 
     @classmethod
     def of(cls, module: ClientModule) -> "Layout":
-        """The layout of a client module as it stands."""
+        """Return the current layout of a client module."""
         return cls(
-            # without what the method itself has frozen, which stays so when a phase ends
+            # Parameters frozen by the method itself are left out, so that they stay frozen when a phase ends.
             parameters={name: p for name, p in module.named_parameters() if p.requires_grad},
             personal=list(personal_entries(module, module.state_dict())),
-            # the mean and the variance of one sample are no statistics, and BatchNorm refuses them
+            # BatchNorm refuses a batch of one sample, whose variance is no statistic.
             smallest_batch=smallest_batch(module),
         )
 
     def trained(self, phase: Phase) -> dict[str, nn.Parameter]:
-        """The parameters that a phase trains, by name."""
+        """Return the parameters trained by a phase, by name."""
         return {name: parameter for name, parameter in self.parameters.items() if phase.trains(name)}

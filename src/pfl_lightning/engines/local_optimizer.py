@@ -1,4 +1,4 @@
-"""A client's optimizer for a phase of its local training."""
+"""Make a client's optimizer for a phase of local training."""
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -12,29 +12,30 @@ from pfl_lightning.messages import tree_map
 
 
 def local_optimizer(module: ClientModule, phase: Phase, job: Job, parameters: list[nn.Parameter]) -> Optimizer:
-    """The phase's optimizer, new or as the client left it, at the round's learning rate.
+    """Return the phase's optimizer, with the client's saved state if any, at the round's learning rate.
 
     Args:
         module: the client module; its ``learning_rate`` becomes the phase's.
         phase: the phase.
         job: the client's work in this round.
-        parameters: those that the phase trains.
+        parameters: the parameters that the phase trains.
 
     Raises:
-        MisconfigurationException: if it trains none, or its optimizer has others.
+        MisconfigurationException: if the phase trains no parameter, or the optimizer has other parameters.
     """
     if not parameters:
         raise MisconfigurationException(
-            f"model.net={type(module.net).__name__}: all that {type(module).__name__} trains in its phase "
-            f"{phase.name!r} is frozen (requires_grad=False); leave some of it trainable, or take a method that trains "
-            "the net as a whole, such as FedAvg."
+            f"model.net={type(module.net).__name__}: all parameters that {type(module).__name__} trains in its phase "
+            f"{phase.name!r} are frozen (requires_grad=False); leave some trainable, or take a method that trains the "
+            "whole net, such as FedAvg."
         )
     optimizer = module.local_optimizer(phase, parameters)
     check_own_parameters(optimizer, parameters, f"{type(module).__name__}.local_optimizer({phase.name!r})")
     factor = job.lr_factor if phase.scheduled else 1.0
+    # Read before loading the state, which holds the learning rate of an earlier round.
     rates = [group["lr"] * factor for group in optimizer.param_groups]
     if phase.name in job.state.optimizers:
-        # a copy: an optimizer takes the tensors as they are, and steps in place
+        # A copy, since load_state_dict keeps the given tensors and steps change them in place.
         optimizer.load_state_dict(tree_map(Tensor.clone, job.state.optimizers[phase.name]))
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate

@@ -1,4 +1,4 @@
-"""The process engine: the clients of a round shared out to worker processes, for the cores of a CPU."""
+"""Train the clients of a round in worker processes, one per core of a CPU."""
 
 import gc
 import multiprocessing
@@ -17,9 +17,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.engines.base import Evaluated, Job, Outcome
+from pfl_lightning.engines.die_with_parent import end_with
 from pfl_lightning.engines.errors import ClientsLost, Failure
 from pfl_lightning.engines.layout import Layout
-from pfl_lightning.engines.parent import end_with
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.shared_memory import Shelf
 from pfl_lightning.engines.threads import one_thread
@@ -27,29 +27,30 @@ from pfl_lightning.engines.threads import one_thread
 Result = TypeVar("Result")
 
 WORTH = 0.1
-"""Seconds of work from which a worker is worth the time that it takes to fork it and to copy what it writes to."""
+"""Seconds of work that pay for forking a worker and copying the memory pages it writes to."""
 NUMBERS = 500
-"""Pieces that a round's jobs are taken in, at most."""
+"""The largest number of pieces that a round's jobs are divided into."""
 FORGETTING = 0.97
-"""What a time with workers counts a round later, so that they are tried again after one bad round, or after some."""
+"""Factor per round on the measured time with workers, so that workers are tried again some rounds after a bad one."""
 
 
 class Worker(NamedTuple):
-    """A process that was forked, and where it puts tensors."""
+    """A forked process, with the shelf for the process's tensors."""
 
     process: BaseProcess
     shelf: Shelf
 
 
 class Processes(Sequential):
-    """Trains and evaluates several clients at once, each in a process with one thread.
+    """Train and evaluate several clients at once, each in a process with one thread.
 
-    Workers are forked for each round: they see the module, the data and the jobs without a copy, take one job after
-    another until none is left, and send back what came of it, its tensors in memory that both reach. This
-    process is one of the workers. A job's result depends on the job alone, so that any number of workers gives the bits
-    of the sequential engine with one thread. That lets this engine look at the clock: what takes less time than to fork
-    workers and to hear from them is done in this process. A worker that dies ends the run with a message; the last
-    checkpoint stands. However this process ends, its workers end with it.
+    Workers are forked for each round: they see module, data and jobs without copies, take one job after another, and
+    send back results, with tensors in shared memory. This process is one of the workers. A job's result depends on the
+    job alone, so any number of workers gives the bits of the sequential engine with one thread. The number of workers
+    may therefore depend on the clock: rounds shorter than forking and communication run in this process. A worker's
+    death ends the run with a message; the last checkpoint remains. However this process ends, its workers end with it.
+
+    The arguments are those of `Sequential`.
     """
 
     when_clients_miss = (
@@ -64,24 +65,30 @@ class Processes(Sequential):
                 f"trainer.engine=processes forks processes that train on the CPU, which {self.device.type} on "
                 f"{sys.platform} doesn't allow; take engine=vectorised or sequential."
             )
-        # of a job, by what is done, of the last time: by itself, and with its share of forking and sending
+        # Seconds per job in the last round, by kind of work: computed alone, and with the share of forking and sending.
         self._alone: dict[str, float] = {}
         self._forked: dict[str, float] = {}
-        # those that no worker has, from round to round
+        # Shelves without a worker, kept from round to round.
         self._shelves: list[Shelf] = []
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
-        """Yields outcomes in the order in which clients finish."""
+        """Train each job's client, and yield outcomes in the order of finishing."""
         layout = Layout.of(self.module)
         with self.leaks.of_a_round():
             yield from self._share_out("training", lambda job: self.train(job, layout), list(jobs))
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
-        """Yields metrics in the order in which clients finish."""
+        """Evaluate each job's client, and yield metrics in the order of finishing."""
         return self._share_out("evaluation", lambda job: (job.client, self.evaluate(job)), list(jobs))
 
     def _share_out(self, what: str, function: Callable[[Job], Result], jobs: list[Job]) -> Iterator[Result]:
-        """Results of all jobs; the first ones are made here until it is clear that workers pay."""
+        """Yield the results of all jobs; compute the first ones here until workers are known to pay.
+
+        Args:
+            what: the kind of work, for the measured times.
+            function: computes a job's result.
+            jobs: the jobs.
+        """
         here: list[float] = []
         if what in self._forked:
             self._forked[what] *= FORGETTING
@@ -99,26 +106,27 @@ class Processes(Sequential):
         side_by_side: list[float] = []
         for result, seconds in self._fork(function, left, self._workers_for(what, len(left))):
             side_by_side.append(seconds)
-            # now and not after the last one: who has all results may not ask for an end
+            # Updated at each result, because a caller with all results may not exhaust this iterator.
             self._forked[what] = (time.perf_counter() - start) / len(side_by_side)
-            # whichever is nearer to undisturbed: the first job of all takes its time, and so do workers side by side
+            # The smaller mean: the very first job includes warm-up, and workers side by side slow each other down.
             self._alone[what] = min(map(statistics.fmean, filter(None, (here, side_by_side))))
             yield result
 
     def _workers_for(self, what: str, jobs: int) -> int:
-        """Processes that are worth their time, judged by the jobs before."""
+        """Return the worthwhile number of processes, judged by the jobs so far."""
         alone = self._alone.get(what, 0.0)
+        # With workers a job took longer than alone.
         if self._forked.get(what, 0.0) > alone:
             return 1
         return int(min(self.workers or cores(), jobs, alone * jobs / WORTH))
 
     def _fork(self, function: Callable[[Job], Result], jobs: list[Job], count: int) -> Iterator[tuple[Result, float]]:
-        """Results of this process and of others, each with the seconds that it took.
+        """Yield results of this process and of forked workers, each with the seconds taken.
 
         Args:
-            function: what is done.
-            jobs: with what.
-            count: processes, this one among them.
+            function: computes a job's result.
+            jobs: the jobs.
+            count: the number of processes, including this one.
         """
         context = multiprocessing.get_context("fork")
         numbers = numbered(len(jobs))
@@ -128,12 +136,12 @@ class Processes(Sequential):
 
         def work(sender: Connection, shelf: Shelf) -> None:
             end_with(main)
-            # the main process answers to Ctrl-C, and ends its workers
+            # The main process handles Ctrl-C, and ends the workers.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            # in the place of the main process's own handlers, which would make nothing of it here
+            # The main process's own handlers, inherited by the fork, would do nothing here.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             torch.set_num_threads(1)
-            # the collector would write to all that was there before, and so copy it
+            # Without freeze the garbage collector would write to all inherited objects, and so copy their memory pages.
             gc.freeze()
             for index in taken_from(numbers):
                 sender.send_bytes(shelf.pack(timed(function, jobs[index])))
@@ -149,7 +157,7 @@ class Processes(Sequential):
                 receiver, sender = context.Pipe(duplex=False)
                 worker = Worker(context.Process(target=work, args=(sender, shelf), daemon=True), shelf)
                 worker.process.start()
-                # the worker's end is the only one left: it closes when the worker is gone
+                # With this end closed, the worker holds the only one: the pipe closes when the worker ends.
                 sender.close()
                 workers[receiver] = worker
             for index in taken_from(numbers):
@@ -160,6 +168,7 @@ class Processes(Sequential):
                 yield from arrived(at_once=True)
             yield from arrived(at_once=False)
         finally:
+            # Reached after errors too, and when the caller abandons this iterator.
             os.close(numbers)
             for receiver, (process, _) in workers.items():
                 receiver.close()
@@ -170,7 +179,12 @@ class Processes(Sequential):
             self._shelves += shelves
 
     def _collect(self, workers: dict[Connection, Worker], at_once: bool) -> Iterator[Any]:
-        """What the workers send, until all of them are done, or as far as it is there at once."""
+        """Yield the workers' results until all workers are done, or only results already sent.
+
+        Args:
+            workers: the workers by receiver.
+            at_once: whether to return without waiting.
+        """
         at_work = {receiver for receiver in workers if not receiver.closed}
         while at_work and (ready := cast(list[Connection], wait(list(at_work), 0 if at_once else None))):
             for receiver in ready:
@@ -180,7 +194,7 @@ class Processes(Sequential):
                 except EOFError:
                     process.join()
                     if process.exitcode == -signal.SIGTERM:
-                        # as all of its group, of which this process only hears later
+                        # A SIGTERM to the whole process group reaches this process a little later; act on it now.
                         signal.raise_signal(signal.SIGTERM)
                     if process.exitcode:
                         raise ClientsLost(
@@ -195,15 +209,15 @@ class Processes(Sequential):
 
 
 def numbered(jobs: int) -> int:
-    """A pipe's end with the numbers of jobs, of which each process takes as it needs.
+    """Return the read end of a pipe with the numbers of all jobs, from which each process takes pieces.
 
-    Whoever reads takes, all at once: no lock is left behind by a process that is killed.
+    A read takes a whole piece at once, so no lock is left behind by a killed process.
 
     Args:
-        jobs: how many there are.
+        jobs: the number of jobs.
     """
     reader, writer = os.pipe()
-    # neighbours together where there are many, as a pipe is sure to hold one page
+    # A pipe holds at least one page, so many jobs are grouped.
     together = -(-jobs // NUMBERS)
     for first in range(0, jobs, together):
         os.write(writer, struct.pack("II", first, min(first + together, jobs)))
@@ -212,26 +226,26 @@ def numbered(jobs: int) -> int:
 
 
 def taken_from(numbers: int) -> Iterator[int]:
-    """One job's number after another, until nobody has any left.
+    """Yield one job's number after another, until the pipe is empty.
 
     Args:
-        numbers: what `numbered` gave.
+        numbers: the pipe from `numbered`.
     """
     while some := os.read(numbers, struct.calcsize("II")):
         yield from range(*struct.unpack("II", some))
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def timed(function: Callable[[Job], Any], job: Job) -> Any:
-    """Return what a function makes of a job with the seconds that took, or the `Failure` that it ends with.
+    """Return a job's result with the seconds taken, or a `Failure` if it raises.
 
     Args:
-        function: what is done.
-        job: with what.
+        function: computes a job's result.
+        job: the job.
     """
     start = time.perf_counter()
     try:

@@ -1,4 +1,4 @@
-"""Clients shared out to the ranks of several devices: each trains its share, and all know all results."""
+"""Distribute clients over the ranks of several devices: each rank trains a share and gets all results."""
 
 import io
 from collections.abc import Iterable, Iterator
@@ -15,15 +15,15 @@ from pfl_lightning.engines.errors import Failure
 
 
 class Sharded(Engine):
-    """Runs a rank's share of the clients through an engine, and gathers what all ranks have.
+    """Run a rank's share of the clients with an engine, and gather the results of all ranks.
 
-    A client's result depends on its job alone, and results come in the order of the jobs: the same bits from any
-    number of ranks. Every rank goes on with the whole federation, so that each could save or resume it.
+    A client's result depends on its job alone, and results come in the order of the jobs, so any number of ranks gives
+    the same bits. Every rank holds the whole federation, so each could save or resume it.
 
     Args:
-        engine: what runs the clients of this rank.
-        rank: number of this rank.
-        ranks: how many there are.
+        engine: the engine for this rank's clients.
+        rank: this rank's number.
+        ranks: the number of ranks.
     """
 
     def __init__(self, engine: Engine, rank: int, ranks: int) -> None:
@@ -31,11 +31,11 @@ class Sharded(Engine):
         self.engine = engine
         self.rank = rank
         self.ranks = ranks
-        # tensors of outcomes are on the CPU, where a GPU's own backend can't send them from
+        # Outcomes are on the CPU, and the GPU backend NCCL sends only from GPU memory.
         self._group: Any = distributed.new_group(backend="gloo")
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
-        """Trains each job's client on one of the ranks, and yields all outcomes in the order of the jobs."""
+        """Train each job's client on one of the ranks, and yield all outcomes in the order of the jobs."""
         jobs = list(jobs)
         ranks_of = deal([job.data.size("train") for job in jobs], self.ranks)
         own = [job for job, rank in zip(jobs, ranks_of, strict=True) if rank == self.rank]
@@ -43,16 +43,17 @@ class Sharded(Engine):
         return (outcomes[job.client] for job in jobs)
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
-        """Evaluates each job's client on one of the ranks."""
+        """Evaluate each job's client on one of the ranks."""
+        # Dealt in turn and not by size, so that jobs can stay an iterator.
         own = islice(jobs, self.rank, None, self.ranks)
         yield from self._gathered("evaluation", own)
 
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
-        """Trains on every rank that asks for it."""
+        """Adapt the module on this rank."""
         self.engine.adapt(phases, job, data)
 
     def _gathered(self, phase: Literal["training", "evaluation"], own: Iterable[Job]) -> list[Any]:
-        """Return the results of all ranks; raise on all of them the error that one has, the first one's of several.
+        """Return the results of all ranks, or raise on every rank the error of the first failed rank.
 
         Args:
             phase: ``training`` or ``evaluation``.
@@ -65,11 +66,11 @@ class Sharded(Engine):
         except Exception as raised:
             error, mine = raised, Failure.of(raised)
         buffer = io.BytesIO()
-        # unlike pickle it saves storages that tensors share once
+        # torch.save stores memory shared by several tensors once; pickle would repeat it.
         torch.save(mine, buffer)
         everybody: list[bytes] = [b""] * self.ranks
         distributed.all_gather_object(everybody, buffer.getvalue(), group=self._group)
-        # its own too, so that all ranks compute with the same
+        # This rank's own results are unpacked as well, so that all ranks continue with identical tensors.
         parts: list[list[Any] | Failure] = [unpacked(data) for data in everybody]
         for rank, part in enumerate(parts):
             if isinstance(part, Failure):
@@ -80,23 +81,23 @@ class Sharded(Engine):
 
 
 def unpacked(data: bytes) -> Any:
-    """What a rank has packed."""
+    """Return the results packed by a rank."""
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
 def deal(sizes: list[int], ranks: int) -> list[int]:
-    """Which rank takes which job: the longest ones first, each to the rank that has least.
+    """Return each job's rank: the largest jobs first, each to the rank with the least work so far.
 
     >>> deal([10, 40, 20, 30], 2)
     [0, 0, 1, 1]
 
     Args:
-        sizes: of the jobs.
-        ranks: how many there are.
+        sizes: the jobs' numbers of samples.
+        ranks: the number of ranks.
     """
     load, ranks_of = [0] * ranks, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         ranks_of[index] = min(range(ranks), key=load.__getitem__)
-        # a client without samples takes its time too
+        # Plus 1, as a client without samples takes some time too.
         load[ranks_of[index]] += sizes[index] + 1
     return ranks_of

@@ -1,4 +1,4 @@
-"""Records on their way from a forked process to the one that forked it: their tensors in memory that both reach."""
+"""Send records from a forked process to the parent, with tensors in shared memory."""
 
 import io
 import mmap
@@ -12,33 +12,34 @@ import torch
 from torch import Tensor
 
 KEPT = 16 * 2**20
-"""Bytes that a shelf keeps from one worker to the next: of more, new pages are little beside the work."""
+"""Bytes that a shelf keeps between workers; the new pages of a larger record cost little beside the work."""
 
 
 class Shelf:
-    """A file in memory where a worker puts the tensors of its records, and the process that forked it fetches them.
+    """A file in memory, for tensors from a worker to the parent.
 
-    It is written and read by calls and never mapped: to touch a page for the first time since a fork costs more than
-    to copy what is on it. What was fetched makes place for what comes next.
+    The file is accessed by read and write calls and never mapped, because touching a page for the first time after a
+    fork costs more than copying the page. Fetched tensors make room for the next ones.
     """
 
     def __init__(self) -> None:
-        # systems that know no such files have temporary ones
+        # Systems without memfd use a temporary file.
         create = getattr(os, "memfd_create", None)
         self._file = os.fdopen(create("shelf"), "w+b") if create else tempfile.TemporaryFile()
-        # records that were fetched; of both processes, as it was mapped before the fork
+        # The number of fetched records, shared by both processes because it was mapped before the fork.
         self._fetched = mmap.mmap(-1, struct.calcsize("Q"))
         self._packed = 0
         self._end = 0
 
     def clear(self) -> None:
-        """Makes it ready for another worker, when the one before is gone."""
+        """Prepare the shelf for another worker, after the last one has ended."""
         struct.pack_into("Q", self._fetched, 0, 0)
         if os.fstat(self._file.fileno()).st_size > KEPT:
             os.ftruncate(self._file.fileno(), KEPT)
 
     def pack(self, record: Any) -> bytes:
-        """A record, pickled but for its tensors, which are on the shelf until it is unpacked; for the worker."""
+        """Pickle a record, with tensors stored on the shelf until `unpack`; called by the worker."""
+        # The parent has fetched everything, so the space can be reused.
         if struct.unpack_from("Q", self._fetched) == (self._packed,):
             self._end = 0
         self._packed += 1
@@ -46,24 +47,24 @@ class Shelf:
         return rest.getvalue()
 
     def unpack(self, rest: bytes) -> Any:
-        """The record, its tensors as copies with the same strides; for the process that forked the worker."""
+        """Return the record, with tensors copied with the same strides; called by the worker's parent."""
         record = Unpacker(io.BytesIO(rest), self).load()
         (fetched,) = struct.unpack_from("Q", self._fetched)
         struct.pack_into("Q", self._fetched, 0, fetched + 1)
         return record
 
     def put(self, tensor: Tensor) -> int:
-        """Puts a tensor behind what is there, and says where."""
+        """Append a tensor to the shelf, and return the position."""
         start = self._end
         left = bytes_of(tensor).numpy().data
         while left:
-            # a call takes 2 GiB at most
+            # A call writes at most 2 GiB.
             done = os.pwritev(self._file.fileno(), [left], self._end)
             self._end, left = self._end + done, left[done:]
         return start
 
     def fetch(self, tensor: Tensor, start: int) -> None:
-        """Fills a tensor with what is there."""
+        """Fill a tensor with the bytes from a position."""
         left = bytes_of(tensor).numpy().data
         while left:
             done = os.preadv(self._file.fileno(), [left], start)
@@ -71,11 +72,11 @@ class Shelf:
 
 
 class Packer(pickle.Pickler):
-    """Pickles a record, a tensor as its place on a shelf.
+    """Pickle a record, with each tensor replaced by a place on a shelf.
 
     Args:
-        file: what the record is written to.
-        shelf: where tensors go.
+        file: the file to write to.
+        shelf: the shelf for tensors.
     """
 
     def __init__(self, file: io.BytesIO, shelf: Shelf) -> None:
@@ -83,16 +84,16 @@ class Packer(pickle.Pickler):
         self.shelf = shelf
 
     def persistent_id(self, value: Any) -> Any:
-        """The place of a tensor that was put on the shelf, None for all else."""
+        """Put a tensor on the shelf and return the place; None for other objects, which are pickled as usual."""
         return (self.shelf.put(value), value.dtype, tuple(value.shape), value.stride()) if is_plain(value) else None
 
 
 class Unpacker(pickle.Unpickler):
-    """Reads what a `Packer` has written.
+    """Read a record written by `Packer`.
 
     Args:
-        file: what the record is read from.
-        shelf: the packer's.
+        file: the file to read from.
+        shelf: the packer's shelf.
     """
 
     def __init__(self, file: io.BytesIO, shelf: Shelf) -> None:
@@ -100,24 +101,24 @@ class Unpacker(pickle.Unpickler):
         self.shelf = shelf
 
     def persistent_load(self, place: Any) -> Tensor:
-        """The tensor of a place."""
+        """Return the tensor at a place."""
         start, dtype, shape, stride = place
         self.shelf.fetch(tensor := torch.empty_strided(shape, stride, dtype=dtype), start)
         return tensor
 
 
 def is_plain(value: Any) -> bool:
-    """Whether something is a tensor on the CPU that says all by its bytes, shape and strides."""
+    """Return True for a tensor on the CPU fully described by bytes, shape and strides."""
     return (
         type(value) is Tensor
         and value.layout is torch.strided
         and value.device.type == "cpu"
         and not (value.requires_grad or value.is_quantized or value.is_complex())
-        # all of its storage, and not a part of other tensors'
+        # The tensor must fill its whole storage; views of other tensors would send too much.
         and 0 < value.nbytes == value.untyped_storage().nbytes()
     )
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The storage of a tensor as bytes, in their order."""
+    """Return a tensor's storage as bytes."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())

@@ -1,4 +1,4 @@
-"""The slots of a client module's parameters and buffers, and how a computation gets other tensors into them."""
+"""Access to a client module's parameters and buffers, to run the module with other tensors in their places."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,13 +15,13 @@ Result = TypeVar("Result")
 
 @dataclass
 class Slot:
-    """Where a module keeps a parameter or buffer.
+    """The place of a parameter or buffer in a module.
 
     Args:
-        name: of the parameter or buffer.
-        table: the module's own, of parameters or of buffers.
-        key: its key in the table.
-        tensor: what was there at first.
+        name: the name of the parameter or buffer.
+        table: the module's dict of parameters or of buffers.
+        key: the key in the dict.
+        tensor: the original tensor.
     """
 
     name: str
@@ -31,15 +31,16 @@ class Slot:
 
     @property
     def current(self) -> Tensor | None:
-        """What is there now."""
+        """The tensor in this place now."""
         tensor: Tensor | None = self.table[self.key]
         return tensor
 
 
 class Slots:
-    """All slots of a client module but those of common parameters; what is tied has one name, its first.
+    """All places of a client module's parameters and buffers, except common parameters.
 
-    What is common stays in its place, the same tensor for all clients that are computed at once.
+    Tied parameters share one name, the first. Common parameters stay in place: all clients computed at once use the
+    same tensor.
 
     Args:
         module: the client module.
@@ -49,38 +50,41 @@ class Slots:
         names: dict[int, str] = {}
         places = {
             f"{path}.{key}".lstrip("."): (table, key, tensor)
+            # A shared submodule appears under each of its paths.
             for path, m in module.named_modules(remove_duplicate=False)
             for table in (m._parameters, m._buffers)
             for key, tensor in table.items()
         }
         slots = [
+            # Tied weights are the same object, so the first name found for the object is used for all of its places.
             Slot(name if place[2] is None else names.setdefault(id(place[2]), name), *place)
             for name, place in places.items()
         ]
         self.first_names = dict(zip(places, (slot.name for slot in slots), strict=True))
         self.all = [slot for slot in slots if slot.name not in module.common_names]
+        # In a dict the last value wins, so going backwards keeps the first slot of each name.
         self.first = list({slot.name: slot for slot in reversed(self.all)}.values())[::-1]
 
     def __iter__(self) -> Iterator[Slot]:
-        """One slot for each name."""
+        """Iterate over one slot per name."""
         return iter(self.first)
 
     def current(self) -> StateDict:
-        """What is there now, by name."""
+        """Return the current tensors by name, detached."""
         return {slot.name: slot.current.detach() for slot in self if slot.current is not None}
 
     def call(self, function: Callable[..., Result], entries: StateDict, *args: Any) -> Result:
-        """Calls a function with other tensors in the slots.
+        """Call a function with other tensors in the places.
 
-        As ``torch.func.functional_call``, which takes as long as a small net's step.
+        Does the work of ``torch.func.functional_call``, which takes as long as a small net's step.
 
         Args:
-            function: what computes with the module.
-            entries: the tensors by name.
-            *args: of the function.
+            function: computes with the module.
+            entries: the tensors by name; other places keep their tensors.
+            *args: arguments of the function.
 
         Raises:
-            RuntimeError: if the function itself puts tensors into the slots.
+            RuntimeError: if the function itself replaces a tensor.
         """
         before = [slot.current for slot in self.all]
         put = [entries.get(slot.name, tensor) for slot, tensor in zip(self.all, before, strict=True)]
@@ -88,9 +92,10 @@ class Slots:
             for slot, tensor in zip(self.all, put, strict=True):
                 slot.table[slot.key] = tensor
             result = function(*args)
+            # A replaced buffer would be lost below, when the originals are put back.
             if any(slot.current is not tensor for slot, tensor in zip(self.all, put, strict=True)):
                 raise RuntimeError(
-                    f"{function.__name__} puts another tensor in the place of a buffer, which must change in place"
+                    f"{function.__name__} replaces a buffer by another tensor, but must change it in place"
                 )
             return result
         finally:
@@ -99,10 +104,10 @@ class Slots:
 
     @contextmanager
     def holding(self, entries: StateDict) -> Iterator[None]:
-        """Puts tensors into the slots while it is entered: what the module's hooks change is changed in them.
+        """Put tensors into the places inside this context, for the module's hooks to change.
 
         Args:
-            entries: the tensors by name, of the slots' shapes.
+            entries: the tensors by name, of the original shapes.
         """
         before = [slot.current for slot in self.all]
         put: StateDict = {}
@@ -111,7 +116,7 @@ class Slots:
                 continue
             if slot.name not in put:
                 entry = entries[slot.name]
-                # a module tells its parameters by their type
+                # nn.Module recognises parameters by their type.
                 own = nn.Parameter(entry, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else entry
                 put[slot.name] = own
             slot.table[slot.key] = put[slot.name]
@@ -122,11 +127,11 @@ class Slots:
                 slot.table[slot.key] = tensor
 
     def copy_row(self, entries: StateDict, row: int) -> None:
-        """Copies one client's entries into the module.
+        """Copy one client's entries into the module.
 
         Args:
-            entries: a stack, ``[clients, ...]``.
-            row: the client's.
+            entries: stacked tensors, ``[clients, ...]``.
+            row: the client's index in the stack.
         """
         for slot in self:
             if slot.name not in entries:
@@ -135,5 +140,5 @@ class Slots:
             if slot.tensor is not None and slot.current is slot.tensor and slot.tensor.shape == entry.shape:
                 slot.tensor.copy_(entry)
             else:
-                # put there by a hook, and maybe the server's own
+                # A hook has put this tensor here, perhaps the server's own, which must not be overwritten.
                 slot.table[slot.key] = entry.clone()

@@ -1,4 +1,4 @@
-"""What a client module gives in a step of training: scalars by name, and gradients."""
+"""Call a client module's ``training_step`` and ``adjust_gradients``, and check the results."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,14 +11,14 @@ from pfl_lightning.messages import StateDict
 
 
 def adjusted_gradients(module: ClientModule, gradients: StateDict) -> StateDict:
-    """What `ClientModule.adjust_gradients` makes of a step's gradients.
+    """Return the gradients of a step after `ClientModule.adjust_gradients`.
 
     Args:
         module: the client module.
-        gradients: by name.
+        gradients: the gradients by parameter name.
 
     Raises:
-        MisconfigurationException: if it returns others than it was given.
+        MisconfigurationException: if names or shapes of the returned gradients differ from the given ones.
     """
     adjusted = module.adjust_gradients(gradients)
     if {name: g.shape for name, g in adjusted.items()} != {name: g.shape for name, g in gradients.items()}:
@@ -29,18 +29,18 @@ def adjusted_gradients(module: ClientModule, gradients: StateDict) -> StateDict:
 
 
 def step_values(module: ClientModule, batch: Batch, index: int) -> dict[str, Tensor]:
-    """What ``training_step`` returns and logs.
+    """Return the values returned and logged by ``training_step``.
 
     Args:
         module: the client module.
         batch: inputs and targets.
-        index: number of the batch in the epoch.
+        index: the number of the batch in the epoch.
 
     Raises:
-        MisconfigurationException: if it has no ``loss``, or if something is no scalar tensor.
+        MisconfigurationException: if no ``loss`` is returned, or if a value is no scalar tensor.
     """
     logged: dict[str, Tensor] = {}
-    # past `nn.Module.__setattr__`, which looks for parameters first
+    # Written to __dict__, as nn.Module.__setattr__ searches parameters and buffers first, at every step.
     table = vars(module)
     table["_logged"] = logged
     try:
@@ -56,6 +56,7 @@ def step_values(module: ClientModule, batch: Batch, index: int) -> dict[str, Ten
         )
     values = {**logged, **values}
     if "loss_squared" in module.requested:
+        # Computed on request only, as it costs an operation in every step.
         values["loss_squared"] = values["loss"].detach().square()
     for name, value in values.items():
         if not isinstance(value, Tensor) or value.dim():
@@ -67,5 +68,5 @@ def step_values(module: ClientModule, batch: Batch, index: int) -> dict[str, Ten
 
 
 def reason_of(error: Exception) -> str:
-    """The first sentence of an error's message, without its end."""
+    """Return the first sentence of an error's message, without the full stop, in at most 200 characters."""
     return " ".join(str(error).split()).split(". ")[0].rstrip(".")[:200]

@@ -1,4 +1,4 @@
-"""Intra-op threads: into how many pieces an operation on the CPU is cut."""
+"""Set the number of threads within an operation on the CPU."""
 
 import os
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 SMALL = 1_000_000
-"""Parameters up to which a net's operations are too short to be cut into pieces."""
+"""Number of parameters up to which a net's operations are too short to gain from several threads."""
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Computes without helpers while it is entered."""
+    """Compute with a single thread inside this context."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -23,15 +23,16 @@ def one_thread() -> Iterator[None]:
 
 
 def threads_for(net: nn.Module) -> AbstractContextManager[None]:
-    """The context in which a net is computed: in one thread if `is_for_one_thread`."""
+    """Return the context to run a net in: a single thread if `is_for_one_thread`, else unchanged."""
     return one_thread() if is_for_one_thread(net) else nullcontext()
 
 
 def is_for_one_thread(net: nn.Module) -> bool:
-    """Whether a net should train in one thread: a small one on the CPU, unless ``OMP_NUM_THREADS`` is set.
+    """Return True if a net should train in one thread: a small net on the CPU, unless ``OMP_NUM_THREADS`` is set.
 
-    Each operation waits for the slowest of its threads. Where another process holds a core, that is longer than a small
-    net's operation takes: a round can take ten times as long, and on free cores it is seldom faster by half.
+    Each operation waits for its slowest thread. If another process occupies a core, the wait is longer than a small
+    net's operation: a round can take ten times as long. On free cores several threads seldom make a round 1.5 times as
+    fast.
 
     Args:
         net: the net.

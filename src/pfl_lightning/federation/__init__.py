@@ -1,1 +1,1 @@
-"""A federation's rounds, their evaluation, and what its checkpoints hold."""
+"""The rounds of a federation, their evaluation and their checkpoints."""

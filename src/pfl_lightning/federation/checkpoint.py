@@ -1,4 +1,4 @@
-"""A federation's checkpoints: the types in them, whose federation they are of, and the next jobs of its clients."""
+"""Check the types in checkpoints, pair a checkpoint's clients with the data's, and rebuild clients' jobs."""
 
 import os
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -24,7 +24,7 @@ VALUES = {
     *(type(None), bool, int, float, complex, str, bytes, bytearray),
     *(Tensor, nn.Parameter, torch.Size, torch.dtype, torch.device, Row),
 }
-"""Types that ``torch.load`` reads back by ``weights_only=True``, without the containers."""
+"""Types, apart from containers, that ``torch.load`` reads back with ``weights_only=True``."""
 DICTS = {dict, OrderedDict, Counter}
 SEQUENCES = {list, tuple, set}
 INSTEAD: dict[type, str] = {
@@ -38,30 +38,31 @@ INSTEAD: dict[type, str] = {
     timedelta: "a number of seconds",
     os.PathLike: "a text",
 }
-"""Advice by type, for those that users keep and ``torch.load`` refuses."""
+"""Replacements to advise, by type, for types that users keep and ``torch.load`` refuses."""
 
 
 def storable(record: Any, name: str, settings: bool = False) -> Any:
-    """Return a record that can be read back from a checkpoint: itself, or a copy without NumPy's numbers.
+    """Return a record in types readable from a checkpoint: the record itself, or a copy without NumPy scalars.
 
-    ``torch.save`` writes any type, and ``torch.load`` by ``weights_only=True`` refuses most of them: the error would
-    come when a run is resumed, and all its rounds would be lost.
+    ``torch.save`` writes any type, but ``torch.load`` with ``weights_only=True`` refuses most. Unchecked, the error
+    would come when a run is resumed, after all its rounds are lost.
 
     >>> storable({"mean": np.float64(0.5)}, "Server.state")
     {'mean': 0.5}
 
     Args:
-        record: tensors, plain values, and dicts and lists of them.
+        record: tensors, plain values, and dicts and lists of such.
         name: the record's name in an error.
-        settings: whether paths are taken as texts, as in the settings of a net or a data module.
+        settings: whether to convert paths to texts, as in the settings of a net or a data module.
 
     Raises:
-        MisconfigurationException: if another type is in it.
+        MisconfigurationException: if the record contains another type.
     """
     if is_storable(record):
         return record
     kind = type(record)
     if isinstance(record, np.generic):
+        # Scalars such as longdouble return themselves from item(), and would recurse forever.
         return storable(record.item(), name) if kind is not type(record.item()) else refuse(record, name)
     if settings and isinstance(record, os.PathLike):
         return os.fspath(record)
@@ -74,7 +75,7 @@ def storable(record: Any, name: str, settings: bool = False) -> Any:
 
 
 def is_storable(record: Any) -> bool:
-    """Return whether all of a record is of types that can be read back from a checkpoint."""
+    """Return True if all types in a record can be read back from a checkpoint."""
     kind = type(record)
     if kind in VALUES:
         return True
@@ -84,7 +85,7 @@ def is_storable(record: Any) -> bool:
 
 
 def refuse(record: Any, name: str) -> Any:
-    """Raise that a value can't be read back from a checkpoint.
+    """Raise the error for a value of a type unreadable from checkpoints.
 
     Raises:
         MisconfigurationException: always.
@@ -107,18 +108,18 @@ ENTRIES: dict[str, tuple[type, ...]] = {
     "aggregator": (dict,),
     "clients": (dict,),
 }
-"""What every saved federation has, with the types of it."""
+"""Entries that every saved federation has, with their types."""
 
 
 def check_same(saved: Any, method: str) -> None:
-    """Check that a saved federation is whole, and of the same method.
+    """Refuse a saved federation with missing entries or of another method.
 
     Args:
         saved: the checkpoint's entry ``federation``.
         method: the name of this run's method.
 
     Raises:
-        MisconfigurationException: if something is missing in it, or it is of another method.
+        MisconfigurationException: if an entry is missing, or the method is another one.
     """
     entries = saved if isinstance(saved, Mapping) else {}
     if lacking := [name for name, kind in ENTRIES.items() if not isinstance(entries.get(name), kind)]:
@@ -134,16 +135,16 @@ def check_same(saved: Any, method: str) -> None:
 
 
 def pair_clients(saved: Mapping[str, Any], data: FederatedDataModule, use: str) -> bool:
-    """Give clients of a data module the ids that they have in a federation, or refuse data that can't be paired.
+    """Give the data module's clients the ids of a federation's clients, or refuse the data.
 
-    Clients with names are paired by them. An evaluation may have other samples of theirs than the federation was
-    trained on, and of some clients alone; when clients join, new are those whose names the federation doesn't know.
-    Clients without names have to be the federation's: as many, with as many samples, and for an evaluation with the
-    same fingerprint of the partition.
+    Named clients are paired by name. For an evaluation the data may hold other samples, and only some of the clients.
+    When clients join, the new ones are those with names unknown to the federation. Unnamed clients must be the
+    federation's own: the same number of clients and of samples each, and for an evaluation the same fingerprint of the
+    partition.
 
     Args:
-        saved: what is known of the federation, as in the checkpoint's entry ``federation``.
-        data: set up; its ids change where names ask for it.
+        saved: the federation's record, as in the checkpoint's entry ``federation``.
+        data: the data module, set up; its ids change if names require it.
         use: ``fit``, ``test`` or ``join``.
 
     Returns:
@@ -158,28 +159,29 @@ def pair_clients(saved: Mapping[str, Any], data: FederatedDataModule, use: str) 
     if bool(then) != bool(now) and "names" in saved:
         one, other = ("names", "none") if then else ("no names", "some")
         raise MisconfigurationException(
-            f"{owner(saved)}'s clients have {one} and those of data {other}, so that they can't be paired; take data "
-            "whose clients are named as then."
+            f"{owner(saved)}'s clients have {one} and the data's clients have {other}, so clients can't be paired; "
+            "take data with the same client names."
         )
     check_sizes(saved, data)
-    # a state that is in no checkpoint has no settings, and those of earlier versions not this one
+    # A federation that hasn't been saved has no settings here, and earlier versions lack this one; both count as
+    # unchanged.
     new = data.new_clients
     earlier = saved["settings"].get("data.new_clients", 0) if "settings" in saved else new
     if earlier != new:
         raise MisconfigurationException(
-            f"{owner(saved)}'s run had data.new_clients={earlier} and this one {new}, of whom some may have taken part "
-            "in it; take what it had."
+            f"{owner(saved)}'s run had data.new_clients={earlier} and this one has {new}, so new clients may have been "
+            "trained on; take the same number."
         )
     if use != "fit" and "partition" in saved and saved["partition"] != fingerprint(data):
         raise MisconfigurationException(
-            f"{owner(saved)}'s clients hold other samples than those of data, and have no names to be paired by; take "
-            "the data, partitioner and data.seed that it was made with, or data that name their clients."
+            f"{owner(saved)}'s clients hold other samples than the data's clients, and no names pair them; take the "
+            "same data, partitioner and data.seed, or data with client names."
         )
     return False
 
 
 def pair_names(saved: Mapping[str, Any], data: FederatedDataModule, use: str) -> bool:
-    """Do what `pair_clients` does, for clients with names."""
+    """Pair named clients, as `pair_clients` describes."""
     then, every = saved["names"], data.client_names
     now, drawn = every[: data.num_clients], every[data.num_clients :]
     if use == "fit":
@@ -187,13 +189,12 @@ def pair_names(saved: Mapping[str, Any], data: FederatedDataModule, use: str) ->
             at = next((k for k, pair in enumerate(zip(then, now, strict=False)) if pair[0] != pair[1]), None)
             other = f"{len(then)} and {len(now)}" if at is None else f"client {at} is {then[at]!r} and {now[at]!r}"
             raise MisconfigurationException(
-                f"{owner(saved)}'s clients are others than those of data ({other}); resume with the data that it was "
-                "made with."
+                f"{owner(saved)}'s clients are not the data's clients ({other}); resume with the data of that run."
             )
         check_sizes(saved, data)
         return False
     if then == now:
-        # whoever was drawn as new has another name
+        # Same clients in the same order; clients drawn as new by data.new_clients have names of their own at the end.
         return False
     known = set(then)
     new = [name for name in every if name not in known]
@@ -205,9 +206,9 @@ def pair_names(saved: Mapping[str, Any], data: FederatedDataModule, use: str) ->
     data.arrange(then)
     if use == "test" and data.client_split not in ("given", "time"):
         rank_zero_warn(
-            f"data.client_split={data.client_split}: random splits depend on a client's place among those of data, "
-            "which was another one in the checkpoint's run, so that samples to test on may have been trained on; give "
-            "the splits, by client_split=given or time, where the samples are the same."
+            f"data.client_split={data.client_split}: random splits depend on a client's position in the data, which "
+            "differs from the checkpoint's run, so test samples may have been trained on; if the samples are the "
+            "same, take client_split=given or time."
         )
     if absent := known.difference(every):
         rank_zero_info(f"data has no samples of {len(absent)} of the checkpoint's {len(then)} clients.")
@@ -217,10 +218,10 @@ def pair_names(saved: Mapping[str, Any], data: FederatedDataModule, use: str) ->
 
 
 def check_sizes(saved: Mapping[str, Any], data: FederatedDataModule) -> None:
-    """Check that clients hold as many samples as in a federation.
+    """Refuse clients with more or fewer samples than in a federation.
 
     Raises:
-        MisconfigurationException: if they don't, or are more or fewer clients.
+        MisconfigurationException: if the number of clients or a client's number of samples differs.
     """
     sizes = [data.size(client, "train") for client in range(data.num_clients)]
     if len(saved["sizes"]) != len(sizes):
@@ -229,18 +230,18 @@ def check_sizes(saved: Mapping[str, Any], data: FederatedDataModule) -> None:
         )
     if saved["sizes"] != sizes:
         raise MisconfigurationException(
-            f"{owner(saved)}'s clients hold other numbers of samples than those of data; resume with the data, "
-            "partitioner and data.seed that it was made with."
+            f"{owner(saved)}'s clients hold other numbers of samples than the data's clients; resume with the same "
+            "data, partitioner and data.seed."
         )
 
 
 def owner(saved: Mapping[str, Any]) -> str:
-    """Return the words for a federation that data don't fit: a checkpoint's, or the one that this Trainer has."""
+    """Return an error's subject: the checkpoint, or this Trainer's federation."""
     return "ckpt_path: the checkpoint" if "round" in saved else "this Trainer's federation"
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return some of the names, and how many there are more.
+    """Return up to five names, and the number of further ones.
 
     >>> listed(["a", "b"]), listed(list("abcdefg"))
     ('a, b', 'a, b, c, d, e and 2 more')
@@ -250,12 +251,13 @@ def listed(names: Sequence[str]) -> str:
 
 
 def saved_states(clients: Mapping[int, ClientState]) -> dict[int, Any]:
-    """Clients' states as a checkpoint has them: on the CPU, where those of a device come in few copies.
+    """Return clients' states for a checkpoint, on the CPU.
 
     Args:
         clients: the states by client id.
     """
     states = {client: vars(state) for client, state in sorted(clients.items())}
+    # All tensors of a device are moved together, in few copies, instead of one copy per tensor and client.
     arrived = iter(moved(list(tensors(states)), CPU))
     return cast(dict[int, Any], tree_map(lambda _: next(arrived), states))
 
@@ -263,13 +265,13 @@ def saved_states(clients: Mapping[int, ClientState]) -> dict[int, Any]:
 def saved_job(
     saved: Mapping[str, Any], client: int, architecture: int, data: ClientData, splits: tuple[Split, ...]
 ) -> Job:
-    """A client's job in the round after a checkpoint.
+    """Return a client's job in the round after a checkpoint.
 
     Args:
         saved: the checkpoint's entry ``federation``.
-        client: its id.
-        architecture: which architecture it has.
-        data: its data.
+        client: the client's id.
+        architecture: the index of the client's architecture.
+        data: the client's data.
         splits: the splits to evaluate on.
     """
     own = saved["clients"].get(client, {"personal": saved["initial"][architecture]})

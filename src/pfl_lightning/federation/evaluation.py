@@ -1,4 +1,4 @@
-"""Evaluation of a federation's clients, all of them in one pass of their engines."""
+"""Evaluate the clients of a federation, all in one pass of each engine."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,25 +15,25 @@ from pfl_lightning.federation.summary import over_clients
 from pfl_lightning.tasks import Monitor, Task
 
 Metrics: TypeAlias = dict[str, dict[str, float]]
-"""A client's metrics by the split that they were computed on."""
+"""A client's metrics by split."""
 EnginesOf: TypeAlias = Callable[[Sequence[int]], Iterable[tuple[Engine, list[int]]]]
-"""Gives the engines of some clients, each with those that it runs."""
+"""Returns pairs of an engine and the clients that the engine runs."""
 SizesOf: TypeAlias = Callable[[Iterable[int], Split], Mapping[int, int]]
-"""Gives the numbers of samples that some clients have in a split."""
+"""Returns the number of samples of each client in a split."""
 JobOf: TypeAlias = Callable[[int, tuple[Split, ...]], Job]
-"""Gives the job of a client that is to be evaluated on some splits."""
+"""Returns the job of a client, to be evaluated on some splits."""
 
 
 class Evaluations:
-    """The last evaluation of a federation's clients, and the metrics that are kept of their own models.
+    """The results of the last evaluation, and each client's metrics after the client's last training.
 
     Args:
-        options: of the federation.
-        engines_of: what runs the clients.
-        job_of: a client's job as the federation stands.
-        sizes_of: how many samples clients have.
-        task: what is predicted.
-        monitor: the metric that selects.
+        options: the Trainer's federated settings.
+        engines_of: returns the engines that run some clients.
+        job_of: returns a client's job in the federation's current state.
+        sizes_of: returns clients' numbers of samples.
+        task: the prediction task.
+        monitor: the metric that selects the best round.
     """
 
     def __init__(
@@ -52,23 +52,24 @@ class Evaluations:
         self.monitor = monitor
         self.pooled = task.pooled()
         self.after: dict[int, Metrics] = {}
-        """Metrics of the model that each client had after its last training, on all splits; before its first training,
-        those of the initial model as it received it. A model that doesn't train stays what it is, and so do its
-        metrics. Empty before the first round, and where the Trainer's ``evaluate`` is ``before``."""
+        """Metrics, on all splits, of the model that each client had after its last training; before the first training,
+        metrics of the initial model as received. A model that doesn't train doesn't change, so its metrics stay valid.
+        Empty before the first round, and with ``evaluate="before"``."""
         self.results: dict[str, dict[int, dict[str, float]]] = {}
-        """Metrics of the last evaluation by split and client; splits are named as in the row of metrics: ``val``,
+        """Metrics of the last evaluation by split and client; splits have the names of the record's columns: ``val``,
         ``test_after``, …"""
         self.groups: dict[str, set[int]] = {}
-        """Clients that each summary is made of once more, as ``GROUP/NAME/METRIC``, by the group's name."""
+        """Sets of clients by the group's name; each gets a summary of its own, as ``GROUP/NAME/METRIC``."""
 
     def evaluate(self, clients: Sequence[int], splits: tuple[Split, ...]) -> None:
-        """Evaluates clients into `results`, which forget all others; nobody trains for it.
+        """Evaluate clients into `results`, which replaces earlier results; no client trains.
 
         Args:
-            clients: their ids.
+            clients: the clients' ids.
             splits: the splits to evaluate on.
         """
         when = self.options.evaluate
+        # Clients with kept metrics need no pass when only the trained models count.
         received = self.measure([c for c in clients if when != "after" or c not in self.after], splits, self.job_of)
         self.results = {}
         for client in clients:
@@ -80,16 +81,17 @@ class Evaluations:
                 self._add(client, {self.options.after_name(name): values for name, values in own.items()})
 
     def _add(self, client: int, metrics: Metrics) -> None:
+        """Add a client's metrics to `results`."""
         for name, values in metrics.items():
             self.results.setdefault(name, {})[client] = values
 
     def measure(self, clients: Sequence[int], splits: tuple[Split, ...], job_of: JobOf) -> dict[int, Metrics]:
-        """Metrics of the models that clients receive, by id, of those that are there.
+        """Return the metrics of the received models by client id, without absent clients.
 
         Args:
-            clients: their ids.
+            clients: the clients' ids.
             splits: the splits to evaluate on.
-            job_of: what each client is and receives.
+            job_of: returns each client's job, with state and payload.
         """
         with undisturbed():
             return {
@@ -99,24 +101,24 @@ class Evaluations:
             }
 
     def keep_initial(self, clients: Iterable[int], trained: Container[int]) -> None:
-        """Keeps the metrics of clients that have none yet: in the first round, of those that haven't trained in it.
+        """Evaluate the initial model of each client without kept metrics or training this round, and keep the result.
 
         Args:
-            clients: ids of all.
-            trained: ids of those that have, whose metrics are known.
+            clients: ids of all clients.
+            trained: ids of the clients that trained, whose metrics are known.
         """
         if splits := self.options.splits_after:
             others = [client for client in clients if client not in trained and client not in self.after]
             self.after.update(self.measure(others, splits, self.job_of))
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Takes the metrics that are kept from a saved federation.
+        """Take the kept metrics from a saved federation.
 
         Raises:
-            MisconfigurationException: if they are asked for and aren't there.
+            MisconfigurationException: if ``trainer.evaluate`` asks for kept metrics and the checkpoint has none.
         """
         when = self.options.evaluate
-        # where clients are at sites, it may be that none has answered yet
+        # An empty record alone is no error: in a deployment, perhaps no site has answered yet.
         then = saved.get("settings", {}).get("trainer.evaluate", "before")
         if when != "before" and then == "before" and saved["round"] and not saved["after"]:
             raise MisconfigurationException(
@@ -126,17 +128,17 @@ class Evaluations:
         self.after = {} if when == "before" else dict(saved["after"])
 
     def summary(self) -> dict[str, float]:
-        """Summary over clients of all results, as ``NAME/METRIC``."""
+        """Return the summary over clients of all results, as ``NAME/METRIC``."""
         summary: dict[str, float] = {}
         for name, results in self.results.items():
             summary |= self.summary_of(name, results)
         return summary
 
     def summary_of(self, name: str, results: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-        """Summary over clients of one split, and over those of each group apart.
+        """Return the summary of one split over all clients, and over the clients of each group.
 
         Args:
-            name: ``val`` or ``test``, with ``_received`` or ``_after`` behind it where the evaluation has several.
+            name: ``val`` or ``test``, with the suffix ``_received`` or ``_after`` if the evaluation has several models.
             results: metrics by client.
         """
         sizes = self.sizes_of(results, split_of(name))
@@ -151,7 +153,7 @@ class Evaluations:
 
 
 def split_of(name: str) -> Split:
-    """Which of a client's samples some results are about.
+    """Return the split of a column's name.
 
     >>> split_of("val_received")
     'val'
@@ -161,6 +163,7 @@ def split_of(name: str) -> Split:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """A context without gradients, that leaves random numbers and Lightning's inference mode as they are."""
+    """Evaluate inside this context without gradients; random states and Lightning's inference mode stay unchanged."""
+    # Tensors made in inference mode can't be used in a later training step, so plain no_grad takes its place.
     with torch.inference_mode(False), torch.no_grad(), isolate_rng():
         yield

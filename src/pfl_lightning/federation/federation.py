@@ -1,63 +1,396 @@
-"""The federation: the one module that Lightning's loop drives, round by round."""
+"""A federation as a LightningModule: one epoch of Lightning's loop is one round."""
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from copy import deepcopy
+from functools import cached_property
 from typing import Any, cast
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
 
-from pfl_lightning.aggregators.base import checked_logs
-from pfl_lightning.client.common import shared_entries, trained_parameters
-from pfl_lightning.contract.messages import check_payload, sound_updates
-from pfl_lightning.engines import ClientState, Job, Outcome
+from pfl_lightning.aggregators.base import Aggregator, Server, checked_logs
+from pfl_lightning.client.common import (
+    common_parameters,
+    personal_entries,
+    shared_entries,
+    trained_parameters,
+    whole_model,
+)
+from pfl_lightning.client.hooks import check_hooks
+from pfl_lightning.client.module import ClientModule
+from pfl_lightning.contract.aggregator_memory import Remembered
+from pfl_lightning.contract.guarantee import check_example_level, check_guarantee
+from pfl_lightning.contract.messages import check_entries, check_payload, sound_updates
+from pfl_lightning.contract.pairing import check_common, check_finite, check_pair, check_split, check_tied
+from pfl_lightning.contract.task import check_requirements, check_task
+from pfl_lightning.data import FederatedDataModule, Split
+from pfl_lightning.data.description import fingerprint
+from pfl_lightning.engines import ClientState, Engine, Job, Outcome
 from pfl_lightning.engines.base import given_modes, release
 from pfl_lightning.engines.evaluation import own_values
-from pfl_lightning.federation.base import FederationBase
-from pfl_lightning.federation.checkpoint import storable
-from pfl_lightning.federation.evaluation import undisturbed
-from pfl_lightning.federation.metrics import new_row, training_metrics
-from pfl_lightning.federation.outcomes import enough, finite, unrefused
-from pfl_lightning.messages import StateDict, is_finite, keep_own, num_bytes
+from pfl_lightning.engines.threads import threads_for
+from pfl_lightning.federation.accepted_updates import enough, finite, unrefused
+from pfl_lightning.federation.checkpoint import check_same, pair_clients, saved_states, storable
+from pfl_lightning.federation.evaluation import Evaluations, undisturbed
+from pfl_lightning.federation.options import FederationOptions
+from pfl_lightning.federation.participation import Participation, check_tells
+from pfl_lightning.federation.resuming import (
+    Settings,
+    changes,
+    check_rounds,
+    check_settings,
+    flat,
+    rounds_of,
+    settings_of,
+)
+from pfl_lightning.federation.summary import over_clients
+from pfl_lightning.messages import Message, StateDict, detached, is_finite, keep_own, num_bytes
+from pfl_lightning.methods.registry import method_of
+from pfl_lightning.privacy import Release
 from pfl_lightning.privacy.dp_sgd import PUBLISHABLE, composed
+from pfl_lightning.runs.client_states import DiskStates
+from pfl_lightning.runs.folder import STATES, run_folder
+from pfl_lightning.seeds import derive_seed
 
 
-class Federation(FederationBase):
-    """Clients and a server, for Lightning's fit loop: a round is an epoch with one batch, the ids of all clients.
+class Federation(LightningModule):
+    """Run the rounds of a federation: an epoch with a single batch, which holds the ids of all clients.
 
-    ``FederatedTrainer`` makes it from a client module. Takes the arguments of `FederationBase`.
+    `FederatedTrainer` makes the federation from a client module. The ``state_dict`` is the global model, under the
+    client module's own names, so that a checkpoint loads into the client module. The rest of the federation is in the
+    checkpoint's entry ``federation``.
+
+    Args:
+        client: the client module that runs every client; with several architectures, one module of each is made.
+        aggregator: the server side; None takes the client module's own.
+        options: the Trainer's federated settings.
+
+    Raises:
+        MisconfigurationException: if client and aggregator don't fit together.
     """
 
-    _first_factor = 1.0
+    def __init__(self, client: ClientModule, aggregator: Aggregator | None, options: FederationOptions) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.client = client
+        # One module per architecture and not one per client: clients' states are swapped in and out of it.
+        self.architectures = nn.ModuleList(client.architectures())
+        self.aggregator = aggregator if aggregator is not None else client.configure_aggregator()
+        self.options = options
+        self.round = 0
+        self.lr_factor = self._first_factor = 1.0
+        self.seed: int | None = None
+        self.initial: list[StateDict] = []
+        self.start: StateDict = {}
+        self.clients: MutableMapping[int, ClientState] = {}
+        self.metrics: dict[str, Any] = {}
+        check_hooks(client)
+        self.monitor = options.monitored(client)
+        self.evaluations = Evaluations(options, self.engines_of, self.job, self.sizes, client.task, self.monitor)
+        self.participation = Participation(options.cohort, self.evaluations.measure, self.job)
+        self.settings: Settings = {}
+        self.trained: dict[str, Any] = {}
+        """Identity of the clients, for pairing with a checkpoint: ``names``, ``sizes``, the ``partition``'s fingerprint
+        and ``settings``."""
+        self._met: FederatedDataModule | None = None
+        self.resume_changed = self.changed = False
+        self.spent: dict[int, list[Release]] = {}
+        check_finite(client, self.aggregator)
+        check_guarantee(client, self.aggregator, options.min_clients)
+        if options.example_privacy is not None:
+            check_example_level(client, self.aggregator, options.cohort)
+        check_pair(client, self.aggregator)
+        check_requirements(client, self.aggregator)
+        check_tells(client, options.cohort)
+        for module in self._architectures:
+            module.settle_common()
+            check_tied(module)
+            check_split(module)
+            module.requested = (module.offers & self.aggregator.needs) | options.cohort.asks
+            module.withheld = module.sends - self.aggregator.needs if self.aggregator.guarantee else frozenset()
+        self.save_hyperparameters(dict(client.hparams))
+
+    @property
+    def method(self) -> str:
+        """The method's name in the literature, or else the class names of client module and aggregator."""
+        return method_of(self.client, self.aggregator)
+
+    @property
+    def _architectures(self) -> list[ClientModule]:
+        return cast(list[ClientModule], list(self.architectures))
+
+    def architecture_of(self, client: int) -> int:
+        """Return the index in ``architectures`` of a client's net.
+
+        New clients, whose ids follow the federation's, take the architectures of the first clients in turn.
+        """
+        num_clients = self.data.num_clients
+        return self.client.architecture_of(client % num_clients, num_clients)
+
+    @property
+    def data(self) -> FederatedDataModule:
+        """The data module of the run."""
+        return cast(FederatedDataModule, self.trainer.datamodule)  # type: ignore[attr-defined]
+
+    def sizes(self, clients: Iterable[int], split: Split) -> dict[int, int]:
+        """Return the number of samples of each client in a split, by id."""
+        data = self.data
+        return {client: data.size(client, split) for client in clients}
+
+    @property
+    def _fitting(self) -> bool:
+        return bool(self.trainer.state.fn == TrainerFn.FITTING)
+
+    @cached_property
+    def engines(self) -> list[Engine]:
+        """The engine of each architecture, or one engine for all.
+
+        Made at the first use, when Lightning has moved the modules to their device.
+        """
+        try:
+            return self.options.engines(self._architectures, self.data, self.trainer)
+        except AttributeError as error:
+            # nn.Module answers an AttributeError inside a property with "no attribute 'engines'", which hides the
+            # cause.
+            raise RuntimeError(f"{type(self.client).__name__} can't be set up: {error}") from error
+
+    def engines_of(self, clients: Sequence[int]) -> Iterable[tuple[Engine, list[int]]]:
+        """Return pairs of an engine and its clients."""
+        own: dict[Engine, list[int]] = {engine: [] for engine in self.engines}
+        for client in clients if len(own) > 1 else ():
+            own[self.engines[self.architecture_of(client)]].append(client)
+        return own.items() if len(own) > 1 else [(self.engines[0], list(clients))]
+
+    def setup(self, stage: str) -> None:
+        """Check the parts, take the common initial model and prepare the server, once per federation.
+
+        Lightning calls this again for each fit, validation and test; later calls only check the settings and the data.
+        """
+        for module in self._architectures:
+            self.options.check(module, self.data)
+            # The check runs the net on a batch; a small net is faster in one thread.
+            with threads_for(module):
+                check_task(module, self.data)
+            module.num_rounds = self.trainer.max_epochs or 1
+        if self.data.drifts:
+            self._check_drift()
+        self._check_fitted()
+        self.data.go_to(max(1, self.round))
+        self.client.check_optimizers(cast(int, self.trainer.max_epochs) if self._fitting else 0)
+        rounds = rounds_of(self.options, self.trainer, self.data.num_clients)
+        self.settings = settings_of(self._architectures, self.aggregator, self.data, rounds)
+        if self.seed is not None:
+            if self.data is not self._met:
+                self._meet(self.trained)
+            # A later fit or evaluation continues with this state; only another data module is paired anew.
+            return
+        self._keep_trained({})
+        # Ranks may have different seeds, so all take the first rank's seed and initial weights.
+        self.seed, states = self.trainer.strategy.broadcast(
+            (torch.initial_seed(), [whole_model(module) for module in self._architectures])
+        )
+        pairs = list(zip(self._architectures, states, strict=True))
+        for module, state in pairs:
+            module.assign({name: state[name] for name in common_parameters(module)})
+        self.initial = [personal_entries(module, state) for module, state in pairs]
+        shared = [shared_entries(module, state) for module, state in pairs]
+        check_common(self._architectures, shared)
+        self._shared = shared[0]
+        self._set_up_server(self.seed)
+        # A method whose server keeps no global model, such as Local, shows the initial weights in its place.
+        whole = self.aggregator.global_model()
+        self.start = {name: tensor for name, tensor in self._shared.items() if name not in whole}
+        self.clients = self._kept({})
+        for client in self.data.newcomers:
+            # Ask the server for new clients' payloads now: an aggregator without `welcome` is refused before the rounds
+            # are spent.
+            self.welcome(client)
+
+    def _keep_trained(self, saved: Mapping[str, Any]) -> None:
+        """Record names, sizes, partition and settings of this federation's clients.
+
+        Args:
+            saved: a checkpoint's entry ``federation``; entries missing here are taken from the current data module.
+        """
+        data = self._met = self.data
+        self.trained = {
+            "names": data.client_names[: data.num_clients],
+            "sizes": list(self.sizes(range(data.num_clients), "train").values()),
+            "partition": fingerprint(data),
+            "settings": self.settings,
+        }
+        self.trained |= {name: saved[name] for name in self.trained if name in saved}
+
+    def _meet(self, saved: Mapping[str, Any]) -> bool:
+        """Pair the data module's clients with a federation's clients.
+
+        Args:
+            saved: the checkpoint's entry ``federation``, or ``trained`` of this federation.
+
+        Returns:
+            Whether the clients' ids have changed.
+
+        Raises:
+            MisconfigurationException: if the clients can't be paired, or the kept metrics are of other samples.
+        """
+        use = "fit" if self._fitting else "join" if getattr(self.trainer, "joins", False) else "test"
+        # The checkpoint's sizes and fingerprint are of the first division; later ones of a drift follow from it.
+        with self.data.at_round(1):
+            changed = pair_clients(saved, self.data, use)
+        self._met, when = self.data, self.options.evaluate
+        if use == "test" and when != "before" and "partition" in saved and saved["partition"] != fingerprint(self.data):
+            raise MisconfigurationException(
+                f"trainer.evaluate={when} shows metrics kept from clients' training, and data holds other samples "
+                "now; take evaluate=before."
+            )
+        return changed
+
+    def _check_fitted(self) -> None:
+        """Refuse preprocessing whose statistics leak samples past a guarantee of privacy.
+
+        Means or vocabularies fitted on all clients' samples change every client's inputs, and so the training, past any
+        bound. Statistics of one client's own samples are covered by a client-level guarantee, but not by a sample-level
+        one.
+        """
+        fitted, per_sample = self.data.fitted_on, self.options.example_privacy is not None
+        if fitted == "nothing" or not (per_sample or (self.aggregator.guarantee and fitted == "all clients")):
+            return
+        setting = "trainer.example_privacy" if per_sample else f"aggregator={self.aggregator.name}"
+        remedies = "constants known beforehand, such as data.standardize={age: [50, 12]}, categories and classes"
+        raise MisconfigurationException(
+            f"data={type(self.data).__name__} fits its preprocessing on samples of {fitted}, which {setting} doesn't "
+            f"bound; give {remedies}{'' if per_sample else ', or data.standardize=client'}, or take data without any."
+        )
+
+    def _check_drift(self) -> None:
+        """Refuse settings for fixed local samples when samples move between clients over the rounds."""
+        name = type(self.data).__name__
+        setting = f"data.drift={sorted(self.data.drift)}" if self.data.drift else f"data={name} with its division_at"
+        if self.options.example_privacy is not None:
+            raise MisconfigurationException(
+                f"{setting} moves samples between clients, and trainer.example_privacy keeps a privacy budget for "
+                "each client's own samples; leave one of the two out."
+            )
+        if self.data.fitted_on == "each client":
+            raise MisconfigurationException(
+                f"{setting} moves samples between clients, and data.standardize=client scales a sample by the "
+                "statistics of its first client; take standardize=table."
+            )
+        if self.aggregator.fixed_sizes:
+            raise MisconfigurationException(
+                f"{setting} changes the clients' numbers of samples, which aggregator {self.aggregator.name} reads "
+                "only before the first round; take another method, such as FedAvg."
+            )
+
+    def _kept(self, states: MutableMapping[int, ClientState]) -> MutableMapping[int, ClientState]:
+        """Return clients' states in the storage named by ``trainer.client_states``."""
+        if self.options.client_states != "disk" or not (states or self._fitting):
+            # Made only for a fit or for existing states: an evaluation that is refused early shall leave no folder
+            # behind.
+            return states
+        run = run_folder(self.trainer)
+        return DiskStates(run and run / STATES, states)
+
+    def _set_up_server(self, seed: int) -> None:
+        """Prepare the aggregator and the client selection for a seed."""
+        clients, rounds = self.data.num_clients, self.trainer.max_epochs or -1
+        known, sampling = None if rounds < 0 else rounds, self.options.sampling(clients)
+        deployed = not isinstance(self.options.engine, (str, type))
+        self.aggregator.setup(Server(clients, self._shared, self.client, self.data, seed, known, sampling, deployed))
+        self._remembered = Remembered(self.aggregator, self.architectures)
+        self.options.cohort.setup(self.sizes(range(self.data.num_clients), "train"))
+        self._keep_storable()
+
+    def _keep_storable(self) -> None:
+        """Convert NumPy scalars in the state of server and selection; refuse types without a way back from checkpoints.
+
+        The running state is converted too, not only the saved one, so that a resumed run continues with the same bits.
+        """
+        for owner, name in ((self.aggregator, self.aggregator.name), (self.options.cohort, "trainer.cohort")):
+            state = owner.state
+            if (kept := storable(state, f"{name}.state")) is not state:
+                owner.state = kept
+
+    def job(self, client: int, evaluate: tuple[Split, ...] = ()) -> Job:
+        """Return a client's work in the coming round.
+
+        Args:
+            client: the client's id.
+            evaluate: the splits to evaluate on after training.
+        """
+        # A client that has never trained has no state yet and begins with the initial personal entries.
+        state = self.clients.get(client) or ClientState(self.initial[self.architecture_of(client)])
+        seed = derive_seed(cast(int, self.seed), "train", self.round, client)
+        payload = self.aggregator.download(client)
+        check_entries(payload, client, self.aggregator, self.client.needs, type(self.client).__name__)
+        # A client with a state has taken part before, and so has received the entries that travel once.
+        once = self.aggregator.sends_once
+        data, has_once = self.data.client(client), bool(once) and client in self.clients
+        return Job(client, self.round, state, payload, data, seed, self.lr_factor, evaluate, once, has_once)
+
+    def welcome(self, client: int, update: Message | None = None) -> Message:
+        """Return the server's payload for a new client.
+
+        Args:
+            client: the client's id.
+            update: the update that the new client has sent, if any.
+
+        Raises:
+            MisconfigurationException: if the server has no payload for unknown clients.
+        """
+        try:
+            payload = self.aggregator.welcome(client, update)
+        # An aggregator that looks up a client by id fails like this when the id is new.
+        except (LookupError, StopIteration) as error:
+            raise MisconfigurationException(
+                f"data.new_clients={self.data.new_clients}: aggregator {self.aggregator.name} has no payload for an "
+                "unknown client; take 0, or implement the aggregator's welcome(client, update)."
+            ) from error
+        check_entries(payload, client, self.aggregator, self.client.needs, type(self.client).__name__)
+        check_payload(payload, client, self.aggregator, self._shared)
+        return payload
+
+    # Training
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer that carries the round's learning rate, and its schedule; engines read the rate."""
+        """Return an optimizer and schedule for the round's learning rate alone; clients have their own optimizers."""
         made = self.client.configured()
         rate = made.rates[0]
-        # 1 but for schedules that set rates of their own, such as OneCycleLR
+        # The schedule's own first factor: 1, except for schedules such as OneCycleLR that replace the optimizer's
+        # initial rate.
         self._first_factor = made.optimizer.param_groups[0].get("initial_lr", rate) / rate if rate else 1.0
         return (
             made.optimizer if made.scheduler is None else {"optimizer": made.optimizer, "lr_scheduler": made.scheduler}
         )
 
-    # Training
-
     def training_step(self, clients: list[int], batch_idx: int) -> None:
-        """Runs one round."""
-        # Lightning wraps this in autocast; only forward passes belong there, and engines enter it for each
+        """Run one round.
+
+        Args:
+            clients: ids of all clients.
+            batch_idx: always 0.
+        """
+        # Lightning runs training_step under autocast, which would also change aggregation and optimizer steps; engines
+        # enter autocast for forward passes only.
         on_gpu = self.device.type == "cuda"
         with isolate_rng(include_cuda=on_gpu), torch.autocast(self.device.type, enabled=False):
             self._run_round(clients)
         self.release_modes()
 
     def _run_round(self, clients: list[int]) -> None:
+        """Choose the cohort, train, aggregate, and step the learning rate schedule."""
         self._read_rate()
         start = time.perf_counter()
         if self.data.go_to(self.round + 1):
             self.options.cohort.sizes = self.sizes(clients, "train")
-            # measured on samples that clients don't hold any more
+            # Samples have moved, so the kept metrics are of samples that the clients no longer hold.
             self.evaluations.after.clear()
         size = self.options.cohort_size(len(clients))
         cohort = self.participation.cohort(clients, size, cast(int, self.seed), self.round)
@@ -71,6 +404,7 @@ class Federation(FederationBase):
         for engine, own in self.engines_of(cohort):
             for outcome in engine.complete("training", self._jobs(own)):
                 outcomes[outcome.client] = outcome
+                # Refused clients gave no usable result; callbacks shall not record it.
                 if not outcome.refused:
                     for ended in listeners:
                         ended(self.trainer, self, outcome.client, outcome)
@@ -79,19 +413,21 @@ class Federation(FederationBase):
             if outcome.releases:
                 self.spent[client] = composed(self.spent.get(client, []), outcome.releases)
         if (private := self.options.example_privacy) is not None:
-            # before the server gets it
+            # Stop before the server sees an update that would exceed the privacy budget.
             private.check_spent(self.spent, self.sizes(self.spent, "train"), self.round)
         taken = self._taken(outcomes, len(cohort))
         self.evaluations.keep_initial(clients, taken)
         self._aggregate(taken)
         self.round += 1
         if (scheduler := self.lr_schedulers()) is not None:
-            # moves nothing, as there are no gradients; torch warns of schedules that step before their optimizer
+            # The step changes no weight, as there are no gradients. It only prevents torch's warning about schedules
+            # that step before their optimizer.
             self.trainer.optimizers[0].step()
             scheduler.step()  # type: ignore[union-attr]
             self._read_rate()
 
     def _jobs(self, clients: list[int]) -> Iterator[Job]:
+        """Yield the job of each client of a cohort, and count the bytes sent."""
         listeners = self._listeners("on_client_fit_start")
         known: dict[str, Any] | None = None
         size = 0
@@ -100,7 +436,7 @@ class Federation(FederationBase):
                 started(self.trainer, self, client)
             job = self.job(client, self.options.splits_after)
             sent = job.travelling
-            # what many are sent is looked at once
+            # Most methods send every client the same tensors; check and measure them once.
             if known is None or sent.keys() != known.keys() or any(sent[k] is not known[k] for k in known):
                 check_payload(job.payload, client, self.aggregator, self._shared)
                 known, size = sent, num_bytes(sent)
@@ -108,21 +444,29 @@ class Federation(FederationBase):
             yield job
 
     def _read_rate(self) -> None:
-        """Takes the round's learning rate from the optimizer that the schedule moves."""
+        """Read the round's learning rate, as a factor of the initial one, from the scheduled optimizer."""
         group = self.trainer.optimizers[0].param_groups[0]
         moved = group["lr"] / group["initial_lr"] if group.get("initial_lr") else 1.0
         self.lr_factor = moved * self._first_factor
 
     def _taken(self, outcomes: dict[int, Outcome], expected: int) -> dict[int, Outcome]:
-        """The outcomes that the aggregator gets, with their metrics in the row; others are warned of and counted."""
+        """Return the outcomes to aggregate, and write their metrics into the round's row.
+
+        Refused, diverged and malformed outcomes are left out, counted in the row and warned of.
+
+        Args:
+            outcomes: the outcomes of the round by client id.
+            expected: the number of clients in the cohort.
+        """
         round = self.round + 1
         accepted = unrefused(outcomes, round)
-        # under a guarantee the run goes on whoever diverged: that it ends would tell of clients
+        # Under a privacy guarantee the run must not stop because of divergence: stopping would reveal something about
+        # the clients.
         private = bool(self.aggregator.guarantee)
         ends = not private and self.options.example_privacy is None
         sound = finite(accepted, round, expected if ends else 0)
         updates = {client: outcome.update for client, outcome in sound.items()}
-        # as they stand, under the Trainer's precision
+        # Read now and not at set-up: the Trainer's precision may have changed the weights' dtype.
         shared = shared_entries(self.client, self.client.state_dict())
         usable = sound_updates(updates, self.aggregator, type(self.client).__name__, shared)
         taken = {client: sound[client] for client in usable}
@@ -137,23 +481,24 @@ class Federation(FederationBase):
             **training_metrics(taken, self.sizes(taken, "train")),
         }
         if (loss := self.metrics.get("train/loss")) is not None:
-            # where `self.log` would have put it, which takes as long as a step of many small nets
+            # The same place where self.log writes; self.log itself takes as long as a training step of many small nets.
             self.trainer.callback_metrics["train/loss"] = torch.tensor(loss)
             self.trainer.progress_bar_metrics["train/loss"] = loss
         return taken
 
     def _aggregate(self, taken: dict[int, Outcome]) -> None:
+        """Aggregate the updates, and commit the new client states."""
         updates = {client: outcome.update for client, outcome in taken.items()}
         self.call("on_aggregate_start", updates)
         start = time.perf_counter()
         with self._remembered.aggregation():
             logs = checked_logs(self.aggregator.aggregate(updates, self.round), self.aggregator.name)
             keep_own(self.aggregator.state, updates)
-        # states change here and not while clients train: an interrupted round leaves none behind
+        # Client states change only here, after aggregation, so that an interrupted round leaves no client half-updated.
         for client, outcome in taken.items():
             own = vars(outcome.state)
             if self.options.example_privacy is not None and not is_finite(outcome.state.personal):
-                # its upload counts all the same, as this tells of samples without noise
+                # The update still counts: leaving it out would reveal something about the samples without noise.
                 rank_zero_warn(
                     f"round {self.round + 1}: what stays with client {client} became NaN or infinite; try a smaller "
                     "learning rate."
@@ -172,10 +517,10 @@ class Federation(FederationBase):
         self.call("on_aggregate_end", logs)
 
     def privacy(self, final: bool = False) -> dict[str, Any]:
-        """What is guaranteed of the rounds so far, by the aggregator or by clients' training; empty if nothing is.
+        """Return the privacy guarantee of the rounds so far, by the aggregator or DP-SGD; empty without one.
 
         Args:
-            final: whether to add the tighter bound too, where that takes longer.
+            final: whether to add the tighter bound, which takes longer to compute.
         """
         if (private := self.options.example_privacy) is not None:
             return private.statement(self.spent, self.sizes(self.spent, "train"))
@@ -183,11 +528,11 @@ class Federation(FederationBase):
 
     @property
     def publishable(self) -> tuple[str, ...]:
-        """Columns of the record that a guarantee covers, as patterns; empty without a guarantee."""
+        """Name patterns of the record's columns under the privacy guarantee; empty without a guarantee."""
         return PUBLISHABLE if self.options.example_privacy is not None else self.aggregator.publishable
 
     def privacy_of(self, client: int) -> dict[str, float]:
-        """The ``epsilon`` of a client's samples, where its training is private."""
+        """Return the ``epsilon`` spent on a client's samples by DP-SGD; empty without ``trainer.example_privacy``."""
         if (private := self.options.example_privacy) is None:
             return {}
         return {"epsilon": private.epsilon_of(self.spent.get(client, []), self.data.size(client, "train"))}
@@ -195,44 +540,47 @@ class Federation(FederationBase):
     # Evaluation
 
     def on_validation_epoch_start(self) -> None:
-        """Starts the clock."""
+        """Start the clock."""
         self._evaluation_start = time.perf_counter()
 
     def on_validation_model_eval(self) -> None:
-        """Set evaluation mode, and keep the modes that client modules were given in for the engines."""
+        """Set evaluation mode, after recording each submodule's mode for the engines."""
         for module in self._architectures:
             given_modes(module)
             module.eval()
 
     def on_validation_model_train(self) -> None:
-        """Put the modes back."""
+        """Restore the recorded modes."""
         self.release_modes()
 
     on_test_model_eval, on_test_model_train = on_validation_model_eval, on_validation_model_train
 
     def release_modes(self) -> None:
-        """Put the modes of all client modules back as they were given: what was frozen by ``eval()`` stays so."""
+        """Restore the modes of client modules as given by the user; submodules frozen by ``eval()`` stay frozen."""
         for module in self._architectures:
             release(module)
 
     def validation_step(self, clients: list[int], batch_idx: int) -> None:
-        """Evaluates all clients on their validation splits; on their test splits too where rounds ask."""
+        """Evaluate all clients on the validation splits, with ``trainer.test_every_round`` also on the test splits."""
         self.evaluations.evaluate(clients, self.options.validation_splits)
 
     def test_step(self, clients: list[int], batch_idx: int) -> None:
-        """Evaluates all clients on their test splits."""
+        """Evaluate all clients on the test splits."""
         self.evaluations.evaluate(clients, ("test",))
 
     def on_validation_epoch_end(self) -> None:
-        """Summarises over clients into the round's row of metrics and for callbacks."""
+        """Summarise the evaluation over clients into the round's row of metrics, for loggers and callbacks."""
         summary = self.evaluations.summary()
         if "val" not in self.evaluations.results:
-            # checkpoints want to know it, of a round in which no client could be asked too
+            # ModelCheckpoint needs its metric in every round, also when no client could be evaluated.
             summary[f"val/{self.monitor.metric}"] = math.nan
         self._end_evaluation(summary)
 
     def on_train_batch_end(self, outputs: Any, clients: list[int], batch_idx: int) -> None:
-        """Test a round where rounds are tested and Lightning has nothing to validate: it skips its loop then."""
+        """Evaluate the test splits if ``test_every_round`` is set and Lightning skips validation.
+
+        Lightning skips the loop if no client has validation samples, or with ``limit_val_batches=0``.
+        """
         if not self.options.test_every_round or self.round % (self.trainer.check_val_every_n_epoch or 1):
             return
         if not self.trainer.limit_val_batches or not len(self.data.val_dataloader()):
@@ -241,6 +589,7 @@ class Federation(FederationBase):
             self._end_evaluation(self.evaluations.summary())
 
     def _end_evaluation(self, summary: dict[str, float]) -> None:
+        """Add the server's model, the time and the summary to the row, and log the summary."""
         if self._fitting:
             if self.options.test_every_round:
                 summary |= self.test_global()
@@ -248,14 +597,16 @@ class Federation(FederationBase):
         self._log_summary(summary)
 
     def on_test_epoch_end(self) -> None:
-        """Summarises over clients, and tests the server's model."""
+        """Log the summary over clients and the test metrics of the server's model."""
         self._log_summary(self.evaluations.summary() | self.test_global())
 
     def test_global(self, model: StateDict | None = None) -> dict[str, float]:
-        """Metrics of the server's model on the central test set, as ``test/global_METRIC``; empty without the two.
+        """Return the metrics of the server's model on the central test set, as ``test/global_METRIC``.
+
+        Empty without a central test set, or if the server doesn't hold a whole model.
 
         Args:
-            model: a ``state_dict`` that holds it; None takes the server's own.
+            model: the ``state_dict`` to test; None takes the server's current model.
         """
         own = self.aggregator.global_model()
         whole = all(f"net.{name}" in own for name in trained_parameters(self.client, "net"))
@@ -267,27 +618,182 @@ class Federation(FederationBase):
         return {f"test/global_{name}": value for name, value in own_values(values).items()}
 
     def _log_summary(self, summary: dict[str, float]) -> None:
-        # while fitting, loggers get the whole record of the round at once, from a callback
+        """Log a summary; the progress bar shows the monitored metric only."""
+        # While fitting, `RoundLogger` writes the whole row at the end of the round, so Lightning's loggers are skipped
+        # here.
         for name, value in summary.items():
             shown = name.endswith((f"/{self.monitor.metric}", f"/global_{self.monitor.metric}"))
             bar, logger = shown and self._fitting, not self._fitting
             self.log(name, value, prog_bar=bar, logger=logger, on_step=False, on_epoch=True, batch_size=1)
 
+    # Checkpoints
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the global model under the client module's names, completed by the common initial weights."""
+        return whole_model(self.client) | self.start | self.initial[0] | self.aggregator.global_model()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a global model into the client module.
+
+        Raises:
+            MisconfigurationException: if the weights are of another net.
+        """
+        try:
+            return self.client.load_state_dict(state_dict, *args, **kwargs)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise MisconfigurationException(f"ckpt_path: the checkpoint holds another net: {reason}") from error
+
+    def federation_state(self) -> dict[str, Any]:
+        """Return the complete state, from which another process can continue the run bit for bit."""
+        clients = range(self.data.num_clients)
+        return {
+            "method": self.method,
+            **{name: self.trained[name] for name in ("names", "sizes", "partition")},
+            "round": self.round,
+            "lr_factor": self.lr_factor,
+            "seed": self.seed,
+            "initial": self.initial,
+            "start": self.start,
+            # The first architecture's common parameters are part of the global model already.
+            "common": {k: detached(common_parameters(m)) for k, m in enumerate(self._architectures) if k},
+            "aggregator": self.aggregator.state,
+            "spent": {client: list(map(list, releases)) for client, releases in sorted(self.spent.items())},
+            "cohort": self.options.cohort.state,
+            "clients": saved_states(self.clients),
+            "after": dict(sorted(self.evaluations.after.items())),
+            # Not needed for resuming: `load_from_checkpoint(path, client=3)` builds a client's model from them without
+            # the aggregator.
+            "payloads": {client: self.aggregator.download(client) for client in clients},
+        }
+
+    def load_federation_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from the saved state of a federation of the same method.
+
+        Raises:
+            MisconfigurationException: if the checkpoint's clients are not those of the data module.
+        """
+        if self._meet(state) or state["seed"] != self.seed:
+            # Servers draw random numbers from the run's seed, here the checkpoint's and not this process's.
+            self._set_up_server(state["seed"])
+        self._keep_trained(state)
+        self.data.go_to(max(1, state["round"]))
+        sizes = self.sizes(range(self.data.num_clients), "train")
+        self.evaluations.load(state)
+        self.round, self.lr_factor = state["round"], state["lr_factor"]
+        self.seed, self.initial, self.start = state["seed"], state["initial"], state["start"]
+        self.aggregator.state = state["aggregator"]
+        self.spent = {k: [Release(*each) for each in releases] for k, releases in state.get("spent", {}).items()}
+        self.options.cohort.setup(sizes)
+        # Merged, as a changed selection or an earlier version's checkpoint may lack entries; those keep their initial
+        # values.
+        self.options.cohort.state |= state.get("cohort", {})
+        for architecture, entries in state.get("common", {}).items():
+            self._architectures[architecture].assign(entries)
+        self.clients = {client: ClientState(**saved) for client, saved in state["clients"].items()}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the federation to a checkpoint, and refuse entries of types that can't be read back.
+
+        Lightning calls this hook last, when callbacks and loops have added their states.
+
+        Raises:
+            MisconfigurationException: if an entry, such as a callback's state, could not be read back.
+        """
+        checkpoint["federation"] = {**self.federation_state(), "settings": self.settings}
+        for name in checkpoint:
+            checkpoint[name] = storable(checkpoint[name], name, settings="hyper_parameters" in name)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore the federation from a checkpoint.
+
+        Raises:
+            MisconfigurationException: if the checkpoint is of no federation, another method, net, data, or settings.
+        """
+        if "federation" not in checkpoint:
+            raise MisconfigurationException("ckpt_path: the checkpoint is not of a federation.")
+        state = checkpoint["federation"]
+        check_same(state, self.method)
+        if self.options.client_states == "disk":
+            # With client_states=disk the checkpoint is memory-mapped, and its file can't be freed while one tensor
+            # still refers to it; so these small entries are copied.
+            state = state | deepcopy({name: state[name] for name in ("initial", "start", "aggregator")})
+        self.load_federation_state(state)
+        self.clients = self._kept(self.clients)
+        # Checkpoints of earlier versions, and data without preprocessing, have no such entry.
+        fitted = checkpoint.get(type(self.data).__qualname__, {}).get("preprocessing")
+        then, now = (flat("data.preprocessing", each if fitted else {}) for each in (fitted, self.data.preprocessing))
+        # Fill up both sides with empty entries, so that a vocabulary that only one side has counts as a change.
+        then, now = dict.fromkeys(now) | then, dict.fromkeys(then) | now
+        if self._fitting:
+            check_rounds(self.round, self.trainer.max_epochs)
+            # Fails for another net even with resume_changed=true: no run could continue with different weights.
+            self.load_state_dict(checkpoint["state_dict"])
+            if "settings" in state:
+                state = {**state, "settings": state["settings"] | then}
+            self.changed = check_settings(state, self.settings | now, self.resume_changed)
+        elif lines := changes(then, now):
+            rank_zero_warn(
+                f"ckpt_path: the checkpoint's model has learned from inputs that were made otherwise ({lines[0]}); "
+                "give it the data that it was trained with."
+            )
+
+    def on_fit_end(self) -> None:
+        """Load the global model into the client module."""
+        self.client.load_state_dict(self.state_dict())
+
     # Callbacks
 
     def call(self, hook: str, *args: Any) -> None:
-        """Calls a hook of ours on the callbacks that have it, subclasses of `FederatedCallback` or not.
+        """Call a hook of `FederatedCallback` on every callback with a method of this name.
 
         Args:
-            hook: its name.
-            *args: what it gets after the trainer and the federation.
+            hook: the hook's name.
+            *args: arguments after the trainer and the federation.
         """
         for method in self._listeners(hook):
             method(self.trainer, self, *args)
 
     def _listeners(self, hook: str) -> list[Callable[..., Any]]:
-        """The methods of callbacks for a hook, without those that do nothing, which would do so for each client."""
+        """Return the callbacks' own methods for a hook, without empty defaults, which would cost a call per client."""
         methods = (getattr(callback, hook, None) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
-        # `FederatedCallback`'s own, whose file imports this one
+        # Named as text, because the file of `FederatedCallback` imports this one.
         nothing = "pfl_lightning.callbacks.base"
         return [method for method in methods if method and getattr(method, "__module__", "") != nothing]
+
+
+def new_row(round: int, cohort: Sequence[int], lr: float) -> dict[str, Any]:
+    """Return the row at the start of a round, with the columns of every round.
+
+    Args:
+        round: the round's number, from 1.
+        cohort: ids of the clients that take part.
+        lr: the round's learning rate.
+    """
+    return {
+        "round": round,
+        "clients": 0,
+        "clients_diverged": 0,
+        "clients_refused": 0,
+        "clients_absent": 0,
+        "cohort": " ".join(map(str, cohort)),
+        "lr": lr,
+        "bytes/up": 0,
+        "bytes/down": 0,
+    }
+
+
+def training_metrics(taken: Mapping[int, Outcome], sizes: Mapping[int, int]) -> dict[str, Any]:
+    """Return the columns from local training: number of updates, bytes up, and means over clients as ``train/NAME``.
+
+    Args:
+        taken: the aggregated outcomes, by client.
+        sizes: numbers of training samples, by client.
+    """
+    # A client whose method doesn't train has an update but no training metrics.
+    trained = {client: outcome.metrics for client, outcome in taken.items() if outcome.metrics}
+    return {
+        "clients": len(taken),
+        "bytes/up": sum(num_bytes(outcome.update) for outcome in taken.values()),
+        **{f"train/{name}": value for name, value in over_clients(trained, sizes).items()},
+    }

@@ -1,4 +1,4 @@
-"""The test at the end of a run, of the last round's models and of those of the round that validation selects."""
+"""Test the models of the last and of the best validation round at the end of a run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from pfl_lightning.federation.joining import Joined, join
 
 @dataclass(frozen=True)
 class FinalTest:
-    """What the test at the end of a run gave.
+    """The results of the test at the end of a run.
 
     Args:
-        metrics: of the last round's models: summaries over clients, and the server's model's ``test/global_METRIC``.
-        clients: each client's metrics with these models, as ``test/METRIC``, by id.
-        selected: the round of the best checkpoint as ``round``, and its models' metrics; empty where that is the last
-            round, or has been tested when it was made, or isn't kept.
-        new: what became of new clients; empty where the data have none.
+        metrics: the last round's summaries over clients, and the server's model's ``test/global_METRIC``.
+        clients: each client's metrics of the last round, as ``test/METRIC``, by id.
+        selected: the best checkpoint's round as ``round``, and the test metrics of its models; empty if that is the
+            last round, was tested when it was made, or isn't kept.
+        new: the results of new clients; empty if the data have none.
     """
 
     metrics: dict[str, float]
@@ -34,14 +34,14 @@ class FinalTest:
 
 
 def final_test(federation: Federation, best: str | None) -> FinalTest:
-    """Tests all clients, and the server's model; then new clients join for a round.
+    """Test all clients and the server's model, then let new clients join for one round.
 
     Args:
-        federation: after its last round.
-        best: the checkpoint of the best round, if there is one.
+        federation: the federation after its last round.
+        best: the path of the best round's checkpoint, if there is one.
     """
     evaluations, clients = federation.evaluations, range(federation.data.num_clients)
-    # where rounds are tested, the last one has been
+    # With test_every_round, the last round's evaluation has covered the test splits already.
     if len(evaluations.results.get("test", {})) < len(clients):
         evaluations.evaluate(clients, ("test",))
     results = {name: values for name, values in evaluations.results.items() if split_of(name) == "test"}
@@ -62,10 +62,10 @@ def final_test(federation: Federation, best: str | None) -> FinalTest:
 
 
 def selected_test(federation: Federation, best: str | None) -> dict[str, float]:
-    """The round of the best checkpoint and its test metrics; empty where they are known or can't be."""
+    """Return the best checkpoint's round and test metrics; empty if already known or if no checkpoint is kept."""
     if best is None:
         return {}
-    # mapped: else all clients' states would be in memory twice
+    # Memory-mapped, or all clients' states would be in memory twice.
     checkpoint = torch.load(best, map_location="cpu", weights_only=True, mmap=True)
     saved = checkpoint["federation"]
     if saved["round"] == federation.round or saved.get("settings", {}).get("trainer.test_every_round"):
@@ -74,18 +74,18 @@ def selected_test(federation: Federation, best: str | None) -> dict[str, float]:
 
 
 def metrics_at(federation: Federation, checkpoint: Mapping[str, Any]) -> dict[str, float]:
-    """Test metrics of the models in a checkpoint, summarised; nothing of the federation's own is used or changed.
+    """Return the summarised test metrics of a checkpoint's models, without using or changing the federation's state.
 
     Args:
-        federation: runs its clients.
-        checkpoint: as it was saved.
+        federation: the federation that runs the clients.
+        checkpoint: the loaded checkpoint.
     """
     saved, evaluations = checkpoint["federation"], federation.evaluations
 
     def job_of(client: int, splits: tuple[Split, ...]) -> Job:
         return saved_job(saved, client, federation.architecture_of(client), federation.data.client(client), splits)
 
-    # on the samples that clients held in its round
+    # Samples may drift between clients, so test on those that the clients held in the checkpoint's round.
     with federation.data.at_round(max(1, saved["round"])):
         metrics = (
             saved["after"]

@@ -1,6 +1,6 @@
-"""New clients join a federation that is over: they receive what the server has, do their own local work, and stay new.
+"""Let new clients join a trained federation: receive from the server, train locally, and test before and after.
 
-Nothing of them is aggregated, and nothing of the federation changes.
+The server aggregates no update of new clients, and the federation's state doesn't change.
 """
 
 import math
@@ -18,46 +18,46 @@ from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import Split
 from pfl_lightning.engines import ClientState, Job, Outcome
 from pfl_lightning.engines.evaluation import own_values
-from pfl_lightning.federation.base import FederationBase
 from pfl_lightning.federation.evaluation import Metrics
+from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.options import is_count
 from pfl_lightning.messages import Message, is_finite
 from pfl_lightning.runs.tables import text_table
 from pfl_lightning.seeds import derive_seed
 
 SPLITS: dict[Split, str] = {"test": "new", "val": "new_val"}
-"""The splits that new clients are evaluated on, by what their metrics are called."""
+"""Splits that new clients are evaluated on, with the prefix of their metrics' names."""
 
 
 @dataclass(frozen=True)
 class Joined:
-    """What became of new clients.
+    """The results of new clients.
 
     Args:
-        metrics: over them, on test ``new_received/METRIC`` of what they received and ``new/METRIC`` of what they made
-            of it; on val ``new_val_received/METRIC`` and ``new_val/METRIC``.
-        clients: each one's own on test, by id.
+        metrics: summaries over new clients: test metrics as ``new_received/METRIC`` before and ``new/METRIC`` after
+            their local training, validation metrics as ``new_val_received/METRIC`` and ``new_val/METRIC``.
+        clients: each new client's test metrics, by id.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
     clients: dict[int, dict[str, float]] = field(default_factory=dict)
 
 
-def join(federation: FederationBase, epochs: int | None = None, rounds: int = 1) -> Joined:
-    """Lets all new clients join, each for itself.
+def join(federation: Federation, epochs: int | None = None, rounds: int = 1) -> Joined:
+    """Let every new client receive, train and be tested, independently of the other new clients.
 
-    In a round a client receives what the server has for it, and does the method's own local work, with its upload hook;
-    what stays with clients stays with it until the next one. Of a method without anything personal several rounds are
-    one, as each starts from the same received model: give it ``epochs``. The learning rate is that of the round that
-    would follow.
+    In each round a client receives the server's payload, runs the method's local training and builds its update; its
+    personal state stays with it until the next round. For a method without personal state every round starts from the
+    same received model, so use ``epochs`` rather than ``rounds``. The learning rate is that of the round after the
+    last.
 
     Args:
-        federation: after some rounds, on its device.
-        epochs: passes of each phase over a client's own samples, in the place of what the method makes; None is that.
-        rounds: how often a client receives and works, at least 1.
+        federation: a trained federation, on its device.
+        epochs: passes over a client's samples in each phase; None takes the method's own number.
+        rounds: rounds of receiving and training, at least 1.
 
     Raises:
-        MisconfigurationException: before anybody trains, if there are no new clients, if the server has nothing for
+        MisconfigurationException: before any training, if there are no new clients, if the server has no payload for
             them, or if a number is less than 1.
     """
     for name, value in (("epochs", epochs), ("rounds", rounds)):
@@ -66,12 +66,14 @@ def join(federation: FederationBase, epochs: int | None = None, rounds: int = 1)
     newcomers = federation.data.newcomers
     if not newcomers:
         raise MisconfigurationException(
-            f"data.new_clients={federation.data.new_clients} leaves nobody to join; take a number of clients, or a "
-            "share such as 0.2, before the federation is trained, or data with names that it doesn't know."
+            f"data.new_clients={federation.data.new_clients} leaves nobody to join; before training set a number of "
+            "clients or a share such as 0.2, or take data with clients of unknown names."
         )
     payloads = {client: federation.welcome(client) for client in newcomers}
     initial = {client: ClientState(federation.initial[federation.architecture_of(client)]) for client in newcomers}
     with isolate_rng(), torch.inference_mode(False), torch.enable_grad():
+        # Such a server builds a new client's payload from an update of the same client, so new clients first train once
+        # for that alone.
         if federation.aggregator.meets_newcomers:
             payloads = answers(federation, local_work(federation, payloads, initial, "meet"))
         received = federation.evaluations.measure(
@@ -80,6 +82,7 @@ def join(federation: FederationBase, epochs: int | None = None, rounds: int = 1)
             lambda client, splits: job_of(federation, client, initial[client], payloads[client], "join", 0, splits),
         )
         states = initial
+        # Only the joining itself uses joining_phases; the evaluation above runs with the method's own phases.
         with joining_phases(federation, epochs):
             for round in range(rounds):
                 outcomes = local_work(federation, payloads, states, "join", round)
@@ -88,6 +91,7 @@ def join(federation: FederationBase, epochs: int | None = None, rounds: int = 1)
                     payloads = answers(federation, outcomes)
     if diverged := [c for c, outcome in outcomes.items() if not (outcome.finite and is_finite(outcome.state.personal))]:
         rank_zero_warn(f"the loss or the weights of new clients {', '.join(map(str, diverged))} became NaN or infinite")
+    # Joining phases make the whole personal model, so an adaptation before evaluation would count twice.
     whole = overrides(federation.client, "joining_phases")
     return reported(
         federation,
@@ -96,20 +100,21 @@ def join(federation: FederationBase, epochs: int | None = None, rounds: int = 1)
     )
 
 
-def joined_row(federation: FederationBase, epochs: int | None, rounds: int) -> dict[str, float]:
-    """Lets all new clients join; gives their metrics, also to the loggers, and prints a table.
+def joined_row(federation: Federation, epochs: int | None, rounds: int) -> dict[str, float]:
+    """Let all new clients join, log their metrics, print a table, and return the metrics.
 
     Args:
-        federation: as for `join`.
-        epochs: the same.
-        rounds: the same.
+        federation: a trained federation, on its device.
+        epochs: passes over a client's samples in each phase; None takes the method's own number.
+        rounds: rounds of receiving and training, at least 1.
     """
     metrics = join(federation, epochs, rounds).metrics
     for logger in federation.trainer.loggers:
         logger.log_metrics(metrics, step=federation.round)
         logger.save()
     names = [name.removeprefix("new/") for name in metrics if name.startswith("new/")]
-    # a model that became NaN has counts of clients that have a metric, which the received one lacks
+    # A NaN metric of the joined model adds a column with the number of clients that have a value, which the received
+    # model lacks.
     cells = [
         [name, *(f"{metrics.get(f'{when}/{name}', math.nan):.4g}" for when in ("new_received", "new"))]
         for name in names
@@ -119,13 +124,21 @@ def joined_row(federation: FederationBase, epochs: int | None, rounds: int) -> d
 
 
 def local_work(
-    federation: FederationBase,
+    federation: Federation,
     payloads: Mapping[int, Message],
     states: Mapping[int, ClientState],
     purpose: str,
     round: int = 0,
 ) -> dict[int, Outcome]:
-    """A round of the new clients, by id."""
+    """Train the new clients for one round; return their outcomes by id.
+
+    Args:
+        federation: the federation that runs the clients.
+        payloads: the server's payload by client.
+        states: each client's state.
+        purpose: ``meet`` or ``join``, which separates the random streams of the two.
+        round: rounds of joining done before.
+    """
     return {
         outcome.client: outcome
         for engine, own in federation.engines_of(list(payloads))
@@ -140,7 +153,7 @@ def local_work(
 
 
 def job_of(
-    federation: FederationBase,
+    federation: Federation,
     client: int,
     state: ClientState,
     payload: Message,
@@ -148,22 +161,33 @@ def job_of(
     round: int,
     splits: tuple[Split, ...],
 ) -> Job:
-    """A new client's work, in one of the rounds that would follow."""
+    """Return a new client's job.
+
+    Args:
+        federation: the federation that runs the client.
+        client: the client's id.
+        state: the client's state.
+        payload: the server's payload.
+        purpose: ``meet`` or ``join``, which separates the random streams of the two.
+        round: rounds of joining done before.
+        splits: the splits to evaluate on.
+    """
     round += federation.round
     seed = derive_seed(int(federation.seed or 0), purpose, round, client)
     return Job(client, round, state, payload, federation.data.client(client), seed, federation.lr_factor, splits)
 
 
-def answers(federation: FederationBase, outcomes: Mapping[int, Outcome]) -> dict[int, Message]:
-    """What the server has for new clients who have sent something, by id."""
+def answers(federation: Federation, outcomes: Mapping[int, Outcome]) -> dict[int, Message]:
+    """Return the server's next payloads for new clients after an update from each, by id."""
     return {client: federation.welcome(client, outcomes[client].update) for client in sorted(outcomes)}
 
 
 @contextmanager
-def joining_phases(federation: FederationBase, epochs: int | None) -> Iterator[None]:
-    """Lets the client modules go through their `ClientModule.joining_phases` in the place of their local phases."""
+def joining_phases(federation: Federation, epochs: int | None) -> Iterator[None]:
+    """Replace ``local_phases`` of the client modules by `ClientModule.joining_phases` inside this context."""
     modules = [module for module in federation.architectures if isinstance(module, ClientModule)]
     for module in modules:
+        # An instance attribute hides the class's method for the duration of the context.
         vars(module)["local_phases"] = phases_of(module, epochs)
     try:
         yield
@@ -173,9 +197,11 @@ def joining_phases(federation: FederationBase, epochs: int | None) -> Iterator[N
 
 
 def phases_of(module: ClientModule, epochs: int | None) -> Callable[[], list[Phase]]:
-    """A hook in the place of ``local_phases``, which stands aside while it asks for these."""
+    """Return a function to use as ``local_phases``, which returns the joining phases with ``epochs`` passes."""
 
     def phases() -> list[Phase]:
+        # The default joining_phases calls local_phases, so the hook steps aside meanwhile; else the two would call each
+        # other forever.
         hook = vars(module).pop("local_phases")
         try:
             found = module.joining_phases()
@@ -183,13 +209,14 @@ def phases_of(module: ClientModule, epochs: int | None) -> Callable[[], list[Pha
             vars(module)["local_phases"] = hook
         if epochs is None:
             return found
+        # A phase with its own data, such as a public set, isn't a pass over the client's samples.
         return [phase if phase.data is not None else replace(phase, epochs=epochs, steps=None) for phase in found]
 
     return phases
 
 
 def unadapted(metrics: Metrics) -> Metrics:
-    """Metrics without what the phases of an evaluation make of a model.
+    """Return metrics of the models before an evaluation's own adaptation.
 
     >>> unadapted({"test": {"acc": 0.9}, "test_received": {"acc": 0.5}, "val": {"acc": 0.7}})
     {'test': {'acc': 0.5}, 'val': {'acc': 0.7}}
@@ -197,8 +224,8 @@ def unadapted(metrics: Metrics) -> Metrics:
     return {split: metrics.get(f"{split}_received", metrics[split]) for split in SPLITS if split in metrics}
 
 
-def reported(federation: FederationBase, received: Mapping[int, Metrics], joined: Mapping[int, Metrics]) -> Joined:
-    """The metrics of new clients under their names, over them and of each."""
+def reported(federation: Federation, received: Mapping[int, Metrics], joined: Mapping[int, Metrics]) -> Joined:
+    """Return the metrics of new clients under their final names, summarised and per client."""
     metrics: dict[str, float] = {}
     clients: dict[int, dict[str, float]] = {client: {} for client in sorted(joined)}
     for split, name in SPLITS.items():

@@ -1,4 +1,4 @@
-"""How rounds are made: participation, local work and evaluation."""
+"""The Trainer's federated settings: participation, local training, engine and evaluation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,28 +14,28 @@ from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ENGINES, Engine, EngineMaker, LocalWork, Sharded, Vectorised
 from pfl_lightning.engines.evaluation import measured_names, metrics_of
 from pfl_lightning.engines.examples import calibrated
-from pfl_lightning.engines.mixed import say_who_loses
-from pfl_lightning.federation.staying import stay_on_device
+from pfl_lightning.engines.precision_advice import say_who_loses
+from pfl_lightning.federation.client_state_location import stay_on_device
 from pfl_lightning.nets.batch_norm import smallest_batch
 from pfl_lightning.privacy import DPSGD
 from pfl_lightning.selection import Sampling, Selection, Uniform
 from pfl_lightning.tasks import Monitor
 
 ClientStates: TypeAlias = Literal["memory", "device", "disk", "auto"]
-"""In memory, on the device where clients train, in files, or on that device if it is a GPU that has room."""
+"""Storage of clients' states between rounds: main memory, training device, files, or the device if a GPU has room."""
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value is an integer from 1 up."""
+    """Return True for integers from 1 up."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclass(frozen=True)
 class FederationOptions:
-    """The Trainer's federated settings; `FederatedTrainer` describes them.
+    """The Trainer's federated settings; `FederatedTrainer` describes each.
 
     Raises:
-        MisconfigurationException: if a value is out of its range.
+        MisconfigurationException: if a value is out of range, or two settings exclude each other.
     """
 
     clients_per_round: int | float = 1.0
@@ -56,6 +56,7 @@ class FederationOptions:
 
     def __post_init__(self) -> None:
         per_round = self.clients_per_round
+        # 1 is one client, but 1.0 is all of them.
         if not is_count(per_round) and not (isinstance(per_round, float) and 0 < per_round <= 1):
             raise MisconfigurationException(
                 f"trainer.clients_per_round={per_round} must be a number of clients from 1 up, "
@@ -98,6 +99,7 @@ class FederationOptions:
         )
 
     def _check_private(self) -> None:
+        """Refuse settings in conflict with the bounds of ``trainer.example_privacy``."""
         if self.clip:
             raise MisconfigurationException(
                 f"trainer.gradient_clip_val={self.clip} clips what trainer.example_privacy has bounded already; leave "
@@ -110,11 +112,13 @@ class FederationOptions:
             )
         if not isinstance(self.engine, (str, type)):
             raise MisconfigurationException(
-                "trainer.example_privacy draws its noise from the run's seed, which everybody in a deployment knows; "
+                "trainer.example_privacy draws noise from the run's seed, which every site of a deployment knows; "
                 "leave it out."
             )
 
     def _check_precision(self, precision: str) -> None:
+        """Refuse precisions in which per-sample bounds or noise would not hold."""
+        # Checked when engines are made, since the Trainer knows its precision only then.
         if precision in ("32-true", "64-true", "bf16-mixed"):
             return
         reason = (
@@ -125,11 +129,11 @@ class FederationOptions:
         raise MisconfigurationException(f"trainer.precision={precision} {reason}; take 32-true, bf16-mixed or 64-true.")
 
     def monitored(self, client: ClientModule) -> Monitor:
-        """The metric that selects rounds: the task's, or the one that is named here.
+        """Return the metric for selecting the best round: ``trainer.monitor``, or else the task's.
 
         Raises:
-            MisconfigurationException: if the client module has none of this name, or one that doesn't tell its
-                direction.
+            MisconfigurationException: if the client module has no such metric, or if the metric doesn't say which
+                direction is better.
         """
         if self.monitor is None:
             return Monitor(client.task.monitor, client.task.mode)
@@ -152,11 +156,11 @@ class FederationOptions:
 
     @property
     def engine_class(self) -> type[Engine] | EngineMaker:
-        """The engine's class, or what makes engines."""
+        """The engine's class, or a function returning engines."""
         return ENGINES[self.engine] if isinstance(self.engine, str) else self.engine
 
     def cohort_size(self, num_clients: int) -> int:
-        """Clients that take part in a round, of all.
+        """Return the number of clients in a round's cohort.
 
         >>> [FederationOptions(clients_per_round=share).cohort_size(25) for share in (0.1, 3)]
         [2, 3]
@@ -166,25 +170,29 @@ class FederationOptions:
         return max(1, round(self.clients_per_round * num_clients))
 
     def sampling(self, num_clients: int) -> Sampling | None:
-        """How cohorts are drawn, as far as the selection's class says so itself: a subclass may draw otherwise."""
+        """Return the cohorts' sampling scheme for privacy accounting; None if the selection's class states none."""
+        # Not inherited: a subclass may choose otherwise, and its parent's scheme would make a false guarantee.
         told = "sampling" in vars(type(self.cohort))
         return self.cohort.sampling(self.cohort_size(num_clients), num_clients) if told else None
 
     def work(self, data: FederatedDataModule) -> LocalWork:
-        """What each client does in a round, without what depends on the device and makes it private: of `engines`."""
+        """Return the settings of a client's local training, without privacy and device, which `engines` adds."""
         epochs = 1 if self.local_epochs is None else self.local_epochs
-        # in Lightning a bound of 0 is none
+        # Lightning takes gradient_clip_val=0 as no clipping.
         clip = self.clip or None
         size, last = data.batch_size, data.last_batch
         return LocalWork(epochs, self.local_steps, size, last, clip, self.clip_algorithm)
 
     def engines(self, modules: Sequence[ClientModule], data: FederatedDataModule, trainer: Trainer) -> list[Engine]:
-        """The engine of each client module; with several ranks each runs its share of the clients.
+        """Return an engine per client module; with several ranks, for a rank's share of the clients.
 
         Args:
             modules: the client modules, on their device.
             data: the clients' data.
-            trainer: has the precision and the ranks.
+            trainer: the Trainer, for precision and ranks.
+
+        Raises:
+            MisconfigurationException: if precision, privacy and the states' storage don't go together.
         """
         precision, engine = trainer.precision_plugin, self.engine_class
         if self.example_privacy is not None:
@@ -198,6 +206,7 @@ class FederationOptions:
             engines = [engine(module, work, precision, self.workers, self.compile) for module in modules]
             say_who_loses(engines)
         else:
+            # A deployment's engine serves all architectures at once, so a function makes the engines.
             engines = list(engine(modules, work, precision))
         if ranks > 1 and self.client_states == "device":
             raise MisconfigurationException(
@@ -207,21 +216,29 @@ class FederationOptions:
         return [Sharded(engine, trainer.global_rank, ranks) for engine in engines] if ranks > 1 else engines
 
     def after_name(self, split: str) -> str:
-        """Under which name the evaluation after local training of ``val``, ``test``, … is recorded."""
+        """Return the column prefix for evaluations after local training of splits such as ``val``."""
         return split if self.evaluate == "after" else f"{split}_after"
 
     @property
     def splits_after(self) -> tuple[Split, ...]:
-        """The splits that a client's model is evaluated on when it has trained: both, as their metrics are kept."""
+        """The splits to evaluate a client's model on after training: both, as metrics are kept for later rounds."""
         return () if self.evaluate == "before" else ("val", "test")
 
     @property
     def validation_splits(self) -> tuple[Split, ...]:
-        """The splits that each round's evaluation looks at."""
+        """The splits to evaluate in each round."""
         return ("val", "test") if self.test_every_round else ("val",)
 
     def check(self, client: ClientModule, data: FederatedDataModule) -> None:
-        """Refuses what doesn't fit the data or the net, before the first round."""
+        """Refuse settings in conflict with the data or the net, before the first round.
+
+        Args:
+            client: a client module.
+            data: the clients' data.
+
+        Raises:
+            MisconfigurationException: if a setting doesn't fit.
+        """
         if self.cohort_size(data.num_clients) > data.num_clients:
             raise MisconfigurationException(
                 f"trainer.clients_per_round={self.clients_per_round} is more than data.num_clients="

@@ -1,4 +1,4 @@
-"""Who takes part in a round, and what is asked of clients for it."""
+"""Choose the clients of each round, and take the measurements for the choice."""
 
 import math
 import random
@@ -15,16 +15,16 @@ from pfl_lightning.seeds import derive_seed
 from pfl_lightning.selection import RoundStart, Selection
 
 NUMBER_BYTES = 8
-"""What a number takes that a client tells."""
+"""Bytes counted for a number that a client reports."""
 
 
 class Participation:
-    """Has a `Selection` choose the clients of rounds, and asks clients for it.
+    """Run a `Selection` each round with the clients' losses and reports.
 
     Args:
-        selection: what chooses.
-        measure: metrics of clients, as `Evaluations.measure` gives them.
-        job_of: a client's job as the federation stands.
+        selection: the rule that chooses clients.
+        measure: returns metrics of clients, as `Evaluations.measure` does.
+        job_of: returns a client's job in the federation's current state.
     """
 
     def __init__(
@@ -37,32 +37,33 @@ class Participation:
         self.measure = measure
         self.job_of = job_of
         self.sent = self.told = 0
-        """Bytes down and up that have been asked for since the round began."""
+        """Bytes sent down and reported up for the selection since the round began."""
 
     def cohort(self, clients: Sequence[int], size: int, seed: int, round: int) -> list[int]:
-        """The ids of the clients that take part in a round, sorted.
+        """Return the sorted client ids of a round's cohort.
 
         Args:
-            clients: ids of all.
-            size: how many shall take part.
-            seed: the federation's.
+            clients: ids of all clients.
+            size: the number of clients to choose.
+            seed: the federation's seed.
             round: the round's number, from 0.
 
         Raises:
-            MisconfigurationException: if the selection chooses somebody twice, or somebody who isn't there.
+            MisconfigurationException: if the selection returns an id twice or an unknown id.
         """
         self.sent = self.told = 0
+        # The stream depends on seed and round alone, so that a resumed run draws the same cohorts.
         stream = random.Random(derive_seed(seed, "cohort", round))
         chosen = sorted(self.selection.choose(RoundStart(round, clients, size, stream, self._losses)))
         if len(set(chosen)) < len(chosen) or not set(chosen) <= set(clients):
             raise MisconfigurationException(
                 f"trainer.cohort={type(self.selection).__name__} chose clients {' '.join(map(str, chosen))} in round "
-                f"{round + 1}; let its choose() return ids from 0 to {len(clients) - 1}, each once."
+                f"{round + 1}; its choose() must return ids from 0 to {len(clients) - 1}, each at most once."
             )
         return chosen
 
     def _losses(self, clients: Sequence[int]) -> dict[int, float]:
-        """Losses of the models that clients receive, on their training samples, by id."""
+        """Return the training losses of the received models, by client id."""
 
         def job_of(client: int, splits: tuple[Split, ...]) -> Job:
             job = self.job_of(client, splits)
@@ -70,23 +71,23 @@ class Participation:
             return job
 
         measured = self.measure(clients, ("train",), job_of)
-        # where a method trains before it is evaluated, the received model is the one that it had until then
+        # For a method that trains before evaluation, the received model's own loss is under "train_received".
         received = {client: metrics.get("train_received", metrics.get("train")) for client, metrics in measured.items()}
         losses = {client: values["loss"] for client, values in received.items() if values is not None}
         self.told += NUMBER_BYTES * len(losses)
-        # one that isn't a number has no place in an order
+        # NaN has no place in an order; such clients count as silent.
         return {client: loss for client, loss in losses.items() if not math.isnan(loss)}
 
     def remember(self, outcomes: Mapping[int, Outcome], round: int) -> None:
-        """Tells the selection what clients tell of a round.
+        """Give the selection the clients' reports of a round.
 
         Args:
-            outcomes: those that count, by id.
+            outcomes: the aggregated outcomes, by id.
             round: the round's number, from 0.
         """
         asks = sorted(self.selection.asks)
         told = {
-            # whatever a site may claim
+            # Only finite numbers, whatever a site may report.
             client: {name: values[name] for name in asks if math.isfinite(values.get(name, math.nan))}
             for client, outcome in outcomes.items()
             for values in [outcome.metrics | {"seconds": outcome.seconds}]
@@ -96,10 +97,10 @@ class Participation:
 
 
 def check_tells(client: ClientModule, selection: Selection) -> None:
-    """Refuses a selection that asks for what clients don't tell.
+    """Refuse a selection based on reports missing from the client module's ``tells``.
 
     Raises:
-        MisconfigurationException: if it does.
+        MisconfigurationException: if a report is missing from the client module's ``tells``.
     """
     if missing := sorted(selection.asks - client.tells):
         raise MisconfigurationException(

@@ -1,4 +1,4 @@
-"""What a run is made with, as plain values, and whether a resumed run is still made with it."""
+"""Describe the settings of a run as plain values, and compare the settings of a resumed run."""
 
 import inspect
 import json
@@ -23,11 +23,11 @@ from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.federation.options import FederationOptions
 
 Settings: TypeAlias = dict[str, Any]
-"""Numbers, texts, truth values, None, and lists of them, by dotted names as on the command line."""
+"""Numbers, texts, booleans, None, and lists of these, by dotted names as on the command line."""
 
 PLAIN = (bool, int, float, str)
 BUILT = {"net", "optimizer", "lr_scheduler", "input_shape", "num_classes", "task"}
-"""Arguments of client modules that are described by what they build, whoever wrote them down."""
+"""Arguments of client modules that are described by the built object, wherever the arguments were given."""
 UNTOLD = {
     "root",
     "download",
@@ -39,23 +39,23 @@ UNTOLD = {
     "_class_path",
     "_instantiator",
 }
-"""Last parts of names of what can't matter, or is said by another setting."""
+"""Last parts of names of settings that can't change a result, or repeat another setting."""
 MANY = 10
-"""Settings that a refusal names at most; a line says each of them before."""
+"""The largest number of settings named in a refusal; the log has a line for each."""
 LONG = 80
-"""Letters of a list from which on only its first different entry is shown."""
+"""The length in characters from which only the first differing entry of a list is shown."""
 
 
 def settings_of(
     architectures: Sequence[ClientModule], aggregator: Aggregator, data: FederatedDataModule, rounds: Settings
 ) -> Settings:
-    """What decides over a federation's rounds: all but how, where and for how long they are run.
+    """Return the settings with an influence on a federation's rounds, without the number of rounds, devices or engine.
 
     Args:
-        architectures: a client module of each, the configured one first.
+        architectures: a client module per architecture, the configured one first.
         aggregator: the server side.
         data: the clients' data.
-        rounds: the Trainer's settings, as `rounds_of` gives them.
+        rounds: the Trainer's settings, from `rounds_of`.
     """
     client = architectures[0]
     own = {name: value for name, value in client.hparams.items() if name not in BUILT}
@@ -70,12 +70,13 @@ def settings_of(
 
 
 def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int) -> Settings:
-    """The Trainer's settings that rounds depend on, as far as they do."""
+    """Return the Trainer's settings with an influence on a round's result."""
     clip: Settings = {"gradient_clip_val": options.clip or None}
     if options.clip:
         clip["gradient_clip_algorithm"] = options.clip_algorithm
     return {
         "cohort": options.cohort,
+        # Resolved values, so that 0.5 of 10 clients equals 5, and local_epochs=None equals 1.
         "clients_per_round": f"{options.cohort_size(num_clients)} of {num_clients}",
         "local_epochs": None if options.local_steps is not None else options.local_epochs or 1,
         "local_steps": options.local_steps,
@@ -92,7 +93,7 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int) ->
 
 
 def attacks_of(trainer: Trainer) -> list[str]:
-    """Those of the Trainer's callbacks that make clients bad, with their settings, in their order."""
+    """Return descriptions of the Trainer's attack callbacks, with their settings, in order."""
     attacks = [callback for callback in cast(Any, trainer).callbacks if getattr(callback, "is_attack", False)]
     return [
         " ".join(str(value) if name == "" else f"{name[1:]}={value}" for name, value in flat("", attack).items())
@@ -101,9 +102,9 @@ def attacks_of(trainer: Trainer) -> list[str]:
 
 
 def optimizer_of(made: Configured) -> Settings:
-    """Return the local optimizer's settings, of each group if there are several, and those of its schedule."""
+    """Return the settings of the local optimizer, of several groups one by one, and of the schedule."""
     optimizer, scheduler = made.optimizer, made.scheduler
-    # a schedule has moved the rate already
+    # Making a schedule, such as a warm-up, changes the rate at once; the configured one is initial_lr.
     groups = [group | {"lr": group.get("initial_lr", group["lr"])} for group in optimizer.param_groups]
     name, schedule = "model.optimizer", "model.lr_scheduler"
     settings = {name: type(optimizer).__name__, schedule: scheduler and type(scheduler).__name__}
@@ -112,10 +113,10 @@ def optimizer_of(made: Configured) -> Settings:
 
 
 def flat(name: str, value: Any) -> Settings:
-    """A value under its name, and what it consists of under longer names.
+    """Return a value under a name, and the parts under longer dotted names.
 
-    An object is its class and, as far as it keeps them, the arguments that it was made with; what tells nothing of
-    itself, such as a lambda, is left out.
+    An object is described by its class and by the constructor arguments that it keeps as attributes; lambdas are left
+    out, as their names say nothing.
 
     >>> flat("data", {"seed": 1, "shape": (2, 3), "root": "here"})
     {'data.seed': 1, 'data.shape': [2, 3]}
@@ -135,11 +136,11 @@ def flat(name: str, value: Any) -> Settings:
             return {name: list(map(plain, value))}
         value = dict(enumerate(value))
     if isinstance(value, Mapping):
-        # the command line's form of an object
+        # The command line describes an object by class_path and init_args.
         named = {name: value["class_path"].rpartition(".")[2]} if "class_path" in value else {}
         parts = value.get("init_args", {}) if named else value
     elif isinstance(value, partial):
-        # the command line's own has the class among its arguments
+        # The command line's partials wrap a function of its own, with the class among the arguments.
         made = next((part for part in (value.func, *value.args) if inspect.isclass(part)), value.func)
         named, parts = flat(name, made), value.keywords
     elif inspect.isclass(value) or inspect.isroutine(value):
@@ -150,24 +151,24 @@ def flat(name: str, value: Any) -> Settings:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value can be kept as it is."""
+    """Return True if a value can be stored unchanged."""
     return value is None or isinstance(value, PLAIN)
 
 
 def plain(value: Any) -> Any:
-    """A plain value without a type of its own, such as NumPy's, which checkpoints don't take."""
+    """Return a value as a plain Python type, which checkpoints can hold, unlike subclasses such as NumPy's float64."""
     return next((kind(value) for kind in PLAIN if isinstance(value, kind)), None)
 
 
 def arguments_of(made: Any) -> Settings:
-    """The arguments that an object was made with, as far as it keeps them: attributes of the same names."""
+    """Return the constructor arguments kept by an object as attributes of the same names."""
     if isinstance(made, (nn.Module, torch.Tensor)):
         return {}
     return kept_arguments(made)
 
 
 def changes(then: Settings, now: Settings) -> list[str]:
-    """A line for each setting that both know and that isn't the same.
+    """Return a line for each setting with different values in two runs; a setting of only one run is skipped.
 
     >>> changes({"model.mu": 0.1, "data.seed": 1}, {"model.mu": 0.5, "data.seed": 1, "model.new": 3})
     ['model.mu: 0.1 then, 0.5 now']
@@ -181,7 +182,7 @@ def changes(then: Settings, now: Settings) -> list[str]:
 
 
 def shown(then: Any, now: Any) -> tuple[str, str]:
-    """Two different values as they are written; of texts with many lines, and long lists, the first different one."""
+    """Return two different values as texts; of texts with many lines and of long lists, the first difference only."""
     if isinstance(then, str) and isinstance(now, str):
         pairs = zip_longest(then.splitlines(), now.splitlines(), fillvalue="nothing")
         one, other = next(((one, other) for one, other in pairs if one != other), (then, now))
@@ -193,10 +194,10 @@ def shown(then: Any, now: Any) -> tuple[str, str]:
 
 
 def check_rounds(done: int, asked: int | None) -> None:
-    """Checks that a checkpoint has no more rounds than shall be run.
+    """Refuse a checkpoint with more rounds than ``max_rounds``.
 
     Raises:
-        MisconfigurationException: if it has.
+        MisconfigurationException: if the checkpoint has more.
     """
     if asked is not None and done > asked:
         raise MisconfigurationException(
@@ -206,20 +207,20 @@ def check_rounds(done: int, asked: int | None) -> None:
 
 
 def check_settings(saved: Mapping[str, Any], now: Settings, accepted: bool) -> bool:
-    """Checks that a run goes on as its checkpoint's run did, and says what it does otherwise.
+    """Refuse other settings than the checkpoint's run had, unless accepted, and log each difference.
 
     Args:
         saved: the checkpoint's entry ``federation``.
-        now: the run's own settings.
-        accepted: whether others than the checkpoint's are accepted.
+        now: this run's settings.
+        accepted: whether to accept different settings.
 
     Returns:
         Whether settings differ.
 
     Raises:
-        MisconfigurationException: if they differ and that isn't accepted.
+        MisconfigurationException: if settings differ and ``accepted`` is False.
     """
-    # those of earlier versions have no settings
+    # Checkpoints of earlier versions have no settings to compare.
     then = saved["settings"] | {"seed_everything": saved["seed"]} if "settings" in saved else {}
     lines = changes(then, now | chosen_seed())
     for line in lines:
@@ -228,12 +229,12 @@ def check_settings(saved: Mapping[str, Any], now: Settings, accepted: bool) -> b
         named = [line.split(":")[0] for line in lines]
         names = ", ".join(named[:MANY]) + (f" and {len(named) - MANY} more" if len(named) > MANY else "")
         raise MisconfigurationException(
-            f"ckpt_path: the checkpoint's run had other settings of {names}; resume with those that it had, or go on "
-            "with these by resume_changed=true."
+            f"ckpt_path: the checkpoint's run had other settings of {names}; resume with the old settings, or with "
+            "these by resume_changed=true."
         )
     return bool(lines)
 
 
 def chosen_seed() -> Settings:
-    """The seed of this process, if ``seed_everything`` set one; a resumed run goes on with its checkpoint's."""
+    """Return the seed set by ``seed_everything`` in this process; else empty, as a resumed run keeps its seed."""
     return {"seed_everything": torch.initial_seed()} if "PL_GLOBAL_SEED" in os.environ else {}

@@ -1,4 +1,4 @@
-"""The summary over clients of what was measured of each."""
+"""Summarise clients' metrics."""
 
 import math
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ def over_clients(
     monitor: Monitor = Monitor(),  # noqa: B008 - immutable
     pooled: Mapping[str, Metric] | None = None,
 ) -> dict[str, float]:
-    """Summary over clients: weighted mean, and of the monitored metric also plain mean, deviation and the worst.
+    """Return the weighted mean of each metric over clients, and the spread of the monitored metric.
 
-    A client without a value, or with NaN, as of a metric that isn't defined for what it holds, is left out of it.
+    Clients without a value, or with NaN (a metric undefined for the client's samples), are left out of the metric.
 
     >>> summary = over_clients({0: {"acc": 1.0, "f1": math.nan}, 1: {"acc": 0.5, "f1": 0.25}}, {0: 30, 1: 10})
     >>> summary["acc"], summary["acc_mean"], summary["acc_std"], summary["acc_worst"]
@@ -28,14 +28,15 @@ def over_clients(
     (0.25, 1)
 
     Args:
-        results: metrics by client; under ``NAME_pooled`` what each adds to a metric of all samples.
-        sizes: samples that they were computed on, by client.
-        monitor: which metric has a spread, and which end of it is the worst.
-        pooled: the metrics of all samples, by name.
+        results: metrics by client; entries ``NAME_pooled`` are a client's state of a metric over all samples.
+        sizes: numbers of evaluated samples, by client.
+        monitor: the metric with a spread, and its direction.
+        pooled: the metrics over all samples, by name.
 
     Returns:
-        ``NAME``, the mean weighted by samples, for each metric; `Monitor.spread` of the monitored one;
-        ``NAME_clients``, where some have no value, how many have one; ``NAME_pooled``. NaN where none has.
+        For each metric ``NAME``, the mean weighted by samples; for the monitored metric also `Monitor.spread`;
+            ``NAME_clients``, the number of clients with a value, if some have none; ``NAME_pooled``. A metric is NaN if
+            no client has a value.
     """
     clients = sorted(results)
     weights = np.array([sizes[client] for client in clients], dtype=np.float64)
@@ -47,7 +48,7 @@ def over_clients(
             continue
         values = np.array([results[client].get(name, math.nan) for client in clients])
         known = ~np.isnan(values)
-        # where nobody has a value, what is made of NaN is NaN
+        # Without any value keep the NaNs, so that the mean is NaN and not an error.
         taken = known if known.any() else ~known
         values, shares = values[taken], weights[taken]
         summary[name] = float((values * shares).sum() / shares.sum())

@@ -36,9 +36,9 @@ from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.engines import ClientState, Job, LocalWork, Sequential
 from pfl_lightning.engines.vmap import engine as vectorised
 from pfl_lightning.engines.vmap import evaluator
+from pfl_lightning.engines.vmap.block_io import BlockIO
 from pfl_lightning.engines.vmap.dropout import Streams
 from pfl_lightning.engines.vmap.engine import Unvectorisable, Vectorised
-from pfl_lightning.engines.vmap.hand_over import HandOver
 from pfl_lightning.messages import detached, keep_own, tensors
 from pfl_lightning.methods import WDR, FedFomo, FedPer, FedProx, KNNPer, Local, PerFedAvg
 from pfl_lightning.methods.fedavg import FedAvg
@@ -91,7 +91,7 @@ def test_three_rounds_are_the_sequential_engine_s(method, net, tolerance, precis
 
 
 REFUSED = {
-    "APPLE": r"its steps read APPLE\.(others|own), which is another for each client",
+    "APPLE": r"its steps read APPLE\.(others|own), which differs between clients",
     "KnowledgeTransfer": "a phase with samples of its own",
     "FedMD": "a phase with samples of its own",
 }
@@ -495,9 +495,9 @@ class Newton(FedAvg):
         (Draws, "random operation"),
         (OwnNumber, "no attribute 'client_id'"),
         (Counting, r"its steps change Counting\.sizes"),
-        (InPlace, r"keeps something of a client in InPlace\.seen"),
-        (Assigning, "another tensor in the place of a buffer"),
-        (Cached, r"Cached\.list refers to parameters"),
+        (InPlace, r"client data in InPlace\.seen"),
+        (Assigning, "replaces a buffer"),
+        (Cached, r"Cached\.list holds parameters"),
         (PhasesByData, r"different local_phases\(\)"),
         (ShapesByClient, "different shapes"),
         (Newton, "a LBFGS of many clients"),
@@ -752,7 +752,7 @@ def test_a_block_that_does_not_fit_is_halved_and_comes_back(monkeypatch):
 
 
 def test_so_is_one_whose_updates_do_not_fit(monkeypatch):
-    tried, whole = [], HandOver._upload_at_once
+    tried, whole = [], BlockIO._upload_at_once
 
     def short(self, names, block):
         tried.append(len(block.members))
@@ -760,7 +760,7 @@ def test_so_is_one_whose_updates_do_not_fit(monkeypatch):
             raise torch.cuda.OutOfMemoryError
         return whole(self, names, block)
 
-    monkeypatch.setattr(HandOver, "_upload_at_once", short)
+    monkeypatch.setattr(BlockIO, "_upload_at_once", short)
     compare(max_rounds=1)
     assert tried == [5, 3, 2]
 
@@ -807,7 +807,7 @@ def test_memory_that_was_short_in_evaluation_does_not_end_scoring_at_once(monkey
 def test_clients_to_be_scored_that_do_not_fit_are_halved(monkeypatch):
     model = make_client(net=noisy)
     expected = evaluated(model, Sequential)
-    tried = short_of_memory(monkeypatch, HandOver, "receive", [2], len)
+    tried = short_of_memory(monkeypatch, BlockIO, "receive", [2], len)
     same_values(evaluated(model, Vectorised), expected)
     assert tried[0] > 2 >= tried[-1]
 

@@ -141,9 +141,9 @@ def test_half_precision_trains_as_one_client_after_another():
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"optimizer": NAdam}, "NAdam of many can't; only Adadelta, Adam, AdamW, RMSprop, SGD without dampening can"),
+        ({"optimizer": NAdam}, "NAdam can't .*; only Adadelta, Adam, AdamW, RMSprop, SGD without dampening can"),
         ({"optimizer": partial(SGD, lr=0.1, momentum=0.9, dampening=0.1)}, "SGD without dampening can"),
-        ({"compile": True}, r"trainer\.compile knows no loss scales"),
+        ({"compile": True}, r"trainer\.compile .* loss scales"),
     ],
     ids=["NAdam", "dampening", "compile"],
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.engines import parent
+from pfl_lightning.engines import die_with_parent
 from pfl_lightning.runs.folder import held
 
 PROGRAM = "pfl_lightning.cli.main"
@@ -64,7 +64,7 @@ class Run:
             # a logger's own folder bears its version, which for Weights & Biases is the run's id
             where += ["--trainer.logger.version", self.begun.name] if self.begun else []
         # a comparison that is killed takes its runs along
-        program = [sys.executable, parent.__file__, str(os.getpid()), PROGRAM]
+        program = [sys.executable, die_with_parent.__file__, str(os.getpid()), PROGRAM]
         return [*program, "fit", *QUIET, *self.arguments, *where, "--ckpt_path", "last"]
 
     @property

@@ -1,4 +1,4 @@
-"""Blocks: clients that are computed together, and which of them learns when from which samples."""
+"""Blocks of clients computed together, and the plan of their batches."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from pfl_lightning.engines.vmap.dropout import Stream
 from pfl_lightning.messages import StateDict, tree_map
 
 Rows: TypeAlias = slice | Tensor
-"""Rows of a stack: neighbours, or any."""
+"""Rows of a stack: a slice, or any row numbers."""
 
 
 @dataclass
@@ -26,13 +26,13 @@ class Member:
     """A client of a block.
 
     Args:
-        job: its work in this round.
-        data: its data, where it trains.
-        stream: its states of the default random generators.
-        steps: batches that it has trained.
-        optimizers: states of its phases' optimizers, where they live for the run.
-        scaler: state of its loss scaler, once it has trained with one.
-        caches: its `ClientModule.caches`, by their paths in the module.
+        job: the client's work in this round.
+        data: the client's data, on the training device.
+        stream: the client's states of the default random generators.
+        steps: the number of batches trained so far.
+        optimizers: states of the phases' optimizers, if optimizers last for the run.
+        scaler: the state of the loss scaler, after training with one.
+        caches: the client's `ClientModule.caches`, by their paths in the module.
     """
 
     job: Job
@@ -45,23 +45,23 @@ class Member:
 
     @cached_property
     def generator(self) -> torch.Generator:
-        """What the orders of its samples are drawn from."""
+        """The generator of the client's sample orders."""
         return torch.Generator().manual_seed(self.job.seed)
 
 
 @dataclass
 class Block:
-    """Clients that train together.
+    """Clients trained together.
 
     Args:
-        members: the clients, those with the most samples first.
-        sizes: training samples of each.
-        entries: their parameters and buffers, stacked: ``[clients, ...]``.
-        samples: training samples of all of them, one client after another.
-        phases: their local phases.
-        seconds: time that each client's training took, on average.
-        steps: of each step so far, its rows, its samples per row (of each, or the same of all), and what
-            ``training_step`` returned.
+        members: the clients, sorted by number of samples, largest first.
+        sizes: each client's number of training samples.
+        entries: parameters and buffers, stacked: ``[clients, ...]``.
+        samples: the training samples of all clients, one client after another.
+        phases: the clients' local phases.
+        seconds: the training time per client, on average.
+        steps: for each step so far: the rows, the samples per row (one number, or one per row), and the values from
+            ``training_step``.
     """
 
     members: list[Member]
@@ -74,15 +74,16 @@ class Block:
 
     @classmethod
     def of_members(cls, members: list[Member], entries: StateDict, phases: list[Phase]) -> "Block":
-        """The block of some clients: the largest come first, so that those with a batch left are neighbours.
+        """Return the block of some clients, largest first, to keep clients with batches left in neighbouring rows.
 
         Args:
             members: the clients.
-            entries: their parameters and buffers, a row for each client.
-            phases: their local phases.
+            entries: parameters and buffers, a row per client.
+            phases: the clients' local phases.
         """
         sizes = [member.data.size("train") for member in members]
         if sizes != sorted(sizes, reverse=True):
+            # Stable, so clients of equal size keep the order of the jobs.
             order = sorted(range(len(members)), key=lambda row: -sizes[row])
             members, sizes = [members[row] for row in order], [sizes[row] for row in order]
             entries = {name: stack[torch.tensor(order, device=stack.device)] for name, stack in entries.items()}
@@ -91,30 +92,30 @@ class Block:
 
     @cached_property
     def rows(self) -> dict[int, int]:
-        """The row of each client."""
+        """Each client's row."""
         return {member.job.client: row for row, member in enumerate(self.members)}
 
     def of(self, rows: Rows) -> list[Member]:
-        """The members of some rows."""
+        """Return the members of some rows."""
         return self.members[rows] if isinstance(rows, slice) else [self.members[row] for row in rows.tolist()]
 
     def batch(self, samples: Tensor) -> Batch:
-        """Inputs and targets of samples ``[rows, size]`` of the block."""
+        """Return inputs and targets of the block's samples with numbers ``[rows, size]``."""
         rows = samples.flatten()
         batch: Batch = tree_map(lambda t: t.index_select(0, rows).view(*samples.shape, *t.shape[1:]), self.samples)
         return batch
 
     @property
     def recorded(self) -> dict[str, Tensor]:
-        """What the steps returned, by name: a number for each row of each step that has it, one step after another."""
+        """Values of all steps by name, concatenated: a number per row and step."""
         names = dict.fromkeys(name for *_, values in self.steps for name in values)
         return {name: torch.cat([values[name] for *_, values in self.steps if name in values]) for name in names}
 
     def means(self, recorded: Mapping[str, Tensor]) -> list[dict[str, float]]:
-        """Each row's means over its steps, weighted by their samples.
+        """Return each row's means over steps, weighted by samples.
 
         Args:
-            recorded: `recorded`, on the CPU.
+            recorded: the values of `recorded`, on the CPU.
         """
         rows = np.arange(len(self.members))
         result: list[dict[str, float]] = [{} for _ in rows]
@@ -130,15 +131,15 @@ class Block:
 
 
 class Plan:
-    """The batches of a phase, of all clients of a block.
+    """The batches of a phase, for all clients of a block.
 
     Args:
-        orders: of each client, its samples in the order of its epochs, one epoch after another of the same length.
-        begins: the first of each client's samples among those of the block.
-        lengths: samples of one epoch of each client.
-        size: samples per batch, but for an epoch's last.
-        smallest: samples that a batch must have.
-        steps: batches of each client, over as many epochs as they take; None takes all.
+        orders: each client's sample numbers in training order, one epoch after another, all of the same length.
+        begins: the position of each client's first sample among the block's samples.
+        lengths: each client's number of samples per epoch.
+        size: samples per batch, except for an epoch's last.
+        smallest: the smallest usable batch.
+        steps: batches of each client, over as many epochs as needed; None takes all batches of the given epochs.
     """
 
     def __init__(
@@ -151,20 +152,22 @@ class Plan:
         steps: int | None,
     ) -> None:
         totals = np.array([order.numel() for order in orders])
+        # All orders in one array of the block's sample numbers, so that steps are cut out by arithmetic, without a loop
+        # over clients.
         self._flat = torch.cat(orders).numpy() + np.repeat(begins, totals)
         self._starts = np.cumsum(totals) - totals
         self._lengths = lengths
         self.size = size
         self._batches = batches_of(lengths, size, smallest)
-        # a client that has no batches has no epochs either
+        # Clients without a batch have an order of length 0; the maximum avoids a division by zero.
         made = totals // np.maximum(lengths, 1) * self._batches
         self.counts: NDArray[np.int64] = made if steps is None else np.minimum(made, steps)
 
     def steps(self, device: torch.device) -> Iterator[list[tuple[Rows, Tensor]]]:
-        """Step by step, which rows of the stack learn from which samples ``[rows, size]``, one size at a time.
+        """Yield, for each step, pairs of rows and their samples ``[rows, size]``, one pair per batch size.
 
         Args:
-            device: where the numbers of rows and samples shall be.
+            device: the device for the numbers of rows and samples.
         """
         steps: list[list[NDArray[np.int64]]] = []
         pieces: list[NDArray[np.int64]] = []
@@ -180,7 +183,7 @@ class Plan:
                 pieces.append(self._flat[first[sizes == size, None] + np.arange(size)])
         if not pieces:
             return
-        # one transfer, not one for each step
+        # One transfer to the device for the whole phase, not one per step.
         flat = torch.from_numpy(np.concatenate([piece.ravel() for piece in pieces])).to(device)
         cut = iter(torch.split(flat, [piece.size for piece in pieces]))
         for step in steps:
@@ -188,23 +191,24 @@ class Plan:
 
 
 def batches_of(length: Any, size: int, smallest: int) -> Any:
-    """Batches of an epoch, without those that are too small.
+    """Return the number of batches of an epoch, without too small batches.
 
     Args:
         length: samples of the epoch.
-        size: samples per batch, but for the last.
-        smallest: samples that a batch must have.
+        size: samples per batch, except for the last.
+        smallest: the smallest usable batch.
     """
     return length // size * (size >= smallest) + (length % size >= smallest)
 
 
 def neighbours(rows: NDArray[np.int64], device: torch.device) -> Rows:
-    """Rows as a slice if they are neighbours, so that they needn't be copied.
+    """Return rows as a slice if contiguous, as indexing by a slice makes no copy.
 
     Args:
-        rows: at least one, rising.
-        device: where their numbers shall be otherwise.
+        rows: row numbers in rising order, at least one.
+        device: the device for the row numbers if they aren't contiguous.
     """
     if rows[-1] - rows[0] < len(rows):
+        # Distinct rising numbers that span no more than their count have no gaps.
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return torch.from_numpy(rows).to(device)

@@ -1,4 +1,4 @@
-"""What can't be done for many clients at once, and would be wrong in silence."""
+"""Refuse client modules unable to run for many clients at once, or giving wrong results in silence."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,8 +14,8 @@ from pfl_lightning.client.phases import Phase
 from pfl_lightning.contract.attributes import Look, content
 from pfl_lightning.engines.errors import computed, during
 from pfl_lightning.engines.layout import Layout
-from pfl_lightning.engines.leaks import attributes_of
 from pfl_lightning.engines.slots import Slots
+from pfl_lightning.engines.state_leaks import attributes_of
 from pfl_lightning.engines.vmap.block import Member
 from pfl_lightning.messages import StateDict
 
@@ -23,11 +23,11 @@ Result = TypeVar("Result")
 
 
 class Unvectorisable(MisconfigurationException):
-    """What a client module does can't be done for many clients at once.
+    """A client module's code can't run for many clients at once.
 
     Args:
         module: the client module.
-        reason: why, as a sentence without its end.
+        reason: the reason, a sentence without full stop.
     """
 
     def __init__(self, module: ClientModule, reason: str) -> None:
@@ -38,7 +38,7 @@ class Unvectorisable(MisconfigurationException):
 
 
 class SharedAttributes:
-    """The plain attributes of a client module: clients that are computed at once have only one of each.
+    """The plain attributes of a client module, a single copy for all clients of a block.
 
     Args:
         module: the client module.
@@ -48,62 +48,65 @@ class SharedAttributes:
         self.module = module
         self._attributes = attributes_of(module)
         self.differing: frozenset[str] = frozenset()
-        """Caches of the block's clients that differ, by their paths in the module: each client has its own."""
+        """Paths of caches that differ between the block's clients; each client has its own."""
 
     @property
     def caches(self) -> dict[str, Any]:
-        """The module's `ClientModule.caches` as they are now, by their paths in it."""
+        """The module's current `ClientModule.caches`, by their paths in the module."""
         tables = {path: table_of(self.module, path) for path in sorted(self.module.caches)}
         return {path: table[path.split(".")[-1]] for path, table in tables.items() if path.split(".")[-1] in table}
 
     def put(self, caches: Mapping[str, Any]) -> None:
-        """Give the module caches.
+        """Set the module's caches.
 
         Args:
-            caches: by their paths in it.
+            caches: values by their paths in the module.
         """
         for path, value in caches.items():
             table_of(self.module, path)[path.split(".")[-1]] = value
 
     def look(self) -> Look:
-        """What the attributes hold now."""
+        """Return a record of the attributes' current values, for comparison."""
         return self._attributes.look()
 
     def refuse_changes(self, before: Look, reason: str, caches: bool = True) -> None:
-        """Refuse attributes that have changed.
+        """Refuse changed attributes.
 
         Args:
-            before: what `look` gave.
-            reason: why, with ``{}`` for the attribute.
-            caches: whether the module's caches are among them.
+            before: an earlier result of `look`.
+            reason: the reason, with ``{}`` for the attribute.
+            caches: whether caches count.
 
         Raises:
-            Unvectorisable: if there is one.
+            Unvectorisable: if an attribute has changed.
         """
+        # Clients of a block may have different caches, which are compared on their own.
         allowed = () if caches else (f"{type(self.module).__name__}.{path}" for path in self.module.caches)
         if name := self._attributes.changed(before, self.look(), frozenset(allowed)):
             raise Unvectorisable(self.module, reason.format(name))
 
     def refuse_references(self, tensors: Iterable[Tensor | None]) -> None:
-        """Refuses other ways to parameters and buffers than by their names.
+        """Refuse lists and dicts of parameters or buffers in attributes.
+
+        Under vmap the module's slots hold other tensors, and such a reference would reach the old ones.
 
         Args:
-            tensors: the parameters and buffers; vmap has tensors of its own in their slots.
+            tensors: the parameters and buffers.
 
         Raises:
-            Unvectorisable: if there is one.
+            Unvectorisable: if there is such a reference.
         """
         entries = {id(tensor) for tensor in tensors if tensor is not None}
         for m in self.module.modules():
             for name, value in vars(m).items():
                 held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
                 if held and name not in ("_parameters", "_buffers") and any(id(item) in entries for item in held):
-                    reason = f"{type(m).__name__}.{name} refers to parameters or buffers, and not by their names"
+                    reason = f"{type(m).__name__}.{name} holds parameters or buffers themselves, not their names"
                     raise Unvectorisable(self.module, reason)
 
     @contextmanager
     def without_turn(self) -> Iterator[None]:
-        """Take away what is one client's: a step that reads it would take that for everybody's.
+        """Remove a single client's attributes inside this context, as a step would use one client's values for all.
 
         Raises:
             Unvectorisable: if a step reads a cache that differs between clients.
@@ -114,10 +117,11 @@ class SharedAttributes:
             del table_of(self.module, path)[path.split(".")[-1]]
         try:
             yield
+        # A step that reads a removed cache fails with an AttributeError; name the cache instead.
         except Unvectorisable as error:
             for path in caches:
                 if isinstance(error.__cause__, AttributeError) and f"'{path.split('.')[-1]}'" in str(error.__cause__):
-                    reason = f"its steps read {type(self.module).__name__}.{path}, which is another for each client"
+                    reason = f"its steps read {type(self.module).__name__}.{path}, which differs between clients"
                     raise Unvectorisable(self.module, reason) from error.__cause__
             raise
         finally:
@@ -125,16 +129,16 @@ class SharedAttributes:
             self.put(caches)
 
     def changed(self, before: Look, now: Look) -> str | None:
-        """Return the first entry that differs between two looks, if there is one."""
+        """Return the first entry with different values in two looks, or None."""
         return self._attributes.changed(before, now)
 
 
 class BlockSignature:
-    """What the clients of a block must have in common; those that differ are refused.
+    """The properties shared by all clients of a block; a client with different ones is refused.
 
     Args:
-        attributes: the module's.
-        layout: the module's.
+        attributes: the module's attributes.
+        layout: the module's layout.
     """
 
     def __init__(self, attributes: SharedAttributes, layout: Layout) -> None:
@@ -144,14 +148,14 @@ class BlockSignature:
         self._caches: list[tuple[dict[str, Any], Look]] = []
 
     def admit(self, phases: list[Phase], entries: dict[str, Tensor]) -> None:
-        """Compares the client that the module is with the first one.
+        """Compare the client in the module with the block's first client.
 
         Args:
-            phases: its local phases.
-            entries: its parameters and buffers, by name.
+            phases: the client's local phases.
+            entries: the client's parameters and buffers, by name.
 
         Raises:
-            Unvectorisable: if it differs.
+            Unvectorisable: if the two differ.
         """
         module = self._attributes.module
         if any(phase.data is not None for phase in phases):
@@ -167,23 +171,23 @@ class BlockSignature:
             raise Unvectorisable(module, "clients have different local_phases()")
         if shapes != self._first[1]:
             raise Unvectorisable(module, "clients have parameters or buffers of different shapes")
-        reason = "it keeps something of a client in {}, which is no buffer"
+        reason = "it stores client data in {}, which is no buffer"
         self._attributes.refuse_changes(self._first[2], reason, caches=False)
 
     def caches(self) -> list[dict[str, Any]]:
-        """Return the caches of each client, in the order in which they were admitted.
+        """Return each client's caches, in the order of admission, and record which caches differ.
 
-        Steps don't see those that differ: the shared attributes learn which.
+        Caches that differ are hidden from steps.
 
         Raises:
-            Unvectorisable: if one client's have become another's, as where all fill the same list, or if steps could
-                read others in their place.
+            Unvectorisable: if one client's cache has become another's (as if all fill the same list), or if a step
+                could read a class attribute in place of a hidden cache.
         """
         attributes, module = self._attributes, self._attributes.module
         for caches, look in self._caches:
             if path := attributes.changed(look, looked_at(caches)):
-                reason = f"it keeps something of a client in {type(module).__name__}.{path}, which is the same object"
-                raise Unvectorisable(module, f"{reason} for the next")
+                reason = f"it stores client data in {type(module).__name__}.{path}, which is the same object"
+                raise Unvectorisable(module, f"{reason} for the next client")
         looks = [look for _, look in self._caches]
         paths = dict.fromkeys(path for look in looks for path in look)
         attributes.differing = frozenset(
@@ -194,38 +198,38 @@ class BlockSignature:
         for path in sorted(attributes.differing):
             owner, _, name = path.rpartition(".")
             if hasattr(type(module.get_submodule(owner)), name):
-                # steps would read the class's where the client's is taken away
-                reason = f"it keeps something of a client in {type(module).__name__}.{path}, which its class has too"
+                # With the client's cache hidden, a step would read the class attribute of the same name.
+                reason = f"it stores client data in {type(module).__name__}.{path}, which its class has too"
                 raise Unvectorisable(module, reason)
         return [caches for caches, _ in self._caches]
 
 
 def table_of(module: ClientModule, path: str) -> dict[str, Any]:
-    """Return the attributes of the submodule that has the attribute of this path."""
+    """Return the attribute dict of a path's submodule."""
     return vars(module.get_submodule(path.rpartition(".")[0]))
 
 
 def looked_at(caches: Mapping[str, Any]) -> Look:
-    """Return what caches hold, to be compared later."""
+    """Return a record of caches, for later comparison."""
     return {path: content(value) for path, value in caches.items()}
 
 
 def part(look: Look, name: str) -> Look:
-    """Return a look at one attribute alone."""
+    """Return one attribute's part of a look."""
     return {name: look[name]} if name in look else {}
 
 
 def refuse_gradients_of_one(module: ClientModule) -> None:
-    """Refuses what is done with the gradients of one client.
+    """Refuse hooks on the gradients of a single client.
 
     Raises:
-        Unvectorisable: if there is something.
+        Unvectorisable: if the module has such a hook.
     """
     if overrides(module, "on_after_backward") or overrides(module, "on_before_optimizer_step"):
         raise Unvectorisable(
             module,
-            "its on_after_backward or on_before_optimizer_step sees the gradients of one client, where "
-            "adjust_gradients sees those of any",
+            "its on_after_backward or on_before_optimizer_step needs the gradients of a single client, while "
+            "adjust_gradients works for all clients at once",
         )
 
 
@@ -237,25 +241,25 @@ def vectorised(
     at_once: Callable[[], Result],
     alone: Callable[[], Any],
 ) -> Result:
-    """Return what code of the client module gives for many clients at once.
+    """Run code of the client module for many clients at once, and explain a failure.
 
     Args:
         module: the client module.
-        slots: the module's.
+        slots: the module's slots.
         member: the first client.
-        entries: parameters and buffers, a row for each client.
-        at_once: computes the result.
+        entries: parameters and buffers, a row per client.
+        at_once: computes the result for all clients.
         alone: runs the same code for the first client, whose entries are then in the module's slots.
 
     Raises:
-        Unvectorisable: if the code can't be run so, and can for the first client by itself. An error that this client
-            has too is raised as it is.
+        Unvectorisable: if the code fails for many clients at once, but not for the first client alone. An error of the
+            first client alone is raised unchanged.
     """
 
     def first() -> None:
         job = member.job
         vars(module).update(client_id=job.client, round=job.round, steps_done=member.steps)
-        # the client's own, of which steps of many clients see none that differs between them
+        # Put back the client's hidden caches, which it may read when it runs alone.
         absent = [path for path in member.caches if path.split(".")[-1] not in table_of(module, path)]
         for path in absent:
             table_of(module, path)[path.split(".")[-1]] = member.caches[path]

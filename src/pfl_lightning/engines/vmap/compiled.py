@@ -1,4 +1,4 @@
-"""Compiled steps of stacked clients."""
+"""Compile the training steps of stacked clients with ``torch.compile``."""
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
@@ -18,28 +18,28 @@ from pfl_lightning.engines.steps import reason_of
 from pfl_lightning.messages import StateDict
 
 Values: TypeAlias = tuple[dict[str, Tensor], StateDict]
-"""What a step returns, and the gradients of its losses, a row for each client."""
+"""A step's returned values and the gradients of the loss, each with a row per client."""
 
 CHECKED = 3
-"""Steps that are made both ways before a compiled one is trusted."""
+"""Steps to run both compiled and uncompiled before a compiled version is trusted."""
 
 
 @dataclass
 class Version:
-    """What one run of the compiler has made: how often it was used, and which entries its loss depends on."""
+    """One compiled version of a step: the number of uses, and the entries with a gradient."""
 
     uses: int = 0
     names: Set[str] = frozenset()
 
 
 class Compiled:
-    """Steps of stacked clients, forwards and backwards, that ``torch.compile`` has made one computation.
+    """Training steps of stacked clients, forward and backward, compiled by ``torch.compile``.
 
-    A compiler follows a step's code once for each course that it takes. What the code asks of its tensors may then have
-    another answer than in the step as it is, so the first steps of each version are made both ways and compared.
+    The compiler traces a step's code once per path through the code. Conditions on tensors may have another answer
+    while tracing than in a plain step, so the first steps of each version run both ways and are compared.
 
-    On a GPU a version is captured as a CUDA graph, so that a step is one start instead of one for each of its kernels.
-    Its results are in the graph's own memory, which the next step overwrites: who keeps one beyond its step copies it.
+    On a GPU a version is captured as a CUDA graph, so a step needs one launch instead of one per kernel. Results are in
+    the graph's own memory, which the next step overwrites, so results to be kept must be copied.
 
     Args:
         module: the client module.
@@ -51,11 +51,11 @@ class Compiled:
     """Types of devices on which steps are captured as graphs."""
 
     def __init__(self, module: ClientModule, precision: Precision) -> None:
-        # of its own: a compiler follows it to the module's tables, which stay the same objects
+        # Slots of its own: the compiled code refers to the module's tables, which stay the same objects.
         slots = Slots(module)
 
         def loss(leaves: StateDict, others: StateDict, batch: Batch, index: int) -> tuple[Tensor, Values]:
-            # copies, as what is mapped must not be changed in place
+            # Copies, since tensors under vmap must not be changed in place.
             moved = {name: entry.clone() for name, entry in others.items()}
             with precision.forward_context():
                 values = slots.call(module.training_step, {**leaves, **moved}, batch, index)
@@ -64,11 +64,11 @@ class Compiled:
         def step(leaves: StateDict, others: StateDict, batch: Batch, index: int) -> tuple[StateDict, Values]:
             return vmap(grad(loss, has_aux=True), (0, 0, 0, None))(leaves, others, batch, index)  # type: ignore[no-any-return]
 
-        # compilers allow a code object few versions, and modules of several kinds shall not share them
+        # The compiler limits the versions per code object; a name per class keeps modules of several classes apart.
         step.__code__ = step.__code__.replace(co_name=f"step_of_{type(module).__name__}")
         self._module = module
         self._step = torch.compile(step, fullgraph=True, backend=self._compile)
-        # of bfloat16 and its like the last digit is a hundredth
+        # The last digit of bfloat16 is about a hundredth of a value.
         self._tolerance = 1e-3 if str(precision.precision).startswith(("32", "64")) else 0.05
         self._method = type(module).__name__
         self._version = Version()
@@ -76,13 +76,16 @@ class Compiled:
 
     @property
     def _captured(self) -> bool:
+        """True if steps on the module's device are captured as graphs."""
         return self._module.device.type in self.captured_on
 
     def _compile(self, graph: Any, inputs: Any) -> Callable[..., Any]:
-        """Compiles, and notes which version is used."""
+        """Compile a graph, and record which version runs."""
+        # The setting is global to the compiler, so change it for this compilation alone.
         with config.patch({"triton.cudagraphs": self._captured}):
             compiled, version = lookup_backend(self.backend)(graph, inputs), Version()
 
+        # The compiler calls _compile once per version, and this function at each step.
         def used(*args: Any) -> Any:
             self._version = version
             return compiled(*args)
@@ -97,24 +100,27 @@ class Compiled:
         index: int,
         trained: list[str],
     ) -> Values | None:
-        """Values and gradients of a step; None, from then on, where it can't be compiled or computes something else.
+        """Return values and gradients of a step, or None if the step can't be compiled or gives other results.
 
-        Gradients, and entries that are replaced, hold until the next step.
+        After the first None every later call should be skipped; see ``trusted``. Gradients and replaced entries are
+        valid until the next step.
 
         Args:
-            plain: the step as it is, of entries, which may change.
-            entries: the stack; those that aren't trained are replaced where they change.
-            batch: inputs and targets, a row for each client.
+            plain: the uncompiled step, as a function of entries, which it may change.
+            entries: the stacked entries; changed entries that aren't trained are replaced.
+            batch: inputs and targets, a row per client.
             index: the batch's number.
-            trained: the entries that gradients are taken to.
+            trained: names of the entries to differentiate with respect to.
         """
         leaves = {name: entries[name] for name in trained}
         others = {name: entry for name, entry in entries.items() if name not in leaves}
         if self._captured:
+            # Lets torch overwrite the results of the step before.
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         try:
             with torch.no_grad():
                 gradients, (values, moved) = self._step(leaves, others, batch, index)
+        # The step isn't at fault; the engine halves the block.
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
@@ -125,28 +131,31 @@ class Compiled:
         if version.uses <= CHECKED:
             copies = {name: entry.detach().clone() for name, entry in entries.items()}
             expected = plain(copies)
-            # what a loss doesn't depend on has no gradient, which is something else than one of zeros
+            # An entry that the loss doesn't depend on has no gradient, which is not the same as zeros: an optimizer
+            # skips it.
             version.names = expected[1].keys()
             found = values, {name: gradients[name] for name in version.names}
             kept = {name: copies[name] for name in moved}
             if not all(map(self._near, (*found, moved), (*expected, kept))):
-                self._give_up("compiled they would compute something else")
+                self._give_up("the compiled step gives other results")
                 return None
         entries.update(moved)
-        # the record keeps them
+        # Cloned, as the record keeps values beyond the next step.
         values = {name: value.clone() for name, value in values.items()}
         return values, {name: gradients[name] for name in trained if name in version.names}
 
     def _give_up(self, reason: str) -> None:
+        """Stop using compiled steps, and log the reason."""
         self.trusted = False
-        rank_zero_warn(f"trainer.compile: steps of {self._method} stay as they are: {reason}.")
+        rank_zero_warn(f"trainer.compile: steps of {self._method} stay uncompiled: {reason}.")
 
     def _near(self, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
-        """Whether tensors of the same names are the same but for rounding, each as a whole."""
+        """Return True if tensors of the same names agree up to rounding, in the norm of each tensor."""
 
         def differs(one: Tensor, other: Tensor) -> bool:
             exact = other.double()
-            # NaN, where a client has diverged, says nothing
+            # A comparison with NaN is False, so a diverged client doesn't count as a difference. The absolute term is
+            # for gradients that are zero up to rounding.
             return bool((one.double() - exact).norm() > self._tolerance * exact.norm() + 1e-5)
 
         return found.keys() == expected.keys() and not any(differs(found[name], expected[name]) for name in expected)

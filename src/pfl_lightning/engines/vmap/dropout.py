@@ -1,4 +1,4 @@
-"""Random streams of many clients in one computation: dropout and random numbers, drawn from each client's own."""
+"""Random numbers of many clients in one computation, each drawn from the client's own stream."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -12,12 +12,13 @@ from pfl_lightning.engines.vmap.layers import Layers
 
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
 DRAWS = {torch.rand, torch.randn, torch.randint}
-"""Functions whose numbers depend on nothing but the stream."""
+"""Functions whose numbers depend on the generator alone."""
+# Reading `tensor.requires_grad` reaches __torch_function__ as a call of this getter.
 REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 def default_generators(device: torch.device) -> list[torch.Generator]:
-    """What is drawn from on a device: the CPU's generator, and the last one for what is drawn on the device itself."""
+    """Return the default generators used on a device: the CPU's, and on a GPU the device's own."""
     if device.type != "cuda":
         return [torch.default_generator]
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -25,11 +26,11 @@ def default_generators(device: torch.device) -> list[torch.Generator]:
 
 
 class Stream:
-    """A client's states of the default generators, the CPU's first; made when first asked for.
+    """A client's states of the default generators, the CPU's first; made on first use.
 
     Args:
-        device: where the client trains.
-        seed: what the generators are seeded with.
+        device: the device where the client trains.
+        seed: the seed of the generators.
     """
 
     def __init__(self, device: torch.device, seed: int) -> None:
@@ -38,23 +39,23 @@ class Stream:
 
     @cached_property
     def states(self) -> list[Tensor]:
-        """The states, to be replaced when they move."""
+        """The generators' states, replaced when they advance."""
         generators = default_generators(self.device)
         return [torch.Generator(generator.device).manual_seed(self.seed).get_state() for generator in generators]
 
     def keep(self) -> "Stream":
-        """Takes the states that the generators are in."""
+        """Store the generators' current states."""
         self.states = [generator.get_state() for generator in default_generators(self.device)]
         return self
 
     def restore(self) -> None:
-        """Puts the generators into the states."""
+        """Set the generators to the stored states."""
         for generator, state in zip(default_generators(self.device), self.states, strict=True):
             generator.set_state(state)
 
 
 class DeviceStates(Sequence[Tensor]):
-    """The states of clients' streams on the device where they train, each made when first asked for.
+    """The states of clients' streams on the training device, each made on first use.
 
     Args:
         streams: the clients' streams.
@@ -70,25 +71,24 @@ class DeviceStates(Sequence[Tensor]):
         return len(self.streams)
 
     def move(self, states: Sequence[Tensor]) -> None:
-        """Takes the states after a step, if somebody has drawn."""
+        """Store the states after a step, if any numbers were drawn."""
         if states is not self:
             for stream, state in zip(self.streams, states, strict=True):
                 stream.states[-1] = state
 
 
 class Streams(Layers):
-    """While it is entered, a step under vmap draws random numbers as each of its clients would alone.
+    """Let each client of a step under ``vmap`` draw the same random numbers as alone.
 
-    Dropout multiplies by masks that are drawn client by client, and so are numbers of `DRAWS` and of
-    ``F.gumbel_softmax``; other functions that draw are refused by vmap. The default generator goes through the first
-    client's states meanwhile: where the step winds it back, as with ``torch.random.fork_rng``, all clients are wound
-    back.
+    Inside this context dropout multiplies by masks drawn client by client, and so do the functions of `DRAWS` and
+    ``F.gumbel_softmax``; vmap refuses other random functions. The default generator follows the first client's states.
+    If the step rewinds the generator, as by ``torch.random.fork_rng``, all clients are rewound.
 
-    It also lets the trained entries tell that they require gradients, which tensors under vmap deny.
+    The context also makes trained entries report ``requires_grad=True``, which tensors under vmap deny.
 
     Args:
-        generator: the default generator of the device.
-        states: its state for each client when the step begins; afterwards they are those at its end.
+        generator: the device's default generator.
+        states: each client's state before the step, and afterwards the state at its end.
     """
 
     def __init__(self, generator: torch.Generator, states: Sequence[Tensor]) -> None:
@@ -99,20 +99,22 @@ class Streams(Layers):
 
     def __enter__(self) -> "Streams":
         self.generator.set_state(self.states[0])
+        # All clients' states by the first client's state, to find them again after the step rewinds the generator.
         self.known = {key(self.states[0]): self.states}
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        # More than the first entry means that some numbers were drawn.
         if len(self.known) > 1:
             self.states = self.known[key(self.generator.get_state())]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Take the place of what draws and of ``requires_grad``, and of layers."""
+        """Call this class's version of random functions, ``requires_grad`` and layers."""
         if func in DROPOUTS:
             return self.dropout(func, *args, **(kwargs or {}))
-        # a generator of its own is no client's stream, and in evaluation nothing is trained
+        # A function with its own generator uses no client's stream, and in evaluation nothing is trained.
         if func in DRAWS and self.trained and "generator" not in (kwargs or {}):
             return self.drawn(self.trained[0], lambda *_: func(*args, **(kwargs or {})))
         if func is F.gumbel_softmax:
@@ -124,24 +126,26 @@ class Streams(Layers):
     def dropout(
         self, func: Callable[..., Tensor], input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
-        """As the functions of ``torch.nn.functional``."""
+        """Compute dropout with a mask per client; the arguments are as in ``torch.nn.functional``."""
         if not training:
             return input
 
         def draw(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
             return func(torch.ones(shape, dtype=dtype, device=device), p, True)
 
+        # Dropout of ones gives the mask with its scale, 1/(1-p).
         mask = self.drawn(input, draw)
         return input.mul_(mask) if inplace else input * mask
 
     def gumbel_softmax(
         self, logits: Tensor, tau: float = 1.0, hard: bool = False, eps: float = 1e-10, dim: int = -1
     ) -> Tensor:
-        """Return what the function of ``torch.nn.functional`` does, by its formula, which leaves out ``eps`` too."""
+        """Compute ``torch.nn.functional.gumbel_softmax`` by torch's formula, which ignores ``eps`` too."""
 
         def draw(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
             return -torch.empty(shape, dtype=dtype, device=device).exponential_().log()
 
+        # The negative logarithm of an exponential variable has a Gumbel distribution; torch draws it in the same way.
         soft = ((logits + self.drawn(logits, draw)) / tau).softmax(dim)
         if not hard:
             return soft
@@ -149,17 +153,17 @@ class Streams(Layers):
         return chosen - soft.detach() + soft
 
     def drawn(self, like: Tensor, one: Callable[[torch.Size, torch.dtype, torch.device], Tensor]) -> Tensor:
-        """Return what each client draws, as a tensor under vmap.
+        """Return each client's random numbers, as a tensor under ``vmap``.
 
         Args:
-            like: any tensor of the step that is another for each client.
-            one: draws for one client, by the shape, the type and the device of its tensor.
+            like: any tensor of the step with a row per client.
+            one: draws for one client, from the shape, type and device of the client's tensor.
         """
         numbers: Tensor = Masks.apply(like.detach(), lambda *of_one: self.draw(lambda: one(*of_one)))
         return numbers
 
     def draw(self, one: Callable[[], Tensor]) -> Tensor:
-        """What each client draws ``[clients, ...]``."""
+        """Return each client's random numbers ``[clients, ...]``."""
         drawn, after = [], []
         for state in self.known[key(self.generator.get_state())]:
             self.generator.set_state(state)
@@ -171,31 +175,31 @@ class Streams(Layers):
 
 
 class Masks(torch.autograd.Function):
-    """Draws for each client of a computation under vmap; the only way to see there how many they are."""
+    """Draw numbers for each client under ``vmap``, by a custom rule, which alone knows the number of clients."""
 
     generate_vmap_rule = False
 
     @staticmethod
     def forward(like: Tensor, draw: Callable[..., Tensor]) -> Tensor:
-        """Without clients there is nothing to draw for."""
-        raise RuntimeError("random numbers by a tensor that is the same for all clients")
+        """Refuse a tensor without a row per client."""
+        raise RuntimeError("random numbers shaped like a tensor that all clients share")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        """Masks have no gradient."""
+        """Mark random numbers as not differentiable."""
         ctx.mark_non_differentiable(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        """None."""
+        """Return no gradients."""
         return None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], like: Tensor, draw: Callable[..., Tensor]) -> tuple[Tensor, int]:
-        """Masks of the shape of one client's tensor, one for each client."""
+        """Return numbers in the shape of one client's tensor, for each client."""
         return draw(like.select(in_dims[0], 0).shape, like.dtype, like.device), 0
 
 
 def key(state: Tensor) -> bytes:
-    """A generator's state, to find it again."""
+    """Return a generator's state as bytes, for use as a dict key."""
     return state.numpy().tobytes()

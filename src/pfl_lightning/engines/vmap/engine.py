@@ -1,4 +1,4 @@
-"""The vectorised engine: many clients of one architecture at once, each with its own weights, batches and optimizer."""
+"""The vectorised engine: many clients of one architecture at once, each with own weights, batches and optimizer."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -18,60 +18,60 @@ from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.vmap.block import Block
+from pfl_lightning.engines.vmap.block_io import BlockIO
 from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, refuse_gradients_of_one
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
-from pfl_lightning.engines.vmap.hand_over import HandOver
 from pfl_lightning.engines.vmap.training import BlockTrainer
 from pfl_lightning.messages import num_bytes
 
 __all__ = ["Unvectorisable", "Vectorised"]
 
 CALM = 10
-"""Rounds that memory was enough for, after which a block that was halved is doubled."""
+"""Rounds without a lack of memory after which a halved block is doubled."""
 
 
 class Vectorised(Engine):
-    """Trains many clients in one computation, by ``torch.func.vmap``, with the results of `Sequential`.
+    """Train many clients in one computation, by ``torch.func.vmap``, with the results of `Sequential`.
 
-    All parameters and buffers of a block of clients are stacked, ``[clients, ...]``. A step of all of them is one
-    `ClientModule.training_step` under vmap, its gradients, and one step of an optimizer of the stack. Clients with
-    fewer batches stop earlier: the stack is sorted by their samples, and its first rows make a step. Short last
-    batches go through the net together with others of their size. Hooks run client by client; those that are
-    `ClientModule`'s own are done for the whole block. Evaluation is one forward pass of many clients, where a method's
-    can be.
+    All parameters and buffers of a block of clients are stacked, ``[clients, ...]``. A step of all clients consists of
+    one `ClientModule.training_step` under vmap, one backward pass, and one step of an optimizer of the stack. Clients
+    with fewer batches stop earlier: the stack is sorted by numbers of samples, and its first rows take a step. Short
+    last batches are computed together with others of the same size. Hooks run client by client, except for
+    `ClientModule`'s own, which run for the whole block. Evaluation is one forward pass of many clients, if the method
+    allows it.
 
-    Results are those of `Sequential` but for the order in which sums are rounded. That goes for dropout too, whose
-    masks are drawn from each client's own stream; where its input isn't contiguous in memory, they are other masks.
+    Results equal those of `Sequential` up to the order in which sums are rounded. That includes dropout, whose masks
+    are drawn from each client's own stream; only for inputs that aren't contiguous in memory the masks differ.
 
-    What can't be done so is refused in one sentence: steps whose course depends on values, or that draw random numbers
+    Refused with an error in one sentence are: steps whose control flow depends on values, or that draw random numbers
     by other functions than ``F.dropout``, ``torch.rand``, ``torch.randn``, ``torch.randint`` and ``F.gumbel_softmax``;
-    client modules that keep something of a client in plain attributes that steps read; phases with samples of their
-    own; optimizers that aren't elementwise. Under ``precision="16-mixed"`` each client has a loss scale of its own, by
-    `Scales`, and counts its own steps; the optimizer must be Adadelta, Adam, AdamW, RMSprop or SGD without dampening.
-    An optimizer's settings must not depend on the client. Evaluation that can't be done so goes client by client.
+    client modules that keep client data in plain attributes read by steps; phases with samples of their own; optimizers
+    that aren't elementwise. Under ``precision="16-mixed"`` each client has a loss scale of its own (`Scales`) and
+    counts its own steps; the optimizer must be Adadelta, Adam, AdamW, RMSprop or SGD without dampening. An optimizer's
+    settings must not depend on the client. Evaluation that isn't possible at once runs client by client.
 
     Args:
-        *args: those of `Engine`; ``workers`` are not used, and ``compile`` is by `Compiled`.
+        *args: the arguments of `Engine`; ``workers`` is unused, and ``compile`` uses `Compiled`.
         block_size: clients at once, at least 1; None takes as many as half of the free memory should hold. A block that
-            a GPU can't hold is halved in any case, and doubled after each `CALM` rounds that go well, up to this size.
-            A block of one runs as in `Sequential`.
-        **kwargs: the same by name.
+            a GPU can't hold is halved in any case, and doubled after `CALM` rounds without lack of memory, up to this
+            size. A block of one client runs as in `Sequential`.
+        **kwargs: the keyword arguments of `Engine`.
     """
 
     def __init__(self, *args: Any, block_size: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.block_size = block_size
         self.fitting: int | None = None
-        """Clients at once since memory was short; None where it isn't."""
+        """Clients at once since the last lack of memory; None without one."""
         self._calm = 0
         self.sequential = Sequential(self.module, self.work, self.precision)
         attributes = SharedAttributes(self.module)
         self.trainer = BlockTrainer(self.sequential, attributes, self.compile)
         self.evaluator = BlockEvaluator(self.sequential, attributes)
-        self.hand_over = HandOver(self.sequential, attributes, self.evaluator)
+        self.block_io = BlockIO(self.sequential, attributes, self.evaluator)
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
-        """Yields outcomes in the order of the jobs, block by block.
+        """Train each job's client, and yield outcomes in the order of the jobs, block by block.
 
         Raises:
             Unvectorisable: if the client module can't be vectorised; before the first outcome of a block.
@@ -83,23 +83,23 @@ class Vectorised(Engine):
                 yield from self._run_block(block, layout, slots)
 
     def evaluate(self, job: Job) -> dict[str, dict[str, float]]:
-        """Evaluates one client as `Sequential` does."""
+        """Evaluate one client as `Sequential` does."""
         return self.sequential.evaluate(job)
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
-        """Yields metrics in the order of the jobs, block by block."""
+        """Evaluate each job's client, and yield metrics in the order of the jobs, block by block."""
         layout, slots = Layout.of(self.module), Slots(self.module)
         for block in self._blocks(jobs, slots):
             yield from self._evaluate_block(block, layout, slots)
 
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
-        """Trains one client as `Sequential` does."""
+        """Train one client as `Sequential` does."""
         self.sequential.adapt(phases, job, data)
 
     # Blocks
 
     def _blocks(self, jobs: Iterable[Job], slots: Slots) -> Iterator[list[Job]]:
-        """The jobs of each block."""
+        """Yield the jobs of each block."""
         jobs = iter(jobs)
         for first in jobs:
             if self.block_size is None:
@@ -108,12 +108,12 @@ class Vectorised(Engine):
             yield [first, *islice(jobs, size - 1)]
 
     def _halves(self, jobs: list[Job]) -> tuple[list[Job], list[Job]]:
-        """The halves of a block that memory was too short for; those to come are no larger."""
+        """Return the halves of a block too large for the memory; later blocks are no larger."""
         self.fitting, self._calm = -(-len(jobs) // 2), 0
         return jobs[: self.fitting], jobs[self.fitting :]
 
     def _double(self) -> None:
-        """Doubles blocks that were halved, if memory has been enough for long."""
+        """Double halved blocks after `CALM` rounds without a lack of memory."""
         if self.fitting is not None and self._calm == CALM:
             self.fitting, self._calm = 2 * self.fitting, 0
             if self.block_size is not None and self.fitting >= self.block_size:
@@ -121,18 +121,20 @@ class Vectorised(Engine):
         self._calm += 1
 
     def _room(self, job: Job, slots: Slots) -> int:
-        """Clients that half of the free memory should hold, judged by a forward pass of one."""
+        """Return the number of clients for half of the free memory, judged by a forward pass of one."""
         part = self.become(job).train
         with torch.no_grad(), self.forward_context():
             outputs = outputs_of(self.module.net, part.take(slice(self.work.batch_size)).x)
         entries = sum(tensor.nbytes for tensor in slots.current().values())
-        # an entry, its gradient, two of the optimizer and one on the way; outputs and their gradients
+        # Five copies per entry: value, gradient, two of the optimizer's, and a temporary one. Outputs have gradients
+        # too.
         need = 5 * entries + 2 * num_bytes(outputs) + 2 * num_bytes((part.x, part.y))
         return max(1, free_memory(self.device) // (2 * need))
 
     def _run_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Iterator[Outcome]:
-        """Outcomes of the clients of a block, or of its halves where memory is short."""
+        """Yield the outcomes of a block, or of halves if memory is short."""
         if len(jobs) == 1:
+            # A stack of one client costs time and saves none.
             yield self.sequential.train(jobs[0], layout)
             return
         try:
@@ -142,26 +144,29 @@ class Vectorised(Engine):
         else:
             yield from outcomes
             return
-        # not in the handler: while the error lives, so do the tensors
+        # Outside the except block, because the error's traceback keeps the tensors alive.
         for half in halves:
             yield from self._run_block(half, layout, slots)
 
     def _begun(self, jobs: list[Job], layout: Layout, slots: Slots) -> Iterator[Outcome]:
-        """Outcomes of the clients of a block, for all of which there was memory: the first one is there."""
-        outcomes = self.hand_over.outcomes(jobs, self._train_block(jobs, layout, slots), layout, slots)
+        """Return the outcomes of a block, after computing the first.
+
+        A lack of memory thus shows before any outcome is yielded, when the block can still be halved.
+        """
+        outcomes = self.block_io.outcomes(jobs, self._train_block(jobs, layout, slots), layout, slots)
         return chain([next(outcomes)], outcomes)
 
     def _train_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Block:
-        """Trains the clients of a block in a stack of their own."""
+        """Train the clients of a block in a stack."""
         start = time.perf_counter()
         refuse_gradients_of_one(self.module)
-        block = Block.of_members(*self.hand_over.receive(jobs, layout, slots, training=True))
+        block = Block.of_members(*self.block_io.receive(jobs, layout, slots, training=True))
         self.trainer.train(block, layout, slots)
         block.seconds = (time.perf_counter() - start) / len(jobs)
         return block
 
     def _evaluate_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Iterator[Evaluated]:
-        """Metrics of the clients of a block, or of its halves where memory is short."""
+        """Yield the metrics of a block, or of halves if memory is short."""
         try:
             metrics = self._measure_block(jobs, layout, slots)
         except torch.cuda.OutOfMemoryError:
@@ -172,16 +177,17 @@ class Vectorised(Engine):
             else:
                 yield from zip([job.client for job in jobs], metrics, strict=True)
             return
-        # not in the handler, as above
+        # Outside the except block, as above.
         for half in halves:
             yield from self._evaluate_block(half, layout, slots)
 
     def _measure_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> list[dict[str, dict[str, float]]] | None:
-        """Metrics of clients as they receive their models; None where it can't be done at once."""
+        """Return the metrics of the received models; None if the clients can't be evaluated at once."""
         if len(jobs) == 1 or not self.evaluator.usable:
             return None
         try:
-            members, entries, _ = self.hand_over.receive(jobs, layout, slots, training=False)
+            members, entries, _ = self.block_io.receive(jobs, layout, slots, training=False)
+        # Remembered for later rounds, too: the clients can't share a block, and are evaluated one by one.
         except Unvectorisable:
             self.evaluator.usable = False
             return None
@@ -189,11 +195,11 @@ class Vectorised(Engine):
 
 
 def outputs_of(net: nn.Module, x: Tree) -> list[Any]:
-    """What each module of a net puts out.
+    """Return the outputs of all modules of a net.
 
     Args:
         net: the net.
-        x: its inputs.
+        x: the inputs.
     """
     outputs: list[Any] = []
     with register_module_forward_hook(lambda module, args, output: outputs.append(output)):

@@ -1,4 +1,4 @@
-"""Evaluation of stacked clients: one forward pass for many of them."""
+"""Evaluate stacked clients: one forward pass for many clients."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -20,37 +20,38 @@ from pfl_lightning.engines.vmap.layers import Layers
 from pfl_lightning.messages import StateDict
 
 CLIENTS = 8
-"""Clients that go through the net at once, if each has as many samples as one may have; more where they have fewer."""
+"""Clients per forward pass if each has as many samples as one pass may have; more if clients have fewer samples."""
 
 
 class BlockEvaluator:
-    """Computes for many clients at once what `evaluate` does for one.
+    """Compute the metrics of `evaluate` for many clients at once.
 
-    Samples of clients with fewer are padded, which changes nothing of a net that looks at each by itself, as in
-    evaluation mode all do but BatchNorm without running statistics.
+    Clients with fewer samples are padded. Padding changes no result of a net that treats samples separately, as all
+    nets do in evaluation mode except for BatchNorm without running statistics.
 
     Args:
-        sequential: the engine of one client, whose module it is.
-        attributes: the module's, which its forward pass must not change.
+        sequential: the engine of one client, with the module.
+        attributes: the module's attributes, which forward passes must not change.
     """
 
     def __init__(self, sequential: Sequential, attributes: SharedAttributes) -> None:
         self.sequential = sequential
         self.module = sequential.module
         self.attributes = attributes
+        # Such a layer normalises over a batch, which padding would change.
         normalises = any(isinstance(m, _BatchNorm) and m.running_mean is None for m in self.module.modules())
         self.usable = not normalises and not overrides(self.module, "evaluation_phases")
-        """Whether clients can be evaluated at once, as far as is known."""
+        """Whether clients can be evaluated at once, as far as known."""
 
     def evaluate(
         self, members: list[Member], entries: StateDict, slots: Slots
     ) -> list[dict[str, dict[str, float]]] | None:
-        """Metrics of stacked clients, by the parts that their jobs name; None where it must be done client by client.
+        """Return the metrics of stacked clients, by their jobs' splits; None if each client must be evaluated alone.
 
         Args:
             members: the clients.
-            entries: their parameters and buffers, a row for each client.
-            slots: the module's.
+            entries: parameters and buffers, a row per client.
+            slots: the module's slots.
         """
         parts = list(dict.fromkeys(chain.from_iterable(member.job.evaluate for member in members)))
         results: list[dict[str, dict[str, float]]] = [{} for _ in members]
@@ -70,17 +71,18 @@ class BlockEvaluator:
                             result[part] = values
                 self.attributes.refuse_changes(before, "its forward pass changes {}")
         except torch.cuda.OutOfMemoryError:
-            # of one client beside the stack: for this time only
+            # Memory ran out for a single client beside the stack; another time it may suffice.
             return None
         except Exception:
-            # if it is wrong in any way, it is so client by client, and says so there
+            # Evaluate each client alone instead: an error in the module's own code is raised there, with its own
+            # traceback.
             self.usable = False
             return None
         return results
 
     @torch.no_grad()
     def _measure(self, samples: list[Samples], entries: StateDict, slots: Slots) -> list[dict[str, float]]:
-        """Metrics of each client on its samples; none where there are none."""
+        """Return the metrics of each client on the client's samples; empty for clients without samples."""
         result: list[dict[str, float]] = [{} for _ in samples]
         sizes = [len(of_one) for of_one in samples]
         if not any(sizes):
@@ -95,13 +97,13 @@ class BlockEvaluator:
     def _measure_rows(
         self, rows: list[int], samples: list[Samples], entries: StateDict, slots: Slots, at_once: int
     ) -> list[dict[str, float]]:
-        """Metrics of some rows, at once or, where memory is short, of their halves."""
+        """Return the metrics of some rows, evaluated together or, if memory is short, in halves."""
         try:
             return self._measure_together(rows, samples, entries, slots, at_once)
         except torch.cuda.OutOfMemoryError:
             if len(rows) == 1:
                 raise
-        # not in the handler: while the error lives, so do the tensors
+        # Outside the except block, because the error's traceback keeps the tensors alive.
         half = -(-len(rows) // 2)
         parts = [self._measure_rows(part, samples, entries, slots, at_once) for part in (rows[:half], rows[half:])]
         return [*chain.from_iterable(parts)]
@@ -109,9 +111,10 @@ class BlockEvaluator:
     def _measure_together(
         self, rows: list[int], samples: list[Samples], entries: StateDict, slots: Slots, at_once: int
     ) -> list[dict[str, float]]:
-        """Metrics of some rows, whose samples go through the net so many of each at once."""
+        """Return the metrics of some rows, with ``at_once`` samples of each row per forward pass."""
         chosen = entries
         if rows != list(range(len(samples))):
+            # Indexing copies the stack, so all rows together are used as they are.
             at = torch.tensor(rows, device=self.module.device)
             chosen = {name: stack[at] for name, stack in entries.items()}
         x = padded([samples[row].x for row in rows])
@@ -120,25 +123,26 @@ class BlockEvaluator:
         return evaluate_padded(outputs, [samples[row].y for row in rows], self.sequential.metrics, self.module.task)
 
     def _forward(self, entries: StateDict, x: Tree, slots: Slots) -> Tensor:
-        """Outputs ``[clients, n, ...]`` of inputs ``[clients, n, ...]``."""
+        """Return outputs ``[clients, n, ...]`` of inputs ``[clients, n, ...]``."""
         with Layers():
             outputs: Tensor = vmap(lambda e, x: slots.call(self.module.forward, e, x))(entries, x)
         return outputs
 
 
 def rows_alike(sizes: list[int], limit: int) -> Iterator[list[int]]:
-    """Rows that go through the net together: with padding at most twice their samples, and not too many of them.
+    """Yield groups of rows for one forward pass: at most doubled in size by padding, and within the limit.
 
     >>> list(rows_alike([3, 8, 0, 5, 8], 100))
     [[1, 3, 4], [0]]
 
     Args:
-        sizes: samples of each row; rows without any are left out.
-        limit: samples of all rows together.
+        sizes: samples of each row; rows without samples are left out.
+        limit: the largest number of samples of a group, with padding.
     """
     rows = sorted((row for row, size in enumerate(sizes) if size), key=lambda row: -sizes[row])
     while rows:
         longest = sizes[rows[0]]
+        # Rows are sorted by size, so the condition holds for the first ones, and the sum is their number.
         together = sum(2 * sizes[row] >= longest for row in rows[: max(limit // longest, 1)])
         yield sorted(rows[:together])
         rows = rows[together:]

@@ -1,4 +1,4 @@
-"""One training step of stacked clients: what it returns, and the gradients of its loss."""
+"""Compute a training step of stacked clients: the returned values, and the gradients of the loss."""
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -17,17 +17,17 @@ from pfl_lightning.messages import StateDict, tree_map
 
 
 class Differentiator:
-    """Computes a training step of many clients, forwards and backwards, in a phase of a block.
+    """Compute training steps of many clients, forward and backward, in a phase of a block.
 
     Args:
         module: the client module.
         precision: the Trainer's precision plugin.
-        compiled: the compiled step; None takes each step as it is.
-        slots: the module's.
-        block: the clients; its entries are read, and buffers among them moved.
-        trained: names of the entries that gradients are taken to.
+        compiled: the compiled step; None runs each step uncompiled.
+        slots: the module's slots.
+        block: the clients; entries are read, and buffers among the entries updated.
+        trained: names of the entries to differentiate with respect to.
         size: samples of a full batch.
-        scales: factors of the clients' losses; None takes the losses as they are.
+        scales: factors of the clients' losses; None leaves the losses unscaled.
     """
 
     def __init__(
@@ -52,20 +52,21 @@ class Differentiator:
         self._ones: Tensor | None = None
 
     def gradients(self, step: list[tuple[Rows, Tensor]], index: int) -> StateDict:
-        """Gradients of the trained entries, a row for each client, as far as the (scaled) loss depends on them.
+        """Return the gradients of the trained entries, a row per client, without entries unused by the (scaled) loss.
 
-        What `ClientModule.training_step` returns is kept in the block.
+        Values from `ClientModule.training_step` are stored in the block.
 
         Args:
-            step: which rows learn from which samples ``[rows, size]``.
+            step: pairs of rows and their samples ``[rows, size]``.
             index: the batch's number.
         """
         parts: list[tuple[Rows, StateDict]] = []
         for rows, samples in step:
-            # short batches are too rare to be compiled
+            # Each batch size needs its own compilation, and short batches are too rare to pay for one.
             values, gradients = (self._compiled if samples.shape[1] == self.size else self._plain)(rows, samples, index)
             parts.append((rows, gradients))
             self.block.steps.append((rows, samples.shape[1], {name: v.detach() for name, v in values.items()}))
+        # The usual case: all batches have one size, and nothing must be copied.
         if len(parts) == 1:
             return parts[0][1]
         joined = {}
@@ -76,20 +77,20 @@ class Differentiator:
         return joined
 
     def _plain(self, rows: Rows, samples: Tensor, index: int) -> Values:
-        """The step as it is, of some rows."""
+        """Run the uncompiled step of some rows."""
         entries = {name: stack[rows] for name, stack in self.block.entries.items()}
         factors = None if self.scales is None else self.scales.of(rows)
         done = self._differentiate(entries, self.block.batch(samples), index, self.block.of(rows), factors)
         if isinstance(rows, Tensor):
-            # copies, in which buffers have moved
+            # Indexing by a tensor makes copies (a slice makes views), so write updated buffers back.
             for name in entries.keys() - set(self.trained):
                 self.block.entries[name][rows] = entries[name]
         return done
 
     def _compiled(self, rows: Rows, samples: Tensor, index: int) -> Values:
-        """The compiled step, where there is one.
+        """Run the compiled step if any, else the plain one.
 
-        It is one of all rows, so that it is compiled once: those that don't learn now are computed too, and left.
+        Always run all rows, to compile only once; results of rows without a batch are dropped.
         """
         block = self.block
         if self.compiled is None or not self.compiled.trusted:
@@ -105,7 +106,7 @@ class Differentiator:
         if done is None:
             return self._plain(rows, samples, index)
         for name in entries.keys() - set(self.trained):
-            # copied, as the next step may overwrite it
+            # Copied, as the next step may overwrite the graph's memory.
             block.entries[name][rows] = entries[name][rows]
         values, gradients = done
         return {name: v[rows] for name, v in values.items()}, {name: g[rows] for name, g in gradients.items()}
@@ -113,20 +114,23 @@ class Differentiator:
     def _differentiate(
         self, entries: StateDict, batch: Batch, index: int, members: list[Member], factors: Tensor | None = None
     ) -> Values:
-        """What ``training_step`` returns, and the gradients of its loss as far as it depends on the trained entries."""
+        """Return the values of ``training_step``, and the gradients of the loss with respect to the trained entries."""
+        # One backward pass for all clients: losses of different rows don't depend on each other's entries.
         leaves = [entries[name].requires_grad_() for name in self.trained]
         values = self._values(entries, batch, index, members)
         loss = values["loss"]
         if factors is not None:
             factors = factors.to(loss.dtype)
         elif self._ones is None or self._ones.shape != loss.shape or self._ones.dtype != loss.dtype:
+            # Kept from step to step: backward needs an output gradient per client.
             self._ones = torch.ones_like(loss)
         gradients = torch.autograd.grad(loss, leaves, self._ones if factors is None else factors, allow_unused=True)
         return values, {name: g for name, g in zip(self.trained, gradients, strict=True) if g is not None}
 
     def _values(self, entries: StateDict, batch: Batch, index: int, members: list[Member]) -> dict[str, Tensor]:
-        """What ``training_step`` returns, a row for each client."""
+        """Return the values of ``training_step``, a row per client."""
         states = DeviceStates([member.stream for member in members])
+        # Each client draws dropout from its own stream, as it would alone.
         streams = Streams(default_generators(self.module.device)[-1], states)
 
         def training_step(batch: Batch, index: int) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Layers of stacked clients in the fewest operations, and as autocast has them, where vmap's own way is neither."""
+"""Faster layers of stacked clients, and correct types under autocast, where ``vmap`` has neither."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,18 +28,18 @@ MEAN = {
     "reduction": "mean",
     "label_smoothing": 0.0,
 }
-"""How ``torch.nn.functional.cross_entropy`` says that it was given no settings."""
+"""The keyword arguments of ``torch.nn.functional.cross_entropy`` with default settings."""
 
 
 class Layers(TorchFunctionMode):
-    """While it is entered, linear layers, convolutions and cross-entropy under vmap are those of this file."""
+    """Replace linear layers, convolutions and cross-entropy under ``vmap`` inside this context."""
 
     classes: Tensor | None = None
-    """A batch's class numbers, checked before: torch's own cross-entropy looks for samples that are to be ignored, of
-    which these have none."""
+    """The batch's class numbers, checked beforehand to be in range. torch's own cross-entropy looks for ignored samples
+    at every call, and this batch has none."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Takes the place of layers."""
+        """Call this file's version of a layer."""
         if func is F.linear:
             return linear(*args, **(kwargs or {}))
         if func is F.cross_entropy and args[1] is self.classes and kwargs == MEAN:
@@ -50,10 +50,11 @@ class Layers(TorchFunctionMode):
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As ``torch.nn.functional.linear``.
+    """Compute ``torch.nn.functional.linear`` under ``vmap``.
 
-    vmap's own way multiplies by 1 in between, and gives gradients whose memory isn't in their parameters' order.
+    ``vmap`` alone adds multiplications by 1, and returns gradients with another memory layout than the parameters'.
     """
+    # The most frequent case; the plain form below also works for more dimensions and under autocast.
     if input.dim() == 2 and not torch.is_autocast_enabled(input.device.type):
         tensors = [input, weight] if bias is None else [input, weight, bias]
         if (stacks := stacks_of(tensors)) is not None:
@@ -63,25 +64,27 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def cross_entropy(input: Tensor, target: Tensor) -> Tensor:
-    """As ``torch.nn.functional.cross_entropy`` of class numbers that are all in range."""
+    """Compute ``torch.nn.functional.cross_entropy`` for class numbers known to be in range."""
     if torch.is_autocast_enabled(input.device.type):
+        # autocast computes cross-entropy in float32.
         input = input.float()
     if input.dim() == 2 and (stacks := stacks_of([input, target])) is not None:
         return applied(StackCrossEntropy, stacks, input)
+    # Targets shared by all clients have no stack; this plain form works under vmap as it is.
     return input.log_softmax(1).gather(1, target[:, None]).sum() / -len(target)
 
 
 def convolution(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """A convolution of any kind, under autocast in its type.
+    """Compute a convolution, with the type of autocast under autocast.
 
-    vmap computes it by an operation that autocast doesn't know on a CPU, and on a GPU adds the bias by itself, in
-    float32, which all that follows would then be in.
+    ``vmap`` replaces a convolution by an operation that autocast doesn't know on a CPU; on a GPU the bias is added
+    apart, in float32, and all later layers would run in float32.
 
     Args:
-        function: of ``torch.nn.functional``.
-        input: its input.
-        *args: what else it takes.
-        **kwargs: the same by name.
+        function: the convolution of ``torch.nn.functional``.
+        input: the input.
+        *args: further arguments.
+        **kwargs: further keyword arguments.
     """
     kind = input.device.type
     if not torch.is_autocast_enabled(kind):
@@ -89,17 +92,17 @@ def convolution(function: Callable[..., Tensor], input: Tensor, *args: Any, **kw
     narrow = torch.get_autocast_dtype(kind)
 
     def cast(tensor: Tensor) -> Tensor:
-        # as autocast has it
+        # autocast leaves integers and float64 unchanged.
         return tensor.to(narrow) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
     return function(cast(input), *tree_map(cast, args), **tree_map(cast, kwargs))
 
 
 def stacks_of(tensors: Sequence[Tensor]) -> list[Tensor] | None:
-    """The stacks whose rows tensors under vmap are, ``[clients, ...]``; None where they aren't, or are more than that.
+    """Return the stacks ``[clients, ...]`` behind tensors under ``vmap``; None if the tensors aren't plain rows.
 
     Args:
-        tensors: as a step under vmap sees them.
+        tensors: tensors inside a step under ``vmap``.
     """
     if any(maybe_get_bdim(tensor) != 0 for tensor in tensors):
         return None
@@ -108,14 +111,14 @@ def stacks_of(tensors: Sequence[Tensor]) -> list[Tensor] | None:
 
 
 def applied(function: type[torch.autograd.Function], stacks: list[Tensor], like: Tensor) -> Tensor:
-    """What a function makes of stacks, as a step under vmap sees it.
+    """Apply a function to stacks, and return the result as a tensor under ``vmap``.
 
     Args:
-        function: from stacks to a stack.
-        stacks: ``[clients, ...]``.
-        like: a tensor under vmap.
+        function: maps stacks to a stack.
+        stacks: tensors ``[clients, ...]``.
+        like: any tensor under ``vmap``, for the level.
     """
-    # outside of vmap's levels a function has its own backward, and no rule for each level
+    # Outside of vmap's levels autograd uses the function's own backward, instead of a rule for each level.
     with temporarily_clear_interpreter_stack():
         stack = function.apply(*stacks)
     rows: Tensor = _add_batch_dim(stack, 0, maybe_get_level(like))
@@ -127,7 +130,7 @@ class StackLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Of inputs ``[clients, n, in]``, weights ``[clients, out, in]`` and biases ``[clients, out]``."""
+        """Compute outputs of inputs ``[clients, n, in]``, weights ``[clients, out, in]``, biases ``[clients, out]``."""
         ctx.save_for_backward(input, weight)
         if bias is None:
             return torch.bmm(input, weight.mT)
@@ -135,7 +138,7 @@ class StackLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients whose memory is in the order of what they are of."""
+        """Return gradients with the memory layout of their inputs."""
         (gradient,) = gradients
         input, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
@@ -149,21 +152,22 @@ class StackCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
-        """Of logits ``[clients, n, classes]`` and class numbers ``[clients, n]``."""
+        """Return the losses ``[clients]`` of logits ``[clients, n, classes]`` and class numbers ``[clients, n]``."""
         log_p, target = log_softmax(logits), target[:, :, None]
         ctx.save_for_backward(log_p, target)
         return log_p.gather(2, target).sum((1, 2)) / -logits.shape[1]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """The difference of what is predicted and what is; refused where it should be differentiated once more."""
+        """Return the softmax minus the one-hot targets; a second derivative is refused."""
         if torch.is_grad_enabled():
             raise RuntimeError("gradients of the gradients of cross-entropy, of many clients at once")
         log_p, target = ctx.saved_tensors
+        # In place on the softmax, which saves a one-hot tensor of the same size.
         difference = log_p.exp().scatter_(2, target, -1, reduce="add")
         return difference.mul_((gradients[0] / target.shape[1])[:, None, None]), None
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """As ``torch.log_softmax`` over the last dimension, which on a CPU is slow for few classes."""
+    """Compute ``torch.log_softmax`` over the last dimension; torch's own is slow on a CPU for few classes."""
     return logits.log_softmax(-1) if logits.is_cuda else logits - logits.logsumexp(-1, keepdim=True)

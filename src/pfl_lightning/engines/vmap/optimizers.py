@@ -1,4 +1,4 @@
-"""Optimizers of stacks of clients."""
+"""Optimizers for stacks of clients."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,25 +15,25 @@ from pfl_lightning.transfers import moved, side_by_side
 
 State: TypeAlias = dict[str, Any]
 SavedStates: TypeAlias = dict[int, State]
-"""What an optimizer has kept of its parameters, by their numbers."""
+"""An optimizer's states of parameters, by the parameters' numbers."""
 
 ELEMENTWISE = {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
-"""Optimizers that treat each element by itself, so that one for a stack does what one for each of its rows would."""
+"""Optimizers that treat each element separately, so that one optimizer of a stack equals one per row."""
 COUNTERS = {"eta", "mu", "mu_product", "step"}
-"""What their states hold of a parameter as a whole: how many steps were made, and what follows from it."""
+"""State entries that concern a parameter as a whole: the number of steps, and values computed from it."""
 SKIPPING = (SGD, Adam, AdamW, Adadelta, RMSprop)
-"""Optimizers whose counter may differ by row, and that begin at zero with all that they keep."""
+"""Optimizers whose step count may differ by row, and whose other states start at zero."""
 
 
 class StackOptimizers:
-    """The optimizers of a stack in one phase: a single one, unless clients come back after different numbers of steps.
+    """The optimizers of a stack in a phase: one, or several if clients return with different numbers of steps.
 
     Args:
-        new: makes an optimizer with the settings of a row's.
-        saved: what each row's holds of parameters, by their numbers, on the CPU.
-        entries: the stack, from which parameters are taken, and in which they are changed.
-        names: the parameters' names in it.
-        skips: whether single rows may leave out steps, each of which then counts its own; the optimizer `can_skip`.
+        new: makes an optimizer with the settings of a row's client.
+        saved: each row's saved states, by parameter number, on the CPU.
+        entries: the stacked entries, which include the parameters and are changed in place.
+        names: the parameters' names.
+        skips: whether single rows may skip steps, so that each row counts its own; needs `can_skip`.
     """
 
     def __init__(
@@ -46,53 +46,54 @@ class StackOptimizers:
     ) -> None:
         self._parts: list[RowsOptimizer] = []
         first = 0
+        # Neighbouring rows only, as each part is a slice of the stack.
         for _, alike in groupby(saved, partial(in_common, skips=skips)):
             self._parts.append(RowsOptimizer(new(first), list(alike), first, entries, names, skips))
             first += self._parts[-1].rows
 
     def step(self, gradients: Mapping[str, Tensor], left_out: Tensor | None = None) -> None:
-        """Makes a step of the rows that are left.
+        """Take a step of the remaining rows.
 
         Args:
-            gradients: by name, a row for each row of the stack up to the last one that makes the step; a parameter
-                without one stands still.
-            left_out: which of these rows stand still; None, where no row ever skips, lets all move.
+            gradients: gradients by name, with rows up to the last that takes the step; a parameter without gradient
+                stays.
+            left_out: a mask of rows that skip the step; None if rows never skip.
         """
         for part in self._parts:
             part.step(gradients, left_out)
 
     def narrow(self, end: int) -> None:
-        """Lets go of rows.
+        """Release rows from the end of the stack.
 
         Args:
-            end: the stack's row from which on all have made their steps.
+            end: the first row to release.
         """
         for part in self._parts:
             part.narrow(end)
 
     def state_dicts(self, end: int, work: LocalWork) -> Iterator[tuple[int, State]]:
-        """The rows that `narrow` would let go, each with the ``state_dict`` of what its own optimizer would be now.
+        """Yield the rows to be released by `narrow`, each with the ``state_dict`` of the row's own optimizer.
 
         Args:
             end: as for `narrow`.
-            work: says where they are kept.
+            work: the settings of local training, for the storage device.
         """
         for part in self._parts:
             yield from part.state_dicts(end, work)
 
 
 class RowsOptimizer:
-    """One optimizer for neighbouring rows of a stack, in the place of one for each row.
+    """One optimizer for neighbouring rows of a stack, instead of one optimizer per row.
 
-    Rows leave it from its end, and what is left of its own state stands still.
+    Rows leave from the end; their part of the state no longer changes.
 
     Args:
-        optimizer: a new one, which is taken over.
-        saved: what those of the rows hold of parameters, with the same `in_common`.
+        optimizer: a new optimizer, which is modified.
+        saved: the rows' saved states, equal in `in_common`.
         first: the first row.
-        entries: the stack.
-        names: the parameters' names in it.
-        skips: whether single rows may leave out steps.
+        entries: the stacked entries.
+        names: the parameters' names.
+        skips: whether single rows may skip steps.
     """
 
     def __init__(
@@ -111,20 +112,21 @@ class RowsOptimizer:
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
                 name = names[parameter]
+                # A view of the stack, which the optimizer thus changes in place.
                 self.leaves[name] = group["params"][index] = entries[name][first:end].detach().requires_grad_()
                 leaves.append(self.leaves[name])
         optimizer.state.clear()
-        # as a row's own has them
+        # Parameter groups as in the optimizer of a single row.
         self._groups = optimizer.state_dict()["param_groups"]
         if skips and isinstance(optimizer, (Adam, AdamW)):
             for group in optimizer.param_groups:
-                # how they compute with the count as a tensor, here one that broadcasts, on any device
+                # These settings make Adam compute with the step count as a tensor, here one per row, on any device.
                 group.update(differentiable=True, foreach=False, fused=False)
         states = stacked(saved, leaves, optimizer.param_groups, skips)
         optimizer.state.update({leaves[number]: state for number, state in states.items()})
 
     def step(self, gradients: Mapping[str, Tensor], left_out: Tensor | None = None) -> None:
-        """Makes a step of the rows that are left, as `StackOptimizers.step`."""
+        """Take a step of the remaining rows, as `StackOptimizers.step` describes."""
         if not self.rows:
             return
         rows = slice(self.first, self.first + self.rows)
@@ -134,6 +136,7 @@ class RowsOptimizer:
         if left_out is None:
             self.optimizer.step()
             return
+        # Every row takes the step, then skipping rows are restored: a mask inside torch's optimizers isn't possible.
         before = [
             (leaf.detach().clone(), {name: value.clone() for name, value in self._by_row(leaf).items()})
             for leaf in self.leaves.values()
@@ -143,30 +146,31 @@ class RowsOptimizer:
             still = left_out[rows].view(-1, *[1] * (leaf.dim() - 1))
             torch.where(still, values, leaf.data, out=leaf.data)
             for name, value in self._by_row(leaf).items():
-                # what a first step begins to keep is as good as zero; the count that it begins, a number on the CPU, is
-                # spread over the rows by a product, which needs no copy to the device
+                # A state that a first step creates counts as zero before. The step count that it creates is a number on
+                # the CPU; multiplying spreads it over the rows without a copy to the device.
                 spread = value if value.dim() else value * still.logical_not()
                 self.optimizer.state[leaf][name] = torch.where(still, kept.get(name, 0), spread)
 
     def _by_row(self, leaf: Tensor) -> dict[str, Tensor]:
-        """What the optimizer keeps of a parameter for each row."""
+        """Return the optimizer's state entries of a parameter with a value per row."""
         state = self.optimizer.state.get(leaf, {})
         return {name: value for name, value in state.items() if of_rows(name, value, self.skips)}
 
     def narrow(self, end: int) -> None:
-        """Lets go of the stack's rows from ``end`` on."""
+        """Release the stack's rows from ``end`` on."""
         rows = min(max(end - self.first, 0), self.rows)
         if rows == self.rows:
             return
         for leaf in self.leaves.values():
             leaf.grad = None
+            # A shorter view; the stack itself keeps the released rows.
             leaf.data = leaf.data[:rows]
             kept = {name: value[:rows] for name, value in self._by_row(leaf).items()}
             self.optimizer.state.get(leaf, {}).update(kept)
         self.rows = rows
 
     def state_dicts(self, end: int, work: LocalWork) -> Iterator[tuple[int, State]]:
-        """As `StackOptimizers.state_dicts`."""
+        """Yield states of released rows, as `StackOptimizers.state_dicts` describes."""
         leaving = range(max(end - self.first, 0), self.rows)
         if not leaving:
             return
@@ -177,7 +181,7 @@ class RowsOptimizer:
             for name, value in state.items()
             if of_rows(name, value, self.skips)
         }
-        # the clients' own count on the CPU
+        # torch's optimizers keep step counts on the CPU, and so do clients' states.
         travel = [place for place in by_row if place[1] in COUNTERS or not work.keeps_on_device]
         by_row.update(zip(travel, moved([by_row[place] for place in travel], CPU), strict=True))
         for row in leaving:
@@ -192,28 +196,28 @@ class RowsOptimizer:
 
 
 def can_skip(optimizer: Optimizer) -> bool:
-    """Whether single rows can leave out a step, without a trace.
+    """Return True if single rows of an optimizer can skip a step without a trace.
 
     Args:
-        optimizer: of a stack.
+        optimizer: the optimizer of a stack.
     """
-    # a first step isn't dampened: its momentum couldn't begin at zero
+    # torch doesn't dampen a first step, so a momentum buffer can't start at zero.
     return type(optimizer) in SKIPPING and not any(group.get("dampening") for group in optimizer.param_groups)
 
 
 def of_rows(name: str, value: Any, skips: bool) -> bool:
-    """Whether an entry of the state of a stack's optimizer has values for each row: all tensors, or all but counters.
+    """Return True if an optimizer's state entry has a value per row: all tensors, or all tensors except counters.
 
     Args:
-        name: the entry's.
-        value: the entry.
-        skips: whether single rows may leave out steps.
+        name: the entry's name.
+        value: the entry's value.
+        skips: whether single rows may skip steps.
     """
     return isinstance(value, Tensor) and (skips or name not in COUNTERS)
 
 
 def in_common(saved: SavedStates, skips: bool) -> list[Any]:
-    """What the states of optimizers must have in common to be stacked: the same entries, and what isn't `of_rows`."""
+    """Return the properties shared by all optimizer states of a stack: entry names, and values common to all rows."""
     return [
         (number, name, None if of_rows(name, value, skips) else value if value is None else float(value))
         for number, state in saved.items()
@@ -222,15 +226,15 @@ def in_common(saved: SavedStates, skips: bool) -> list[Any]:
 
 
 def stacked(saved: list[SavedStates], leaves: list[Tensor], groups: list[dict[str, Any]], skips: bool) -> SavedStates:
-    """States of several clients as states of their stack, where its parameters are, as ``load_state_dict`` has them.
+    """Return the stacked state of several clients' optimizers, on the parameters' device, as after ``load_state_dict``.
 
     Args:
-        saved: of each client what its optimizer has kept, with the same `in_common`.
-        leaves: the stacked parameters, by their numbers.
-        groups: the optimizer's groups of parameters.
-        skips: whether single clients may leave out steps.
+        saved: each client's saved states, equal in `in_common`.
+        leaves: the stacked parameters, by number.
+        groups: the optimizer's parameter groups.
+        skips: whether single clients may skip steps.
     """
-    # steps are counted on the CPU, unless a kernel counts them
+    # torch counts steps on the CPU, except for capturable and fused kernels.
     on_device = any(group.get("capturable") or group.get("fused") for group in groups)
     result: SavedStates = {number: dict(state) for number, state in saved[0].items()}
     tensors: dict[tuple[int, str], Tensor] = {}
@@ -238,11 +242,11 @@ def stacked(saved: list[SavedStates], leaves: list[Tensor], groups: list[dict[st
         for name, value in state.items():
             if of_rows(name, value, skips):
                 stack = side_by_side([states[number][name] for states in saved], leaves[number].device)
-                # a counter of each row broadcasts
+                # Give a counter per row the dimensions to broadcast.
                 stack = stack.view(*stack.shape, *[1] * (leaves[number].dim() - stack.dim()))
                 tensors[number, name] = stack.to(leaves[number].dtype)
             elif isinstance(value, Tensor):
-                # a copy: it is counted in place
+                # A copy, since steps count in place.
                 result[number][name] = value.clone()
                 if name != "step" or on_device:
                     tensors[number, name] = result[number][name]

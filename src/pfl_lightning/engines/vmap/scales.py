@@ -1,4 +1,4 @@
-"""Loss scales of stacked clients, under ``trainer.precision=16-mixed``."""
+"""Loss scales of stacked clients, for ``trainer.precision=16-mixed``."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,18 +10,18 @@ from pfl_lightning.engines.vmap.block import Rows
 from pfl_lightning.messages import StateDict
 
 COLUMNS = ("scale", "_growth_tracker", "growth_factor", "backoff_factor", "growth_interval")
-"""What a scaler's ``state_dict`` has."""
+"""Entries of a scaler's ``state_dict``."""
 
 
 class Scales:
-    """A loss scale of each client, which grows and shrinks as ``torch.amp.GradScaler`` has it.
+    """A loss scale per client, which grows and shrinks by the rule of ``torch.amp.GradScaler``.
 
-    A step in which a scaled gradient isn't finite is left out, for that client alone, and halves its scale; 2,000 other
-    steps in a row double it. Nothing is read from the device before `state_dicts`.
+    A client with a scaled gradient that isn't finite skips the step and halves its scale; 2,000 steps in a row without
+    this double the scale. Nothing is read from the device until `state_dicts`.
 
     Args:
-        saved: ``state_dict`` of each client's scaler; an empty one begins anew.
-        device: where the clients train.
+        saved: the ``state_dict`` of each client's scaler; an empty one starts anew.
+        device: the device where the clients train.
     """
 
     def __init__(self, saved: Sequence[dict[str, Any]], device: torch.device) -> None:
@@ -32,37 +32,38 @@ class Scales:
         self._scale, self._good, self._growth, self._backoff, self._interval = columns.unbind()
 
     def of(self, rows: Rows) -> Tensor:
-        """Factors ``[rows]`` of the losses of some clients."""
+        """Return the loss factors ``[rows]`` of some clients."""
         return self._scale[rows]
 
     def unscaled(self, gradients: StateDict) -> tuple[StateDict, Tensor]:
-        """Gradients of the losses themselves, and which clients ``[rows]`` leave this step out; the scales move on.
+        """Return unscaled gradients and a mask ``[rows]`` of clients skipping this step, and update the scales.
 
         Args:
-            gradients: of the scaled losses, a row for each of the first clients.
+            gradients: gradients of the scaled losses, with rows for the first clients.
         """
         if not gradients:
             return gradients, torch.zeros_like(self._scale, dtype=torch.bool)
-        # a norm is NaN where something is
+        # One norm per client finds NaN and infinity alike, without a read from the device.
         largest = [torch.linalg.vector_norm(g.reshape(len(g), -1), torch.inf, dim=1) for g in gradients.values()]
         left_out = ~torch.stack(largest).isfinite().all(0)
-        # rounded as the scaler does
+        # Rounded in the same way as by torch's scaler.
         inverse = self._scale[: len(left_out)].double().reciprocal().float()
         result = {name: g * inverse.view(-1, *[1] * (g.dim() - 1)) for name, g in gradients.items()}
         self._update(left_out)
         return result, left_out
 
     def _update(self, left_out: Tensor) -> None:
-        """Moves the scales of clients that have made a step, or left it out."""
+        """Update the scales of clients after a taken or skipped step."""
         rows = slice(0, len(left_out))
         scale, good = self._scale[rows], torch.where(left_out, 0, self._good[rows] + 1)
+        # As in GradScaler, a scale grows only if the result is finite.
         due, grown = good == self._interval[rows], scale * self._growth[rows]
         grown = torch.where(due & grown.isfinite(), grown, scale)
         self._scale[rows] = torch.where(left_out, scale * self._backoff[rows], grown)
         self._good[rows] = torch.where(due, 0, good)
 
     def state_dicts(self) -> Iterator[dict[str, Any]]:
-        """What each client's own scaler would be now, as its ``state_dict``."""
+        """Yield the ``state_dict`` of a scaler of each client's own."""
         scales, good = torch.stack([self._scale, self._good]).tolist()
         for state, scale, steps in zip(self._saved, scales, good, strict=True):
             yield {**state, "scale": scale, "_growth_tracker": int(steps)}

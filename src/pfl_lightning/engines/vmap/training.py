@@ -1,4 +1,4 @@
-"""Training of a block: all of its clients make each step together."""
+"""Train a block of clients: all clients take each step together."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,12 +32,12 @@ from pfl_lightning.messages import StateDict, detached
 
 
 class BlockTrainer:
-    """Trains the clients of a block at once, with the batches and optimizers that each would have alone.
+    """Train the clients of a block at once, each with the same batches and optimizer as alone.
 
     Args:
-        sequential: the engine of one client, whose module it is.
-        attributes: the module's, which steps must not change.
-        compile: whether steps are compiled.
+        sequential: the engine of one client, with the module.
+        attributes: the module's attributes, which steps must not change.
+        compile: whether to compile steps.
     """
 
     def __init__(self, sequential: Sequential, attributes: SharedAttributes, compile: bool) -> None:
@@ -50,12 +50,12 @@ class BlockTrainer:
         self.compiled = Compiled(self.module, sequential.precision) if compile else None
 
     def train(self, block: Block, layout: Layout, slots: Slots) -> None:
-        """Runs all phases; the block's entries are changed in place.
+        """Train all phases, and change the block's entries in place.
 
         Args:
-            block: the clients, the largest first.
-            layout: the module's.
-            slots: the module's.
+            block: the clients, largest first.
+            layout: the module's layout.
+            slots: the module's slots.
 
         Raises:
             Unvectorisable: if a step can't be computed for many clients at once.
@@ -70,13 +70,14 @@ class BlockTrainer:
                 self.attributes.refuse_changes(before, "its steps change {}, which is no buffer")
 
     def _train_phase(self, phase: Phase, block: Block, layout: Layout, slots: Slots) -> None:
-        """Runs a phase, step by step; clients with fewer batches stop earlier."""
+        """Train a phase, step by step; clients with fewer batches stop earlier."""
         self.module.phase = phase
         trained = layout.trained(phase)
         optimizers = self._optimizers(phase, block, list(trained.values()), slots)
         scales = self._scales(block)
         counts, steps = self._steps(phase, block, layout, trained, slots, scales)
         for index, gradients_of in enumerate(steps):
+            # Clients are sorted by size, so clients that still have batches are the first rows of the stack.
             self._narrow(optimizers, int((counts > index).sum()), phase, block)
             gradients, left_out = gradients_of(), None
             if scales is not None:
@@ -92,12 +93,12 @@ class BlockTrainer:
             member.steps += count
 
     def _scales(self, block: Block) -> Scales | None:
-        """The clients' loss scales where the precision asks for them."""
+        """Return the clients' loss scales, if the precision needs loss scaling."""
         if not self._scaled:
             return None
         if self.compiled is not None:
             raise Unvectorisable(
-                self.module, "trainer.compile knows no loss scales, which trainer.precision=16-mixed has"
+                self.module, "trainer.compile doesn't support the loss scales of trainer.precision=16-mixed"
             )
         return Scales([member.scaler or member.job.state.scaler for member in block.members], self.module.device)
 
@@ -110,7 +111,7 @@ class BlockTrainer:
         slots: Slots,
         scales: Scales | None,
     ) -> tuple[NDArray[np.int64], Iterator[Callable[[], StateDict]]]:
-        """How many steps each client makes, and what gives the gradients of each, a row for each client."""
+        """Return each client's number of steps, and a function per step for the gradients, a row per client."""
         device, privacy = self.module.device, None if phase.stays else self.work.example_privacy
         if privacy is not None:
             poisson = PoissonPlan(privacy, self.work, phase, block, trained)
@@ -127,34 +128,36 @@ class BlockTrainer:
         )
 
     def _optimizers(self, phase: Phase, block: Block, parameters: list[nn.Parameter], slots: Slots) -> StackOptimizers:
-        """The optimizers of the stack, with the states that clients have of theirs."""
+        """Return the stack's optimizers, with the clients' saved states."""
 
         def new(row: int) -> Optimizer:
             job = block.members[row].job
-            # the settings that it had; what it holds of parameters is stacked with others' of its kind
+            # Only the settings are loaded here; states of parameters are stacked with those of other clients below.
             kept = {name: {**state, "state": {}} for name, state in job.state.optimizers.items()}
             return local_optimizer(
                 self.module, phase, job._replace(state=replace(job.state, optimizers=kept)), parameters
             )
 
         first = new(0)
+        # Exact types, because a subclass may mix elements of different clients.
         if type(first) not in ELEMENTWISE:
             raise Unvectorisable(self.module, f"a {type(first).__name__} of many clients would mix them")
         if self._scaled and not can_skip(first):
             raise Unvectorisable(
                 self.module,
-                f"trainer.precision=16-mixed leaves out steps of single clients, which {type(first).__name__} of many "
-                f"can't; only {', '.join(sorted(kind.__name__ for kind in SKIPPING))} without dampening can",
+                f"trainer.precision=16-mixed skips steps of single clients, which {type(first).__name__} can't for a "
+                f"stack of clients; only {', '.join(sorted(kind.__name__ for kind in SKIPPING))} without dampening can",
             )
         names = {slot.tensor: slot.name for slot in slots if isinstance(slot.tensor, nn.Parameter)}
         saved = [member.job.state.optimizers.get(phase.name) for member in block.members]
         fresh = saved.index(None) if None in saved else None
+        # A client without a saved state begins with a fresh optimizer's, so that all rows have the same entries.
         begun = {} if fresh is None else detached((new(fresh) if fresh else first).state_dict())
         states = [(state or begun)["state"] for state in saved]
         return StackOptimizers(new, states, block.entries, names, skips=self._scaled)
 
     def _plan(self, phase: Phase, block: Block, smallest: int) -> Plan:
-        """The batches of each client, in the orders that `Sequential` draws."""
+        """Return the batches of each client, in the same order as `Sequential`."""
         size, last, epochs, steps = self.work.extent(phase)
         sizes = np.array(block.sizes)
         orders, lengths = [torch.empty(0, dtype=torch.int64)] * len(sizes), np.zeros_like(sizes)
@@ -162,12 +165,13 @@ class BlockTrainer:
         for row, (member, samples) in enumerate(zip(block.members, block.sizes, strict=True)):
             if samples < smallest:
                 continue
-            # of its own where a later phase goes on with it
+            # With several phases the client's generator continues from phase to phase, as in `Sequential`.
             generator = member.generator if len(block.phases) > 1 else generator.manual_seed(member.job.seed)
             orders[row] = epoch_order(samples, size, last, generator)
             lengths[row] = length = orders[row].numel()
             if samples not in passes:
                 made = max(batches_of(length, size, smallest), 1)
+                # Enough epochs for the steps, rounded up; `Plan` drops what is too much.
                 passes[samples] = -(-steps // made) if steps else cast(int, epochs)
             if passes[samples] > 1:
                 more = (epoch_order(samples, size, last, generator) for _ in range(1, passes[samples]))
@@ -175,7 +179,7 @@ class BlockTrainer:
         return Plan(orders, np.cumsum(sizes) - sizes, lengths, size, smallest, steps)
 
     def _narrow(self, optimizers: StackOptimizers, end: int, phase: Phase, block: Block) -> None:
-        """Lets go of clients that have made their steps, and keeps their optimizers' states where those live on."""
+        """Release clients after their last step, and keep the optimizers' states with a lifetime of the run."""
         if self.module.optimizer_lifetime == "run":
             for row, state in optimizers.state_dicts(end, self.work):
                 block.members[row].optimizers[phase.name] = state
@@ -183,7 +187,7 @@ class BlockTrainer:
 
     @torch.no_grad()
     def _adjusted(self, gradients: StateDict, block: Block, slots: Slots) -> StateDict:
-        """What the module makes of each client's gradients."""
+        """Return the gradients after the module's `ClientModule.adjust_gradients`, a row per client."""
         if not self._adjusts or not gradients:
             return gradients
         rows = len(next(iter(gradients.values())))
@@ -201,7 +205,7 @@ class BlockTrainer:
         return vectorised(self.module, slots, block.members[0], block.entries, at_once, alone)
 
     def _clip(self, gradients: StateDict) -> None:
-        """Clips each client's gradients as torch does."""
+        """Clip each client's gradients by torch's formula."""
         clip = self.work.clip
         if clip is None or not gradients:
             return
@@ -209,5 +213,6 @@ class BlockTrainer:
             gradients.update({name: g.clamp(-clip, clip) for name, g in gradients.items()})
             return
         norms: list[Tensor] = [torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1) for g in gradients.values()]
+        # The 1e-6 is that of torch.nn.utils.clip_grad_norm_.
         factor = (clip / (torch.linalg.vector_norm(torch.stack(norms), dim=0) + 1e-6)).clamp(max=1)
         gradients.update({name: g * factor.view(-1, *[1] * (g.dim() - 1)) for name, g in gradients.items()})

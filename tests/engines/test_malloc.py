@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pfl_lightning.engines import heap
+from pfl_lightning.engines import malloc
 
 
 @pytest.fixture
 def told(monkeypatch):
     calls = []
     library = SimpleNamespace(mallopt=lambda *settings: calls.append(settings))
-    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(malloc.ctypes, "CDLL", lambda name: library)
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
         monkeypatch.delenv(name)
     return calls
@@ -23,22 +23,22 @@ def told(monkeypatch):
 
 def test_elsewhere_nothing_is_told(told, monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    heap.keep_freed()
+    malloc.keep_freed()
     assert told == []
 
 
 def test_nor_where_the_user_has_told_it(told, monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
-    heap.keep_freed()
+    malloc.keep_freed()
     assert len(told) == 2
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000")
-    heap.keep_freed()
+    malloc.keep_freed()
     assert len(told) == 2
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library gives memory back by rules of its own")
 def test_pages_stay():
-    heap.keep_freed()
+    malloc.keep_freed()
 
     def faults():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -1,4 +1,4 @@
-"""Clients into a block and out of it: one after another, or at once where a method has no hooks of its own for it."""
+"""Load clients into a block and collect the results: client by client, or all at once if no hook is overridden."""
 
 import math
 import time
@@ -29,15 +29,15 @@ from pfl_lightning.messages import CPU, Message, Row, Stack, StateDict, is_finit
 from pfl_lightning.transfers import moved, rows_of, side_by_side
 
 
-class HandOver:
-    """Receives clients into a stack, and hands over what they give and keep when they are trained.
+class BlockIO:
+    """Load clients into stacks before training, and build updates and outcomes after training.
 
-    Where reception or upload are `ClientModule`'s own, the very same methods say what becomes of each client; only what
-    they read and write are rows of the stack, and the module stays as it is.
+    If the hooks of download or upload are `ClientModule`'s own, those methods run unchanged with rows of the stacks as
+    their input and output, and the module stays as it is.
 
     Args:
-        sequential: the engine of one client, whose module it is.
-        attributes: the module's, in which nothing of a client may be kept.
+        sequential: the engine of one client, with the module.
+        attributes: the module's attributes, which must not store client data.
         evaluator: evaluates trained clients.
     """
 
@@ -53,20 +53,22 @@ class HandOver:
     def receive(
         self, jobs: list[Job], layout: Layout, slots: Slots, training: bool
     ) -> tuple[list[Member], StateDict, list[Phase]]:
-        """Return the clients in the order of the jobs, their stacked parameters and buffers, and their common phases.
+        """Return the clients in the order of the jobs, stacked parameters and buffers, and the common phases.
 
         Args:
-            jobs: their work in this round.
-            layout: the module's.
-            slots: the module's.
+            jobs: the clients' work in this round.
+            layout: the module's layout.
+            slots: the module's slots.
             training: whether local training follows, as for `Engine.become`.
 
         Raises:
-            Unvectorisable: if the clients can't be in one block.
+            Unvectorisable: if the clients can't share one block.
         """
+        # Each block finds its own caches that differ between clients.
         self.attributes.differing = frozenset()
         self.attributes.refuse_references(slot.tensor for slot in slots)
         if foreign := [name for name in layout.personal if name not in slots.first_names]:
+            # An entry of a custom state_dict has no place in the module to stack.
             raise Unvectorisable(self.module, f"{foreign[0]} of its state_dict is no parameter or buffer")
         signature = BlockSignature(self.attributes, layout)
         device, data_of = self.sequential.device, self.sequential.data_of
@@ -78,20 +80,22 @@ class HandOver:
     def _receive_at_once(
         self, members: list[Member], signature: BlockSignature, slots: Slots
     ) -> tuple[StateDict, list[Phase]] | None:
-        """Stacks what `ClientModule.receive` would assign to each client; None where that isn't all of its entries."""
+        """Stack the entries assigned to each client by `ClientModule.receive`; None if any entry is left out."""
         module, device = self.module, self.sequential.device
         if any(overrides(module, method) for method in ("receive", "on_download", "assign", "state_dict")):
             return None
         own = slots.current()
         if module.state_dict().keys() - module.common_names != own.keys():
-            # some have two names, or stay as the client before has left them
+            # Some entries have two names, or would keep the values of the client before.
             return None
         assigned: list[StateDict] = []
         known: dict[tuple[str | int, ...], StateDict] = {}
         self.sequential.set_mode(training=False)
+        # receive runs unchanged, but its results are collected instead of assigned to the module.
         with replaced(module, assign=lambda entries: assigned[-1].update(entries)):
             for member in members:
-                # who has and is sent the same becomes the same
+                # Clients with the same tensors in state and payload get the same entries, so receive runs once per
+                # distinct combination.
                 personal, payload = member.job.state.personal, member.job.payload
                 given: tuple[str | int, ...] = (*payload, *map(id, chain(personal.values(), payload.values())))
                 assigned.append(known.setdefault(given, {}))
@@ -102,6 +106,7 @@ class HandOver:
         if any(entries.keys() != own.keys() for entries in known.values()):
             return None
         columns = {name: [entries[name] for entries in assigned] for name in own}
+        # An entry that is the same object for all clients is copied to the device once and repeated there.
         alike = {name for name, rows in columns.items() if all(row is rows[0] for row in rows)}
         looked_at = {name: rows[:1] if name in alike else rows for name, rows in columns.items()}
         if any(row.shape != own[name].shape for name, rows in looked_at.items() for row in rows):
@@ -113,6 +118,7 @@ class HandOver:
             name: repeated(tensor.to(own[name].dtype), len(members)) if name in alike else tensor.to(own[name].dtype)
             for name, tensor in zip(own, arrived, strict=True)
         }
+        # The default phases are the same for all clients.
         for member in members if overrides(module, "local_phases") else members[:1]:
             self.sequential.set_turn(member.job)
             phases = module.local_phases()
@@ -122,7 +128,7 @@ class HandOver:
     def _receive_one_by_one(
         self, members: list[Member], signature: BlockSignature, slots: Slots, training: bool
     ) -> tuple[StateDict, list[Phase]]:
-        """Becomes one client after another, each in a row of the stack: what hooks change is changed there."""
+        """Load one client after another into rows of the stacks, with hooks changing the rows in place."""
         stacks = {name: repeated(tensor, len(members)) for name, tensor in slots.current().items()}
         for row, (member, arrived) in enumerate(zip(members, self._sent_together(members), strict=True)):
             entries = {name: stack[row] for name, stack in stacks.items()}
@@ -133,7 +139,7 @@ class HandOver:
                 own = slots.current()
                 signature.admit(phases, own)
                 if row == 0:
-                    # hooks may have put others in their places
+                    # Hooks may have replaced tensors, or changed their shapes; the stacks then follow the first client.
                     new = {n: t for n, t in own.items() if n not in entries or t.shape != entries[n].shape}
                     stacks |= {name: repeated(tensor, len(members)) for name, tensor in new.items()}
                     stacks = {name: stacks[name] for name in own}
@@ -145,11 +151,12 @@ class HandOver:
         return stacks, phases
 
     def _sent_together(self, members: list[Member]) -> list[Job]:
-        """The jobs with what clients have and are sent on the device, where all of it has come at once."""
+        """Return the jobs with states and payloads on the device, sent in few transfers."""
         device = self.sequential.device
         jobs = [member.job._replace(data=member.data) for member in members]
         if device.type == "cpu":
             return jobs
+        # By identity, because clients share many tensors, such as the global weights.
         sent = {id(tensor): tensor for job in jobs for tensor in tensors([job.state.personal, job.payload])}
         there = dict(zip(sent, moved([*sent.values()], device), strict=True))
 
@@ -164,13 +171,13 @@ class HandOver:
     # Out
 
     def outcomes(self, jobs: list[Job], block: Block, layout: Layout, slots: Slots) -> Iterator[Outcome]:
-        """What trained clients give and keep, in the order of the jobs.
+        """Yield the outcomes of trained clients, in the order of the jobs.
 
         Args:
-            jobs: their work in this round.
-            block: the clients, trained.
-            layout: the module's.
-            slots: the module's.
+            jobs: the clients' work in this round.
+            block: the trained clients.
+            layout: the module's layout.
+            slots: the module's slots.
         """
         start, work = time.perf_counter(), self.sequential.work
         names = [name for name in self.module.state_dict() if name not in self.module.common_names]
@@ -182,15 +189,17 @@ class HandOver:
         stacks = {update["weights"].stack for update in updates if isinstance(update.get("weights"), Row)}
         kept = {name: block.entries[slots.first_names[name]] for name in layout.personal}
         sent = [entry for stack in stacks for entry in stack.entries.values()]
-        # as `Sequential.outcome` judges
+        # The same rule as in `Sequential.outcome`: under example-level privacy the update alone counts.
         private = work.example_privacy is not None
         judged = sent if private else [*sent, *kept.values()]
         recorded = block.recorded
+        # One transfer for all metrics and checks, which would otherwise wait for the device once per client.
         *scalars, sums = moved([*recorded.values(), sums_of_rows(judged, len(jobs))], CPU)
         means, finite = block.means(dict(zip(recorded, scalars, strict=True))), sums.isfinite().all(0).tolist()
         personal = rows_of(kept, len(jobs), self.sequential.device if work.keeps_on_device else CPU)
         after = self.evaluator.evaluate(block.members, block.entries, slots)
         others = [[value for value in update.values() if type(value) is not Row] for update in updates]
+        # Integer tensors are always finite, so most updates need no further check.
         counts_only = all(type(v) is Tensor and not v.is_floating_point() for v in chain.from_iterable(others))
         seconds = block.seconds + (time.perf_counter() - start) / len(jobs)
         for job in jobs:
@@ -209,7 +218,7 @@ class HandOver:
             )
 
     def _upload_at_once(self, names: list[str], block: Block) -> list[Message]:
-        """Of each row the update that `ClientModule.upload` makes of it: what it shares is a row of one stack."""
+        """Build every client's update; shared weights stay rows of one stack."""
         shared = {name: block.entries[name].detach() for name in names if self.module.is_shared(name)}
         stack = Stack(shared)
         updates: list[Message] = []
@@ -218,13 +227,13 @@ class HandOver:
             for row, member in enumerate(block.members):
                 own = Row(stack, row) if shared else {}
                 self.sequential.set_turn(member.job, member.steps)
-                # made for this update, but for the row, as `ClientModule.upload` has it
+                # No copies needed: apart from the row, `ClientModule.upload` makes its tensors anew for each update.
                 with during("upload", member.job.round, member.job.client):
                     updates.append(self.module.upload(member.data))
         return arrived_together(updates, self.sequential.device)
 
     def _upload_one_by_one(self, block: Block, slots: Slots) -> list[Message]:
-        """Of each row the update that the module makes as that client; weights that are the row stay in the stack."""
+        """Build every client's update by the overridden hooks; unchanged weights stay rows of one stack."""
         updates: list[Message] = []
         stacks: dict[tuple[str, ...], Stack] = {}
         for row, member in enumerate(block.members):
@@ -242,16 +251,17 @@ class HandOver:
             if isinstance(weights, dict) and weights and all(is_same(t, entries.get(n)) for n, t in weights.items()):
                 chosen = tuple(weights)
                 if chosen not in stacks:
+                    # Views of the stack, so sending them copies nothing.
                     stacks[chosen] = Stack({name: block.entries[name].detach() for name in chosen})
                 update["weights"] = Row(stacks[chosen], row)
             updates.append(copied(update))
             if not self.evaluator.usable:
-                # the phases before its evaluation go on with what it draws
+                # Training phases before an evaluation continue with the client's random stream.
                 member.stream.keep()
         return arrived_together(updates, self.sequential.device)
 
     def _evaluate_alone(self, row: int, block: Block, slots: Slots) -> dict[str, dict[str, float]]:
-        """Makes the module a trained client, and evaluates it as `Sequential` does."""
+        """Copy a trained client into the module, and evaluate as `Sequential` does."""
         member = block.members[row]
         self.sequential.set_turn(member.job, member.steps)
         self.attributes.put(member.caches)
@@ -265,7 +275,7 @@ class HandOver:
 
 @contextmanager
 def replaced(module: ClientModule, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Puts functions in the place of a client module's methods while it is entered."""
+    """Replace methods of a client module by functions inside this context."""
     table = vars(module)
     table.update(methods)
     try:
@@ -276,21 +286,21 @@ def replaced(module: ClientModule, **methods: Callable[..., Any]) -> Iterator[No
 
 
 def repeated(tensor: Tensor, rows: int) -> Tensor:
-    """A stack whose rows are the same."""
+    """Return a stack of equal rows."""
     return tensor.detach().repeat(rows, *[1] * tensor.dim())
 
 
 def copied(update: Mapping[str, Any]) -> Message:
-    """An update with copies of its own where it was made: the next client's hooks may write into what it refers to."""
+    """Return an update with independent copies, as the next client's hooks may overwrite the originals."""
     return {k: v if type(v) is Row else tree_map(lambda t: t.detach().clone(), v) for k, v in update.items()}
 
 
 def arrived_together(updates: list[Message], device: torch.device) -> list[Message]:
-    """Updates whose tensors are on the CPU, but for rows of stacks, which wait for somebody who looks at them.
+    """Return updates with all tensors on the CPU, except for rows of stacks, which move when first read.
 
     Args:
-        updates: what clients send.
-        device: where they have trained.
+        updates: the clients' updates.
+        device: the training device.
     """
     if device == CPU:
         return updates
@@ -300,18 +310,21 @@ def arrived_together(updates: list[Message], device: torch.device) -> list[Messa
 
 
 def is_same(tensor: Tensor, other: Tensor | None) -> bool:
-    """Whether a tensor is another one by its place in memory."""
+    """Return True if two tensors share one place in memory."""
     return other is not None and tensor.data_ptr() == other.data_ptr() and tensor.shape == other.shape
 
 
 def take_over(current: StateDict, entries: StateDict) -> None:
-    """Copies what hooks have put into slots in the place of entries into these."""
+    """Copy tensors put into the slots by hooks back into the entries."""
     for name, entry in entries.items():
         if name in current and not is_same(current[name], entry):
             entry.copy_(current[name])
 
 
 def sums_of_rows(stacks: list[Tensor], count: int) -> Tensor:
-    """The sum of each row of each floating stack ``[stacks, count]``: finite if the row is, as `is_finite` tells."""
+    """Return the sum of each row of each floating-point stack, ``[stacks, count]``, finite if the row is.
+
+    `is_finite` judges a single client by such sums, too.
+    """
     sums = [stack.reshape(count, -1).sum(1) for stack in stacks if stack.is_floating_point()]
     return torch.stack(sums) if sums else torch.zeros(1, count)

@@ -1,4 +1,4 @@
-"""Where what stays with clients is between rounds."""
+"""Decide if clients' states stay on the training device between rounds."""
 
 from collections.abc import Sequence
 
@@ -10,21 +10,23 @@ from pfl_lightning.data.memory import free_memory
 from pfl_lightning.messages import num_bytes
 
 ROOM = 0.25
-"""The share of what is free on a GPU that clients may take there without being told to."""
+"""The largest share of free GPU memory that ``client_states="auto"`` gives to client states."""
 
 
 def stay_on_device(where: str, modules: Sequence[ClientModule], clients: int, ranks: int) -> bool:
-    """Whether clients are left on the device where they train.
+    """Return True if clients' states stay on the device where clients train.
 
     Args:
-        where: the setting; ``auto`` says in one line what it takes and why.
+        where: the setting ``trainer.client_states``; for ``auto`` a line reports the choice and the reason.
         modules: the client modules, on their device.
-        clients: how many clients there are.
-        ranks: how many devices train them; with several a client is on another one in each round.
+        clients: the number of clients.
+        ranks: the number of devices that train clients; with several, a client moves between devices from round to
+            round.
     """
     device = modules[0].device
     if where != "auto" or device.type == "cpu" or ranks > 1:
         return where == "device"
+    # With several architectures the largest counts for all clients.
     need, free = clients * max(map(bytes_of, modules)), free_memory(device)
     stays = need <= ROOM * free
     rank_zero_info(
@@ -35,6 +37,9 @@ def stay_on_device(where: str, modules: Sequence[ClientModule], clients: int, ra
 
 
 def bytes_of(module: ClientModule) -> int:
-    """What stays with a client, at most: its personal entries, and two tensors a parameter where optimizers live on."""
+    """Return an upper bound of a client's state in bytes.
+
+    The bound is the personal entries, plus two tensors per parameter (as Adam keeps) if optimizers last the whole run.
+    """
     optimizers = 2 * num_bytes(list(module.parameters())) if module.optimizer_lifetime == "run" else 0
     return num_bytes(personal_entries(module, module.state_dict())) + optimizers

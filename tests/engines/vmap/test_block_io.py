@@ -16,7 +16,7 @@ from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import Samples
 from pfl_lightning.engines import ClientState, Job, LocalWork, Sequential, Vectorised
 from pfl_lightning.engines.evaluation import evaluate, evaluate_padded, is_accuracy, metrics_of
-from pfl_lightning.engines.vmap.hand_over import HandOver
+from pfl_lightning.engines.vmap.block_io import BlockIO
 from pfl_lightning.messages import detached, tensors
 from pfl_lightning.methods import FedAvg, FedPer
 
@@ -60,8 +60,8 @@ def at_once(monkeypatch):
     def refuse(self, *args):
         raise AssertionError("one by one")
 
-    monkeypatch.setattr(HandOver, "_receive_one_by_one", refuse)
-    monkeypatch.setattr(HandOver, "_upload_one_by_one", refuse)
+    monkeypatch.setattr(BlockIO, "_receive_one_by_one", refuse)
+    monkeypatch.setattr(BlockIO, "_upload_one_by_one", refuse)
 
 
 @pytest.mark.parametrize("method", [FedAvg, FedPer])

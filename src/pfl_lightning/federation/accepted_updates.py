@@ -1,4 +1,4 @@
-"""Which outcomes of a round count."""
+"""Select a round's outcomes for aggregation."""
 
 from collections.abc import Mapping
 
@@ -8,14 +8,14 @@ from pfl_lightning.engines import Outcome
 
 
 class TrainingDiverged(RuntimeError):
-    """Every client of a round ended with a NaN or an infinity."""
+    """The loss or the weights of every client in a round became NaN or infinite."""
 
 
 def unrefused(outcomes: Mapping[int, Outcome], round: int) -> dict[int, Outcome]:
-    """The outcomes by id, without those that the engine has refused, of which it warns.
+    """Return the outcomes not refused by the engine, by id, and warn of refused ones.
 
     Args:
-        outcomes: of the round, by client.
+        outcomes: the outcomes of the round, by client.
         round: the round's number, from 1.
     """
     for client, outcome in sorted(outcomes.items()):
@@ -25,15 +25,15 @@ def unrefused(outcomes: Mapping[int, Outcome], round: int) -> dict[int, Outcome]
 
 
 def finite(outcomes: Mapping[int, Outcome], round: int, expected: int) -> dict[int, Outcome]:
-    """The outcomes by id, without those of clients that diverged, of which it warns.
+    """Return the outcomes without NaN and infinities, by id, and warn of diverged clients.
 
     Args:
-        outcomes: of the round, by client.
+        outcomes: the outcomes of the round, by client.
         round: the round's number, from 1.
-        expected: clients that were to take part.
+        expected: the number of clients in the cohort; 0 never raises.
 
     Raises:
-        TrainingDiverged: if all of them diverged.
+        TrainingDiverged: if all expected clients diverged.
     """
     diverged = sorted(client for client, outcome in outcomes.items() if not outcome.finite)
     if diverged and len(diverged) == expected:
@@ -46,16 +46,17 @@ def finite(outcomes: Mapping[int, Outcome], round: int, expected: int) -> dict[i
             f"round {round}: left out of the aggregation, because their loss or weights became NaN or "
             f"infinite: clients {', '.join(map(str, diverged))}."
         )
+    # Sorted, because engines finish clients in different orders, and sums of floats depend on the order.
     return {client: outcomes[client] for client in sorted(outcomes) if outcomes[client].finite}
 
 
 def enough(outcomes: dict[int, Outcome], round: int, least: int) -> dict[int, Outcome]:
-    """The outcomes, or none where there are fewer than a round needs, of which it warns.
+    """Return the outcomes, or none if a round has fewer than needed, with a warning.
 
     Args:
-        outcomes: those that count, by client.
+        outcomes: the usable outcomes, by client.
         round: the round's number, from 1.
-        least: how many a round needs.
+        least: the number of outcomes that a round needs.
     """
     if len(outcomes) >= least:
         return outcomes

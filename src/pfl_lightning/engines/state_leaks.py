@@ -1,4 +1,4 @@
-"""What a client module keeps of a client outside its state, which would go over to the next client."""
+"""Detect client data in plain attributes of a client module, which would leak to the next client."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,14 +18,14 @@ ENGINES_OWN = {
     *("_given_modes", "_logged", "client_id", "learning_rate", "phase", "relied_on", "round", "steps_done"),
     *("training_follows", "evaluation_follows"),
 }
-"""Attributes of client modules that are Lightning's, that tell how one was made, or that engines set."""
+"""Attributes of client modules that Lightning, constructors or engines set, and so may change."""
 
 CLOSELY = 2
-"""FederationOptions in which each hook of each client is watched; afterwards each round as a whole."""
+"""Number of first rounds in which each hook of each client is watched; later rounds are watched as a whole."""
 
 
 class Leaks:
-    """Ends a run whose client module keeps something of a client in a plain attribute.
+    """Stop a run if the client module stores a client's data in a plain attribute.
 
     Args:
         module: the client module.
@@ -39,51 +39,54 @@ class Leaks:
 
     @contextmanager
     def of_a_round(self) -> Iterator[None]:
-        """Watches a round: the first ones closely, others as a whole."""
+        """Watch a round: each hook in the first rounds, later only the round as a whole."""
         self._rounds += 1
         if self._rounds <= CLOSELY:
+            # Hooks are watched one by one in these rounds; see `of`.
             yield
             return
         with self._watched("local work"):
             yield
 
     def of(self, hook: str) -> AbstractContextManager[None]:
-        """Watches a hook of one client, in the first rounds."""
+        """Watch a hook of one client, in the first rounds."""
         return self._watched(hook) if self._rounds <= CLOSELY else nullcontext()
 
     @contextmanager
     def _watched(self, what: str) -> Iterator[None]:
+        """Compare attributes and frozen parameters before and after this context."""
         before, frozen = self._attributes.look(), self._versions()
         yield
         now = self._attributes.look()
         method = type(self.module).__name__
+        # The version counter of a tensor rises with each change in place; reading it costs less than comparing values.
         if moved := [name for name, count in self._versions().items() if count != frozen[name]]:
             raise MisconfigurationException(
-                f"{method}: {what} changes {moved[0]}, which all clients have in common, as the net has frozen it "
-                "(requires_grad=False); let it require a gradient there, or make it a buffer."
+                f"{method}: {what} changes {moved[0]}, which the net has frozen (requires_grad=False) and all clients "
+                "share; make it trainable in the net, or a buffer."
             )
         caches = {f"{method}.{name}" for name in self.module.caches}
         if name := self._attributes.changed(before, now, caches):
             attribute = name.removeprefix(f"{method}.")
             raise MisconfigurationException(
-                f"{method}: {what} changes the attribute {attribute}, which would go over to the next client and be "
-                f"lost with the process; keep it in a buffer (register_buffer), with persistent=False where each round "
-                f"makes it anew, or, in that case and for engine vectorised if no step reads it, add {attribute!r} to "
-                f"{method}.caches."
+                f"{method}: {what} changes the attribute {attribute}, which would leak to the next client and be lost "
+                f"with the process; keep it in a buffer (register_buffer), with persistent=False if each round makes "
+                f"it anew; in that case, and under engine=vectorised if no step reads it, {attribute!r} may also go "
+                f"into {method}.caches."
             )
 
     def _versions(self) -> dict[str, int]:
-        """How often each common parameter was changed in place."""
+        """Return the number of in-place changes of each common parameter."""
         return {name: version(parameter) for name, parameter in self._common.items()}
 
 
 def attributes_of(module: ClientModule) -> Attributes:
-    """What a client module and the modules in it hold besides parameters and buffers.
+    """Return a client module's attributes, and those of submodules, apart from parameters and buffers.
 
     Args:
         module: the client module.
     """
-    # torch's layers keep nothing
+    # torch's own layers store no client data in attributes.
     owners = {
         f"{type(module).__name__}.{path}".rstrip("."): m
         for path, m in module.named_modules()
@@ -91,7 +94,7 @@ def attributes_of(module: ClientModule) -> Attributes:
     }
 
     def is_entry(tensor: Tensor) -> bool:
-        # which may change wherever else it is kept
+        # An attribute may refer to a parameter or buffer, which may change.
         return any(entry is tensor for entry in chain(module.parameters(), module.buffers()))
 
     return Attributes(owners, ENGINES_OWN, is_entry)
