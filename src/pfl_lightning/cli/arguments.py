@@ -1,4 +1,4 @@
-"""Arguments of the commands that run no single federation."""
+"""Parser of the commands that don't go through Lightning, such as ``configs`` and ``compare``."""
 
 from argparse import ArgumentParser
 from typing import Any, NoReturn
@@ -7,17 +7,18 @@ from pfl_lightning.cli.usage import UsageError
 
 
 class Arguments(ArgumentParser):
-    """Python's own parser, whose errors are users' mistakes, in one sentence as all others.
+    """Python's `ArgumentParser`, with each error as one sentence in the style of all other commands.
 
     Args:
-        command: what stands behind ``pfl-lightning``.
+        command: the name of the command, such as ``status``.
         **kwargs: the arguments of `ArgumentParser`.
     """
 
     def __init__(self, command: str, **kwargs: Any) -> None:
+        # no abbreviations: `compare` passes unknown options on to `fit`, so a prefix must never match one of ours
         super().__init__(prog=f"pfl-lightning {command}", allow_abbrev=False, **kwargs)
         self.command = command
 
     def error(self, message: str) -> NoReturn:
-        """Ends in a sentence, without pages of usage."""
+        """Raise `UsageError` in the place of printing the usage and exiting."""
         raise UsageError(f"{self.command}: {message.removeprefix('argument ')}.")
