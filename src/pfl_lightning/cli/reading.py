@@ -88,7 +88,7 @@ def new_parser() -> Parser:
         return cast(Parser, made.args[0])
 
 
-# building the parser takes about a second, and `compare` asks once per method and setting
+# building the parser takes half a second, and `compare` asks once per method and value
 _parser = cache(new_parser)
 
 

@@ -1,27 +1,28 @@
-"""Mistakes on the command line that are told before Lightning is imported, which takes seconds."""
+"""One-sentence errors for mistakes found before Lightning, which takes seconds to import."""
 
 import re
 import sys
 from typing import NoReturn
 
 WORD = 200
-"""Characters that a word of a sentence has at most; of a longer one the beginning and the end are told."""
+"""Largest number of characters of one word in a sentence; longer words lose their middle."""
 SENTENCE = 2_000
-"""Characters that a sentence has at most, cut in the same way."""
+"""Largest number of characters of a sentence; longer ones lose their middle."""
 
 
 class UsageError(Exception):
-    """What is wrong with a command line, in one sentence."""
+    """Raised for a mistake on the command line, with one sentence."""
 
 
 def fail(reason: str) -> NoReturn:
-    """Ends the program with a sentence and exit code 2."""
+    """Print an error and exit with code 2."""
     print(f"pfl-lightning: error: {one_line(reason)}", file=sys.stderr)
+    # 2 is argparse's code for mistakes in arguments; 1 means that a run failed
     sys.exit(2)
 
 
 def one_line(text: str) -> str:
-    """Return a text in one line, with a full stop, and shortened.
+    """Return a text on one line, shortened, with a full stop.
 
     >>> one_line("no  file"), len(one_line("x" * 60_000)) < 300
     ('no file.', True)
@@ -31,15 +32,16 @@ def one_line(text: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text without the middle of its long words, and without its own middle where it is long.
+    """Cut the middle out of long words, and out of the whole text if still too long.
 
     Args:
-        text: the text, with what users gave, which can be of any length.
-        most: characters that are kept of it, about.
+        text: the text; values given by users can have any length.
+        most: the number of characters to keep, about.
     """
+    # words first: a value of 60,000 characters must not push out the words around it
     return without_middle(re.sub(r"\S+", lambda word: without_middle(word[0], WORD), text), most)
 
 
 def without_middle(text: str, most: int) -> str:
-    """Return a text's beginning and end, where it has more than so many characters."""
+    """Return a text's beginning and end if the text has more than ``most`` characters, else the text."""
     return text if len(text) <= most else f"{text[: most // 2 - 5]}[...]{text[5 - most // 2 :]}"
