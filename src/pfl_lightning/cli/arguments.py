@@ -1,4 +1,4 @@
-"""Parser of the commands that don't go through Lightning, such as ``configs`` and ``compare``."""
+"""Parser of all commands outside Lightning, such as ``configs`` and ``compare``."""
 
 from argparse import ArgumentParser
 from typing import Any, NoReturn

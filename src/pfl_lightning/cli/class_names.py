@@ -1,4 +1,4 @@
-"""List the classes that a setting can name, and the settings of a class."""
+"""List the valid classes of a setting, and the settings of a class."""
 
 import inspect
 from importlib import import_module
@@ -33,7 +33,7 @@ KINDS: dict[str, type] = {
 
 
 def class_names(kind: str) -> set[str]:
-    """Return the names of all imported classes that a setting can take.
+    """Return the names of all imported classes valid for a setting.
 
     Args:
         kind: last part of the setting's name, such as ``net``; for an unknown one, classes of all kinds.
@@ -45,7 +45,7 @@ def class_names(kind: str) -> set[str]:
 
 
 def subclasses(base: type) -> set[type]:
-    """Return a class and all its subclasses, at any depth."""
+    """Return a class and all subclasses, at any depth."""
     direct: list[type] = base.__subclasses__()
     return {base}.union(*map(subclasses, direct))
 

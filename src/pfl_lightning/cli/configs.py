@@ -93,7 +93,7 @@ def resolved(words: Sequence[str]) -> list[str]:
 
 
 def what(path: Path) -> str:
-    """Return the description of a configuration: its first line, a comment."""
+    """Return the description of a configuration, a comment in the first line."""
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     return first.lstrip("# ").strip()
 

@@ -1,4 +1,4 @@
-"""Name the model's own aggregator on a command line that sets ``--aggregator.mean`` and no aggregator.
+"""Name the model's own aggregator on a command line with ``--aggregator.mean`` and no aggregator.
 
 Without a class the parser couldn't tell to which aggregator the mean belongs.
 """
@@ -41,7 +41,7 @@ def is_mean(word: str) -> bool:
 
 
 def named(argument: list[str], setting: str) -> str | None:
-    """Return the class that an argument gives to a setting, by option or by configuration; None if no class.
+    """Return the class given to a setting, by option or by configuration; None if none is given.
 
     Args:
         argument: a list from ``grouped``.

@@ -42,7 +42,7 @@ ADVICE = {
 
 
 def mistake(error: BaseException) -> str | None:
-    """Return the sentence for an error that settings caused, or None for a bug.
+    """Return the sentence for an error caused by settings, or None for a bug.
 
     Args:
         error: the exception that ended the run.
@@ -80,13 +80,13 @@ def about(error: BaseException) -> str:
 
 
 def owner(error: BaseException) -> str | None:
-    """Return the setting that belongs to the module where an error was raised, or None."""
+    """Return the setting behind an error, by the module where the error was raised, or None."""
     module = raised_in(error)
     return next((setting for start, setting in OF_SETTINGS.items() if module.startswith(start)), None)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, its cause, the cause of the cause, and so on."""
+    """Yield an error, the cause, the cause of the cause, and so on."""
     while error is not None:
         yield error
         error = error.__cause__

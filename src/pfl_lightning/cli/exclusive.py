@@ -18,7 +18,7 @@ PAIR = ("local_epochs", "local_steps")
 
 
 def later_wins(words: Sequence[str]) -> list[str]:
-    """Append ``--trainer.OTHER null`` behind each file or option that sets one of the pair.
+    """Append ``--trainer.OTHER null`` behind each file or option with one setting of the pair.
 
     Both in one file, or both as options, stay as given, and the Trainer refuses the two.
 
@@ -58,7 +58,7 @@ def grouped(words: Sequence[str]) -> list[list[str]]:
 
 
 def value_of(argument: list[str], *options: str) -> str | None:
-    """Return the value of an argument if its option is one of ``options``, else None.
+    """Return the value given to one of ``options``, or None if the argument has another option.
 
     Args:
         argument: a list from `grouped`.
@@ -70,12 +70,12 @@ def value_of(argument: list[str], *options: str) -> str | None:
 
 
 def by_option(argument: list[str]) -> list[str]:
-    """Return the settings of the pair that an option sets; ``null`` sets none."""
+    """Return the settings of the pair set by an option; ``null`` sets none."""
     return [name for name in PAIR if value_of(argument, f"--trainer.{name}") not in (None, "null")]
 
 
 def by_file(argument: list[str]) -> list[str]:
-    """Return the settings of the pair that a configuration sets."""
+    """Return the settings of the pair set by a configuration."""
     path = value_of(argument, "-c", "--config")
     settings = None if path is None else settings_in(path)
     trainer = settings.get("trainer") if isinstance(settings, dict) else None

@@ -106,7 +106,7 @@ def silence() -> None:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Return False for Lightning's advertisements and for its line that all epochs are done."""
+    """Return False for Lightning's advertisements and for the line after the last epoch."""
     # Lightning advertises packages of its own (litlogger, litmodels), and ends every run with "stopped: max_epochs",
     # which reads like a failure.
     said = record.getMessage()

@@ -47,7 +47,7 @@ class Crowd(FederatedDataModule):
         return torch.randint(256, (len(y), *self.input_shape), dtype=torch.uint8), y
 
     def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> Sequence[Samples]:
-        """Record the split and return its samples.
+        """Record the split and return the samples.
 
         Only a method asks for validation samples here: `fit` turns Lightning's validation off.
         """
@@ -92,7 +92,7 @@ def shows(sent: Any, classes: set[int]) -> bool:
 
 
 def fit(method: Method, data: Crowd, net: Any, callback: FederatedCallback, **settings: Any) -> Federation:
-    """Train a method for a few small rounds on the CPU, and return its federation.
+    """Train a method for a few small rounds on the CPU, and return the federation.
 
     Args:
         method: the method.
@@ -127,7 +127,7 @@ def fit(method: Method, data: Crowd, net: Any, callback: FederatedCallback, **se
 
 
 def works(method: Method, net: Any, **settings: Any) -> str:
-    """Return "yes" if a method trains with a net, "no" if it refuses the net."""
+    """Return "yes" if a method trains with a net, "no" if the method refuses."""
     try:
         fit(method, Crowd(), net, FederatedCallback(), **settings)
     except MisconfigurationException:
@@ -136,7 +136,7 @@ def works(method: Method, net: Any, **settings: Any) -> str:
 
 
 def describe(method: Method) -> dict[str, str]:
-    """Measure one method, and return its row of the table.
+    """Measure one method, and return a row of the table.
 
     Args:
         method: the method.

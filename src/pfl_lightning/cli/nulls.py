@@ -1,4 +1,4 @@
-"""Refuse ``null`` for settings that can't be None.
+"""Refuse ``null`` for settings without None among the valid values.
 
 jsonargparse accepts null for any type; without this check a run ends in a TypeError far from the setting.
 """
@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 
 def refuse_nulls(settings: Namespace, made: Any, prefix: str = "") -> None:
-    """Refuse null for each argument that can't be None.
+    """Refuse null for each argument without None among the valid values.
 
     Args:
         settings: arguments by name; values may be classes with arguments of their own.
@@ -28,7 +28,7 @@ def refuse_nulls(settings: Namespace, made: Any, prefix: str = "") -> None:
 
 
 def nulls(settings: Namespace, made: Any, prefix: str) -> Iterator[str]:
-    """Yield dotted names of arguments that are None and must not be, at any depth."""
+    """Yield dotted names of arguments wrongly None, at any depth."""
     for argument, value in vars(settings).items():
         if value is None and not may_be_null(made, argument):
             yield prefix + argument
@@ -38,7 +38,7 @@ def nulls(settings: Namespace, made: Any, prefix: str) -> Iterator[str]:
 
 
 def of_class(spec: Namespace, prefix: str) -> Iterator[str]:
-    """Yield such names below a setting that gives a class and its arguments."""
+    """Yield such names below a class given with arguments."""
     module, _, name = spec["class_path"].rpartition(".")
     try:
         made = getattr(import_module(module), name)

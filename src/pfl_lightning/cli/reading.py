@@ -1,4 +1,4 @@
-"""Read command lines of ``fit`` without running them: build the classes, or report the first mistake."""
+"""Read command lines of ``fit`` without training: build the classes, or report the first mistake."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ Check = Callable[[Mapping[str, Any]], None]
 
 
 class Configured(PflCLI):
-    """Command line of ``fit`` that builds all classes and trains nothing.
+    """Command line of ``fit``, to build all classes and train nothing.
 
     Attributes ``trainer``, ``model``, ``datamodule`` and ``aggregator`` hold the built objects.
     """
@@ -60,7 +60,7 @@ class Complaint(Exception):
 
 
 class _Asked(Parser):
-    """Parser that raises `Complaint` in the place of exiting."""
+    """Parser raising `Complaint` in the place of exiting."""
 
     def complain(self, message: str) -> NoReturn:
         file, self._file = self._file, ""
@@ -72,7 +72,7 @@ class _Made(Exception):
 
 
 class _Unparsed(PflCLI):
-    """Command line that stops once its parser is built."""
+    """Command line stopped once the parser is built."""
 
     made_parser = _Asked
 
@@ -81,7 +81,7 @@ class _Unparsed(PflCLI):
 
 
 def new_parser() -> Parser:
-    """Build the parser of the Trainer's commands; its errors raise `Complaint`."""
+    """Build a parser of the Trainer's commands, with errors raised as `Complaint`."""
     try:
         return cast(Parser, _Unparsed.of([]))
     except _Made as made:

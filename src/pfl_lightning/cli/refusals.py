@@ -1,4 +1,4 @@
-"""Refuse mistakes that argv alone shows, seconds before the parser is imported, in the parser's own sentences."""
+"""Refuse mistakes visible in argv alone, seconds before the parser is imported, in the parser's own sentences."""
 
 import json
 import os
@@ -46,12 +46,12 @@ class Options(NamedTuple):
         return takes or name in self.explained or not above.isdisjoint(self.open)
 
     def of(self, command: str) -> list[str]:
-        """Return the options that a command takes."""
+        """Return the options of a command."""
         return [name for name, commands in self.commands.items() if command in commands.split()]
 
 
 def refuse_at_sight(words: Sequence[str]) -> None:
-    """Refuse an unknown command, a mistyped option, and a configuration that is missing or isn't YAML.
+    """Refuse an unknown command, a mistyped option, and a configuration missing or with invalid YAML.
 
     Everything that depends on classes and their settings is left to the parser.
 
@@ -108,7 +108,7 @@ def is_regular(name: str, value: str | None, mistyped: bool) -> bool:
 
 
 def refuse_file(file: str) -> None:
-    """Refuse a configuration that is missing or isn't YAML.
+    """Refuse a missing configuration, or invalid YAML.
 
     A file that can't be opened, or isn't text, is left to the parser.
 
@@ -177,7 +177,7 @@ def no_option(name: str, options: Iterable[str]) -> str:
 
 
 def no_yaml(reason: str) -> str:
-    """Return the sentence for a configuration that isn't valid YAML.
+    """Return the sentence for a configuration with invalid YAML.
 
     Args:
         reason: a sentence of `yaml_text.check`, or PyYAML's message with an excerpt of the file after a blank line.

@@ -52,7 +52,7 @@ def main(args: list[str]) -> int:
 
 
 def described(run: Standing) -> list[tuple[str, str]]:
-    """Return labels and values that describe a run."""
+    """Return a run's description as labels and values."""
     lines = [
         ("run", str(run.folder)),
         ("state", state(run) + (f", process {run.worker}" if run.worker else "")),

@@ -33,7 +33,7 @@ def suggestion(name: str, names: Iterable[str], prefix: str = "") -> str:
 
 
 def nearest_option(key: str, options: Iterable[str]) -> str:
-    """Return the end of a sentence on an unknown option: close options, compared at the first part that is wrong.
+    """Return the end of a sentence on an unknown option: close options, compared at the first wrong part.
 
     >>> nearest_option("trainer.max_round", ["trainer.max_rounds", "model"])
     '; did you mean trainer.max_rounds?'

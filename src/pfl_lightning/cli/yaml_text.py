@@ -1,4 +1,4 @@
-"""Read YAML only if it has one meaning: no key twice, no list within itself, no explosion by aliases.
+"""Read YAML with one meaning only: no key twice, no list within itself, no explosion by aliases.
 
 YAML's own readers drop the first of two equal keys in silence, and ten lines of aliases can stand for millions of
 values.
@@ -20,7 +20,7 @@ LEVELS = 100
 
 # the C loader is several times as fast, and not every build of PyYAML has it
 class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Safe loader that reads dates as strings, as the command line's parser does.
+    """Safe loader reading dates as strings, as the command line's parser does.
 
     PyYAML raises ValueError for a date that doesn't exist, such as 2020-99-99.
     """
@@ -32,7 +32,7 @@ class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mis
 
 
 class RefusedYAML(yaml.YAMLError):
-    """Raised for valid YAML that is refused, with a sentence that begins with "the YAML has"."""
+    """Raised for valid YAML refused by `check`, with a sentence beginning with "the YAML has"."""
 
 
 class Size(NamedTuple):
@@ -60,7 +60,7 @@ def load(text: str) -> Any:
 
 
 def check(text: str) -> None:
-    """Refuse a text that YAML's readers misread in silence, or that takes minutes and gigabytes to read.
+    """Refuse a text misread by YAML's readers in silence, or readable only in minutes and gigabytes.
 
     Args:
         text: YAML.
@@ -86,7 +86,7 @@ def check(text: str) -> None:
 
 
 def measure(node: yaml.Node, name: str, above: tuple[yaml.Node, ...], sizes: dict[int, Size]) -> Size:
-    """Return the size of a node, and refuse nodes that contain themselves or lie too deep.
+    """Return the size of a node, and refuse nodes within themselves or too deep.
 
     Args:
         node: the node.
@@ -126,7 +126,7 @@ def measure(node: yaml.Node, name: str, above: tuple[yaml.Node, ...], sizes: dic
 
 
 def refuse_twins(node: yaml.MappingNode, name: str) -> None:
-    """Refuse a key that a mapping has twice; YAML's readers would drop the first in silence.
+    """Refuse a key given twice in a mapping; YAML's readers would drop the first in silence.
 
     Args:
         node: the mapping.

@@ -1,4 +1,4 @@
-"""Which methods are compared: files of settings, or client modules by name."""
+"""Read the words of ``--methods``: names of methods, paths of configurations, and client modules."""
 
 import os
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from pfl_lightning.cli.suggestions import suggestion
 from pfl_lightning.methods.registry import METHODS
 
 FILE = ("--config", "-c")
-"""The options that name a file."""
+"""Options that name a configuration."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A method as it was asked for.
+    """A method of the comparison.
 
     Args:
-        label: its name in tables and folders.
-        arguments: what ``fit`` is given for it.
-        winning: what ``fit`` is given for the files behind a ``+``.
+        label: name in tables and folders.
+        arguments: arguments of ``fit`` that select the method.
+        winning: arguments of ``fit`` for configurations behind a ``+``.
     """
 
     label: str
@@ -31,30 +31,30 @@ class Choice:
     winning: tuple[str, ...] = ()
 
     def among(self, passed: Sequence[str]) -> tuple[str, ...]:
-        """All that ``fit`` is given: what wins comes behind the last file, before the flags that follow it.
+        """Return all arguments of ``fit``: ``winning`` goes behind the last configuration, before the options after it.
 
         >>> Choice("x", ("--model", "X"), ("--config", "mine")).among(["--config", "data", "--model.mu", "1"])
         ('--model', 'X', '--config', 'data', '--config', 'mine', '--model.mu', '1')
 
         Args:
-            passed: the arguments that all methods have in common.
+            passed: arguments common to all methods.
         """
+        # later arguments hold: a file behind + beats other files, and an option given by hand beats every file
         ends = [index + ("=" not in word) for index, word in enumerate(passed, 1) if word.split("=")[0] in FILE]
         last = max(ends, default=0)
         return (*self.arguments, *passed[:last], *self.winning, *passed[last:])
 
 
 def choose(words: list[str], folder: Path) -> list[Choice]:
-    """Finds out what each word means.
+    """Return the method named by each word.
 
     Args:
-        words: a method's name (``cwFedAvg``) or that of its file in the folder (``cwfedavg``), the path of a file, or
-            a client module's class (``my_methods.Mine``), each with more files after a ``+``, whose settings win over
-            those of all other files.
-        folder: the folder of the methods' files.
+        words: each a method's name (``cwFedAvg``), the name of its file (``cwfedavg``), the path of a file, or a client
+            module's class (``my_methods.Mine``); files appended with ``+`` override all other files.
+        folder: folder of the methods' configurations.
 
     Raises:
-        MisconfigurationException: if a word means nothing, or two mean the same.
+        MisconfigurationException: if a word is unknown, or two words have the same label.
     """
     choices = [choose_one(word, folder) for word in words]
     labels = [choice.label for choice in choices]
@@ -66,17 +66,27 @@ def choose(words: list[str], folder: Path) -> list[Choice]:
 
 
 def choose_one(word: str, folder: Path) -> Choice:
-    """Finds out what a word means."""
-    # KT-pFL+weight has a plus in its name
+    """Return the method named by a word.
+
+    Args:
+        word: a word of ``--methods``.
+        folder: folder of the methods' configurations.
+
+    Raises:
+        MisconfigurationException: if the word is unknown.
+    """
+    # KT-pFL+weight and FedReMa+A have a plus in their names: a known name is never split
     known = {squeezed(method.name): method for method in METHODS}
     whole = squeezed(word) in known and (folder / f"{known[squeezed(word)].file}.yaml").is_file()
     first, *others = [word] if whole else word.split("+")
     if (path := method_file(first, folder)) is not None:
         names = {method.file: method.name for method in METHODS} if path.parent == folder else {}
         label, arguments = names.get(path.stem, path.stem), ["--config", str(path)]
+    # a dotted path may be a file of the user's working folder, which `fit` imports later
     elif "." in first or first in class_names("model"):
         label, arguments = first.rpartition(".")[2], ["--model", first]
     else:
+        # the user's own files in the folder are suggested too
         own = {file.stem for file in folder.glob("*.yaml")} - {method.file for method in METHODS}
         named = own | {method.name for method in METHODS}
         raise MisconfigurationException(
@@ -90,15 +100,20 @@ def choose_one(word: str, folder: Path) -> Choice:
                 f"compare: --methods {word}: {other} is no file; behind a + give the path of one, or the name of a "
                 f"packaged configuration{nearest(other)}"
             )
+        # the label tells variants of one method apart, in tables and in folders
         label, winning = f"{label}+{path.stem}", [*winning, "--config", str(path)]
     return Choice(label, tuple(arguments), tuple(winning))
 
 
 def method_file(word: str, folder: Path) -> Path | None:
-    """The file that a word means: by its path if it ends as YAML does, else by a name, if the folder has it.
+    """Return the file of a word: a path that ends like YAML, or a file of the folder by a name; None if neither.
+
+    Args:
+        word: a path or a name.
+        folder: folder of the methods' configurations.
 
     Raises:
-        MisconfigurationException: if there is no file under the path.
+        MisconfigurationException: if there is no file at the path.
     """
     path = Path(word)
     if path.suffix in (".yaml", ".yml"):

@@ -1,4 +1,4 @@
-"""Tables that a file describes: which methods, seeds and options, and what a paper has."""
+"""Read a table from a file: methods, seeds, options of ``fit``, and a paper's numbers."""
 
 import shlex
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from pfl_lightning.cli.refusals import no_yaml
 from pfl_lightning.cli.yaml_text import load
 
 ENTRIES = {"methods": list, "seeds": list, "vary_data": bool, "fit": str, "paper": dict, "columns": list}
-"""What a table's file may have."""
+"""Entries that a table's file may have, with their types."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A table as a file describes it.
+    """A table from a file.
 
     Args:
-        words: the command line that it stands for.
-        paper: a paper's numbers by method, as they are printed.
+        words: the arguments of ``compare`` that the file stands for.
+        paper: a paper's numbers by method, as printed.
     """
 
     words: list[str] = field(default_factory=list)
@@ -31,18 +31,20 @@ class Stored:
 
 
 def stored_table(args: Sequence[str]) -> Stored:
-    """The table that ``--table NAME`` names on a command line; an empty one where there is none.
+    """Return the table of ``--table NAME``; an empty one without the option.
 
     Args:
         args: the command's arguments.
 
     Raises:
-        MisconfigurationException: if there is no such file, or it describes no table.
+        MisconfigurationException: if the file is missing, or describes no table.
     """
+    # read before argparse: the file decides if --methods is required
     words = [part for word in args for part in (word.split("=", 1) if word.startswith("--table=") else [word])]
     name = next((after for word, after in pairwise(words) if word == "--table"), None)
     if name is None:
         return Stored()
+    # a file of the user with this name comes first
     path = find(name) or find(f"tables/{name}")
     if path is None:
         raise MisconfigurationException(f"compare: --table {name} is no table{nearest(f'tables/{name}')}")
