@@ -1,4 +1,4 @@
-"""Callbacks: the record of a run, its progress, its reports in trackers, and a base class for more."""
+"""Callbacks: base class, record of a run, progress, checkpoints, reports for loggers, pictures, attacks and audits."""
 
 from pfl_lightning.callbacks.aggregation_pictures import AggregationPictures
 from pfl_lightning.callbacks.attacks import (
