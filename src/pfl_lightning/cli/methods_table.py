@@ -19,12 +19,12 @@ SHORT = ("method", "paper", "configuration", "up", "stays")
 """Columns of the short table, for the README."""
 
 NOTE = f"""\
-Measured, with the defaults, in the second round of {CLIENTS} clients that all take part, with 10 classes and the CNN
-(FedBN: CifarResNet, whose BatchNorm layers stay): what a client and round sends up and down, and what stays with the
-client between rounds, in bytes as a multiple of the model's. "Of its own" says that clients receive different things;
-"classes" that what a client sends shows which classes it holds, and "class counts" how many samples of each; "different
-nets" that clients can have networks of different bodies whose features have one width. In all methods some clients can
-stay away from a round."""
+Measured in the second round of {CLIENTS} clients that all take part, with default settings, 10 classes and the CNN
+(FedBN: CifarResNet, for its BatchNorm layers). Up and down: what a client sends and receives per round. Stays:
+what a client keeps between rounds. All three are in bytes, as multiples of the model's. "Of its own": clients
+receive different payloads. Needs, "classes": updates show which classes a client holds; "class counts": also
+how many samples of each. Different nets: clients may have nets with different bodies, if their features have
+one width. With every method, clients may miss rounds."""
 
 
 def markdown(rows: Sequence[Mapping[str, str]]) -> str:
