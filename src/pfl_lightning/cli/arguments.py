@@ -1,6 +1,6 @@
 """Parser of all commands outside Lightning, such as ``configs`` and ``compare``."""
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from typing import Any, NoReturn
 
 from pfl_lightning.cli.usage import UsageError
@@ -16,7 +16,13 @@ class Arguments(ArgumentParser):
 
     def __init__(self, command: str, **kwargs: Any) -> None:
         # no abbreviations: `compare` passes unknown options on to `fit`, so a prefix must never match one of ours
-        super().__init__(prog=f"pfl-lightning {command}", allow_abbrev=False, **kwargs)
+        super().__init__(
+            prog=f"pfl-lightning {command}",
+            allow_abbrev=False,
+            # descriptions have commands on lines of their own, to be pasted
+            formatter_class=RawDescriptionHelpFormatter,
+            **kwargs,
+        )
         self.command = command
 
     def error(self, message: str) -> NoReturn:

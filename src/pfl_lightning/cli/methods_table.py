@@ -91,8 +91,8 @@ def main(args: list[str]) -> int:
     Returns:
         The exit code.
     """
-    parser = Arguments("methods", description=__doc__)
-    parser.add_argument("--format", choices=list(FORMATS), default="text")
+    parser = Arguments("methods", description="Print the table of methods: bytes sent and kept, and data needed.")
+    parser.add_argument("--format", choices=list(FORMATS), default="text", help="format of the table (default: text)")
     parser.add_argument(
         "--measure",
         action="store_true",

@@ -203,8 +203,13 @@ class PflCLI(LightningCLI):
             save_config_callback=SaveConfig,
             save_config_kwargs={"save_to_log_dir": False, "overwrite": True},
             trainer_class=FederatedTrainer,
-            # no abbreviations: a prefix that is unique today becomes ambiguous with the next option
-            parser_kwargs={"allow_abbrev": False, "description": "Personalized federated learning, on Lightning."},
+            parser_kwargs={
+                # `python -m pfl_lightning` would call itself __main__.py
+                "prog": "pfl-lightning",
+                # a prefix that is unique today becomes ambiguous with the next option
+                "allow_abbrev": False,
+                "description": "Personalized federated learning, on Lightning.",
+            },
             # runs are reproducible without asking
             seed_everything_default=0,
             subclass_mode_model=True,

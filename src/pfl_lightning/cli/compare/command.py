@@ -2,7 +2,7 @@
 
 import os
 import sys
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -272,7 +272,6 @@ def parse(args: list[str]) -> tuple[Namespace, list[str]]:
         usage="%(prog)s --methods METHOD [METHOD ...] [--seeds SEED ...] [options] [options of fit]",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=RawDescriptionHelpFormatter,
     )
     # a table's words come first, so that options given by hand hold against the table's
     table = stored_table(args)
