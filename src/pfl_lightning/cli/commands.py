@@ -38,6 +38,7 @@ def overview() -> str:
             "",
             *(f"  {name:<{width}}  {line}" for name, line in ABOUT.items()),
             "",
+            "pfl-lightning --version prints the version.",
             "pfl-lightning COMMAND --help lists its options; fit --model.help FedProx lists the settings of a class.",
         ]
     )

@@ -14,6 +14,7 @@ from importlib import import_module
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+import pfl_lightning
 from pfl_lightning.cli.commands import OTHERS, overview
 from pfl_lightning.cli.refusals import refuse_at_sight
 from pfl_lightning.cli.usage import UsageError, fail
@@ -36,6 +37,9 @@ def main(args: list[str] | None = None) -> None:
         with stoppable():
             if words in (["--help"], ["-h"]):
                 print(overview())
+                sys.exit(0)
+            if words == ["--version"]:
+                print(f"pfl-lightning {pfl_lightning.__version__}")
                 sys.exit(0)
             refuse_at_sight(words)
             other = words[0] in OTHERS
