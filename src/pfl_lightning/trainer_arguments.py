@@ -18,8 +18,8 @@ from pfl_lightning.callbacks import (
     LastCheckpoint,
     RoundLogger,
     RoundProgress,
+    RunBanner,
     RunBar,
-    RunHead,
     TensorBoardReport,
     WandbReport,
 )
@@ -198,7 +198,7 @@ def fill_defaults(arguments: dict[str, Any], root: str, client_states: str) -> N
     if wants(arguments, "enable_progress_bar", ProgressBar):
         kinds.insert(0, RunBar)
     if wants(arguments, "enable_model_summary", ModelSummary):
-        kinds.insert(0, RunHead)
+        kinds.insert(0, RunBanner)
         # Lightning's own
         arguments["enable_model_summary"] = False
     if arguments.get("enable_checkpointing") is not False and not arguments.get("fast_dev_run"):

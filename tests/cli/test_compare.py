@@ -14,11 +14,10 @@ import pytest
 from command import CONFIGS, QUIET, forked, pfl, refusal, wait_for
 from federations import blobs, equal, fit, load, make_client, read_csv
 from pfl_lightning.cli.compare import runs
-from pfl_lightning.cli.compare.choices import Choice, choose
+from pfl_lightning.cli.compare.choices import Choice, choose, stored_table
 from pfl_lightning.cli.compare.runs import Run
-from pfl_lightning.cli.compare.stored import stored_table
 from pfl_lightning.cli.configs import FOLDER
-from pfl_lightning.cli.reading import complaint
+from pfl_lightning.cli.load_config import complaint
 from pfl_lightning.methods import FedProx
 from pfl_lightning.plots.runs import plot_curves, plot_mean_curves
 from wandb_files import records

@@ -6,9 +6,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from pfl_lightning.cli.arguments import Arguments
 from pfl_lightning.cli.suggestions import suggestion
-from pfl_lightning.cli.usage import UsageError
+from pfl_lightning.cli.usage import Arguments, UsageError
 from pfl_lightning.runs.tables import text_table
 
 PACKAGE = Path(__file__).parents[1] / "configs"

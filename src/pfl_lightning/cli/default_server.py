@@ -9,8 +9,8 @@ from contextlib import suppress
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 
+from pfl_lightning.cli.argv import grouped, settings_in, value_of
 from pfl_lightning.cli.class_names import KINDS, subclasses
-from pfl_lightning.cli.exclusive import grouped, settings_in, value_of
 
 MEAN = "--aggregator.mean"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from pfl_lightning.cli.arguments import Arguments
+from pfl_lightning.cli.usage import Arguments
 from pfl_lightning.runs.tables import markdown_table, text_table
 
 STORED = Path(__file__).parents[1] / "methods" / "table.csv"

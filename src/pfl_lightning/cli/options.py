@@ -4,7 +4,7 @@ import json
 import re
 
 from pfl_lightning.cli.commands import TRAINER
-from pfl_lightning.cli.reading import new_parser
+from pfl_lightning.cli.load_config import new_parser
 from pfl_lightning.cli.refusals import Options, installed
 from pfl_lightning.trainer_arguments import MEANINGLESS
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import yaml
 
+from pfl_lightning.cli.argv import grouped
 from pfl_lightning.cli.commands import OTHERS, TRAINER
 from pfl_lightning.cli.configs import OPTIONS as FILE
 from pfl_lightning.cli.configs import find, nearest
-from pfl_lightning.cli.exclusive import grouped
 from pfl_lightning.cli.suggestions import nearest_option, suggestion
 from pfl_lightning.cli.usage import UsageError, one_line
 from pfl_lightning.cli.yaml_text import RefusedYAML, check, load

@@ -4,8 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from pfl_lightning.cli.arguments import Arguments
-from pfl_lightning.cli.usage import UsageError
+from pfl_lightning.cli.usage import Arguments, UsageError
 from pfl_lightning.runs.standing import MARKS, Standing, is_run
 from pfl_lightning.runs.tables import duration, labelled, text_table
 

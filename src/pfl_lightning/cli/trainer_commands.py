@@ -14,11 +14,11 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 
 import pfl_lightning.data
 import pfl_lightning.methods  # noqa: F401  # imported classes can be named without their module
+from pfl_lightning.cli.argv import later_wins
 from pfl_lightning.cli.commands import TRAINER
 from pfl_lightning.cli.configs import resolved
 from pfl_lightning.cli.default_server import with_server
-from pfl_lightning.cli.exclusive import later_wins
-from pfl_lightning.cli.nulls import refuse_nulls
+from pfl_lightning.cli.null_settings import refuse_nulls
 from pfl_lightning.cli.parser_errors import sentence
 from pfl_lightning.cli.usage import fail
 from pfl_lightning.cli.yaml_text import check

@@ -1,8 +1,9 @@
-"""One-sentence errors for mistakes found before Lightning, which takes seconds to import."""
+"""Mistakes on the command line as one sentence, and a parser with such errors; nothing here needs Lightning."""
 
 import re
 import sys
-from typing import NoReturn
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from typing import Any, NoReturn
 
 WORD = 200
 """Largest number of characters of one word in a sentence; longer words lose their middle."""
@@ -45,3 +46,27 @@ def shortened(text: str, most: int) -> str:
 def without_middle(text: str, most: int) -> str:
     """Return a text's beginning and end if the text has more than ``most`` characters, else the text."""
     return text if len(text) <= most else f"{text[: most // 2 - 5]}[...]{text[5 - most // 2 :]}"
+
+
+class Arguments(ArgumentParser):
+    """Python's `ArgumentParser`, with each error as one sentence as in all commands run by Lightning.
+
+    Args:
+        command: the name of the command, such as ``status``.
+        **kwargs: the arguments of `ArgumentParser`.
+    """
+
+    def __init__(self, command: str, **kwargs: Any) -> None:
+        # no abbreviations: `compare` passes unknown options on to `fit`, so a prefix must never match one of ours
+        super().__init__(
+            prog=f"pfl-lightning {command}",
+            allow_abbrev=False,
+            # descriptions have commands on lines of their own, to be pasted
+            formatter_class=RawDescriptionHelpFormatter,
+            **kwargs,
+        )
+        self.command = command
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `UsageError` in the place of printing the usage and exiting."""
+        raise UsageError(f"{self.command}: {message.removeprefix('argument ')}.")

@@ -10,18 +10,16 @@ from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.cli.arguments import Arguments
-from pfl_lightning.cli.compare.choices import Choice, choose
+from pfl_lightning.cli.argv import settings_in
+from pfl_lightning.cli.compare.choices import Choice, choose, stored_table
 from pfl_lightning.cli.compare.report import titles, write
 from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.cli.compare.runs import Run, files, run_all
-from pfl_lightning.cli.compare.stored import stored_table
 from pfl_lightning.cli.compare.tuning import Trial, axes, best, missing, trials
 from pfl_lightning.cli.configs import FOLDER, nearest, resolved
-from pfl_lightning.cli.exclusive import settings_in
-from pfl_lightning.cli.reading import complaint
+from pfl_lightning.cli.load_config import complaint
 from pfl_lightning.cli.refusals import refuse_at_sight
-from pfl_lightning.cli.usage import UsageError
+from pfl_lightning.cli.usage import Arguments, UsageError
 from pfl_lightning.runs.folder import explained
 
 DESCRIPTION = """\

@@ -6,9 +6,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from pfl_lightning.cli.compare.cost_to_target import cost_to_target, is_target
 from pfl_lightning.cli.compare.page import page
-from pfl_lightning.cli.compare.paired import best_and_level, by_method, gains_over_local, ranks
-from pfl_lightning.cli.compare.reached import is_target, reached
 from pfl_lightning.cli.compare.results import (
     NEW,
     OVER,
@@ -24,6 +23,7 @@ from pfl_lightning.cli.compare.results import (
     same_numbers,
 )
 from pfl_lightning.cli.compare.runs import Run
+from pfl_lightning.cli.compare.significance import best_and_level, by_method, gains_over_local, ranks
 from pfl_lightning.plots.runs import plot_mean_curves
 from pfl_lightning.runs.report import Row, write_rows
 from pfl_lightning.runs.tables import latex, latex_table, markdown_table, text_table
@@ -87,7 +87,7 @@ def write(
     clients = by_method(methods)
     gains, level = gains_over_local(clients, monitor), best_and_level(clients)
     more = {OVER: gains, RANK: ranks(clients), PAPER: paper}
-    more |= {title: reached(title, methods) for title in columns if is_target(title)}
+    more |= {title: cost_to_target(title, methods) for title in columns if is_target(title)}
     cells = comparison_table(methods, failures, {title: column for title, column in more.items() if column}, columns)
     last = cells[0].index("last") if "last" in cells[0] else 0
     # only "last" is marked: the test is on clients' values of the last round

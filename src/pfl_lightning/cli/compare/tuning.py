@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.cli.compare.runs import Run
-from pfl_lightning.cli.reading import complaint
+from pfl_lightning.cli.load_config import complaint
 
 
 @dataclass(frozen=True)

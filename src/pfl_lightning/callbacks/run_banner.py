@@ -9,7 +9,7 @@ from pfl_lightning.runs.folder import run_folder
 from pfl_lightning.runs.tables import labelled
 
 
-class RunHead(Callback):
+class RunBanner(Callback):
     """Print method, data, net, rounds and the run's folder at the start of ``fit``.
 
     Stands in for Lightning's table of layers; ``callbacks=ModelSummary()`` brings the table back, and

@@ -25,7 +25,7 @@ def is_target(title: str) -> bool:
     return TITLE.fullmatch(title) is not None
 
 
-def reached(title: str, methods: Mapping[str, Sequence[Result]]) -> dict[str, str]:
+def cost_to_target(title: str, methods: Mapping[str, Sequence[Result]]) -> dict[str, str]:
     """Return the cost of a target by method: mean and standard deviation over seeds, as a cell.
 
     Args:
