@@ -23,8 +23,8 @@ from pfl_lightning.callbacks import (
     LastCheckpoint,
     RoundLogger,
     RoundProgress,
+    RunBanner,
     RunBar,
-    RunHead,
     TensorBoardReport,
     WandbReport,
     best_checkpoint,
@@ -537,8 +537,8 @@ def fill_defaults(arguments: dict[str, Any], root: str, client_states: str) -> N
     if wants(arguments, "enable_progress_bar", ProgressBar):
         kinds.insert(0, RunBar)
     if wants(arguments, "enable_model_summary", ModelSummary):
-        kinds.insert(0, RunHead)
-        # RunHead replaces Lightning's summary, which would describe one client's module only.
+        kinds.insert(0, RunBanner)
+        # RunBanner replaces Lightning's summary, which would describe one client's module only.
         arguments["enable_model_summary"] = False
     if arguments.get("enable_checkpointing") is not False and not arguments.get("fast_dev_run"):
         kinds += [LastCheckpoint] if arguments.get("limit_val_batches") == 0 else [BestCheckpoint, LastCheckpoint]

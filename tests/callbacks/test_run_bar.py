@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 
 from federations import Blobs, blobs, fit, make_client
 from pfl_lightning import FederatedTrainer
-from pfl_lightning.callbacks import RunBar, RunHead, run_bar
+from pfl_lightning.callbacks import RunBanner, RunBar, run_bar
 from pfl_lightning.tasks import Monitor
 
 SHOWN = {"enable_progress_bar": True, "enable_model_summary": True}
@@ -134,7 +134,7 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path, capsys):
 def test_the_bar_makes_room_for_an_error(monkeypatch, capsys):
     monkeypatch.setattr(run_bar, "on_terminal", lambda: True)
 
-    class Broken(RunHead):
+    class Broken(RunBanner):
         def on_train_epoch_end(self, trainer, pl_module):
             raise ZeroDivisionError
 
@@ -149,7 +149,7 @@ def kinds(**settings):
 
 
 def test_a_user_can_have_lightning_s_or_nothing():
-    assert {"RunBar", "RunHead"} <= kinds()
+    assert {"RunBar", "RunBanner"} <= kinds()
     assert "RunBar" not in kinds(callbacks=[TQDMProgressBar()])
     hidden = kinds(enable_progress_bar=False, enable_model_summary=False)
     assert not any("Bar" in name or "Head" in name or "Summary" in name for name in hidden)

@@ -14,11 +14,10 @@ import pytest
 from command import CONFIGS, QUIET, forked, pfl, refusal, wait_for
 from federations import blobs, equal, fit, load, make_client, read_csv
 from pfl_lightning.cli.compare import runs
-from pfl_lightning.cli.compare.choices import Choice, choose
+from pfl_lightning.cli.compare.choices import Choice, choose, stored_table
 from pfl_lightning.cli.compare.runs import Run
-from pfl_lightning.cli.compare.stored import stored_table
 from pfl_lightning.cli.configs import FOLDER
-from pfl_lightning.cli.reading import complaint
+from pfl_lightning.cli.load_config import complaint
 from pfl_lightning.methods import FedProx
 from pfl_lightning.plots.runs import plot_curves, plot_mean_curves
 from wandb_files import records
@@ -341,7 +340,7 @@ def test_where_all_are_level_nobody_is_said_to_differ(stand_in):
     stand_in(FedPer={"clients": own}, FedProx={"clients": near})
     assert compare("--methods FedPer FedProx --data Digits") == 0
     text = (OUT / "comparison.md").read_text()
-    assert "No method differs from the best in the last round" in text and "The others differ" not in text
+    assert "No method differs from the best in the last round" in text and "All other methods differ" not in text
 
 
 def test_columns_that_are_asked_for(stand_in, capsys):
@@ -576,10 +575,8 @@ def test_methods_with_the_same_numbers_are_named(stand_in, capsys):
     stand_in(FedAvg={"accuracy": 0.7}, FedPer_1={"accuracy": 0.61})
     assert compare("--methods Local FedAvg FedPer FedProx Ditto --data Digits --seeds 0 1") == 0
     # FedPer is like the others at one seed alone
-    sentence = (
-        "Local, FedProx and Ditto gave the same numbers to the last digit: what sets them apart has no effect here"
-    )
-    assert f"\n{sentence}, such as a term whose weight is too small.\n" in capsys.readouterr().out
+    sentence = "Local, FedProx and Ditto gave the same numbers to the last digit"
+    assert f"\n{sentence}" in capsys.readouterr().out
     assert sentence in (OUT / "comparison.md").read_text()
 
 

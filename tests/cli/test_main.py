@@ -9,6 +9,7 @@ import torch
 import yaml
 from lightning.pytorch.loggers.logger import DummyLogger
 
+import pfl_lightning
 from command import QUICKSTART, QUIET, pfl, refusal, summary
 from pfl_lightning.cli import trainer_commands as cli
 
@@ -124,6 +125,13 @@ def test_help(line, capsys):
         pfl(line)
     assert not ended.value.code
     assert "usage" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        pfl("--version")
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"pfl-lightning {pfl_lightning.__version__}\n"
 
 
 def test_new_clients_join_a_run(capsys):

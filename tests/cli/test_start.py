@@ -25,6 +25,7 @@ except SystemExit as end:
 LIGHT = {
     "--help": "0",
     "-h": "0",
+    "--version": "0",
     "configs": "0",
     "configs --help": "0",
     "configs --cpy x": "2",

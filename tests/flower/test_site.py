@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import blobs, make_client
 from pfl_lightning import methods
-from pfl_lightning.cli.reading import configured
+from pfl_lightning.cli.load_config import configured
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule, TableData
 from pfl_lightning.flower.remote_data import remote_data

@@ -1,4 +1,4 @@
-"""Callbacks: the record of a run, its progress, its reports in trackers, and a base class for more."""
+"""Callbacks: base class, record of a run, progress, checkpoints, reports for loggers, pictures, attacks and audits."""
 
 from pfl_lightning.callbacks.aggregation_pictures import AggregationPictures
 from pfl_lightning.callbacks.attacks import (
@@ -25,8 +25,8 @@ from pfl_lightning.callbacks.flop_counter import FlopCounter
 from pfl_lightning.callbacks.membership_audit import MembershipAudit
 from pfl_lightning.callbacks.progress import RoundProgress
 from pfl_lightning.callbacks.round_logger import RoundLogger
+from pfl_lightning.callbacks.run_banner import RunBanner
 from pfl_lightning.callbacks.run_bar import RunBar
-from pfl_lightning.callbacks.run_head import RunHead
 from pfl_lightning.callbacks.similarity_pictures import SimilarityPictures
 from pfl_lightning.callbacks.tensorboard_report import TensorBoardReport
 from pfl_lightning.callbacks.wandb_report import WandbReport
@@ -55,8 +55,8 @@ __all__ = [
     "ModelReplacement",
     "RoundLogger",
     "RoundProgress",
+    "RunBanner",
     "RunBar",
-    "RunHead",
     "SignFlip",
     "SimilarityPictures",
     "TensorBoardReport",

@@ -1,4 +1,4 @@
-"""Pictures and a table of the weights that a server gives its clients."""
+"""Table and pictures of the weights with which a server averages its clients."""
 
 from typing import Any, cast
 
@@ -25,29 +25,34 @@ COLUMNS = ("round", "client", "share", "sample_share", "norm")
 
 
 class AggregationPictures(Pictures):
-    r"""Keeps and draws the weights :math:`\lambda_k` of an averaging server, for any method that has them.
+    r"""Record and draw the weights :math:`\lambda_k` of an averaging server, for any method with such weights.
 
-    A round and client have a row in ``RUN_FOLDER/aggregation.csv``: the weight (``share``), the share of the round's
-    training samples :math:`n_k / n` (``sample_share``), and the norm of the client vector
-    :math:`\tau_k = \theta_k - \theta_g` over shared parameters, :math:`\theta_g` from before the round (``norm``). In
-    ``RUN_FOLDER/pictures/``:
+    ``RUN_FOLDER/aggregation.csv`` has a row for each round and client:
+
+    * ``share``: the client's weight :math:`\lambda_k`;
+    * ``sample_share``: the client's share :math:`n_k / n` of the round's training samples;
+    * ``norm``: the norm of the client vector :math:`\tau_k = \theta_k - \theta_g` over the shared parameters, where
+      :math:`\theta_g` is the global model before the round.
+
+    The pictures in ``RUN_FOLDER/pictures/``:
 
     * ``weights``, ``weights_heatmap``: :math:`\lambda_k` by round, beside :math:`n_k / n`;
-    * ``weights_vs_norms``: :math:`\lambda_k` against :math:`n_k / n` and :math:`\lVert\tau_k\rVert`, last round;
+    * ``weights_vs_norms``: :math:`\lambda_k` against :math:`n_k / n` and :math:`\lVert\tau_k\rVert` in the last round;
     * ``objective``: the terms that the server logs, and its seconds, by round;
-    * ``distances``: distances of client vectors against those of label distributions, pairs of the last round.
+    * ``distances``: distances between client vectors against distances between label distributions, for all pairs of
+      the last round.
 
-    The rows are part of the checkpoint: a resumed run's table is whole. A round costs a product of the client vectors
-    with each other. Nothing is kept or drawn without a logger, and, after a warning, where the server keeps no
-    weights. A picture that fails is a warning; the run goes on. Source of the pictures: FedAWA, as an analysis of its
-    weights.
+    The rows are part of the checkpoint, so a resumed run's table is complete. The cost is one product of the client
+    vectors with each other per round. Without a logger nothing is recorded; a server without weights gives a warning,
+    and nothing is recorded either. A picture that fails gives a warning, and the run goes on. Source of the pictures:
+    FedAWA's analysis of its weights.
 
     Args:
-        every: rounds between pictures, in ``pictures/round_N/``, and between writings of the table; None draws and
-            writes at the end of ``fit`` alone.
+        every: number of rounds between pictures, in ``pictures/round_N/``, and between writings of the table; None
+            draws and writes at the end of ``fit`` only.
 
     Raises:
-        MisconfigurationException: if ``every`` isn't a number of rounds.
+        MisconfigurationException: if ``every`` is less than 1.
     """
 
     def __init__(self, every: int | None = None) -> None:
@@ -58,29 +63,32 @@ class AggregationPictures(Pictures):
         self._keeps = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows so far, and the last round's inner products of client vectors."""
+        """Return the rows so far, and the last round's inner products of client vectors."""
         return {"table": self._table, "gram": self._gram}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from earlier rows."""
+        """Restore the rows of a resumed run."""
         self._table, self._gram = state_dict["table"], state_dict["gram"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds the folder, and forgets rounds that this federation hasn't made: they are of another run."""
+        """Find the run's folder, and drop rows of rounds that this federation hasn't made."""
         super().on_fit_start(trainer, pl_module)
         self._keeps = self.folder is not None
+        # a second `fit` with the same callback object starts a new run, whose table must not begin with the old rows
         self._table = self._table[self._table[:, 0] <= cast(Federation, pl_module).round]
 
     def on_aggregate_start(self, trainer: Trainer, federation: Federation, updates: Updates) -> None:
-        """Measures the client vectors, while the uploads and the old global model are there."""
+        """Compute the client vectors' inner products, while uploads and the old global model exist."""
         if self._keeps:
+            # a cohort may differ from the clients that sent an update: some can be lost
             self._clients = list(updates)
             self._gram = gram_matrix(updates, global_parameters(federation))
 
     def on_aggregate_end(self, trainer: Trainer, federation: Federation, logs: dict[str, float]) -> None:
-        """Adds the round's rows; draws every so many rounds."""
+        """Add the round's rows, and draw after every ``every`` rounds."""
         if not self._keeps:
             return
+        # a server can be made of several aggregators; the averaging one keeps the weights
         average = federation.aggregator.find(WeightedAverage)
         if average is None or not average.state.get("shares"):
             rank_zero_warn(
@@ -89,6 +97,7 @@ class AggregationPictures(Pictures):
             )
             self._keeps = False
             return
+        # a client without a weight, such as one whose update was refused, has weight 0
         shares = average.state["shares"]
         sizes = [federation.data.size(client, "train") for client in self._clients]
         norms = self._gram.diagonal().sqrt().tolist()
@@ -100,7 +109,7 @@ class AggregationPictures(Pictures):
         super().on_aggregate_end(trainer, federation, logs)
 
     def draw(self, trainer: Trainer, federation: Federation, where: str) -> None:
-        """Writes the table and draws the pictures."""
+        """Write the table and draw the pictures."""
         if self.folder is None or not len(self._table):
             return
         write_rows(self.folder / "aggregation.csv", [csv_row(row) for row in self._table.tolist()])
@@ -117,21 +126,23 @@ class AggregationPictures(Pictures):
             where,
         )
         self.show(trainer, "objective", lambda: plot_server_terms(record_so_far(trainer, federation)), where)
+        # distances need a pair of clients, and labels at the server
         if len(clients) > 1 and federation.data.knows_classes:
             labels, vectors = label_distances(federation.data.counts[clients]), vector_distances(self._gram)
             self.show(trainer, "distances", lambda: plot_distances(labels, vectors, title), where)
 
 
 def global_parameters(federation: Federation) -> StateDict:
-    """The floating parameters of the global model, without buffers."""
+    """Return the global model's floating-point parameters, without buffers."""
+    # buffers, such as BatchNorm's running means, aren't trained and would distort the norms
     names = {name for name, parameter in federation.client.named_parameters() if parameter.is_floating_point()}
     return {name: tensor for name, tensor in federation.aggregator.global_model().items() if name in names}
 
 
 def gram_matrix(updates: Updates, theta_g: StateDict) -> Tensor:
-    r"""Inner products :math:`\langle\tau_j, \tau_k\rangle` of client vectors :math:`\tau_k = \theta_k - \theta_g`.
+    r"""Return products :math:`\langle\tau_j, \tau_k\rangle` of client vectors :math:`\tau_k = \theta_k - \theta_g`.
 
-    Over the entries that all have, in float64.
+    Only entries common to all uploads count; computed in float64.
 
     >>> updates = {3: {"weights": {"w": torch.tensor([3.0, 4.0])}}, 5: {"weights": {"w": torch.tensor([1.0, 0.0])}}}
     >>> gram_matrix(updates, {"w": torch.zeros(2)})
@@ -139,11 +150,11 @@ def gram_matrix(updates: Updates, theta_g: StateDict) -> Tensor:
             [ 3.,  1.]], dtype=torch.float64)
 
     Args:
-        updates: by client id, S of them.
-        theta_g: the global model's entries that count.
+        updates: updates by client id, S of them.
+        theta_g: the entries of the global model to compare.
 
     Returns:
-        The matrix ``[S, S]``; NaN where uploads and global model have no entry in common.
+        The matrix ``[S, S]``; NaN if uploads and global model have no common entry.
     """
     uploads = [update.get("weights", {}) for update in updates.values()]
     names = [name for name in theta_g if all(name in upload for upload in uploads)]
@@ -153,31 +164,31 @@ def gram_matrix(updates: Updates, theta_g: StateDict) -> Tensor:
 
 
 def vector_distances(gram: Tensor) -> dict[str, Tensor]:
-    r"""Cosine and L2 distances of all pairs of vectors, each ``[pairs]``.
+    r"""Return cosine and L2 distances of all pairs of vectors, each ``[pairs]``.
 
     >>> {name: distances.tolist() for name, distances in vector_distances(torch.tensor([[9.0, 0], [0, 16]])).items()}
     {'cosine distance of client vectors': [1.0], 'L2 distance of client vectors': [5.0]}
 
     Args:
-        gram: their inner products ``[S, S]``; a zero vector has no cosine, NaN.
+        gram: inner products of the vectors ``[S, S]``; a zero vector gives NaN for the cosine.
     """
     j, k = torch.triu_indices(len(gram), len(gram), offset=1)
     squares = gram.diagonal()
     return {
         "cosine distance of client vectors": 1 - gram[j, k] / (squares[j] * squares[k]).sqrt(),
-        # rounding may leave less than 0 of vectors that agree
+        # for equal vectors rounding may give a small negative number
         "L2 distance of client vectors": (squares[j] + squares[k] - 2 * gram[j, k]).clamp(min=0).sqrt(),
     }
 
 
 def label_distances(counts: Tensor) -> Tensor:
-    r"""Total variation :math:`\frac12\sum_c |p_{jc} - p_{kc}|` of all pairs of label distributions, ``[pairs]``.
+    r"""Return total variations :math:`\frac12\sum_c |p_{jc} - p_{kc}|` of pairs of label distributions, ``[pairs]``.
 
     >>> label_distances(torch.tensor([[5, 5, 0], [0, 3, 3], [8, 8, 0]]))
     tensor([0.5000, 0.0000, 0.5000], dtype=torch.float64)
 
     Args:
-        counts: samples ``[S, K]``.
+        counts: samples by client and class ``[S, K]``.
     """
     p = counts.double() / counts.sum(1, keepdim=True)
     j, k = torch.triu_indices(len(p), len(p), offset=1)
@@ -185,12 +196,13 @@ def label_distances(counts: Tensor) -> Tensor:
 
 
 def by_round(table: Tensor, num_clients: int) -> tuple[list[int], Tensor, Tensor]:
-    """The rounds from the first to the last, and weights and shares of samples ``[rounds, clients]``, NaN where none.
+    """Return rounds, weights and shares of samples, the latter two ``[rounds, clients]`` with NaN for absent clients.
 
     Args:
-        table: the rows ``[rows, 5]``, of ascending rounds.
-        num_clients: clients of the federation.
+        table: the rows ``[rows, 5]``, in ascending order of rounds.
+        num_clients: number of clients in the federation.
     """
+    # every round between first and last: a round without rows must show as a gap
     rounds = range(int(table[0, 0]), int(table[-1, 0]) + 1)
     weights, samples = torch.full((2, len(rounds), num_clients), torch.nan, dtype=torch.float64)
     cells = table[:, 0].long() - rounds[0], table[:, 1].long()
@@ -199,7 +211,7 @@ def by_round(table: Tensor, num_clients: int) -> tuple[list[int], Tensor, Tensor
 
 
 def csv_row(values: list[float]) -> Row:
-    """A row of the table by column.
+    """Return a row of the table by column name.
 
     >>> csv_row([3.0, 7.0, 0.25, 0.2, 1.5])
     {'round': 3, 'client': 7, 'share': 0.25, 'sample_share': 0.2, 'norm': 1.5}
@@ -209,7 +221,8 @@ def csv_row(values: list[float]) -> Row:
 
 
 def record_so_far(trainer: Trainer, federation: Federation) -> list[Row]:
-    """The rows of the run's record, and the round at hand, which has no row yet while the server works."""
+    """Return the rows of the run's record, with the current round's metrics as the last row."""
     records = [callback for callback in trainer.callbacks if isinstance(callback, RoundLogger)]  # type: ignore[attr-defined]
+    # the record gets this round's row only after validation
     rows = [*(row for record in records[:1] for row in record.rows), federation.metrics]
     return list({row["round"]: row for row in rows if row}.values())

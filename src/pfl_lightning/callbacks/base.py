@@ -1,4 +1,4 @@
-"""The base class of callbacks that look into rounds."""
+"""The base class of callbacks with hooks into a round."""
 
 from lightning.pytorch import Callback, Trainer
 
@@ -9,32 +9,32 @@ from pfl_lightning.messages import Updates
 
 
 class FederatedCallback(Callback):
-    """Lightning's `Callback` with the hooks of a round, and of a run's end, in the order in which they are called.
+    """Lightning's `Callback` with further hooks for a round and for a run's end, listed in the order of their calls.
 
-    A plain `Callback` works as well: its epoch hooks come once a round, and hooks of these names are called on it
-    where it has them.
+    An epoch is a round, so Lightning's own epoch hooks are called once per round. A plain `Callback` works too: a
+    method with a name from below is called on any callback.
     """
 
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
-        """Called when the cohort is drawn.
+        """Called once the cohort is drawn.
 
         Args:
             trainer: the trainer.
             federation: the federation; ``federation.round`` is the round's number, from 0.
-            cohort: the ids of the clients that take part, sorted.
+            cohort: sorted ids of the participating clients.
         """
 
     def on_client_fit_start(self, trainer: Trainer, federation: Federation, client: int) -> None:
         """Called when a client's job is handed to the engine."""
 
     def on_client_fit_end(self, trainer: Trainer, federation: Federation, client: int, outcome: Outcome) -> None:
-        """Called when a client's local training is done; engines may finish clients in any order."""
+        """Called after a client's training; engines may finish clients in any order."""
 
     def on_aggregate_start(self, trainer: Trainer, federation: Federation, updates: Updates) -> None:
-        """Called before the aggregator, with the updates that it gets, by client id."""
+        """Called before aggregation, with the clients' updates by id."""
 
     def on_aggregate_end(self, trainer: Trainer, federation: Federation, logs: dict[str, float]) -> None:
-        """Called after the aggregator, with what it logs; payloads and client states are the new ones."""
+        """Called after aggregation, with the aggregator's logged values; payloads and client states are already new."""
 
     def on_final_test(self, trainer: Trainer, federation: Federation, tested: FinalTest) -> None:
-        """Called at the end of ``fit``, when the Trainer has tested the last models and the selected ones."""
+        """Called at the end of ``fit``, after the test of the last and of the selected models."""

@@ -1,17 +1,17 @@
-"""Convolutions in the memory format in which they are fastest."""
+"""Faster convolutions through the channels-last memory format."""
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 class ChannelsLast(Callback):
-    """Keeps the weights of convolutions with the channels of each pixel side by side, in which images follow them.
+    """Store the weights of convolutions channels-last, the memory format of cuDNN's fastest kernels.
 
-    Results are the same but for rounding. It is for nets of some size, most of all under ``precision=bf16-mixed``, and
-    for engines that run one client after another; small nets may get slower by it. Stacks of the engine ``vectorised``
-    have a format of their own.
+    Results are equal up to rounding. Worth trying for large nets under ``precision=bf16-mixed``, with engines that
+    train one client after another; small nets can become slower. The engine ``vectorised`` chooses the memory format of
+    its stacked weights itself.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Changes the format before the common initial model is taken; what is copied into a weight later takes it."""
+        """Convert the weights before the federation takes its initial model; later copies keep the format."""
         pl_module.architectures.to(memory_format=torch.channels_last)

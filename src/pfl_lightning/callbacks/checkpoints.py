@@ -1,4 +1,4 @@
-"""The two checkpoints that every run keeps, whatever others a user asks for."""
+"""The two checkpoints of every run, in addition to any `ModelCheckpoint` of the user."""
 
 import math
 from pathlib import Path
@@ -14,24 +14,29 @@ from pfl_lightning.federation.federation import Federation
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Keeps the round with the best monitored metric as ``best.ckpt``: the one that is selected."""
+    """Save the round with the best validation metric as ``best.ckpt``, for ``test --ckpt_path best``."""
 
     def __init__(self) -> None:
+        # placeholders: only `setup` knows the metric that selects
         super().__init__(monitor="val/acc", mode="max", filename="best", enable_version_counter=False)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Takes the metric, which the federation knows, and which names this callback's state in checkpoints."""
+        """Set metric and mode to the federation's monitor.
+
+        Both are part of the key of this callback's state in a checkpoint, so `setup` runs before any state is loaded.
+        """
         monitor = cast(Federation, pl_module).monitor
         if (self.monitor, self.mode) != (f"val/{monitor.metric}", monitor.mode):
             self.monitor, self.mode = f"val/{monitor.metric}", monitor.mode
+            # ModelCheckpoint sets the worst possible value in its constructor, for the placeholder's mode
             self.kth_value = torch.tensor(math.inf * -monitor.sign)
         super().setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Looks for the metric before the first round.
+        """Check before the first round that validation gives the monitored metric.
 
         Raises:
-            MisconfigurationException: if the client module has none of this name.
+            MisconfigurationException: if the client module has no metric of this name.
         """
         federation = cast(Federation, pl_module)
         metric = federation.monitor.metric
@@ -45,15 +50,16 @@ class BestCheckpoint(ModelCheckpoint):
 
 
 class LastCheckpoint(ModelCheckpoint):
-    """Keeps the last round as ``last.ckpt``: the one that an interrupted run goes on from."""
+    """Save the last round as ``last.ckpt``, to resume an interrupted run by ``--ckpt_path last``."""
 
     def __init__(self) -> None:
-        # not by save_last, which only follows when a monitored value has improved
+        # not by save_last, which only saves when the monitored value has improved
         super().__init__(filename="last", save_on_train_epoch_end=True, enable_version_counter=False)
 
 
 def best_checkpoint(trainer: Trainer) -> str | None:
-    """The file of the round with the best monitored metric, if it is kept."""
+    """Return the path of ``best.ckpt``, or None if the run has none."""
+    # the file may be gone: a user can delete checkpoints while the run goes on
     kept = [
         callback.best_model_path for callback in trainer.checkpoint_callbacks if isinstance(callback, BestCheckpoint)
     ]

@@ -1,4 +1,4 @@
-"""Pictures of what a run does class by class: who holds what, what output layers show of it, what the server mixes."""
+"""Pictures by class: the partition, the class distributions that output layers reveal, and the server's mixing."""
 
 from typing import TYPE_CHECKING, cast
 
@@ -29,21 +29,24 @@ if TYPE_CHECKING:
 
 
 class ClassPictures(Pictures):
-    """Draws the pictures of cwFedAvg's papers into ``RUN_FOLDER/pictures/``, and for Weights & Biases where it logs.
+    """Draw the pictures of the cwFedAvg papers.
 
-    For every method: who holds what; where output layers travel, the norms of their rows as received, after local
-    training, and the difference, each client's at its last round; the class distributions that they show, against the
-    true ones. With `CwFedAvg` also the class models and the mixing matrix; with `WDR` one client's first round step by
-    step, beside the same round without the regulariser, which costs two rounds of one client.
+    * For every method: the partition; if output layers are sent, the norms of their rows as received, after local
+      training, and the difference, each client's from its last round; and the class distributions estimated from these
+      norms against the true ones.
+    * With `CwFedAvg`: the class models and the mixing matrix.
+    * With `WDR`: one client's first round step by step, beside the same round without the regulariser, at the cost of
+      two rounds of one client.
 
-    Nothing is drawn without a logger. A picture that fails is a warning; the run goes on.
+    Pictures go to ``RUN_FOLDER/pictures/``, and to Weights & Biases and TensorBoard if the run logs there. Without a
+    logger nothing is drawn. A picture that fails gives a warning, and the run goes on.
 
     Args:
-        every: rounds between pictures, in ``pictures/round_N/``; None draws at the end of ``fit`` alone.
-        trace_client: id of the client whose first round is followed.
+        every: number of rounds between pictures, in ``pictures/round_N/``; None draws at the end of ``fit`` only.
+        trace_client: id of the client whose first round is drawn step by step.
 
     Raises:
-        MisconfigurationException: if ``every`` isn't a number of rounds.
+        MisconfigurationException: if ``every`` is less than 1.
     """
 
     def __init__(self, every: int | None = None, trace_client: int = 0) -> None:
@@ -52,7 +55,7 @@ class ClassPictures(Pictures):
         self._layer: str | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds the folder, the output layer, and draws who holds what."""
+        """Find the run's folder and the output layer, and draw the partition."""
         needs_classes(self, pl_module)
         super().on_fit_start(trainer, pl_module)
         federation = cast(Federation, pl_module)
@@ -63,27 +66,30 @@ class ClassPictures(Pictures):
         self.show(trainer, "partition", lambda: plot_partition(federation.data.counts))
 
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
-        """Notes the rows that clients start from; follows a client in the first round."""
+        """Record the row norms of the payloads; with `WDR`, trace a client in the first round."""
         if self.folder is None or self._layer is None:
             return
+        # payloads differ between clients under personal servers, so each client's own is measured
         payloads = ((client, federation.aggregator.download(client)) for client in cohort)
         self._starts = {client: norms for client, payload in payloads if (norms := self._norms(payload)) is not None}
         if federation.round == 0 and isinstance(federation.client, WDR):
             self._show_trace(trainer, federation)
 
     def on_aggregate_start(self, trainer: Trainer, federation: Federation, updates: Updates) -> None:
-        """Notes the rows that clients send."""
+        """Record the row norms of the updates."""
         for client, update in updates.items():
+            # both norms or neither, so that their difference belongs to one round
             if client in self._starts and (norms := self._norms(update)) is not None:
                 self._received[client], self._trained[client] = self._starts[client], norms
 
     def _norms(self, record: Message) -> Tensor | None:
-        """Norms ``[K]`` of the output layer's rows in what travels; None where it doesn't."""
+        """Return the norms ``[K]`` of the output layer's rows in a message, or None if the layer isn't part of it."""
         rows = record.get("weights", {}).get(f"{self._layer}.weight")
+        # in float32: norms of bf16 rows would be rounded to three digits
         return None if rows is None else torch.linalg.vector_norm(rows.detach().float(), dim=1).cpu()
 
     def draw(self, trainer: Trainer, federation: Federation, where: str) -> None:
-        """Draws what uploads show, and what the server mixes."""
+        """Draw row norms and estimated distributions, and with `CwFedAvg` the server's mixing."""
         p = shares(federation.data.counts)
         if not self._trained.isnan().all():
             received, trained = self._received, self._trained
@@ -95,6 +101,7 @@ class ClassPictures(Pictures):
             self.show(trainer, "scatter", lambda: plot_distribution_scatter({"all clients": (p, estimates)}), where)
         if (aggregator := federation.aggregator.find(CwFedAvg)) is not None:
             self.show(trainer, "mixing_matrix", lambda: plot_mixing_matrix(aggregator.mixing_matrix()), where)
+            # clients with a personal output layer send no rows for class models
             if aggregator.rows in aggregator.names:
                 self.show(trainer, "class_models", lambda: draw_class_models(aggregator), where)
 
@@ -103,6 +110,7 @@ class ClassPictures(Pictures):
             rank_zero_warn(f"ClassPictures.trace_client={self.trace_client} is not a client; no round is followed.")
             return
         p = shares(federation.data.counts)[self.trace_client]
+        # drawn within `show`, so that a failing trace is a warning; the scatter needs the same two rounds
         traces: dict[str, Tensor] = {}
 
         def draw() -> "Figure":
@@ -115,8 +123,9 @@ class ClassPictures(Pictures):
             self.show(trainer, "trace_scatter", lambda: plot_distribution_scatter(ends))
 
     def _trace(self, trainer: Trainer, federation: Federation) -> dict[str, Tensor]:
-        """The coming round of one client, without and with the regulariser, ``[steps + 1, K]`` each."""
+        """Return class distributions during a client's round, without and with the regulariser, ``[steps + 1, K]``."""
         plain = copy_client(federation.client)
+        # the same client, job and random stream: only the regulariser differs between the traces
         plain.wdr_weight = 0.0
         job, work = federation.job(self.trace_client), federation.options.work(federation.data)
         return {
@@ -126,7 +135,7 @@ class ClassPictures(Pictures):
 
 
 def output_layer_of(federation: Federation) -> str | None:
-    """The layer whose rows stand for classes; None where the net has no one such layer."""
+    """Return the name of the layer with one row per class, or None if the net has no single such layer."""
     client, aggregator = federation.client, federation.aggregator.find(CwFedAvg)
     named = getattr(client, "output_layer", None) or (aggregator.output_layer if aggregator else None)
     try:
@@ -136,7 +145,7 @@ def output_layer_of(federation: Federation) -> str | None:
 
 
 def shares(amounts: Tensor) -> Tensor:
-    """Rows scaled to sum 1.
+    """Scale rows to sum 1.
 
     >>> shares(torch.tensor([[1, 3], [2, 2]]))
     tensor([[0.2500, 0.7500],
@@ -149,12 +158,12 @@ def shares(amounts: Tensor) -> Tensor:
 
 
 def draw_class_models(aggregator: CwFedAvg) -> "Figure":
-    """Heatmap of the norms of the class models' output rows.
+    """Return a heatmap of the norms of the class models' output rows.
 
     Args:
-        aggregator: the server side.
+        aggregator: the cwFedAvg server.
     """
-    # from the sources, as `class_models` would make K copies of all layers
+    # the output layer alone: `class_models` would make K copies of all layers
     rows = torch.stack([source[aggregator.rows] for source in aggregator.state["sources"]]).double()
     models = torch.tensordot(aggregator.state["mix"].double(), rows, dims=1)
     norms = torch.linalg.vector_norm(models, dim=2)

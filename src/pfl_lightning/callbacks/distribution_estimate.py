@@ -1,4 +1,4 @@
-"""How much a server could learn of its clients' classes from what they send."""
+"""Measure how much uploads reveal about clients' class distributions."""
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -13,7 +13,7 @@ from pfl_lightning.nets import find_output_layer
 
 
 def estimation_error(estimate: Tensor, counts: Tensor) -> tuple[float, float]:
-    r"""Distance of an estimated class distribution to the true one, and the mass that it puts on absent classes.
+    r"""Return the distance of an estimated class distribution from the true one, and the mass on absent classes.
 
     >>> estimation_error(torch.tensor([0.5, 0.5, 0.0]), torch.tensor([30, 0, 0]))
     (0.7071067811865476, 0.5)
@@ -23,7 +23,8 @@ def estimation_error(estimate: Tensor, counts: Tensor) -> tuple[float, float]:
         counts: samples of each class ``[K]``.
 
     Returns:
-        The distance :math:`\lVert p - \tilde p\rVert_2`, up to the root of 2, and :math:`\sum_{j: n_j = 0} \tilde p_j`.
+        The distance :math:`\lVert p - \tilde p\rVert_2`, at most the root of 2, and :math:`\sum_{j: n_j = 0} \tilde
+        p_j`.
     """
     true = counts.double() / counts.sum()
     estimate = estimate.double()
@@ -31,27 +32,29 @@ def estimation_error(estimate: Tensor, counts: Tensor) -> tuple[float, float]:
 
 
 class DistributionEstimate(FederatedCallback):
-    """Records what the rows of uploaded output layers tell of clients' class distributions, for any method.
+    """Record how well the output layers in uploads show clients' class distributions, for any method.
 
-    Adds to the round's record, as means over the clients that took part, ``estimate/distance`` and
-    ``estimate/absent_mass``, see `estimation_error`. Clients that keep their output layer to themselves show nothing:
-    then nothing is added.
+    A server could estimate a client's class distribution from the norms of the rows of its output layer. The round's
+    record gets the errors of this estimate as means over the cohort: ``estimate/distance`` and
+    ``estimate/absent_mass``, see `estimation_error`. Clients that don't send an output layer reveal nothing here, and
+    nothing is recorded.
 
     Args:
-        output_layer: name of the linear layer with a row a class, where the net's classifier has more than one.
+        output_layer: name of the linear layer with one row per class; needed if the net's classifier has several.
     """
 
     def __init__(self, output_layer: str | None = None) -> None:
         self.output_layer = output_layer
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds the layer; a net without one is refused before the first round."""
+        """Find the output layer; a net without one is refused before the first round."""
         needs_classes(self, pl_module)
         federation: Federation = pl_module  # type: ignore[assignment]
         self._rows = find_output_layer(federation.client, federation.client.num_classes, self.output_layer) + ".weight"
 
     def on_aggregate_start(self, trainer: Trainer, federation: Federation, updates: Updates) -> None:
-        """Compares estimates with the clients' training samples."""
+        """Compare the estimates with the class counts of the clients' training samples."""
+        # the true counts are read from the data, which a real server hasn't: an audit, not an attack
         counts = federation.data.counts
         errors = [
             estimation_error(row_distribution(update["weights"][self._rows]), counts[client])

@@ -1,4 +1,4 @@
-"""Pictures of clients' features: where the same samples lie among them, and which units clients decide by."""
+"""Pictures of clients' features: embeddings of common samples, and the units behind predictions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,32 +30,32 @@ FEWEST_POINTS = 5
 
 
 class FeaturePictures(Pictures):
-    r"""Draws the features that clients' models have for the same test samples, under any method.
+    r"""Draw the features of clients' models for common test samples, under any method.
 
-    A client's model is what it makes of the server's last payload, adapted where the method does so before evaluation;
-    its features are what its net's classifier then takes. In ``RUN_FOLDER/pictures/``:
+    A client's model here is the one for evaluation: loaded with the server's last payload, and adapted if the method
+    adapts before evaluation. Its features are the inputs of the net's classifier. In ``RUN_FOLDER/pictures/``:
 
-    * ``tsne``: the features of all clients, embedded in the plane by t-SNE, coloured by label and by client; only those
-      of samples that the client classifies correctly. Its points are in ``tsne.csv`` beside it, so that `plot_tsne` can
-      draw several runs together.
-    * ``conductance``: `layer_conductance` of the features for the true class of one sample: the one that the most
-      clients classify correctly. Ranks of units by client, and the rank correlation of these clients.
+    * ``tsne``: the features of all clients for correctly classified samples, embedded in the plane by t-SNE, coloured
+      by label and by client. The points are in ``tsne.csv`` beside the picture; `plot_tsne` can draw those of several
+      runs together.
+    * ``conductance``: `layer_conductance` of the features for the true class of one sample, the one that most clients
+      classify correctly: ranks of the units by client, and the rank correlation between these clients.
 
-    The samples are of the central test set, or as many of each client's test split; those of two runs on the same data
-    are the same. t-SNE of 20 clients and 1,000 samples takes minutes. Nothing is drawn without a logger, and, after a
-    warning, where there are no test samples or the features of clients have different widths. A picture that fails is a
-    warning; the run goes on. Source of the pictures: Jang et al., 2022 (FedClassAvg, https://arxiv.org/abs/2210.14226),
-    as its analyses of features.
+    The samples come from the central test set, or else evenly from each client's test split; two runs on the same data
+    take the same ones. t-SNE of 20 clients and 1,000 samples takes minutes. Without a logger nothing is drawn; without
+    test samples, or if clients' features differ in width, a warning says so. A picture that fails gives a warning, and
+    the run goes on. Source of the pictures: Jang et al., 2022 (FedClassAvg, https://arxiv.org/abs/2210.14226), its
+    analyses of features.
 
     Args:
-        samples: how many test samples, at least 1; all if there are fewer.
-        clients: ids of the clients that are looked at; None takes all. Units are sorted by the first one's conductance.
-        every: rounds between pictures, in ``pictures/round_N/``; None draws at the end of ``fit`` alone.
-        conductance: whether there is a picture of it.
+        samples: number of test samples, at least 1; all samples if there are fewer.
+        clients: ids of the clients to draw; None takes all. The first client's conductance sorts the units.
+        every: number of rounds between pictures, in ``pictures/round_N/``; None draws at the end of ``fit`` only.
+        conductance: draw the conductance.
         steps: see `layer_conductance`.
 
     Raises:
-        MisconfigurationException: if a number is out of its range; at the start of ``fit``, if there is no such client.
+        MisconfigurationException: if a number is out of range; at the start of ``fit``, if a client doesn't exist.
     """
 
     def __init__(
@@ -80,11 +80,12 @@ class FeaturePictures(Pictures):
         self.steps = steps
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds the run's folder, and the clients."""
+        """Find the run's folder, and check the clients' ids."""
         needs_classes(self, pl_module)
         super().on_fit_start(trainer, pl_module)
         known = range(cast(Federation, pl_module).data.num_clients)
         self._clients = list(known if self.clients is None else dict.fromkeys(self.clients))
+        # refused at the start, as the first picture may be hours away
         if strangers := sorted(set(self._clients) - set(known)):
             raise MisconfigurationException(
                 f"FeaturePictures.clients has {strangers[0]}, and data.num_clients={len(known)} gives clients 0 to "
@@ -92,14 +93,15 @@ class FeaturePictures(Pictures):
             )
 
     def draw(self, trainer: Trainer, federation: Federation, where: str) -> None:
-        """Looks at each client's model, and draws."""
+        """Compute each client's features, and draw."""
         if self.folder is None:
             return
         folder = self.folder / "pictures" / where
+        # conductance needs gradients, which inference mode forbids; a picture must not move the run's random state
         with torch.inference_mode(False), isolate_rng():
             try:
                 seen = look_at_all(federation, self._clients, self.samples)
-            # as for a picture: whatever it is, the run goes on
+            # any exception, as for a picture: the run goes on
             except Exception as error:
                 rank_zero_warn(f"FeaturePictures: nothing is drawn: {error}")
                 self.folder = None
@@ -111,13 +113,13 @@ class FeaturePictures(Pictures):
 
 @dataclass(frozen=True)
 class Seen:
-    """What clients make of the same samples.
+    """Features and predictions of several clients for common samples.
 
     Args:
-        clients: their ids, M of them.
-        part: the samples, n of them.
-        features: of each client ``[n, d]``.
-        correct: which samples a client classifies correctly ``[M, n]``.
+        clients: ids of the M clients.
+        part: the n samples.
+        features: features of each client ``[n, d]``.
+        correct: correct predictions by client and sample ``[M, n]``, boolean.
     """
 
     clients: list[int]
@@ -127,12 +129,12 @@ class Seen:
 
 
 def look_at_all(federation: Federation, clients: list[int], count: int) -> Seen:
-    """What the clients' models make of the same samples.
+    """Return the features and predictions of clients for common samples.
 
     Args:
         federation: the federation.
-        clients: ids of those that are looked at.
-        count: how many samples.
+        clients: ids of the clients.
+        count: number of samples.
 
     Raises:
         ValueError: if there are no test samples, or features have different widths.
@@ -147,16 +149,17 @@ def look_at_all(federation: Federation, clients: list[int], count: int) -> Seen:
 
 
 def common_samples(data: FederatedDataModule, count: int) -> Samples:
-    """Samples that all clients are compared on: of the central test set, else as many of each client's test split.
+    """Return the samples to compare clients on: of the central test set, or else evenly of each client's test split.
 
     Args:
-        data: the data module, whose seed draws them.
-        count: how many; fewer where there aren't as many.
+        data: the data module, whose seed draws the samples.
+        count: number of samples; fewer if there are not as many.
     """
     if (central := data.central_data()) is not None:
         return _draw(central, count, derive_seed(data.seed, "feature pictures"))
     each, rest = divmod(count, data.num_clients)
     parts = [
+        # the first `rest` clients give one more, so that the sum is exactly the count
         _draw(data.part(k, "test"), each + (k < rest), derive_seed(data.seed, "feature pictures", k))
         for k in range(data.num_clients)
     ]
@@ -169,7 +172,7 @@ def _draw(part: Samples, count: int, seed: int) -> Samples:
 
 
 def as_used(federation: Federation, client: int) -> Engine:
-    """The engine of a client's kind, with its module made the client as it is evaluated now.
+    """Load a client into the engine of its architecture, adapted as for evaluation, and return the engine.
 
     Args:
         federation: the federation.
@@ -177,6 +180,7 @@ def as_used(federation: Federation, client: int) -> Engine:
     """
     engine, job = federation.engines[federation.architecture_of(client)], federation.job(client)
     data = engine.become(job)
+    # methods such as Per-FedAvg evaluate the model after a step of local training
     if phases := engine.module.evaluation_phases():
         with torch.enable_grad():
             engine.adapt(phases, job, data)
@@ -185,10 +189,10 @@ def as_used(federation: Federation, client: int) -> Engine:
 
 @torch.no_grad()
 def look(engine: Engine, part: Samples) -> tuple[Tensor, Tensor]:
-    """Features ``[n, d]`` of samples, and which of them are classified correctly ``[n]``, both on the CPU.
+    """Return features ``[n, d]`` of samples, and correct predictions ``[n]``, both on the CPU.
 
     Args:
-        engine: the engine whose module is the client.
+        engine: the engine, loaded with the client.
         part: the samples.
     """
     part = part.to(engine.device, cast(torch.dtype, engine.module.dtype))
@@ -196,6 +200,7 @@ def look(engine: Engine, part: Samples) -> tuple[Tensor, Tensor]:
     for x, y in part.chunks():
         with watch_features(engine.module) as seen, engine.forward_context():
             logits = engine.module(x)
+        # the features of the net that ran last, as a module may have several
         features.append(seen[-1][1].flatten(1).float().cpu())
         correct.append((logits.argmax(1) == y).cpu())
     return torch.cat(features), torch.cat(correct)
@@ -203,7 +208,10 @@ def look(engine: Engine, part: Samples) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def watch_features(module: nn.Module) -> Iterator[list[tuple[nn.Module, Tensor]]]:
-    """Lists the feature extractors that run, with their outputs: of several nets in a module, not all need be used."""
+    """Yield a list that collects each feature extractor as it runs, with its output.
+
+    A module may have several nets, of which only some run.
+    """
     seen: list[tuple[nn.Module, Tensor]] = []
     nets = [net for net in module.modules() if isinstance(net, Net)]
     handles = [net.features.register_forward_hook(lambda layer, _, h: seen.append((layer, h))) for net in nets]
@@ -215,12 +223,12 @@ def watch_features(module: nn.Module) -> Iterator[list[tuple[nn.Module, Tensor]]
 
 
 def draw_tsne(name: str, seen: Seen, folder: Path) -> "Figure":
-    """Embeds features of correctly classified samples, writes ``tsne.csv`` and draws it.
+    """Embed the features of correctly classified samples, write ``tsne.csv``, and return the picture.
 
     Args:
-        name: the run's name.
-        seen: what clients make of the samples.
-        folder: of the table; made if need be.
+        name: name of the run.
+        seen: features and predictions.
+        folder: folder of the table; created if missing.
     """
     points = embed(torch.cat([h[right] for h, right in zip(seen.features, seen.correct, strict=True)]))
     places, samples = seen.correct.nonzero(as_tuple=True)
@@ -232,10 +240,10 @@ def draw_tsne(name: str, seen: Seen, folder: Path) -> "Figure":
 
 
 def embed(features: Tensor) -> Tensor:
-    """The same points in the plane, by t-SNE that starts from the principal components; the same for the same points.
+    """Return a t-SNE embedding in the plane, deterministic for given points.
 
     Args:
-        features: ``[n, d]``, n at least 5 and d at least 2; of fewer than 91, the perplexity is below its usual 30.
+        features: ``[n, d]``, n at least 5 and d at least 2; below 91 points the perplexity is lower than the usual 30.
 
     Returns:
         ``[n, 2]``.
@@ -249,17 +257,19 @@ def embed(features: Tensor) -> Tensor:
         raise ValueError(f"{len(features)} features of correctly classified samples are too few")
     if (features == features[0]).all():
         raise ValueError("the features of all samples are equal")
+    # scikit-learn refuses a perplexity above the number of points; a third of it is the usual rule
     perplexity = min(30.0, (len(features) - 1) / 3)
+    # started from principal components: a random start would give another picture for each seed
     tsne = TSNE(2, perplexity=perplexity, init="pca", learning_rate="auto", random_state=0)
     return torch.from_numpy(tsne.fit_transform(features.numpy()))
 
 
 def draw_conductance(federation: Federation, seen: Seen, steps: int) -> "Figure":
-    """Conductance of the features for one sample, of all clients that classify it correctly.
+    """Return the picture of the features' conductance for one sample, over all clients that classify it correctly.
 
     Args:
         federation: the federation.
-        seen: what clients make of the samples; the one that most classify correctly is taken, of equals the first.
+        seen: features and predictions; the sample that most clients classify correctly is drawn, the first of equals.
         steps: see `layer_conductance`.
 
     Raises:
@@ -269,6 +279,7 @@ def draw_conductance(federation: Federation, seen: Seen, steps: int) -> "Figure"
     clients = [client for client, right in zip(seen.clients, seen.correct[:, sample], strict=True) if right]
     if len(clients) < 2:
         raise ValueError("no two clients classify the same sample correctly")
+    # a batch of one: conductance is about a single prediction
     part = seen.part.take(slice(sample, sample + 1))
     rows = []
     for client in clients:

@@ -1,4 +1,4 @@
-"""Counts what clients' training computes."""
+"""Count the floating-point operations of clients' training."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -16,13 +16,16 @@ from pfl_lightning.federation.federation import Federation
 
 
 class FlopCounter(FederatedCallback):
-    """Records the floating-point operations of each round's training as ``flops``.
+    """Record the floating-point operations of each round's training as ``flops``.
 
-    The first client of each architecture to train is trained once more for it, by itself, so that engines don't matter;
-    what it takes for a sample is then what every client takes for one, in all rounds. Counted are matrix products,
-    convolutions and attention, a multiply-add as two, forwards and backwards, with all that a method adds to a step.
-    Optimizers, evaluation and the server are not. Methods whose work changes from round to round are counted as in the
-    first one; noise of ``trainer.example_privacy`` as none.
+    The first client of each architecture is trained once more, alone, to count its operations. Its operations per
+    sample then hold for every client of the architecture and for every round, so the count is the same under every
+    engine.
+
+    Matrix products, convolutions and attention count, forwards and backwards, with one multiply-add as two operations
+    and with everything that a method adds to a step. Optimizer steps, evaluation, the server, and the noise of
+    ``trainer.example_privacy`` don't count. If a method's work changes from round to round, the first round's is
+    recorded.
     """
 
     def __init__(self) -> None:
@@ -30,18 +33,18 @@ class FlopCounter(FederatedCallback):
         """Of each architecture, in a round."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What was counted, for resuming."""
+        """Return the counts, for a checkpoint."""
         return {"per_sample": self.per_sample}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with what was counted."""
+        """Restore the counts of a resumed run."""
         self.per_sample = dict(state_dict["per_sample"])
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuses data that aren't here.
+        """Refuse clients at sites: counting needs a client's training in this process.
 
         Raises:
-            MisconfigurationException: if they are at sites.
+            MisconfigurationException: if the data are at sites.
         """
         if cast(Federation, pl_module).data.at_sites:
             raise MisconfigurationException(
@@ -50,10 +53,11 @@ class FlopCounter(FederatedCallback):
             )
 
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
-        """Counts what hasn't been counted yet, and records the round's sum."""
+        """Count for architectures seen first in this round, and record the cohort's sum."""
         sizes = federation.sizes(cohort, "train")
         for client in cohort:
             architecture = federation.architecture_of(client)
+            # a client without samples trains nothing; the next one of its architecture is counted
             if architecture not in self.per_sample and sizes[client]:
                 self.per_sample[architecture] = self._counted(trainer, federation, client) / sizes[client]
         known = self.per_sample
@@ -62,10 +66,12 @@ class FlopCounter(FederatedCallback):
 
     @staticmethod
     def _counted(trainer: Trainer, federation: Federation, client: int) -> float:
-        """What a client's training of this round takes."""
+        """Return the operations of a client's training in this round."""
         modules = cast(Sequence[ClientModule], federation.architectures)
         work = federation.options.work(federation.data)
+        # one client alone, on the plain engine: the count must be the same under every engine
         engine = Sequential(modules[federation.architecture_of(client)], work, trainer.precision_plugin)
+        # the extra training must not move the run's random state
         with undisturbed(), torch.enable_grad(), FlopCounterMode(display=False) as counter:
             list(engine.run([federation.job(client)]))
         return float(counter.get_total_flops())

@@ -1,4 +1,4 @@
-"""Which units of a layer a network's answer is due to."""
+"""Attribute a network's prediction to the units of a layer."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def layer_conductance(
     steps: int = 50,
     baseline: Tensor | None = None,
 ) -> Tensor:
-    r"""Conductance of a layer's units for the logit of a class, along the straight path from a baseline to the input.
+    r"""Return the conductance of a layer's units for a class's logit, on the straight path from baseline to input.
 
     .. math::
 
@@ -26,10 +26,10 @@ def layer_conductance(
         + \frac{\partial F}{\partial h_j}(x_s)\Big)\, \big(h_j(x_s) - h_j(x_{s-1})\big),
         \qquad x_s = x_0 + \frac sS (x - x_0)
 
-    F is the logit and h the layer's output. Where F depends on x through h alone, the sum over units is
-    :math:`F(x) - F(x_0)`: exactly if F is linear or quadratic in h, else nearly, by the number of steps. The model is
-    run in evaluation mode, with S + 1 points of a sample as a batch.
-    Source: Dhamdhere et al., 2019 (https://arxiv.org/abs/1805.12233).
+    F is the logit and h the layer's output. If F depends on x through h alone, the sum over units is :math:`F(x) -
+    F(x_0)`: exactly for F linear or quadratic in h, otherwise up to an error that shrinks with the number of steps. The
+    model runs in evaluation mode, with the S + 1 points of one sample as a batch. Source: Dhamdhere et al., 2019
+    (https://arxiv.org/abs/1805.12233).
 
     >>> net = nn.Sequential(nn.Identity(), nn.Linear(2, 1, bias=False))
     >>> _ = net[1].weight.data.copy_(torch.tensor([[3.0, -1.0]]))
@@ -37,18 +37,18 @@ def layer_conductance(
     tensor([[ 6., -5.]])
 
     Args:
-        model: gives logits ``[n, num_classes]`` of inputs ``[n, *input_shape]``, such as a net or a client module.
-        layer: the module in it whose outputs are the units, such as ``net.features``; run once in a pass.
+        model: maps inputs ``[n, *input_shape]`` to logits ``[n, num_classes]``, such as a net or a client module.
+        layer: the module within the model whose outputs are the units, such as ``net.features``; used once per pass.
         x: inputs ``[n, *input_shape]``.
-        target: the class of each input whose logit is explained ``[n]``.
+        target: class of the logit to explain, for each input ``[n]``.
         steps: S, at least 1.
-        baseline: :math:`x_0`, as ``x`` or of the shape of one input; None takes zeros.
+        baseline: :math:`x_0`, shaped like ``x`` or like one input; None takes zeros.
 
     Returns:
-        ``[n, d]``, the layer's output flattened; in float32 at least.
+        ``[n, d]``, the layer's output flattened; in float32 or wider.
 
     Raises:
-        MisconfigurationException: if inputs are word numbers, or ``steps`` is less than 1.
+        MisconfigurationException: if inputs are integers, such as word ids, or ``steps`` is less than 1.
     """
     if steps < 1:
         raise MisconfigurationException(f"steps={steps} must be 1 or more, such as 50.")
@@ -66,11 +66,11 @@ def layer_conductance(
 
 
 def _along_path(model: nn.Module, layer: nn.Module, path: Tensor, label: int) -> Tensor:
-    """Conductance ``[d]`` along the points of a path ``[S + 1, *input_shape]``."""
+    """Return the conductance ``[d]`` along the points of a path ``[S + 1, *input_shape]``."""
     outputs: list[Tensor] = []
 
     def begin(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        # the graph begins here, for what leads to h needs none; it ends with the block that switched gradients off
+        # the graph begins at h: layers before need none, which saves their memory; leaving no_grad ends it
         torch.set_grad_enabled(True)
         outputs.append(output.requires_grad_())
         return output
@@ -83,6 +83,7 @@ def _along_path(model: nn.Module, layer: nn.Module, path: Tensor, label: int) ->
         handle.remove()
     h = outputs[-1]
     (slopes,) = torch.autograd.grad(score, h)
+    # in bf16 the sum of S small differences would be lost in rounding
     wide = torch.promote_types(h.dtype, torch.float32)
     h, slopes = h.detach().flatten(1).to(wide), slopes.flatten(1).to(wide)
     return ((slopes[1:] + slopes[:-1]) / 2 * h.diff(dim=0)).sum(0)

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class Pictures(FederatedCallback):
-    """Draws into ``RUN_FOLDER/pictures/``, and for Weights & Biases and TensorBoard where they log.
+    """Draw pictures into ``RUN_FOLDER/pictures/``, and log each to Weights & Biases and TensorBoard if used.
 
-    Subclasses override `draw`, which hands each picture to `show`. Nothing is drawn without a logger. A picture that
-    fails is a warning; the run goes on.
+    A subclass overrides `draw`, which hands each picture to `show`. Without a logger the run has no folder, and nothing
+    is drawn. A picture that fails gives a warning, and the run goes on.
 
     Args:
-        every: rounds between pictures, in ``pictures/round_N/``; None draws at the end of ``fit`` alone.
+        every: number of rounds between pictures, in ``pictures/round_N/``; None draws at the end of ``fit`` only.
 
     Raises:
-        MisconfigurationException: if ``every`` isn't a number of rounds.
+        MisconfigurationException: if ``every`` is less than 1.
     """
 
     def __init__(self, every: int | None = None) -> None:
@@ -39,21 +39,22 @@ class Pictures(FederatedCallback):
         self.folder: Path | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds the run's folder."""
+        """Find the run's folder."""
         self.folder = run_folder(trainer)
 
     def on_aggregate_end(self, trainer: Trainer, federation: Federation, logs: dict[str, float]) -> None:
-        """Draws every so many rounds."""
+        """Draw after every ``every`` rounds."""
+        # `federation.round` is the number of finished rounds, and this round isn't finished yet
         done = federation.round + 1
         if self.every and done % self.every == 0:
             self.draw(trainer, federation, f"round_{done:04d}")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draws the end."""
+        """Draw at the end of ``fit``."""
         self.draw(trainer, cast(Federation, pl_module), "")
 
     def draw(self, trainer: Trainer, federation: Federation, where: str) -> None:
-        """Draws what there is to see now.
+        """Draw all pictures of the current state.
 
         Args:
             trainer: the trainer.
@@ -62,36 +63,37 @@ class Pictures(FederatedCallback):
         """
 
     def show(self, trainer: Trainer, name: str, picture: Callable[[], "Figure"], where: str = "") -> None:
-        """Draws a picture and keeps it.
+        """Draw one picture, and save and log the figure.
 
         Args:
-            trainer: the trainer, whose loggers get it.
-            name: its name, of the file too.
-            picture: draws it.
+            trainer: the trainer, whose loggers receive the figure.
+            name: name of the picture and of its file.
+            picture: returns the figure.
             where: folder under ``pictures/``.
         """
         if self.folder is None:
             return
+        # called within the try: drawing and saving may fail for any reason, such as a full disk or a missing matplotlib
         try:
             figure = picture()
             path = self.folder / "pictures" / where / f"{name}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, dpi=150)
             show_figure(trainer, f"pictures/{name}", figure)
-        # whatever it is: hours of training are worth more than a picture
+        # any exception: hours of training are worth more than a picture
         except Exception as error:
             rank_zero_warn(f"{type(self).__name__}: {name} was not drawn: {error}")
 
 
 def needs_classes(callback: Callback, federation: LightningModule) -> None:
-    """Refuses a callback that looks at classes where samples have none.
+    """Refuse a callback that needs classes on a task without any.
 
     Args:
         callback: the callback.
-        federation: the federation that it looks at.
+        federation: the federation.
 
     Raises:
-        MisconfigurationException: if they have none.
+        MisconfigurationException: if samples have no classes.
     """
     task = cast(Federation, federation).client.task
     number_of_classes(task, f"callback {type(callback).__name__}", "leave it out")

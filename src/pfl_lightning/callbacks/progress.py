@@ -1,4 +1,4 @@
-"""Progress within a round, on Lightning's own bars where a user asks for them."""
+"""Progress within a round, on Lightning's own progress bars."""
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
@@ -9,17 +9,17 @@ from pfl_lightning.federation.federation import Federation
 
 
 class RoundProgress(FederatedCallback):
-    """Shows the round and the clients done in it on Lightning's TQDM or Rich bar."""
+    """Show the round and the number of finished clients on Lightning's TQDM or Rich bar, if the user asked for one."""
 
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
-        """Starts to count."""
+        """Reset the count of clients."""
         self._done, self._all = 0, len(cohort)
-        # asked for once: Lightning looks for it among all callbacks
+        # asked for once per round: Lightning searches all callbacks at each access
         self._bar = trainer.progress_bar_callback
         self._show(trainer, federation)
 
     def on_client_fit_end(self, trainer: Trainer, federation: Federation, client: int, outcome: Outcome) -> None:
-        """Counts a client."""
+        """Count a client."""
         self._done += 1
         self._show(trainer, federation)
 
@@ -28,6 +28,7 @@ class RoundProgress(FederatedCallback):
         if bar is None:
             return
         text = f"Round {federation.round + 1}/{trainer.max_epochs}, clients {self._done}/{self._all}"
+        # the two bars have no common way to set the text
         if isinstance(bar, TQDMProgressBar) and bar.is_enabled:
             bar.train_progress_bar.set_description(text)
         elif isinstance(bar, RichProgressBar) and bar.progress and bar.train_progress_bar_id is not None:

@@ -1,4 +1,4 @@
-"""The record of a run: one row a round, a table of clients, a summary."""
+"""The record of a run: one row per round, a table of clients, a summary."""
 
 import math
 import time
@@ -38,7 +38,7 @@ from pfl_lightning.tasks import Monitor
 
 
 def shown(metrics: Row, monitor: Monitor) -> Row:
-    """The test metrics that a summary has beside the monitored one: others of the clients, and the server's model's.
+    """Return the test metrics for a summary besides the monitored one: clients' other metrics, and the server model's.
 
     Args:
         metrics: test metrics, among others.
@@ -49,14 +49,14 @@ def shown(metrics: Row, monitor: Monitor) -> Row:
 
 
 def plain_entry(column: str, value: Any) -> Any:
-    """Return an entry of a row as a plain number or text, which files and checkpoints give back as it was.
+    """Return an entry of a row as a plain number or text, which survives files and checkpoints unchanged.
 
     Args:
-        column: the entry's name.
-        value: a number, also NumPy's or a tensor's only one, a text, or None.
+        column: name of the entry.
+        value: a number, a NumPy scalar, a tensor with one element, a text, or None.
 
     Raises:
-        MisconfigurationException: if it is something else.
+        MisconfigurationException: for any other type.
     """
     if isinstance(value, (np.generic, torch.Tensor)):
         value = value.tolist()
@@ -69,12 +69,16 @@ def plain_entry(column: str, value: Any) -> Any:
 
 
 class RoundLogger(FederatedCallback):
-    """Writes ``rounds.csv``, ``clients.csv`` and ``summary.json`` into the run's folder; logs one record a round.
+    """Write ``rounds.csv``, ``clients.csv`` and ``summary.json`` into the run's folder, and log one row per round.
 
-    The rows are part of the checkpoint: a resumed run's record is whole, and without the round that was lost. At the
-    end of ``fit`` the Trainer's test of the last round's models, and of those of the round that validation selects, is
-    written, and a table is printed. With ``logger=False`` nothing is written or printed; ``rows`` holds the record.
-    Under a guarantee of privacy ``publishable.csv`` has those columns of the record that the guarantee covers.
+    * ``rounds.csv`` grows by a row per round. The rows are part of the checkpoint: a resumed run's record is complete,
+      and rounds made again after a checkpoint appear once.
+    * ``clients.csv`` and ``summary.json`` follow at the end of ``fit``, with the test of the last round's models and of
+      the models that validation selects; a table of both is printed.
+    * ``publishable.csv`` is written under a guarantee of privacy: only the columns of the record that the guarantee
+      covers.
+
+    With ``logger=False`` nothing is written or printed, and ``rows`` holds the record.
     """
 
     def __init__(self) -> None:
@@ -88,12 +92,12 @@ class RoundLogger(FederatedCallback):
         self._start = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows so far, the seconds that they took, and fingerprints of partition and initial nets."""
+        """Return the rows so far, the elapsed seconds, and fingerprints of partition and initial nets."""
         packed = self._packed.state(self.rows)
         return {"rows": packed, "seconds": self._elapsed(), "fingerprints": self.fingerprints}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from earlier rows."""
+        """Restore the record of a resumed run."""
         self.rows, self._packed = PackedRows.unpacked(state_dict["rows"]), PackedRows()
         self._seconds = state_dict["seconds"]
         self.fingerprints = dict(state_dict["fingerprints"])
@@ -102,29 +106,32 @@ class RoundLogger(FederatedCallback):
         return self._seconds + time.perf_counter() - self._start
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Make the run's folder, and take the fingerprint of the initial nets, before training changes them."""
+        """Create the run's folder, and fingerprint the initial nets before training changes them."""
         if stage == "fit" and (folder := run_folder(trainer)):
-            # not by each writer: a folder that is moved away is not to be made again
+            # created once, not by each writer: a folder moved away during the run must not come back half empty
             folder.mkdir(parents=True, exist_ok=True)
         federation = cast(Federation, pl_module)
+        # the federation takes its seed when it is first set up: with a seed, the nets may be trained already
         if federation.seed is None:
             nets = [cast(ClientModule, kind).net.state_dict() for kind in federation.architectures]
             self.fingerprints = {"initial": digest(nets)}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the rows so far: a run has its file from the start, and a resumed one those that it goes on from.
+        """Write the rows so far, and log the settings.
 
-        A CSVLogger, which starts its own file anew, and an MLFlowLogger, which starts a run, get them again.
+        A new run has its file from the start. A resumed run writes the rows of its checkpoint again, also to a
+        CSVLogger, which starts its own file anew, and to an MLFlowLogger, which starts a new run.
         """
         self._start = time.perf_counter()
         federation = cast(Federation, pl_module)
+        # rounds after the checkpoint are lost, but clients' updates were released: privacy accounting must count both
         if self.rows and (folder := run_folder(trainer)):
             federation.aggregator.count_lost(lost_rounds(Standing(folder), len(self.rows)))
         self._write(trainer)
-        # made once, by the federation: it counts the samples of all clients
+        # taken from the federation, which computes it once: it needs the samples of all clients
         self.fingerprints = {"partition": federation.trained["partition"], **self.fingerprints}
         settings = {f"data.{name}": value for name, value in federation.data.hparams.items() if name[0] != "_"}
-        # Lightning logs the method's own later; TensorBoard shows what comes first
+        # Lightning logs the client module's settings later, and TensorBoard keeps only the first call
         settings |= {name: value for name, value in federation.hparams.items() if name[0] != "_"}
         for logger in trainer.loggers:
             named = {"method": federation.method, "data.name": type(federation.data).__name__}
@@ -134,12 +141,13 @@ class RoundLogger(FederatedCallback):
                     logger.log_metrics(numbers(row), step=row["round"])
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Records the round, before a checkpoint is saved at this point."""
+        """Record the round after validation, before a checkpoint is saved."""
+        # the row must be part of the checkpoint that ModelCheckpoint saves in this very hook
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._record(trainer, cast(Federation, pl_module))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Records a round that had no validation."""
+        """Record a round without validation."""
         self._record(trainer, cast(Federation, pl_module))
 
     def _record(self, trainer: Trainer, federation: Federation) -> None:
@@ -148,9 +156,10 @@ class RoundLogger(FederatedCallback):
             return
         row = {name: plain_entry(name, value) for name, value in row.items()}
         self.rows.append(row)
-        # not by a look at all rows: a round costs the same however many there were
+        # compared with the known columns, not with all rows, so that a round's cost doesn't grow with the run
         if not self._columns.issuperset(row):
             self._write(trainer)
+        # a row with known columns is appended; a new column rewrites the file with a new header
         elif folder := run_folder(trainer):
             append_row(folder / "rounds.csv", row)
             stamp(folder)
@@ -159,7 +168,7 @@ class RoundLogger(FederatedCallback):
             logger.save()
 
     def on_final_test(self, trainer: Trainer, federation: Federation, tested: FinalTest) -> None:
-        """Writes and prints the final tables."""
+        """Write ``clients.csv`` and ``summary.json``, and print the table."""
         if not self.rows:
             return
         monitor = federation.monitor
@@ -173,6 +182,7 @@ class RoundLogger(FederatedCallback):
             for client, metrics in tested.clients.items()
         ]
         new = [described(federation.data, client) | metrics for client, metrics in tested.new.clients.items()]
+        # without new clients the column would be constant, so it is left out
         self.clients = [row | {"new": 0} for row in clients] + [row | {"new": 1} for row in new] if new else clients
         self.summary = {
             "name": federation.method,
@@ -181,6 +191,7 @@ class RoundLogger(FederatedCallback):
             "monitor": asdict(monitor),
             "final": {"round": self.rows[-1]["round"], **final},
             "selected": self._selected(monitor, final, tested.selected),
+            # the best round on test is an optimistic figure, reported because papers do
             "best_on_test": self._best(monitor, column),
             **({"best_global": self._best(monitor, server) | self._ten_best(monitor, server)} if central else {}),
             **({"new": self._new(monitor, final[column], tested.new.metrics)} if new else {}),
@@ -190,7 +201,7 @@ class RoundLogger(FederatedCallback):
             "seconds": round(self._elapsed(), 3),
             **environment(federation.device),
         }
-        # where Lightning's users look when `fit` is over
+        # Lightning's users read results from callback_metrics after `fit`
         known = {name: value for name, value in final.items() if value is not None}
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in known.items()})
         if folder := run_folder(trainer):
@@ -202,39 +213,44 @@ class RoundLogger(FederatedCallback):
 
     @staticmethod
     def _new(monitor: Monitor, test: float | None, metrics: Row) -> Row:
-        """What new clients received and made of it, and how much worse that is than what the others have."""
+        """Return the new clients' metric as received and after joining, and the gap to the participating clients."""
         received, joined = (metrics.get(f"{name}/{monitor.metric}") for name in ("new_received", "new"))
+        # signed so that a positive gap means: new clients are worse off
         gap = None if test is None or joined is None else monitor.sign * (test - joined)
         return {f"received/{monitor.metric}": received, f"joined/{monitor.metric}": joined, "gap": gap}
 
     def _best(self, monitor: Monitor, column: str) -> Row:
-        """The round with the best value of a column; of several the first."""
+        """Return the round with the best value of a column; the first of equals."""
         best = max(self._known(column), key=lambda row: (monitor.sign * row[column], -row["round"]), default={})
         return {name: best.get(name) for name in ("round", column)}
 
     def _ten_best(self, monitor: Monitor, column: str) -> Row:
-        """Mean and standard deviation of the ten best values of a column, as the FedAWA code reports them."""
+        """Return mean and standard deviation of a column's ten best values.
+
+        Source: the published code of FedAWA, which reports these.
+        """
         values = sorted((row[column] for row in self._known(column)), key=lambda value: -monitor.sign * value)[:10]
         return {"ten_best_mean": fmean(values), "ten_best_std": pstdev(values)} if values else {}
 
     def _known(self, column: str) -> list[Row]:
-        """The rounds that have a value in a column."""
+        """Return the rounds with a value in a column."""
         return [row for row in self.rows if not math.isnan(row.get(column, math.nan))]
 
     def _selected(self, monitor: Monitor, final: Row, best: Row) -> Row:
-        """The round with the best validation, and its test metrics where they can be known.
+        """Return the round with the best validation, with its test metrics if known.
 
         Args:
             monitor: the metric that selects.
             final: test metrics of the last round.
-            best: those of the best checkpoint, and its round.
+            best: test metrics of the best checkpoint, and its round.
         """
         validation, test = f"val/{monitor.metric}", f"test/{monitor.metric}"
         validated = self._known(validation)
         if not validated:
             return {"round": None, validation: None, test: None}
-        # in float32, as ModelCheckpoint compares: of rounds that differ by less it keeps the first
+        # compared in float32, like ModelCheckpoint, which keeps the first of rounds that are equal in float32
         row = max(validated, key=lambda row: (monitor.sign * torch.tensor(row[validation]).item(), -row["round"]))
+        # a row has test metrics of its own under trainer.test_every_round
         tested = final if row is self.rows[-1] else row
         if test not in tested and best.get("round") == row["round"]:
             tested = row | best
@@ -248,14 +264,14 @@ class RoundLogger(FederatedCallback):
 
 
 def lost_rounds(standing: Standing, kept: int) -> int:
-    """Return how many rounds a run may have made that its checkpoint doesn't have.
+    """Return how many rounds a run may have made after its checkpoint.
 
     Args:
-        standing: what the run's folder tells of it.
-        kept: rounds of the checkpoint.
+        standing: state of the run, read from its folder.
+        kept: number of rounds in the checkpoint.
     """
     recorded = len(standing.rows)
-    # one more may have been in the middle, unless the run had come to its end
+    # plus one that may have been under way, unless the run had finished
     ended = standing.summary.get("final", {}).get("round") == recorded
     return max(recorded - kept, 0) + (not ended)
 
@@ -267,7 +283,7 @@ def covered(row: Row, patterns: Sequence[str]) -> Row:
     {'round': 1, 'privacy/epsilon': 2.0}
 
     Args:
-        row: of the record.
-        patterns: as shells have them.
+        row: a row of the record.
+        patterns: shell-style patterns.
     """
     return {name: value for name, value in row.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a run: a bar on a terminal, an occasional line elsewhere."""
 
 import math
 import os
@@ -16,26 +16,27 @@ from pfl_lightning.federation.final_test import FinalTest
 from pfl_lightning.runs.tables import duration
 
 REDRAWN = 0.1
-"""Seconds between two looks of the bar."""
+"""Least number of seconds between two updates of the bar."""
 
 SILENT = 300.0
-"""Seconds after which a round is told of where there is no terminal; so is each tenth of the rounds, and the first."""
+"""Longest time in seconds without a line if stdout is no terminal."""
 
 LENGTH = 20
 """Characters of the bar itself."""
 
 
 def on_terminal() -> bool:
-    """Whether what is printed can be printed over."""
+    """Return True if stdout is a terminal that can overwrite a line."""
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 class RunBar(ProgressBar):
-    """Shows the round of all rounds, the clients done in it, the time left and the last validation, in one line.
+    """Show round, clients, time left and the last validation in one line, over the whole run.
 
-    It takes the place of Lightning's bar, which is of an epoch, unless a user asks for that by
-    ``callbacks=TQDMProgressBar()`` or the like. On a terminal the line is drawn anew, and goes when the run is done;
-    elsewhere a line is printed after the first round and each tenth of all rounds, and every five minutes.
+    Lightning's bar counts the batches of one epoch; here an epoch is a round. ``callbacks=TQDMProgressBar()`` or
+    ``RichProgressBar()`` takes this bar's place. On a terminal the line is overwritten, and disappears at the end;
+    elsewhere, such as in a log file, a line is printed after the first round, after each tenth of the rounds, and every
+    five minutes.
     """
 
     def __init__(self) -> None:
@@ -48,35 +49,36 @@ class RunBar(ProgressBar):
         self._validation = ""
 
     def enable(self) -> None:
-        """Shows it."""
+        """Show the bar."""
         self._enabled = True
 
     def disable(self) -> None:
-        """Shows nothing, as on all ranks but the first."""
+        """Hide the bar; Lightning calls this on all ranks but the first."""
         self._enabled = False
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Prints above the bar."""
+        """Print above the bar."""
         self._erase()
         super().print(*args, **kwargs)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the clock, also that of a resumed run, whose earlier rounds tell nothing of this machine."""
+        """Start the clock."""
+        # earlier rounds of a resumed run say nothing about this machine, so the time left counts from here
         self._before = self._rounds = cast(Federation, pl_module).round
         self._start = time.perf_counter()
 
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
-        """Starts to count clients."""
+        """Reset the count of clients."""
         self._working, self._done, self._all, self._round_start = True, 0, len(cohort), time.perf_counter()
         self._show(trainer)
 
     def on_client_fit_end(self, trainer: Trainer, federation: Federation, client: int, outcome: Outcome) -> None:
-        """Counts a client."""
+        """Count a client."""
         self._done += 1
         self._show(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Counts a round, which has been validated."""
+        """Count a round, once validated."""
         federation = cast(Federation, pl_module)
         self._working, self._rounds = False, federation.round
         monitor = federation.monitor
@@ -84,7 +86,7 @@ class RunBar(ProgressBar):
         if not math.isnan(value):
             self._validation = f"validation {monitor.words} {monitor.written(value)}"
         if self._rounds == trainer.max_epochs:
-            # Lightning says something at this point
+            # Lightning prints a line of its own after the last round
             self._erase()
         else:
             self._show(trainer)
@@ -93,28 +95,30 @@ class RunBar(ProgressBar):
             print(", ".join(self._parts(trainer)), flush=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Says what is still done."""
+        """Show that the final test is under way."""
         self._erase()
+        # after fast_dev_run Lightning makes no final test
         if self._enabled and on_terminal() and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._draw("all rounds are done; testing")
 
     def on_final_test(self, trainer: Trainer, federation: Federation, tested: FinalTest) -> None:
-        """Goes before the table comes."""
+        """Clear the line before the final table."""
         self._erase()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leaves the line to what is said of it."""
+        """Clear the line before the error's message."""
         self._erase()
 
     def _is_due(self, trainer: Trainer) -> bool:
-        """Whether a round that is done is told of where there is no terminal."""
+        """Return True if a finished round needs a line, on a stdout without terminal."""
         if not self._enabled or on_terminal():
             return False
+        # a line at each new tenth: ten lines for any number of rounds
         tenths = [10 * done // (trainer.max_epochs or 1) for done in (self._rounds - 1, self._rounds)]
         return tenths[0] < tenths[1] or time.perf_counter() - self._told > SILENT
 
     def _parts(self, trainer: Trainer) -> list[str]:
-        """What is known: the round, its clients, the time left, the last validation."""
+        """Return the parts of the line: round, clients, time left, last validation."""
         rounds = trainer.max_epochs or 0
         parts = [f"round {self._rounds + self._working} of {rounds}"]
         if self._working:
@@ -122,14 +126,16 @@ class RunBar(ProgressBar):
         done = self._rounds - self._before
         if done and self._rounds < rounds:
             now = time.perf_counter()
+            # time of the round under way: no part of the mean, and already spent of the time left
             spent = now - self._round_start if self._working else 0.0
             mean = (now - spent - self._start) / done
             parts.append(f"{duration(max(0.0, mean * (rounds - self._rounds) - spent))} left")
         return [*parts, self._validation] if self._validation else parts
 
     def _show(self, trainer: Trainer) -> None:
-        """Draws the bar, if there is a terminal and it was not drawn just now."""
+        """Update the bar, unless stdout is no terminal or the last update is too recent."""
         now = time.perf_counter()
+        # vectorised engines finish many clients within a millisecond, and a terminal is slow
         if not self._enabled or now - self._looked < REDRAWN or not on_terminal():
             return
         self._looked = now
@@ -139,8 +145,9 @@ class RunBar(ProgressBar):
         self._draw(", ".join([f"{first} [{'=' * filled}{' ' * (LENGTH - filled)}]", *others]))
 
     def _draw(self, text: str) -> None:
+        # asked for each time, as a window can be resized; a longer line would wrap and couldn't be overwritten
         width = shutil.get_terminal_size().columns - 1
-        # to the line's start, the text, and nothing behind it
+        # return to the line's start, and clear what an earlier, longer text left behind
         sys.stdout.write(f"\r{text[:width]}\x1b[K")
         sys.stdout.flush()
         self._drawn = True

@@ -1,4 +1,4 @@
-"""Pictures of whose classifiers are alike, round by round, and of the peers that FedReMa would find by it."""
+"""Plot the similarity of clients' classifiers by round, and the peers that FedReMa would choose."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -24,35 +24,39 @@ if TYPE_CHECKING:
 
 
 def peer_precision(peers: Mapping[int, Sequence[int]], groups: Sequence[int]) -> float:
-    r"""Share of a client's peers that are of its true group, :math:`|A_k \cap g(k)| / |A_k|`; mean over clients.
+    r"""Return the mean share of a client's peers from its own true group, :math:`|A_k \cap g(k)| / |A_k|`.
 
     >>> peer_precision({0: [0, 1], 2: [0, 1, 2, 3]}, groups=[0, 0, 1, 1])
     0.75
 
     Args:
-        peers: the peers of each client, by id, itself among them.
+        peers: peers by client id, each client among its own.
         groups: the group of each client ``[K]``.
     """
     return fmean(fmean(groups[i] == groups[k] for i in members) for k, members in peers.items())
 
 
 class SimilarityPictures(Pictures):
-    """Compares the classifiers that clients send as `FedReMa` does, under any method, and draws what it sees.
+    """Compare clients' classifiers as `FedReMa` does, under any method, and draw the results.
 
-    Adds to the round's record ``similarity/gap``, the mean of clients' largest gaps; ``similarity/peers``, the mean
-    number of peers (a client is one of its own); and, where the partitioner knows true groups (`DominantLabels`),
-    ``similarity/precision``, see `peer_precision`. Draws heatmaps of the similarities, the gaps, the numbers of peers
-    with their precision, and for `FedReMa` how often who was whose peer. Nothing is changed; where classifiers don't
-    travel, nothing is recorded or drawn. What it draws is in the checkpoint: a resumed run's pictures are whole.
+    The round's record gets
+
+    * ``similarity/gap``: the mean over clients of the largest gap between sorted similarities;
+    * ``similarity/peers``: the mean number of peers, each client counted among its own;
+    * ``similarity/precision``: see `peer_precision`; only if the partitioner knows true groups (`DominantLabels`).
+
+    The pictures are heatmaps of the similarities, the gaps, the numbers of peers with their precision, and for
+    `FedReMa` how often each client was another's peer. Training doesn't change. If classifiers aren't sent, nothing is
+    recorded or drawn. All data of the pictures are in the checkpoint, so a resumed run's pictures are complete.
 
     Args:
-        every: rounds between pictures, in ``pictures/round_N/``; None draws at the end of ``fit`` alone.
-        rounds: rounds, from 1, whose heatmaps are drawn, beside the last one.
-        delta: see `FedReMa`; where the run has one, its settings hold, and not these.
-        temperature: see `FedReMa`.
+        every: number of rounds between pictures, in ``pictures/round_N/``; None draws at the end of ``fit`` only.
+        rounds: rounds, from 1, with a heatmap each, in addition to the last round.
+        delta: see `FedReMa`; in a run of FedReMa the method's own setting holds.
+        temperature: see `FedReMa`; likewise.
 
     Raises:
-        MisconfigurationException: if a value is out of its range.
+        MisconfigurationException: if a value is out of range.
     """
 
     def __init__(
@@ -80,24 +84,26 @@ class SimilarityPictures(Pictures):
         return {"rows": self._packed.state(self.rows), "similarities": self.similarities}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from earlier rows and similarities."""
+        """Restore the rows and similarities of a resumed run."""
         self.rows, self._packed = PackedRows.unpacked(state_dict["rows"]), PackedRows()
         self.similarities = dict(state_dict["similarities"])
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds what to compare by, and the true groups."""
+        """Find the classifier's entries to compare, and the true groups."""
         super().on_fit_start(trainer, pl_module)
         federation = cast(Federation, pl_module)
+        # a second `fit` with the same callback object starts a new run
         if federation.round == 0:
             self.rows, self.similarities, self._packed = [], {}, PackedRows()
         data = federation.data
         group_of = getattr(data.partitioner, "group_of", None)
         self._groups = [group_of(k, data.num_clients) for k in range(data.num_clients)] if group_of else None
+        # FedReMa's own measure where it runs, so that pictures show its decisions and not a second opinion
         self._own = federation.aggregator.find(FedReMa)
         self._judge = self._own.relevance if self._own else onlooker(federation, self.temperature)
 
     def on_aggregate_start(self, trainer: Trainer, federation: Federation, updates: Updates) -> None:
-        """Compares the classifiers of the round."""
+        """Compare the round's classifiers."""
         judge = self._judge
         if judge is None or not all(
             set(judge.names) <= update.get("weights", {}).keys() for update in updates.values()
@@ -106,18 +112,21 @@ class SimilarityPictures(Pictures):
         round, clients = federation.round + 1, list(updates)
         similarity, peers, gaps = judge.compare(updates, federation.round)
         row: dict[str, Any] = {"peers": fmean(map(len, peers.values()))}
+        # two clients have one similarity each: there is no gap between sorted values
         if len(clients) > 2:
             row["gap"] = fmean(gaps.values())
         if self._groups is not None:
             row["precision"] = peer_precision(peers, self._groups)
         federation.metrics |= {f"similarity/{name}": value for name, value in row.items()}
         self.rows.append(row | {"round": round, "counts": [len(members) for members in peers.values()]})
+        # all clients, absent ones as NaN, so that heatmaps of different cohorts have the same axes
         whole = torch.full((federation.data.num_clients,) * 2, torch.nan, dtype=similarity.dtype)
         whole[torch.tensor(clients)[:, None], torch.tensor(clients)] = similarity
+        # a matrix of all clients each round would fill the checkpoint, so only the drawn rounds are kept
         self.similarities = {r: kept for r, kept in self.similarities.items() if r in self.rounds} | {round: whole}
 
     def draw(self, trainer: Trainer, federation: Federation, where: str) -> None:
-        """Draws the rounds so far."""
+        """Draw all rounds so far."""
         if not self.rows:
             return
         groups = self._groups
@@ -133,12 +142,13 @@ class SimilarityPictures(Pictures):
         rounds, peers = [row["round"] for row in self.rows], [row["counts"] for row in self.rows]
         if (groups := self._groups) is None:
             return plot_peers(rounds, peers)
+        # the precision of peers drawn at random, as a line to compare with
         chance = fmean(groups.count(group) / len(groups) for group in groups)
         return plot_peers(rounds, peers, [row["precision"] for row in self.rows], chance)
 
 
 def onlooker(federation: Federation, temperature: float) -> Relevance | None:
-    """FedReMa's judgement under another method; None where clients send no classifier.
+    """Return FedReMa's measure of similarity for use under another method, or None if clients send no classifier.
 
     Args:
         federation: the federation.

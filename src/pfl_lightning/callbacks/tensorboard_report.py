@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a federation, beside the record of its rounds."""
+"""Additional views of a federation in TensorBoard: partition, tables, final test."""
 
 from collections.abc import Iterable
 from typing import Any, cast
@@ -16,23 +16,24 @@ from pfl_lightning.runs.tables import markdown_table
 
 
 class TensorBoardReport(FederatedCallback):
-    """Gives a `TensorBoardLogger` the partition's heatmap, tables of clients and of the summary, and the final test.
+    """Log the partition, tables of clients and of the summary, and the final test to a `TensorBoardLogger`.
 
-    Does nothing where there is no TensorBoardLogger. The tables are texts. Of the final test, the metric that selects
-    is the ``hp_metric`` beside the hyper-parameters too.
+    The partition is a heatmap; tables are texts. Without a TensorBoardLogger nothing happens. The final test's
+    monitored metric is also logged as ``hp_metric``, for TensorBoard's page of hyper-parameters.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Shows who holds what."""
+        """Log the partition."""
         federation = cast(Federation, pl_module)
         for logger in tensorboard_loggers(trainer):
             figure = plot_partition(amounts(federation.data))
             logger.experiment.add_figure("partition", figure, federation.round)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Shows the final tables and numbers."""
+        """Log the final tables and numbers."""
         metric = f"final/test/{cast(Federation, pl_module).monitor.metric}"
         for record in records(trainer):
+            # a run that was interrupted has no final test
             if not record.clients:
                 continue
             numbers = outcome(record)
@@ -44,21 +45,22 @@ class TensorBoardReport(FederatedCallback):
                 logger.experiment.add_text("clients", text(record.clients), step)
                 logger.experiment.add_text("summary", text(entries), step)
                 logger.log_metrics(numbers, step)
+                # flushed now: the process may end before TensorBoard's writer thread wakes up
                 logger.save()
 
 
 def tensorboard_loggers(trainer: Trainer) -> list[TensorBoardLogger]:
-    """The Trainer's loggers to TensorBoard."""
+    """Return the trainer's TensorBoard loggers."""
     return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
 
 
 def text(rows: Iterable[dict[str, Any]]) -> str:
-    """Rows as a table in Markdown, which TensorBoard shows as one."""
+    """Return rows as a Markdown table, which TensorBoard renders."""
     known = list(rows)
     columns = columns_of(known)
     return markdown_table([columns, *([shown(row.get(name)) for name in columns] for row in known)])
 
 
 def shown(value: Any) -> str:
-    """A value in a cell."""
+    """Return a value as a cell of a table."""
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)

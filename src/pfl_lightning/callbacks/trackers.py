@@ -1,4 +1,4 @@
-"""What callbacks give to trackers of experiments: pictures, and a run's record and summary."""
+"""Send pictures, records and summaries to experiment trackers."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 
 
 def show_figure(trainer: Trainer, name: str, figure: "Figure") -> None:
-    """Gives a picture to Weights & Biases and to TensorBoard, where they log.
+    """Log a figure to Weights & Biases and to TensorBoard, if the trainer has such loggers.
 
     Args:
-        trainer: whose loggers get it, with the rounds that are done as step.
-        name: in the tracker.
-        figure: the picture.
+        trainer: the trainer; the number of finished rounds is the step.
+        name: name in the tracker.
+        figure: the figure.
     """
+    # Lightning's loggers have no common method for images
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             logger.log_image(name, [figure])
@@ -28,18 +29,20 @@ def show_figure(trainer: Trainer, name: str, figure: "Figure") -> None:
 
 
 def records(trainer: Trainer) -> list[RoundLogger]:
-    """The Trainer's records of rounds."""
+    """Return the trainer's `RoundLogger` callbacks."""
     return [callback for callback in trainer.callbacks if isinstance(callback, RoundLogger)]  # type: ignore[attr-defined]
 
 
 def flat_summary(record: RoundLogger) -> dict[str, Any]:
-    """A run's summary without nesting: what is in its parts has names such as ``final/test/acc``."""
+    """Return a run's summary without nesting, with names such as ``final/test/acc``."""
     flat = {name: value for name, value in record.summary.items() if not isinstance(value, dict)}
+    # one level is enough: no part of a summary has parts of its own
     for part in ("final", "selected", "best_on_test", "best_global"):
         flat |= {f"{part}/{name}": value for name, value in record.summary.get(part, {}).items()}
     return flat
 
 
 def outcome(record: RoundLogger) -> dict[str, Any]:
-    """The numbers of a summary's parts, such as ``selected/val/acc``, by which sweeps choose and trackers sort runs."""
+    """Return the summary's numbers, such as ``selected/val/acc``, for sweeps and for sorting runs."""
+    # only names with a slash: the seed and other settings are logged as hyper-parameters already
     return {name: value for name, value in numbers(flat_summary(record)).items() if "/" in name}

@@ -1,4 +1,4 @@
-"""What Weights & Biases shows of a federation, beside the record of its rounds."""
+"""Additional views of a federation in Weights & Biases: x axis, partition, table of clients, summary."""
 
 from typing import cast
 
@@ -14,20 +14,21 @@ from pfl_lightning.runs.report import numbers
 
 
 class WandbReport(FederatedCallback):
-    """Gives a `WandbLogger` the round as x axis, the partition's heatmap, the table of clients and the summary.
+    """Set the round as x axis, and log the partition, the table of clients and the summary to a `WandbLogger`.
 
-    Does nothing where there is no WandbLogger. The rows of the record, and the configuration, come to it from
-    `RoundLogger` and from the command line as they come to every logger. A resumed run that logs offline gets its
-    earlier rows again: its file begins anew, and may take the place of what was synced before.
+    Without a WandbLogger nothing happens. Rounds come from `RoundLogger` and the configuration from the command line,
+    as for every logger. A resumed run that logs offline sends its earlier rows again: W&B's offline file starts anew,
+    and may replace the rounds synced before.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sets the axes and shows who holds what."""
+        """Define the x axis, log the partition, and send the earlier rows of an offline run again."""
         federation = cast(Federation, pl_module)
         for logger in wandb_loggers(trainer):
             logger.experiment.define_metric("round")
             logger.experiment.define_metric("*", step_metric="round")
             monitor = federation.monitor
+            # W&B's summary shows the last value by default; the best one is what people sort by
             best = f"{monitor.mode},last"
             logger.experiment.define_metric(f"val/{monitor.metric}", step_metric="round", summary=best)
             logger.log_image("partition", [plot_partition(amounts(federation.data))])
@@ -36,18 +37,18 @@ class WandbReport(FederatedCallback):
                 logger.log_metrics(numbers(row), step=row["round"])
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Shows the final table of clients and the summary."""
+        """Log the final table of clients and the summary."""
         for record in records(trainer):
             if not record.clients:
                 continue
             for logger in wandb_loggers(trainer):
                 columns = list(record.clients[0])
                 logger.log_table("clients", columns, [list(row.values()) for row in record.clients])
-                # in the history too, where sweeps look for what they choose by
+                # in the history too: W&B's sweeps read the metric to optimise from there
                 logger.log_metrics(outcome(record) | {"round": trainer.global_step}, trainer.global_step)
                 logger.experiment.summary.update(flat_summary(record))
 
 
 def wandb_loggers(trainer: Trainer) -> list[WandbLogger]:
-    """The Trainer's loggers to Weights & Biases."""
+    """Return the trainer's Weights & Biases loggers."""
     return [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]

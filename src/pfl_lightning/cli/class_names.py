@@ -1,4 +1,4 @@
-"""Names of the classes that a setting can take, and of their settings."""
+"""List the valid classes of a setting, and the settings of a class."""
 
 import inspect
 from importlib import import_module
@@ -29,35 +29,37 @@ KINDS: dict[str, type] = {
     "logger": Logger,
     "callbacks": Callback,
 }
-"""The base class of what a setting names."""
+"""Base class of each setting that names a class."""
 
 
 def class_names(kind: str) -> set[str]:
-    """Names of the classes that a setting can take.
+    """Return the names of all imported classes valid for a setting.
 
     Args:
-        kind: the setting's own name, such as ``net``; of an unknown one all classes are given.
+        kind: last part of the setting's name, such as ``net``; for an unknown one, classes of all kinds.
     """
     bases = [KINDS[kind]] if kind in KINDS else list(KINDS.values())
+    # from imported modules only: a user's class is known once `--model FILE.CLASS` has imported the file
     found: set[type] = {cls for base in bases for cls in subclasses(base)}
     return {cls.__name__ for cls in found if not inspect.isabstract(cls) and not cls.__name__.startswith("_")}
 
 
 def subclasses(base: type) -> set[type]:
-    """A class and all classes below it."""
+    """Return a class and all subclasses, at any depth."""
     direct: list[type] = base.__subclasses__()
     return {base}.union(*map(subclasses, direct))
 
 
 def settings(class_path: str) -> list[str]:
-    """Names of a class's settings; none if there is no such class.
+    """Return the names of a class's settings; an empty list for an unknown class.
 
     Args:
-        class_path: the class with its module.
+        class_path: dotted path of the class.
     """
     module, _, name = class_path.rpartition(".")
     try:
         cls: Any = getattr(import_module(module), name)
+        # jsonargparse follows **kwargs up to base classes, which inspect.signature doesn't
         return list(ArgumentParser(exit_on_error=False).add_class_arguments(cls, fail_untyped=False))
     except (ImportError, AttributeError, ValueError):
         return []

@@ -1,12 +1,12 @@
-"""The commands of ``pfl-lightning``, by their names."""
+"""Names and one-line descriptions of the commands of ``pfl-lightning``."""
 
 TRAINER = {
-    "fit": "runs the rounds of a federation",
-    "validate": "evaluates every client on its validation split",
-    "test": "evaluates every client on its test split",
-    "join": "lets new clients receive what the server has, and train by it",
+    "fit": "train a federation for some rounds, then test it",
+    "validate": "evaluate every client's model on its validation split",
+    "test": "evaluate every client's model on its test split",
+    "join": "train new clients from a finished federation, and test them",
 }
-"""What the Trainer can do with a federation, and a line about each."""
+"""Commands that Lightning's command line runs: each is the Trainer's method with the same name."""
 
 OTHERS = {
     "compare": "pfl_lightning.cli.compare",
@@ -15,20 +15,20 @@ OTHERS = {
     "methods": "pfl_lightning.cli.methods_table",
     "status": "pfl_lightning.cli.status",
 }
-"""All others, each by the module whose ``main`` runs it; modules are read when they are asked for."""
+"""All other commands, each with the module whose ``main(args)`` runs the command; imported on demand."""
 
 ABOUT = TRAINER | {
-    "compare": "makes one table of many methods and seeds",
-    "configs": "lists the configurations that come with the package, and copies one to be changed",
-    "flower": "writes the app of a deployment at sites that keep their data",
-    "methods": "lists all methods, and what they send and keep",
-    "status": "tells where runs stand, by their files",
+    "compare": "run several methods with several seeds, and write one table",
+    "configs": "list the packaged configurations, or copy one to change it",
+    "flower": "deploy a federation at sites that keep their data, over Flower",
+    "methods": "list all methods, with the bytes that each sends and keeps",
+    "status": "show the progress of runs, from the files in their folders",
 }
-"""All commands, and a line about each."""
+"""One line on each command, in the order of ``pfl-lightning --help``."""
 
 
 def overview() -> str:
-    """What ``pfl-lightning --help`` prints."""
+    """Return the text of ``pfl-lightning --help``."""
     width = max(map(len, ABOUT))
     return "\n".join(
         [
@@ -38,6 +38,7 @@ def overview() -> str:
             "",
             *(f"  {name:<{width}}  {line}" for name, line in ABOUT.items()),
             "",
-            "pfl-lightning COMMAND --help says more of each; fit --model.help FedProx says what a class takes.",
+            "pfl-lightning --version prints the version.",
+            "pfl-lightning COMMAND --help lists its options; fit --model.help FedProx lists the settings of a class.",
         ]
     )

@@ -1,4 +1,7 @@
-"""The server side that settings of one are about where none is named."""
+"""Name the model's own aggregator on a command line with ``--aggregator.mean`` and no aggregator.
+
+Without a class the parser couldn't tell to which aggregator the mean belongs.
+"""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -6,14 +9,14 @@ from contextlib import suppress
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 
+from pfl_lightning.cli.argv import grouped, settings_in, value_of
 from pfl_lightning.cli.class_names import KINDS, subclasses
-from pfl_lightning.cli.exclusive import grouped, settings_in, value_of
 
 MEAN = "--aggregator.mean"
 
 
 def with_server(words: Sequence[str]) -> list[str]:
-    """A command line that names the model's own server side where it gives a rule for its mean and no aggregator.
+    """Insert ``--aggregator CLASS`` before ``--aggregator.mean`` where a command line names no aggregator.
 
     >>> with_server(["fit", "--model", "FedAvg", "--aggregator.mean", "Krum"])
     ['fit', '--model', 'FedAvg', '--aggregator', 'WeightedAverage', '--aggregator.mean', 'Krum']
@@ -25,19 +28,25 @@ def with_server(words: Sequence[str]) -> list[str]:
     first = next((k for k, argument in enumerate(arguments) if is_mean(argument[0])), None)
     if first is None or any(named(argument, "aggregator") for argument in arguments):
         return list(words)
+    # reversed, as the last --model or --config holds; FedAvg is the command line's default
     model = next((name for argument in reversed(arguments) if (name := named(argument, "model"))), "FedAvg")
     server = ["--aggregator", own_server(model)]
     return [word for argument in [*arguments[:first], server, *arguments[first:]] for word in argument]
 
 
 def is_mean(word: str) -> bool:
-    """Whether a word is the option that gives a rule, or one of the rule's settings."""
+    """Return True for ``--aggregator.mean`` and for options below."""
     option = word.partition("=")[0]
     return option == MEAN or option.startswith(f"{MEAN}.")
 
 
 def named(argument: list[str], setting: str) -> str | None:
-    """The class that an argument gives to a setting, itself or by a file."""
+    """Return the class given to a setting, by option or by configuration; None if none is given.
+
+    Args:
+        argument: a list from ``grouped``.
+        setting: ``model`` or ``aggregator``.
+    """
     if name := value_of(argument, f"--{setting}", f"--{setting}.class_path"):
         return name
     path = value_of(argument, "-c", "--config")
@@ -47,9 +56,14 @@ def named(argument: list[str], setting: str) -> str | None:
 
 
 def own_server(model: str) -> str:
-    """Name of the server side that a client module brings along; of an unknown one, `WeightedAverage`."""
+    """Return the class name of a client module's own aggregator; ``WeightedAverage`` for an unknown module.
+
+    Args:
+        model: the class of the client module, with or without its module.
+    """
     found = [cls for cls in subclasses(KINDS["model"]) if cls.__name__ == model.rpartition(".")[2]]
-    # of what can't be found, or made without settings, the parser says what is wrong
+    # a class that is unknown, or that needs settings, gets its sentence from the parser afterwards
+    # building the module draws initial weights, which must not move the run's random state
     with suppress(IndexError, TypeError, MisconfigurationException), isolate_rng():
         return type(found[0]().configure_aggregator()).__name__
     return "WeightedAverage"

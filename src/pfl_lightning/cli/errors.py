@@ -1,4 +1,7 @@
-"""What users get wrong, in one sentence: the errors of the classes that the command line makes and runs."""
+"""Turn exceptions caused by settings into one sentence, and leave bugs with their traceback.
+
+Settings outside the valid range pass the parser; the error comes from the class that first uses the setting.
+"""
 
 import errno
 import re
@@ -22,7 +25,7 @@ OF_SETTINGS = {
     "lightning.pytorch.trainer.": "trainer",
     "torch.optim.": "model.optimizer",
 }
-"""Modules whose complaints are about settings, and which: they are raised where a setting is first used."""
+"""The setting behind an error, by the module that raised the error; the first matching prefix counts."""
 
 PLACE = "take another place, or let this one be read and written"
 ADVICE = {
@@ -35,29 +38,33 @@ ADVICE = {
     errno.ENOSPC: "make room",
     errno.EDQUOT: "make room",
 }
-"""What to do about those of the system's errors that are never a bug."""
+"""Advice for errors of the operating system that are never a bug."""
 
 
 def mistake(error: BaseException) -> str | None:
-    """The sentence of an error that a user's settings caused; None for one that is a bug.
+    """Return the sentence for an error caused by settings, or None for a bug.
 
     Args:
-        error: what ended the run.
+        error: the exception that ended the run.
     """
+    # the original error shows which module refused the value; jsonargparse and Lightning raise their own from it
     root = list(causes(error))[-1]
     for cause in causes(error):
         if isinstance(cause, (MisconfigurationException, TrainingDiverged, ClientsLost)):
             return one_line(about(cause))
-        # arguments that the parser hands on unseen; without them it is the class's own mistake
+        # dict_kwargs bypass the parser's checks, so a wrong name fails in the class; any other TypeError is a bug
         unseen = re.search(r"__init__\(\) (got an unexpected keyword argument '\w+')[\s\S]* dict_kwargs=", str(cause))
         if unseen and raised_in(cause).startswith("jsonargparse."):
             return f"dict_kwargs: a class {unseen[1]}; leave it out."
+        # compared by name, as wandb needn't be installed
         if type(cause).__module__.startswith("wandb.errors"):
             reason = str(cause).splitlines()[0].removesuffix(".")
             return f"WandbLogger: {reason}; or log on this machine alone, by --trainer.logger.offline true."
+    # a missing file or a refused connection can be a bug, so other numbers keep their traceback
     if isinstance(root, OSError) and root.errno in ADVICE:
         where = f"{root.filename}: " if isinstance(root.filename, str) else ""
         return one_line(f"{where}{root.strerror}; {ADVICE[root.errno]}.")
+    # a ValueError from torch or from this package is more likely a bug than a setting
     return (
         one_line(about(root))
         if isinstance(root, (ValueError, OverflowError, RuntimeError, ImportError)) and owner(root)
@@ -66,25 +73,26 @@ def mistake(error: BaseException) -> str | None:
 
 
 def about(error: BaseException) -> str:
-    """What an error says, behind the setting that it is about where it doesn't say so itself."""
+    """Return an error's message, preceded by the setting unless the message begins with a setting."""
+    # messages of this package begin with "setting=value" or "setting:"
     said, setting = str(error), owner(error)
     return said if setting is None or re.match(r"[\w.]+[=:]", said) else f"{setting}: {said}"
 
 
 def owner(error: BaseException) -> str | None:
-    """The setting that an error is about by the module that raised it, if there is one."""
+    """Return the setting behind an error, by the module where the error was raised, or None."""
     module = raised_in(error)
     return next((setting for start, setting in OF_SETTINGS.items() if module.startswith(start)), None)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and the errors that it was raised from."""
+    """Yield an error, the cause, the cause of the cause, and so on."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def raised_in(error: BaseException) -> str:
-    """Name of the module in which an error was raised."""
+    """Return the name of the module where an error was raised."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return str(frames[-1].f_globals.get("__name__", "")) if frames else ""

@@ -1,7 +1,7 @@
-"""The command line: ``pfl-lightning COMMAND``, with the commands of ``cli.commands``.
+"""Entry point of the command line, ``pfl-lightning COMMAND``; ``cli.commands`` lists the commands.
 
-This module imports nothing heavy: lists, and mistakes that a look at the words tells, are answered at once. Torch and
-Lightning are read when a command needs them.
+Nothing heavy is imported here: importing torch and Lightning takes seconds, and neither a list nor a typing mistake
+needs either. A command imports both when it starts.
 """
 
 import logging
@@ -14,6 +14,7 @@ from importlib import import_module
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+import pfl_lightning
 from pfl_lightning.cli.commands import OTHERS, overview
 from pfl_lightning.cli.refusals import refuse_at_sight
 from pfl_lightning.cli.usage import UsageError, fail
@@ -21,10 +22,10 @@ from pfl_lightning.stopping import RankLost, Stopped, ending_at_once, stoppable
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs the command line.
+    """Run the command line.
 
     Args:
-        args: the arguments; None takes the process's own.
+        args: the arguments after the program's name; None takes ``sys.argv``.
     """
     silence()
     words = sys.argv[1:] if args is None else args
@@ -32,12 +33,17 @@ def main(args: list[str] | None = None) -> None:
         # like `python -m`: a method in a file of the working folder can be named by `--model FILE.CLASS`
         sys.path.append("")
     try:
+        # from here on SIGTERM and Ctrl-C raise Stopped, so that a run can say how to resume
         with stoppable():
             if words in (["--help"], ["-h"]):
                 print(overview())
                 sys.exit(0)
+            if words == ["--version"]:
+                print(f"pfl-lightning {pfl_lightning.__version__}")
+                sys.exit(0)
             refuse_at_sight(words)
             other = words[0] in OTHERS
+            # A signal ends the process at once here: an exception within an import would surface as another error.
             with ending_at_once(partial(tell, words)):
                 command = import_module(OTHERS[words[0]] if other else "pfl_lightning.cli.trainer_commands")
             if other:
@@ -50,6 +56,7 @@ def main(args: list[str] | None = None) -> None:
         raise
     except RankLost as lost:
         print(f"pfl-lightning: {lost}{way_on(words, lost)}", file=sys.stderr)
+        # the lost rank's own exit code, so that a scheduler such as Slurm sees why the run ended
         sys.exit(lost.code)
     except BrokenPipeError:
         # as under `head`, which has read enough: the interpreter's last flush would complain too
@@ -57,17 +64,18 @@ def main(args: list[str] | None = None) -> None:
         # as shells have it for SIGPIPE
         sys.exit(141)
     except Exception as error:
+        # imported late: the table of known mistakes needs Lightning's exception classes
         if reason := import_module("pfl_lightning.cli.errors").mistake(error):
             fail(reason)
         raise
 
 
 def tell(words: list[str], stop: Stopped) -> None:
-    """Says what has stopped a command, and how to go on; of several ranks the first one does.
+    """Print why a command was stopped and how to resume, on rank 0 only.
 
     Args:
         words: the command's arguments.
-        stop: what ended it.
+        stop: the exception that a signal raised.
     """
     # Lightning, which knows the rank, may not be imported yet; it hands the rank to processes that it starts
     if not getattr(rank_zero_only, "rank", int(os.environ.get("LOCAL_RANK", 0))):
@@ -75,31 +83,36 @@ def tell(words: list[str], stop: Stopped) -> None:
 
 
 def way_on(words: list[str], stop: RankLost | Stopped) -> str:
-    """What a user who has stopped a command can do next.
+    """Return the end of the sentence about a stopped command: how to resume, or how to start again.
 
     Args:
         words: the command's arguments.
-        stop: what ended it.
+        stop: the exception that ended the command; ``resumable`` says if a checkpoint exists.
     """
+    # A comparison skips its finished runs and resumes its unfinished ones by itself.
     if words and words[0] == "compare":
         return "; the same command goes on from here."
+    # only `fit` writes checkpoints, so no other command has anything to resume
     if not words or words[0] != "fit":
         return "."
     if stop.resumable:
+        # the printed line can be pasted: shlex quotes it, and a run resumed twice doesn't get the option twice
         words = words if words[-2:] == ["--ckpt_path", "last"] else [*words, "--ckpt_path", "last"]
         return f"; go on with: pfl-lightning {shlex.join(words)}"
     return f" before there was a checkpoint; start again with: pfl-lightning {shlex.join(words)}"
 
 
 def silence() -> None:
-    """Keeps back what users of the command line can't act upon."""
+    """Filter warnings and log lines on which a user of the command line can't act."""
     # Lightning's own use of a name that torch deprecates
     warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_news)
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Whether a log message is neither Lightning's tip to install a package of its own nor that all rounds are done."""
+    """Return False for Lightning's advertisements and for the line after the last epoch."""
+    # Lightning advertises packages of its own (litlogger, litmodels), and ends every run with "stopped: max_epochs",
+    # which reads like a failure.
     said = record.getMessage()
     return not any(part in said for part in ("/litlogger/", "/litmodels/", "stopped: `max_epochs="))
 

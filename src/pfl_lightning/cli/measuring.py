@@ -1,4 +1,4 @@
-"""Measures what methods send, keep and need, in a few small rounds of each."""
+"""Measure the table of methods: run each method for two small rounds, and count bytes."""
 
 import logging
 import warnings
@@ -26,11 +26,11 @@ from pfl_lightning.nets import CNN, MLP, CifarResNet
 from pfl_lightning.trainer import FederatedTrainer
 
 NETS: dict[type[ClientModule], Any] = {FedBN: CifarResNet}
-"""Nets of client modules that are about layers that the CNN hasn't."""
+"""Nets for client modules that need layers missing in the CNN, such as BatchNorm."""
 
 
 class Crowd(FederatedDataModule):
-    """Random images, as large as MNIST's, that notes which of its samples are asked for."""
+    """Random images in the format of MNIST; records which splits a method reads."""
 
     num_classes = 10
     input_shape = (1, 28, 28)
@@ -42,50 +42,65 @@ class Crowd(FederatedDataModule):
         self.asked: set[str] = set()
 
     def load(self) -> tuple[Tensor, Tensor]:
-        """Twenty images a client."""
+        """Return 20 random images per client, with balanced labels."""
         y = torch.arange(20 * CLIENTS) % self.num_classes
         return torch.randint(256, (len(y), *self.input_shape), dtype=torch.uint8), y
 
     def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> Sequence[Samples]:
-        """Parts; nobody but a method asks for validation data, as the Trainer is told not to validate."""
+        """Record the split and return the samples.
+
+        Only a method asks for validation samples here: `fit` turns Lightning's validation off.
+        """
         self.asked.add(split)
         return super().parts(clients, split, device)
 
     def server_data(self) -> Samples:
-        """Ten images."""
+        """Record the request and return ten images."""
         self.asked.add("server")
         return self._gather(torch.arange(10))
 
 
 class Traffic(FederatedCallback):
-    """Keeps the names of what travels, as of the last round, and whether it shows which classes a client holds."""
+    """Record the entries of the last round's payloads and updates, and if updates reveal a client's classes."""
 
     up: list[str]
     down: list[str]
     classes: bool
 
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
-        """Note what a payload has, without what travels once."""
+        """Record the payload's entries, except entries sent once per run."""
         self.down = [n for n in federation.aggregator.download(cohort[0]) if n not in federation.aggregator.sends_once]
 
     def on_aggregate_start(self, trainer: Trainer, federation: Federation, updates: Updates) -> None:
-        """Looks at the updates."""
+        """Record the updates' entries, and compare their keys with each client's classes."""
         self.up = list(updates[min(updates)])
         held = {client: federation.data.client(client).class_counts.nonzero().flatten().tolist() for client in updates}
         self.classes = all(shows(update, set(held[client])) for client, update in updates.items())
 
 
 def shows(sent: Any, classes: set[int]) -> bool:
-    """Whether something has, at any depth, an entry for each of some classes and for no other.
+    """Return True if a mapping within ``sent`` has exactly the given classes as keys, at any depth.
 
     >>> shows({"prototypes": {0: 3.1, 4: 0.2}}, {0, 4}), shows({"weights": {"a": 3.1}}, {0, 4})
     (True, False)
+
+    Args:
+        sent: an update or a part of one.
+        classes: the classes that the client holds.
     """
     return isinstance(sent, Mapping) and (set(sent) == classes or any(shows(part, classes) for part in sent.values()))
 
 
 def fit(method: Method, data: Crowd, net: Any, callback: FederatedCallback, **settings: Any) -> Federation:
-    """A federation of a method after a few small rounds."""
+    """Train a method for a few small rounds on the CPU, and return the federation.
+
+    Args:
+        method: the method.
+        data: the data.
+        net: a net's class, or a list of them for clients with different nets.
+        callback: observes the rounds.
+        **settings: further settings of the Trainer.
+    """
     trainer = FederatedTrainer(
         local_steps=2,
         limit_val_batches=0,
@@ -97,9 +112,10 @@ def fit(method: Method, data: Crowd, net: Any, callback: FederatedCallback, **se
         callbacks=[callback],
         **settings,
     )
+    # measuring must not depend on the order of methods, nor change the caller's random state
     with isolate_rng():
         torch.manual_seed(0)
-        # a large rate: clients shall become different enough for what a server makes of them to differ in float32
+        # a large learning rate, so that clients drift apart: personal payloads must differ even in float32
         client = method.client(
             net=net,
             input_shape=data.input_shape,
@@ -111,7 +127,7 @@ def fit(method: Method, data: Crowd, net: Any, callback: FederatedCallback, **se
 
 
 def works(method: Method, net: Any, **settings: Any) -> str:
-    """Whether such a federation is made: yes, or no where it is refused."""
+    """Return "yes" if a method trains with a net, "no" if the method refuses."""
     try:
         fit(method, Crowd(), net, FederatedCallback(), **settings)
     except MisconfigurationException:
@@ -120,7 +136,7 @@ def works(method: Method, net: Any, **settings: Any) -> str:
 
 
 def describe(method: Method) -> dict[str, str]:
-    """A method's row: its names and its paper as they are, the rest measured.
+    """Measure one method, and return a row of the table.
 
     Args:
         method: the method.
@@ -128,13 +144,16 @@ def describe(method: Method) -> dict[str, str]:
     data, traffic, net = Crowd(), Traffic(), NETS.get(method.client, CNN)
     federation = fit(method, data, net, traffic, max_rounds=2)
     model = num_bytes(net(data.input_shape, data.num_classes).state_dict())
+    # personal payloads: clients receive different bytes
     own = len({digest(federation.aggregator.download(client)) for client in range(CLIENTS)}) > 1
     payload = federation.aggregator.download(0)
+    # entries sent once per run stay with the client, though the aggregator counts them as payload
     kept = {name: payload[name] for name in federation.aggregator.sends_once if name in payload}
     personal = federation.clients[0].personal | kept
-    # flags and counters are named only where there is nothing else
+    # flags and counters are single numbers, and would hide the parts that matter in the column
     named = [name for name, tensor in personal.items() if tensor.numel() > 1] or personal
     parts = dict.fromkeys(name.removeprefix("net.").split(".")[0] for name in named)
+    # class counts reveal more than classes, so the table names only the former
     counts = "class_counts" in traffic.up
     needs = {
         "class counts": counts,
@@ -161,11 +180,12 @@ def describe(method: Method) -> dict[str, str]:
 
 
 def amount(share: float, names: Iterable[str]) -> str:
-    """A share of the model's bytes, and what it is made of.
+    """Return bytes as a multiple of the model's, with the names of the entries.
 
     >>> amount(1.00001, ["weights", "num_samples"]), amount(0.0012, ["class_counts"]), amount(0.0, [])
     ('1.00 weights', '<0.01 class counts', 'nothing')
     """
+    # every method sends num_samples; a column full of it would say nothing
     listed = ", ".join(name.replace("_", " ") for name in names if name != "num_samples")
     number = f"{share:.2f}" if share >= 0.005 else "<0.01"
     return f"{number} {listed}" if share else "nothing"
@@ -173,7 +193,7 @@ def amount(share: float, names: Iterable[str]) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps back what Lightning tells of each of many small runs."""
+    """Silence warnings and Lightning's log lines, which repeat for each of a hundred runs."""
     log = logging.getLogger("lightning.pytorch")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -186,7 +206,7 @@ def quiet() -> Iterator[None]:
 
 
 def measured() -> list[dict[str, str]]:
-    """The rows of all methods."""
+    """Return the rows of all methods."""
     # nets this small gain nothing from several threads, and lose much where something else runs
     torch.set_num_threads(1)
     with quiet():

@@ -1,4 +1,4 @@
-"""The table of methods: what a pair of client module and aggregator sends, keeps and needs, measured and stored."""
+"""Print the table of methods, ``pfl-lightning methods``: bytes sent and kept, and data needed, of each method."""
 
 import csv
 import io
@@ -6,71 +6,71 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from pfl_lightning.cli.arguments import Arguments
+from pfl_lightning.cli.usage import Arguments
 from pfl_lightning.runs.tables import markdown_table, text_table
 
 STORED = Path(__file__).parents[1] / "methods" / "table.csv"
-"""What was measured, which the tests keep true."""
+"""The measured table; tests compare it with new measurements."""
 
 CLIENTS = 4
-"""Clients of the federations that are measured."""
+"""Number of clients in the measured federations."""
 
 SHORT = ("method", "paper", "configuration", "up", "stays")
-"""The columns of the short table."""
+"""Columns of the short table, for the README."""
 
 NOTE = f"""\
-Measured, with the defaults, in the second round of {CLIENTS} clients that all take part, with 10 classes and the CNN
-(FedBN: CifarResNet, whose BatchNorm layers stay): what a client and round sends up and down, and what stays with the
-client between rounds, in bytes as a multiple of the model's. "Of its own" says that clients receive different things;
-"classes" that what a client sends shows which classes it holds, and "class counts" how many samples of each; "different
-nets" that clients can have networks of different bodies whose features have one width. In all methods some clients can
-stay away from a round."""
+Measured in the second round of {CLIENTS} clients that all take part, with default settings, 10 classes and the CNN
+(FedBN: CifarResNet, for its BatchNorm layers). Up and down: what a client sends and receives per round. Stays:
+what a client keeps between rounds. All three are in bytes, as multiples of the model's. "Of its own": clients
+receive different payloads. Needs, "classes": updates show which classes a client holds; "class counts": also
+how many samples of each. Different nets: clients may have nets with different bodies, if their features have
+one width. With every method, clients may miss rounds."""
 
 
 def markdown(rows: Sequence[Mapping[str, str]]) -> str:
-    """The table in Markdown, with links to the papers, and what its columns say.
+    """Return the table in Markdown, with links to the papers and a note on the columns.
 
     Args:
-        rows: as they are stored.
+        rows: the stored rows.
     """
     return f"{markdown_table(cells(list(map(linked, rows))))}\n\n{NOTE}"
 
 
 def short(rows: Sequence[Mapping[str, str]]) -> str:
-    """Five columns of the table in Markdown.
+    """Return the columns `SHORT` of the table in Markdown.
 
     Args:
-        rows: as they are stored.
+        rows: the stored rows.
     """
     return markdown_table(cells([{name: row[name] for name in SHORT} for row in map(linked, rows)]))
 
 
 def linked(row: Mapping[str, str]) -> dict[str, str]:
-    """A row with a link in Markdown to the paper, and names of classes and files as code."""
+    """Return a row with the paper as a link, and with names of classes and files as code."""
     code = {name: f"`{row[name]}`" for name in ("configuration", "client module", "aggregator")}
     return {**row, "paper": f"[{row['paper']}]({row['url']})" if row["url"] else "", **code}
 
 
 def text(rows: Sequence[Mapping[str, str]]) -> str:
-    """The table for terminals, and what its columns say.
+    """Return the table for terminals, with a note on the columns.
 
     Args:
-        rows: as they are stored.
+        rows: the stored rows.
     """
     return f"{text_table(cells(rows))}\n\n{NOTE}"
 
 
 def cells(rows: Sequence[Mapping[str, str]]) -> list[list[str]]:
-    """The header and the rows, without the addresses."""
+    """Return the header and the rows, without the column of web addresses."""
     names = [name for name in rows[0] if name != "url"]
     return [names, *([row[name] for name in names] for row in rows)]
 
 
 def comma_separated(rows: Sequence[Mapping[str, str]]) -> str:
-    """The table as CSV, without the line about its columns.
+    """Return the table as CSV, in the format of the stored table.
 
     Args:
-        rows: as they are stored.
+        rows: the stored rows.
     """
     file = io.StringIO()
     writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
@@ -83,7 +83,7 @@ FORMATS = {"text": text, "markdown": markdown, "short": short, "csv": comma_sepa
 
 
 def main(args: list[str]) -> int:
-    """Runs ``pfl-lightning methods``.
+    """Run ``pfl-lightning methods``.
 
     Args:
         args: the command's arguments.
@@ -91,17 +91,20 @@ def main(args: list[str]) -> int:
     Returns:
         The exit code.
     """
-    parser = Arguments("methods", description=__doc__)
-    parser.add_argument("--format", choices=list(FORMATS), default="text")
+    parser = Arguments("methods", description="Print the table of methods: bytes sent and kept, and data needed.")
+    parser.add_argument("--format", choices=list(FORMATS), default="text", help="format of the table (default: text)")
     parser.add_argument(
-        "--measure", action="store_true", help="measure the methods anew, in the place of the figures that are stored"
+        "--measure",
+        action="store_true",
+        help="measure all methods again, in minutes, instead of printing stored figures",
     )
     given = parser.parse_args(args)
+    # imported on demand: the stored table needs no torch, and prints at once
     print(FORMATS[given.format](import_module("pfl_lightning.cli.measuring").measured() if given.measure else stored()))
     return 0
 
 
 def stored() -> list[dict[str, str]]:
-    """The rows of all methods, as they were measured."""
+    """Return the stored rows of all methods."""
     with STORED.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))

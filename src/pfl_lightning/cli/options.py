@@ -1,20 +1,21 @@
-"""Writes down the options of the Trainer's commands: ``python -m pfl_lightning.cli.options`` prints them."""
+"""Print the options of the Trainer's commands for ``options.json``: ``python -m pfl_lightning.cli.options``."""
 
 import json
 import re
 
 from pfl_lightning.cli.commands import TRAINER
-from pfl_lightning.cli.reading import new_parser
+from pfl_lightning.cli.load_config import new_parser
 from pfl_lightning.cli.refusals import Options, installed
 from pfl_lightning.trainer import MEANINGLESS
 
 PLAIN = re.compile(r"(typing\.|Optional|Union|Literal\[[^]]*\]|NoneType|None|int|float|str|bool|[\[\],|' ]|<class|>)*")
-"""Types of values that have no settings of their own."""
+"""Types whose values have no settings of their own, as jsonargparse writes types."""
 
 
 def measured() -> Options:
-    """The options that the parser has."""
+    """Return the options of the installed parser, with the installed versions."""
     parser = new_parser()
+    # argparse has no public way from a parser to its subcommands' parsers.
     (commands,) = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
     taken = {command: set(commands[command].own_names()) for command in TRAINER}
     names = sorted(parser.option_names())
@@ -23,12 +24,13 @@ def measured() -> Options:
         versions=installed(),
         commands={name: " ".join(command for command in TRAINER if name in taken[command]) for name in names},
         open=sorted({action.dest for action in actions if not PLAIN.fullmatch(str(getattr(action, "_typehint", "")))}),
+        # the parser refuses these with advice, such as "means nothing in a federation"; a suggestion would mislead
         explained=sorted({f"trainer.{name}" for name in MEANINGLESS} - set(names)),
     )
 
 
 def text(options: Options) -> str:
-    """Options as they are stored."""
+    """Return options in the format of ``options.json``."""
     return json.dumps(options._asdict(), indent=1) + "\n"
 
 

@@ -1,4 +1,8 @@
-"""What users get wrong, in one sentence: the complaints of the parser."""
+"""Turn the parser's error messages into one sentence each.
+
+jsonargparse tells errors only as English text, often a page that lists every type a value could have had.
+`EXPLANATIONS` recognises each kind of message; an explanation takes the message, the match, and the command's options.
+"""
 
 import re
 from ast import literal_eval
@@ -24,60 +28,67 @@ TYPES = {
     "list": "a list",
     "dict": "a mapping",
 }
+"""Words for Python's types in sentences."""
+# jsonargparse indents a message by the depth of the setting: these names give the path to the error
 MENTIONED = re.compile(r"""(?P<key>Parser key "[^"]+")|(?P<class>class_path '[^']+')""")
+"""Settings and classes that a message names on the way to an error."""
 MESSAGE = 20_000
-"""Characters of the parser's messages that are looked at; without a value of any length they have far fewer."""
+"""Largest number of characters of a message that is searched; only a message with an enormous value has more."""
 NOISE = re.compile(
     r"""\s*(-\s)*(Does not validate|Subtypes:|Errors:|Given value|Parser key "[^"]+":\s*$|Problem with given"""
     r"""|Expected a path but|Expected a <class 'NoneType'>)"""
 )
+"""Lines of a message that say nothing about the mistake."""
 
 
 class Setting(NamedTuple):
-    """Where in the configuration a complaint belongs."""
+    """The setting behind a message."""
 
     key: str
-    """The setting, dotted."""
+    """Dotted name of the setting."""
     owner: str
-    """The class path whose setting is at fault."""
+    """Path of the class that has the setting; empty if unknown."""
     value: str
-    """What was given, as ``=VALUE``; empty where it is long."""
+    """The given value as ``=VALUE``; empty for a mapping or a class."""
 
 
 def sentence(message: str, options: list[str]) -> str:
-    """Return a complaint of the parser as one sentence.
+    """Return an error of the parser as one sentence.
 
     Args:
-        message: the parser's message, of many lines where a setting could be of several types.
-        options: the command line's options, without dashes.
+        message: the parser's message; many lines for a setting that may have several types.
+        options: the command's options, without dashes.
     """
-    # it holds all that was given, and some patterns take time with the square of a word's length
+    # the message quotes the given value, and the time of some patterns grows with the square of a word's length
     message = shortened(message, MESSAGE)
     explain, match = explanation(message)
     return one_line(explain(message, match, options) if match else remaining(message))
 
 
 def is_unknown(message: str) -> bool:
-    """Whether a complaint of the parser is that there is no such setting, or no such option."""
+    """Return True if a message is about an unknown setting or option."""
     return explanation(shortened(message, MESSAGE))[0] in (unknown_setting, unknown_option)
 
 
 def explanation(message: str) -> tuple[Callable[[str, re.Match[str], list[str]], str], re.Match[str] | None]:
-    """Return how a message is explained, and where it says so; no such place if it isn't recognised."""
+    """Return the explaining function and the match of a message; the match is None for an unknown message."""
     found = ((explain, re.search(pattern, message)) for pattern, explain in EXPLANATIONS.items())
+    # the function for no match is never called; `is_unknown` only asks that it explains nothing unknown
     return next((pair for pair in found if pair[1]), (no_settings, None))
 
 
 def locate(message: str, match: re.Match[str]) -> Setting:
-    """Finds the setting that a part of a message is about, by the indentation of what stands above it."""
+    """Return the setting of one part of a message, read from the indentation of the lines above."""
     above: list[tuple[int, str, str]] = []
     for line in message[: match.start()].splitlines():
         depth = len(line) - len(line.lstrip(" -"))
         if line.strip():
+            # a line indented less closes the settings of the lines before
             above = [entry for entry in above if entry[0] < depth]
         for found in MENTIONED.finditer(line):
             above.append((depth, str(found.lastgroup), re.split("['\"]", found[0])[1]))
     key = ".".join(name for _, kind, name in above if kind == "key")
+    # where a class is found by its short name, only the value shows its path
     given = re.search(r"(?:Got|Given) value: \[?Namespace\(class_path='([^']+)'", message[match.end() :])
     if above and above[-1][1] == "class":
         return Setting(key, above[-1][2], value_after(message, match))
@@ -85,30 +96,34 @@ def locate(message: str, match: re.Match[str]) -> Setting:
 
 
 def value_after(message: str, match: re.Match[str]) -> str:
-    """The value that a part of a message is about."""
+    """Return the value quoted in a message, as ``=VALUE``."""
     found = re.search(r"(?:Got|Given) value: (.+?)(?:\. Got value: .*)?$", message[match.start() :], re.MULTILINE)
     value = found[1] if found else ""
+    # jsonargparse shows its own wrapper around a value given by a dotted option
     if nested := re.fullmatch(r"NestedArg\(key='.*?', val=(.*)\)", value):
         value = nested[1].strip("'")
+    # a class or a mapping in full would fill the sentence
     return f"={value}" if value and not value.startswith(("{", "Namespace", "[Namespace")) else ""
 
 
 def unknown_setting(message: str, match: re.Match[str], options: list[str]) -> str:
-    """A class has no such setting."""
+    """Explain a setting unknown to the class."""
     setting, name = locate(message, match), match[1]
     if name == "class_path":
         return no_class(message, match, options)
+    # the setting's type itself stands where a class would: a subclass setting without a class
     if setting.owner.startswith("typing."):
         return f"{setting.key}.{name} is given, but no {setting.key}; name its class too."
     names = [known for known in settings(setting.owner) if known != name]
     near = suggestion(name, names, f"{setting.key}.")
+    # people look for lr at the model, and no name there is close to it
     if name in RATES and "optimizer" in names:
         near = f"; did you mean {setting.key}.optimizer.{RATES[name]}?"
     return f"{setting.key}.{name} is not a setting of {setting.owner.rpartition('.')[2]}{near}"
 
 
 def unknown_option(message: str, match: re.Match[str], options: list[str]) -> str:
-    """The command has no such option, by command line or file."""
+    """Explain an option unknown to the command, given on the command line or in a file."""
     name = match[1].split("=")[0]
     key = name.removeprefix("--")
     if advice := MEANINGLESS.get(key.removeprefix("trainer.")):
@@ -119,17 +134,17 @@ def unknown_option(message: str, match: re.Match[str], options: list[str]) -> st
 
 
 def unknown_command(message: str, match: re.Match[str], options: list[str]) -> str:
-    """There is no such subcommand."""
+    """Explain an unknown command."""
     return no_command(match[1])
 
 
 def missing_command(message: str, match: re.Match[str], options: list[str]) -> str:
-    """No subcommand is given."""
+    """Explain a command line without a command."""
     return command_is_missing()
 
 
 def missing_setting(message: str, match: re.Match[str], options: list[str]) -> str:
-    """Something that has no default isn't given."""
+    """Explain a missing setting without a default."""
     names = [name.partition(".")[2] or name for name in match[1].split(", ")]
     setting = locate(message, match)
     if setting.key:
@@ -138,34 +153,35 @@ def missing_setting(message: str, match: re.Match[str], options: list[str]) -> s
 
 
 def no_file(message: str, match: re.Match[str], options: list[str]) -> str:
-    """A configuration file isn't there."""
+    """Explain a missing configuration file."""
     return no_config(Path(match[1]))
 
 
 def unreadable(message: str, match: re.Match[str], options: list[str]) -> str:
-    """A configuration file is there, and this user can't read it."""
+    """Explain a configuration file without permission to read."""
     return f"--config {match[1]} is not readable; let it be read, or take another file."
 
 
 def no_text(message: str, match: re.Match[str], options: list[str]) -> str:
-    """A configuration file can't be read."""
+    """Explain a configuration with invalid YAML."""
     return no_yaml(match[1])
 
 
 def refused_text(message: str, match: re.Match[str], options: list[str]) -> str:
-    """YAML can't be taken, by our own check of it."""
+    """Explain YAML refused by `yaml_text.check`."""
     return f"{match[1]}: {match[2]}" if match[1] else match[2]
 
 
 def no_settings(message: str, match: re.Match[str], options: list[str]) -> str:
-    """A configuration file holds something else."""
+    """Explain a configuration without settings."""
     return "the configuration holds no settings; it must be YAML of the form 'NAME: VALUE'."
 
 
 def no_class(message: str, match: re.Match[str], options: list[str]) -> str:
-    """Settings stand where a class with settings is asked for."""
+    """Explain settings given where a class with settings is expected."""
     setting = locate(message, match)
     names = class_names(setting.key.rpartition(".")[2])
+    # a long list of names would bury the advice
     listed = f"; choose from {', '.join(sorted(names))}" if len(names) < 9 else ""
     return (
         f"{setting.key}{setting.value} must be a class: class_path names it, and its settings belong under "
@@ -174,17 +190,17 @@ def no_class(message: str, match: re.Match[str], options: list[str]) -> str:
 
 
 def abstract_class(message: str, match: re.Match[str], options: list[str]) -> str:
-    """A class lacks methods of its base."""
+    """Explain an abstract class, or settings without a class."""
     setting = locate(message, match)
     kind = setting.key.rpartition(".")[2]
     if kind in KINDS and match[1].rpartition(".")[2] == KINDS[kind].__name__:
-        # what is left of settings without a class
+        # settings without a class_path: the parser took the base class, which is abstract
         return f"{setting.key} has settings and no class; choose from {', '.join(sorted(class_names(kind)))}."
     return f"{setting.key}={match[1]} is abstract; define all methods that its base leaves open."
 
 
 def unknown_class(message: str, match: re.Match[str], options: list[str]) -> str:
-    """No class of this name is known."""
+    """Explain a class name without an imported class."""
     setting = locate(message, match)
     if setting.key == "model" and (advice := advice_on(match[1])):
         return f"model={match[1]} {advice}"
@@ -193,7 +209,10 @@ def unknown_class(message: str, match: re.Match[str], options: list[str]) -> str
 
 
 def wrong_value(message: str, match: re.Match[str], options: list[str]) -> str:
-    """A value is not of the setting's type, or not one of its choices: the innermost of all complaints counts."""
+    """Explain a value of a wrong type, or outside the choices.
+
+    A message lists a complaint for each type that was tried; the deepest setting is the one that the user got wrong.
+    """
     found = [(locate(message, each), each[1]) for each in re.finditer(WRONG, message)]
     setting = max((setting for setting, _ in found), key=lambda setting: setting.key.count("."))
     types = list(dict.fromkeys(kind for other, kind in found if other.key == setting.key))
@@ -205,6 +224,7 @@ def wrong_value(message: str, match: re.Match[str], options: list[str]) -> str:
     allowed = [TYPES.get(name, name) for name in names]
     near = "."
     if choices:
+        # the same Literal can be tried twice, as of Optional[Literal[...]]
         choices = list(dict.fromkeys(choices))
         near = suggestion(setting.value.removeprefix("="), choices)
         allowed.append(f"one of {', '.join(choices)}")
@@ -212,25 +232,26 @@ def wrong_value(message: str, match: re.Match[str], options: list[str]) -> str:
 
 
 def no_number(message: str, match: re.Match[str], options: list[str]) -> str:
-    """A number is asked for, or a tensor of one, whose complaint is about a class."""
+    """Explain text given where a number, or a tensor with one element, is expected."""
     setting = locate(message, match)
     return f"{setting.key}{setting.value} must be a number."
 
 
 def wrong_length(message: str, match: re.Match[str], options: list[str]) -> str:
-    """A list has too many values or too few."""
+    """Explain a list with too many or too few values."""
     setting = locate(message, match)
     return f"{setting.key}{setting.value} must be a list of {match[1]}."
 
 
 def advice_on(name: str) -> str:
-    """How to run a method whose name stands where a client module is asked for; empty if it is none.
+    """Return how to run a method given by name as a client module; empty for an unknown method.
 
     >>> advice_on("FedAWA")
     'is a server side; give --config methods/fedawa, or --aggregator FedAWA.'
     """
     name = name.rpartition(".")[2]
     server = name in class_names("aggregator")
+    # a method's name can be no class at all: q-FedAvg is the client QFedAvg with the server FairAverage
     method = next((each for each in METHODS if squeezed(each.name) == squeezed(name)), None)
     if method is not None:
         ways = [f"--config methods/{method.file}"]
@@ -240,7 +261,7 @@ def advice_on(name: str) -> str:
 
 
 def other_class(message: str, match: re.Match[str], options: list[str]) -> str:
-    """A class is known, and of another kind."""
+    """Explain a class of a wrong kind."""
     setting = locate(message, match)
     if setting.key == "model" and (advice := advice_on(match[1])):
         return f"model={match[1]} {advice}"
@@ -249,45 +270,46 @@ def other_class(message: str, match: re.Match[str], options: list[str]) -> str:
 
 
 def no_module(message: str, match: re.Match[str], options: list[str]) -> str:
-    """A class is named by a module that isn't there."""
+    """Explain a class path with a missing module."""
     setting = locate(message, match)
     return f"{setting.key}={match[1]}: {match[2]}"
 
 
 def no_value(message: str, match: re.Match[str], options: list[str]) -> str:
-    """An option stands without its value, or with one that looks like an option."""
+    """Explain an option without a value, or with a dash at the value's beginning."""
     name = match[1].rpartition("/")[2]
+    # --model alone is often a forgotten --model.NAME
     below = " or a setting below it" if any(f"--{option}".startswith(f"{name}.") for option in options) else ""
     return f"{name}{below} needs a value; one that begins with a dash is given as --NAME=VALUE."
 
 
 def no_mapping(message: str, match: re.Match[str], options: list[str]) -> str:
-    """One value stands where many settings are asked for."""
+    """Explain a single value given where settings by name are expected."""
     return f"{match[1]}={match[2]} must be settings by name, such as {nested(match[1], options)}."
 
 
 def no_reading(message: str, match: re.Match[str], options: list[str]) -> str:
-    """A number has a colon behind it, over which the parser's own reader of YAML stumbles."""
+    """Explain a number followed by a colon, on which jsonargparse's YAML reader fails with a TypeError."""
     return f"{locate(message, match).key} can't be read; take away the colon at its end, or put it in quotes."
 
 
 def null_class(message: str, match: re.Match[str], options: list[str]) -> str:
-    """A class, or its settings, are null."""
+    """Explain a class, or the settings of a class, given as null."""
     return f"{locate(message, match).key}: class_path or init_args is null; give it a value, or leave it out."
 
 
 def plateau(message: str, match: re.Match[str], options: list[str]) -> str:
-    """There are two classes of this name, and neither will do."""
+    """Explain the ambiguous name ReduceLROnPlateau: neither Lightning's class nor torch's counts rounds."""
     return PLATEAU
 
 
 def nested(name: str, options: list[str]) -> str:
-    """An example of an option below another, as it is given."""
+    """Return an example of an option below another one."""
     return f"--{next((option for option in sorted(options) if option.startswith(f'{name}.')), name)}"
 
 
 def remaining(message: str) -> str:
-    """What a message says besides the types that a value could have had."""
+    """Return an unrecognised message without the lines on types."""
     lines = [match for match in re.finditer(r"^.*\S.*$", message, re.MULTILINE) if not NOISE.match(match[0])]
     if not lines:
         return message
@@ -327,4 +349,4 @@ EXPLANATIONS: dict[str, Callable[[str, re.Match[str], list[str]], str]] = {
     r"Expected a path but (\S+) either(?=[\s\S]*has no attribute)": unknown_class,
     r"Expected a (?:<class '(?!NoneType)[\w.]+'>|typing\.Literal)": wrong_value,
 }
-"""How a message is recognised, the most telling part first."""
+"""Patterns of jsonargparse's messages, the most specific first, with the function that explains a match."""

@@ -1,21 +1,21 @@
-"""The command ``pfl-lightning status``: where runs stand, by their files alone."""
+"""The command ``pfl-lightning status``: show the progress of runs, from the files in their folders alone."""
 
 import os
 import time
 from pathlib import Path
 
-from pfl_lightning.cli.arguments import Arguments
-from pfl_lightning.cli.usage import UsageError
+from pfl_lightning.cli.usage import Arguments, UsageError
 from pfl_lightning.runs.run_status import MARKS, Standing, is_run
 from pfl_lightning.runs.tables import duration, labelled, text_table
 
 DESCRIPTION = """\
-Where a run stands, by the files in its folder. Of a folder that holds runs, such as that of a comparison, a line a run.
+Show how far a run has come, from the files in its folder. For a folder of several runs, such as a comparison's, print
+one line per run.
 """
 
 
 def main(args: list[str]) -> int:
-    """Runs ``pfl-lightning status``.
+    """Run ``pfl-lightning status``.
 
     Args:
         args: the command's arguments.
@@ -24,11 +24,16 @@ def main(args: list[str]) -> int:
         The exit code.
 
     Raises:
-        UsageError: if there is no run.
+        UsageError: if the folder is missing or holds no run.
     """
     parser = Arguments("status", usage="%(prog)s [RUN]", description=DESCRIPTION)
     parser.add_argument(
-        "run", nargs="?", type=Path, default=Path("runs"), metavar="RUN", help="folder of a run or of runs; runs"
+        "run",
+        nargs="?",
+        type=Path,
+        default=Path("runs"),
+        metavar="RUN",
+        help="folder of one run, or of several (default: runs)",
     )
     folder: Path = parser.parse_args(args).run
     if not os.path.isdir(folder):
@@ -36,6 +41,7 @@ def main(args: list[str]) -> int:
     if is_run(folder):
         print(labelled(described(Standing(folder))))
         return 0
+    # any of a run's files marks its folder: a run that has just begun has no summary yet
     runs = sorted({path.parent for mark in MARKS for path in folder.rglob(mark)})
     if not runs:
         raise UsageError(f"status: {folder} holds no run; give the folder of one, or of several.")
@@ -45,7 +51,7 @@ def main(args: list[str]) -> int:
 
 
 def described(run: Standing) -> list[tuple[str, str]]:
-    """What is known of a run, by names."""
+    """Return a run's description as labels and values."""
     lines = [
         ("run", str(run.folder)),
         ("state", state(run) + (f", process {run.worker}" if run.worker else "")),
@@ -56,38 +62,40 @@ def described(run: Standing) -> list[tuple[str, str]]:
     if run.left is not None:
         lines.append(("time left", left(run)))
     lines.append(("checkpoints", ", ".join(run.checkpoints) or "none"))
+    # the command itself isn't stored, so the advice names only what to add
     if not run.finished and not run.worker and "last.ckpt" in run.checkpoints:
         lines.append(("go on by", "the same command with --ckpt_path last"))
     return lines
 
 
 def row(run: Standing, name: str) -> list[str]:
-    """The same in a line."""
+    """Return a run's cells in the table of runs."""
     return [name, rounds(run), validation(run), f"{ago(run)} ago", left(run), state(run)]
 
 
 def state(run: Standing) -> str:
-    """Whether a run is running or finished, or neither."""
+    """Return "running", "finished" or "stopped"."""
     return "running" if run.worker else "finished" if run.finished else "stopped"
 
 
 def rounds(run: Standing) -> str:
-    """Rounds that are done, of those that were asked for."""
+    """Return the number of finished rounds, "of" the number of rounds asked for if known."""
     return str(run.round) if run.rounds is None else f"{run.round} of {run.rounds}"
 
 
 def validation(run: Standing) -> str:
-    """The last validation, accuracies in per cent."""
+    """Return the last validation value: accuracies in per cent, other metrics with their name."""
     if run.validation is None:
         return "none"
     return f"{100 * run.validation:.2f} %" if run.metric == "acc" else f"{run.metric} {run.validation:.4g}"
 
 
 def ago(run: Standing) -> str:
-    """How long ago something was written."""
+    """Return the time since the run last wrote a file."""
+    # clocks of a file server and this machine may differ by a second
     return duration(max(0.0, time.time() - run.written))
 
 
 def left(run: Standing) -> str:
-    """How long the rounds that are left take; empty where that can't be told."""
+    """Return the estimated time for the remaining rounds; empty if unknown."""
     return "" if run.left is None else duration(run.left)

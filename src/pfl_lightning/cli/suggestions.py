@@ -1,17 +1,17 @@
-"""Names that are close to a mistyped one."""
+"""Suggest names close to a mistyped one."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 LISTED = 12
-"""Up to so many names are listed when none is close."""
+"""Largest number of names that are listed when none is close."""
 
 RATES = {"lr": "lr", "learning_rate": "lr", "momentum": "momentum", "weight_decay": "weight_decay"}
-"""What is looked for elsewhere and belongs to the optimizer, by the names that people try."""
+"""Settings of the optimizer that people look for elsewhere, by the names that people try."""
 
 
 def suggestion(name: str, names: Iterable[str], prefix: str = "") -> str:
-    """The end of a sentence: the names that may be meant, or all of them if they are few.
+    """Return the end of a sentence: close names, or all names if few.
 
     >>> suggestion("FedPorx", ["FedProx", "Local"])
     '; did you mean FedProx?'
@@ -19,10 +19,11 @@ def suggestion(name: str, names: Iterable[str], prefix: str = "") -> str:
     '; choose from model.net, model.optimizer.'
 
     Args:
-        name: what was given.
-        names: what could have been given.
+        name: the given name.
+        names: all valid names.
         prefix: put before each name.
     """
+    # compared without capitals, so that "fedprox" finds FedProx
     spelled = {known.lower(): known for known in sorted(names)}
     if close := get_close_matches(name.lower(), spelled, n=2):
         return f"; did you mean {' or '.join(prefix + spelled[known] for known in close)}?"
@@ -32,7 +33,7 @@ def suggestion(name: str, names: Iterable[str], prefix: str = "") -> str:
 
 
 def nearest_option(key: str, options: Iterable[str]) -> str:
-    """The end of a sentence about an unknown dotted option: looks where its path leaves the known ones.
+    """Return the end of a sentence on an unknown option: close options, compared at the first wrong part.
 
     >>> nearest_option("trainer.max_round", ["trainer.max_rounds", "model"])
     '; did you mean trainer.max_rounds?'
@@ -43,16 +44,19 @@ def nearest_option(key: str, options: Iterable[str]) -> str:
 
     Args:
         key: the option, without dashes.
-        options: all options there are, without dashes.
+        options: all valid options, without dashes.
     """
     known = set(options)
+    # the right name in the wrong place is the most common mistake: max_rounds for trainer.max_rounds
     if elsewhere := [option for option in sorted(known) if option.endswith(f".{key}")]:
         return f"; did you mean {elsewhere[0]}?"
     if key in RATES:
         return f"; did you mean model.optimizer.{RATES[key]}?"
+    # a single word of the name, such as rounds for trainer.max_rounds
     if elsewhere := [option for option in sorted(known) if key in option.rpartition(".")[2].split("_")][:2]:
         return f"; did you mean {' or '.join(elsewhere)}?"
     parts = key.split(".")
+    # compared with names beside it only: close names elsewhere in the tree would mislead
     for depth, part in enumerate(parts):
         prefix = "".join(f"{parent}." for parent in parts[:depth])
         names = {option.removeprefix(prefix).split(".")[0] for option in known if option.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""The commands that run a federation, by Lightning's command line: ``pfl-lightning fit | validate | test | join``."""
+"""The commands ``fit``, ``validate``, ``test`` and ``join``, run by Lightning's command line."""
 
 import shutil
 import sys
@@ -14,11 +14,11 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 
 import pfl_lightning.data
 import pfl_lightning.methods  # noqa: F401  # imported classes can be named without their module
+from pfl_lightning.cli.argv import later_wins
 from pfl_lightning.cli.commands import TRAINER
 from pfl_lightning.cli.configs import resolved
 from pfl_lightning.cli.default_server import with_server
-from pfl_lightning.cli.exclusive import later_wins
-from pfl_lightning.cli.nulls import refuse_nulls
+from pfl_lightning.cli.null_settings import refuse_nulls
 from pfl_lightning.cli.parser_errors import sentence
 from pfl_lightning.cli.usage import fail
 from pfl_lightning.cli.yaml_text import check
@@ -29,7 +29,7 @@ from pfl_lightning.runs.folder import run_folder
 from pfl_lightning.trainer import FederatedTrainer
 
 READER = get_loader("yaml")
-"""The parser's own reader of files and values."""
+"""jsonargparse's own YAML reader, for files and values."""
 
 
 def read(text: str) -> Any:
@@ -39,84 +39,96 @@ def read(text: str) -> Any:
         text: YAML.
 
     Raises:
-        yaml.YAMLError: if the text is none, or is refused.
+        yaml.YAMLError: if the text isn't YAML, or is refused.
     """
     check(text)
     try:
         return READER(text)
+    # the reader lets errors of YAML's constructors through, and the parser catches YAMLError alone
     except (ValueError, TypeError) as error:
         raise yaml.YAMLError(str(error)) from error
 
 
+# replaces the reader in all parsers of the process: files, values and settings below both
 set_loader("yaml", read, (yaml.YAMLError,))
 
 
 class Parser(LightningArgumentParser):
-    """Lightning's parser, with errors in one sentence instead of pages of usage."""
+    """Lightning's parser with one-sentence errors in the place of pages of usage."""
 
     _file = ""
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Remembers which file is read, for errors in it."""
+        """Parse a configuration, and keep the file's name for the sentence of an error."""
         self._file = f"{path}: "
         try:
             parsed = super().parse_path(path, *args, **kwargs)
         except UnicodeDecodeError as error:
             self.error(f"the configuration is no text in UTF-8 ({error.reason} at byte {error.start}); save it as such")
+        # not in a finally: an error's sentence is built later and still needs the name
         self._file = ""
         return parsed
 
     def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:
-        """Finds packaged configurations and the server that a mean is of, and settles what excludes each other."""
+        """Parse a command line after resolving names of configurations, the aggregator and the local budget.
+
+        The order matters: names become paths first, as the next two read the files.
+        """
         words = resolved(sys.argv[1:] if args is None else args)
         return super().parse_args(later_wins(with_server(words)), *rest, **kwargs)
 
     def error(self, message: str, *args: Any, **kwargs: Any) -> NoReturn:
-        """Ends the program with exit code 2, unless the parser is only trying."""
+        """Exit with code 2 and one sentence."""
+        # jsonargparse tries the types of a Union with parsers that must raise
         if not self.exit_on_error:
             super().error(message, *args, **kwargs)
         self.complain(message)
 
     def complain(self, message: str) -> NoReturn:
-        """Ends the program with a sentence.
+        """Print one sentence and exit.
 
         Args:
-            message: the parser's.
+            message: the parser's message.
         """
         fail(self._file + sentence(message, self.option_names()))
 
     def option_names(self) -> list[str]:
-        """The options of this parser and of its subcommands, without dashes."""
+        """Return the options of this parser and of all subcommands, without dashes."""
         commands = [action.choices for action in self._actions if isinstance(action.choices, dict)]
         parsers = [self, *(parser for choices in commands for parser in choices.values())]
         return list({name for parser in parsers for name in parser.own_names()})
 
     def own_names(self) -> list[str]:
-        """The options of this parser, without dashes and without those of one letter."""
+        """Return this parser's options with two dashes, without the dashes."""
         strings = [string for action in self._actions for string in action.option_strings]
+        # "--name+" is jsonargparse's way to append to a list, not another option
         return [string[2:] for string in strings if string.startswith("--") and not string.endswith("+")]
 
 
 class SaveConfig(SaveConfigCallback):
-    """Keeps the whole configuration as ``config.yaml`` in the run's folder, and gives it to the loggers."""
+    """Save the whole configuration as ``config.yaml`` in the run's folder, and log the settings."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Too early: a checkpoint that is refused afterwards must leave the run that it belongs to as it is."""
+        """Do nothing: at this moment the checkpoint isn't checked yet.
+
+        A checkpoint that is refused must leave the folder of its run unchanged.
+        """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves, with the checkpoint in place; an evaluation saves nothing."""
+        """Save the configuration once the checkpoint is loaded; only ``fit`` saves."""
         super().setup(trainer, pl_module, "fit")
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Called once, on rank zero."""
+        """Write ``config.yaml`` and log the settings; called on rank 0 only."""
         if (folder := run_folder(trainer)) is None:
             return
         path = folder / "config.yaml"
         federation = cast(Federation, pl_module)
+        # resumed with other settings: config.yaml alone would claim that all rounds ran with the new ones
         if federation.changed:
             keep_earlier(Path(trainer.ckpt_path).parent.parent, folder, federation.round)  # type: ignore[arg-type]
         config = self.config.clone()
-        # of the moment, and not of the run; the other commands, which take the file too, don't know it
+        # resume_changed is about this one start, and other commands, which read config.yaml too, don't have the option
         config.pop("resume_changed", None)
         self.parser.save(config, path, skip_unset=False, overwrite=True, multifile=False)
         for logger in trainer.loggers:
@@ -124,21 +136,21 @@ class SaveConfig(SaveConfigCallback):
 
 
 def keep_earlier(source: Path, folder: Path, round: int) -> None:
-    """Keeps the configuration that a resumed run had until now, under a name that says until which round it held.
+    """Copy a resumed run's old configuration to ``config_until_round_N.yaml``.
 
     Args:
-        source: the folder of the run that is resumed.
-        folder: the folder of the run that goes on.
-        round: rounds that are done.
+        source: folder of the run that is resumed.
+        folder: folder of the run that continues, often the same.
+        round: number of finished rounds.
     """
     config, kept = source / "config.yaml", folder / f"config_until_round_{round}.yaml"
-    # one that is there stands: a run that was stopped in its next round has put its own in the other's place
+    # an existing copy stays: if a resumed run stopped within its first round, config.yaml is already the new one
     if config.exists() and not kept.exists():
         shutil.copy(config, kept)
 
 
 class PflCLI(LightningCLI):
-    """Lightning's command line with our classes."""
+    """Lightning's command line with the classes of this package."""
 
     made_parser: type[Parser] = Parser
 
@@ -149,24 +161,25 @@ class PflCLI(LightningCLI):
         super().__init__(*args, **kwargs)
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """A parser of our own; Lightning takes its class as an argument only since 2.5."""
+        """Return `Parser`; Lightning takes the class of the parser as an argument only since 2.5."""
         parser = self.made_parser(**kwargs)
         parser.add_argument("-c", "--config", action=ActionConfigFile, help="A file of settings; may be given often.")
         return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Lets the task and the shape of the data flow to the client, and takes FedAvg where no method is named."""
+        """Link the task and the input shape of the data to the client module, and set the default model, FedAvg."""
         parser.set_defaults({"model": {"class_path": "FedAvg"}})
+        # on instantiation: an own dataset may know both only after it has looked at its files
         for name in ("task", "input_shape"):
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Return the named command, or all where none is named, with the arguments that the command line fills."""
+        """Return the named command, or all if none is named, each with the arguments filled by the command line."""
         skip = {"model", "datamodule", "train_dataloaders", "val_dataloaders", "dataloaders"}
         return dict.fromkeys(self.commands, skip)
 
     def before_instantiate_classes(self) -> None:
-        """Refuses nulls before they end in an error of some other kind."""
+        """Refuse nulls early, in the place of an unrelated error later."""
         settings = self.config[self.subcommand]
         if not isinstance(settings.trainer, Namespace):
             raise MisconfigurationException(
@@ -177,17 +190,17 @@ class PflCLI(LightningCLI):
         refuse_nulls(settings.trainer, self.trainer_class, "trainer.")
 
     def before_validate(self) -> None:
-        """An evaluation keeps no checkpoints, so the folder that it would keep them in is of no interest."""
+        """Silence Lightning's warning about another folder for checkpoints: an evaluation saves none."""
         warnings.filterwarnings("ignore", message="The dirpath has changed")
 
     before_test = before_join = before_validate
 
     @classmethod
     def of(cls, args: list[str] | None) -> "PflCLI":
-        """The command line with our classes and settings.
+        """Run the command line.
 
         Args:
-            args: the arguments; None takes the process's own.
+            args: the arguments; None takes ``sys.argv``.
         """
         return cls(
             ClientModule,
@@ -195,25 +208,33 @@ class PflCLI(LightningCLI):
             save_config_callback=SaveConfig,
             save_config_kwargs={"save_to_log_dir": False, "overwrite": True},
             trainer_class=FederatedTrainer,
-            parser_kwargs={"allow_abbrev": False, "description": "Personalized federated learning, on Lightning."},
+            parser_kwargs={
+                # `python -m pfl_lightning` would call itself __main__.py
+                "prog": "pfl-lightning",
+                # a prefix that is unique today becomes ambiguous with the next option
+                "allow_abbrev": False,
+                "description": "Personalized federated learning, on Lightning.",
+            },
+            # runs are reproducible without asking
             seed_everything_default=0,
             subclass_mode_model=True,
             subclass_mode_data=True,
+            # the optimizer is a setting of the client module, which makes one per client
             auto_configure_optimizers=False,
             args=args,
         )
 
     def _parse_ckpt_path(self) -> None:
-        """Leaves the settings as they were given; Lightning would replace them by those in the checkpoint.
+        """Do nothing: Lightning would replace the given settings by the checkpoint's.
 
-        A federation refuses a checkpoint of other settings itself.
+        The federation itself compares both, and refuses a checkpoint with other settings.
         """
 
 
 def main(args: list[str] | None) -> None:
-    """Runs one of these commands.
+    """Run one of these commands.
 
     Args:
-        args: the arguments; None takes the process's own.
+        args: the arguments; None takes ``sys.argv``.
     """
     PflCLI.of(args)

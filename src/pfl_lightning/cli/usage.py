@@ -1,27 +1,29 @@
-"""Mistakes on the command line that are told before Lightning is imported, which takes seconds."""
+"""Mistakes on the command line as one sentence, and a parser with such errors; nothing here needs Lightning."""
 
 import re
 import sys
-from typing import NoReturn
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from typing import Any, NoReturn
 
 WORD = 200
-"""Characters that a word of a sentence has at most; of a longer one the beginning and the end are told."""
+"""Largest number of characters of one word in a sentence; longer words lose their middle."""
 SENTENCE = 2_000
-"""Characters that a sentence has at most, cut in the same way."""
+"""Largest number of characters of a sentence; longer ones lose their middle."""
 
 
 class UsageError(Exception):
-    """What is wrong with a command line, in one sentence."""
+    """Raised for a mistake on the command line, with one sentence."""
 
 
 def fail(reason: str) -> NoReturn:
-    """Ends the program with a sentence and exit code 2."""
+    """Print an error and exit with code 2."""
     print(f"pfl-lightning: error: {one_line(reason)}", file=sys.stderr)
+    # 2 is argparse's code for mistakes in arguments; 1 means that a run failed
     sys.exit(2)
 
 
 def one_line(text: str) -> str:
-    """Return a text in one line, with a full stop, and shortened.
+    """Return a text on one line, shortened, with a full stop.
 
     >>> one_line("no  file"), len(one_line("x" * 60_000)) < 300
     ('no file.', True)
@@ -31,15 +33,40 @@ def one_line(text: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text without the middle of its long words, and without its own middle where it is long.
+    """Cut the middle out of long words, and out of the whole text if still too long.
 
     Args:
-        text: the text, with what users gave, which can be of any length.
-        most: characters that are kept of it, about.
+        text: the text; values given by users can have any length.
+        most: the number of characters to keep, about.
     """
+    # words first: a value of 60,000 characters must not push out the words around it
     return without_middle(re.sub(r"\S+", lambda word: without_middle(word[0], WORD), text), most)
 
 
 def without_middle(text: str, most: int) -> str:
-    """Return a text's beginning and end, where it has more than so many characters."""
+    """Return a text's beginning and end if the text has more than ``most`` characters, else the text."""
     return text if len(text) <= most else f"{text[: most // 2 - 5]}[...]{text[5 - most // 2 :]}"
+
+
+class Arguments(ArgumentParser):
+    """Python's `ArgumentParser`, with each error as one sentence as in all commands run by Lightning.
+
+    Args:
+        command: the name of the command, such as ``status``.
+        **kwargs: the arguments of `ArgumentParser`.
+    """
+
+    def __init__(self, command: str, **kwargs: Any) -> None:
+        # no abbreviations: `compare` passes unknown options on to `fit`, so a prefix must never match one of ours
+        super().__init__(
+            prog=f"pfl-lightning {command}",
+            allow_abbrev=False,
+            # descriptions have commands on lines of their own, to be pasted
+            formatter_class=RawDescriptionHelpFormatter,
+            **kwargs,
+        )
+        self.command = command
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `UsageError` in the place of printing the usage and exiting."""
+        raise UsageError(f"{self.command}: {message.removeprefix('argument ')}.")

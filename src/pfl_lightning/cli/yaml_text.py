@@ -1,23 +1,28 @@
-"""YAML of users, read only where it has one meaning: no key twice, no list within itself, no aliases that explode."""
+"""Read YAML with one meaning only: no key twice, no list within itself, no explosion by aliases.
+
+YAML's own readers drop the first of two equal keys in silence, and ten lines of aliases can stand for millions of
+values.
+"""
 
 from typing import Any, NamedTuple
 
 import yaml
 
 CHARACTERS = 1_000_000
-"""Characters that a text has at most."""
+"""Largest number of characters of a text."""
 KEYS = 5_000
-"""Keys that a text has at most: the parser takes time with the square of their number."""
+"""Largest number of keys of a text: the parser's time grows with the square of their number."""
 REPEATED = 10_000
-"""Values that the aliases of a text repeat at most."""
+"""Largest number of values repeated by aliases."""
 LEVELS = 100
-"""Lists and mappings that are within one another at most."""
+"""Largest depth of nested lists and mappings."""
 
 
+# the C loader is several times as fast, and not every build of PyYAML has it
 class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Safe loader that reads dates as texts, as the parser of the command line does.
+    """Safe loader reading dates as strings, as the command line's parser does.
 
-    YAML's own reading ends in a ValueError for a date that doesn't exist, such as 2020-99-99.
+    PyYAML raises ValueError for a date that doesn't exist, such as 2020-99-99.
     """
 
     yaml_implicit_resolvers = {
@@ -27,11 +32,11 @@ class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mis
 
 
 class RefusedYAML(yaml.YAMLError):
-    """Raised for YAML that its own readers take, in one sentence that begins with "the YAML has"."""
+    """Raised for valid YAML refused by `check`, with a sentence beginning with "the YAML has"."""
 
 
 class Size(NamedTuple):
-    """Size of a node with all nodes below it, with an alias counted as all that it stands for."""
+    """Number of values, keys and levels of a node; an alias counts as often as used."""
 
     values: int
     keys: int
@@ -39,7 +44,7 @@ class Size(NamedTuple):
 
 
 def load(text: str) -> Any:
-    """Return the content of a text.
+    """Return the content of a YAML text.
 
     Args:
         text: YAML.
@@ -55,22 +60,23 @@ def load(text: str) -> Any:
 
 
 def check(text: str) -> None:
-    """Refuse a text that YAML's own readers misread in silence, or that takes minutes and gigabytes.
+    """Refuse a text misread by YAML's readers in silence, or readable only in minutes and gigabytes.
 
     Args:
         text: YAML.
 
     Raises:
-        RefusedYAML: if a mapping has a key twice, a list or a mapping is within itself, a text has a null
-            character, or there are too many characters, keys, levels or repeated values.
+        RefusedYAML: if a mapping has a key twice, a list or mapping contains itself, a text has a null character, or
+            there are too many characters, keys, levels or repeated values.
         yaml.YAMLError: if the text isn't YAML.
     """
     if len(text) > CHARACTERS:
         raise RefusedYAML(f"the YAML has {len(text)} characters; it can have up to {CHARACTERS}.")
     try:
         root = yaml.compose(text, Loader)
-    except RecursionError:  # of YAML's reader in Python, which knows no limit
+    except RecursionError:  # PyYAML's Python reader has no limit of its own
         raise RefusedYAML(f"the YAML has over {LEVELS} lists or mappings in one another.") from None
+    # composed, not constructed: nodes show aliases and double keys, and cost no memory for repeats
     sizes: dict[int, Size] = {}
     size = Size(0, 0, 0) if root is None else measure(root, "", (), sizes)
     if size.keys > KEYS:
@@ -80,13 +86,13 @@ def check(text: str) -> None:
 
 
 def measure(node: yaml.Node, name: str, above: tuple[yaml.Node, ...], sizes: dict[int, Size]) -> Size:
-    """Return the size of a node.
+    """Return the size of a node, and refuse nodes within themselves or too deep.
 
     Args:
         node: the node.
-        name: the dotted name of the setting that it is the value of, with a dot behind it.
-        above: the lists and mappings that it is in.
-        sizes: sizes of all nodes so far by ``id``; this one and those below it are added.
+        name: dotted name of the setting whose value the node is, with a dot at the end.
+        above: the lists and mappings around the node.
+        sizes: sizes of all nodes so far by ``id``; this node's and its children's are added.
 
     Raises:
         RefusedYAML: as `check` does.
@@ -98,6 +104,7 @@ def measure(node: yaml.Node, name: str, above: tuple[yaml.Node, ...], sizes: dic
         return sizes.setdefault(id(node), Size(1, 0, 0))
     if any(node is each for each in above):
         raise RefusedYAML(f"the YAML has a list or mapping in line {line} that holds itself by its alias.")
+    # an alias is the same node again; counted anew each time, nested aliases would take exponential time
     size = sizes.get(id(node))
     if size is None and len(above) < LEVELS:
         inside = (*above, node)
@@ -119,11 +126,11 @@ def measure(node: yaml.Node, name: str, above: tuple[yaml.Node, ...], sizes: dic
 
 
 def refuse_twins(node: yaml.MappingNode, name: str) -> None:
-    """Refuse a key that a mapping has twice, of which YAML's own readers drop the first.
+    """Refuse a key given twice in a mapping; YAML's readers would drop the first in silence.
 
     Args:
         node: the mapping.
-        name: the dotted name of the setting that it is the value of, with a dot behind it.
+        name: dotted name of the setting whose value the mapping is, with a dot at the end.
 
     Raises:
         RefusedYAML: if there is such a key.

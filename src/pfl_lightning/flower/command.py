@@ -7,9 +7,9 @@ from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.cli.arguments import Arguments
 from pfl_lightning.cli.configs import find, nearest
-from pfl_lightning.cli.reading import configured
+from pfl_lightning.cli.load_config import configured
+from pfl_lightning.cli.usage import Arguments
 from pfl_lightning.flower.export import export
 
 DESCRIPTION = """\

@@ -1,4 +1,4 @@
-"""Methods x seeds on one data configuration: ``pfl-lightning compare``."""
+"""Compare methods over seeds on one data configuration: ``pfl-lightning compare``."""
 
 from pfl_lightning.cli.compare.command import main
 

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -10,40 +10,37 @@ from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.cli.arguments import Arguments
-from pfl_lightning.cli.compare.choices import Choice, choose
+from pfl_lightning.cli.argv import settings_in
+from pfl_lightning.cli.compare.choices import Choice, choose, stored_table
 from pfl_lightning.cli.compare.report import titles, write
 from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.cli.compare.runs import Run, files, run_all
-from pfl_lightning.cli.compare.stored import stored_table
 from pfl_lightning.cli.compare.tuning import Trial, axes, best, missing, trials
 from pfl_lightning.cli.configs import FOLDER, nearest, resolved
-from pfl_lightning.cli.exclusive import settings_in
-from pfl_lightning.cli.reading import complaint
+from pfl_lightning.cli.load_config import complaint
 from pfl_lightning.cli.refusals import refuse_at_sight
-from pfl_lightning.cli.usage import UsageError
+from pfl_lightning.cli.usage import Arguments, UsageError
 from pfl_lightning.runs.folder import explained
 
 DESCRIPTION = """\
-Runs several methods with several seeds on one data configuration, and makes one table of them. Each run is
+Run several methods with several seeds on one data configuration, and write one table of their results. Each run is
 
     pfl-lightning fit --config METHOD OPTIONS --seed_everything SEED
 
-in a process of its own. At a seed all methods have the same partition, the same cohorts and the same initial weights,
-and it is checked that they do. Stopped at any moment, the same command goes on where it stopped; new methods and seeds
-can be added to it.
+in a process of its own. At each seed all methods have the same partition, cohorts and initial weights, and the table
+says if they don't. Stopped at any moment, the same command continues; methods and seeds can be added to it.
 
-The partition depends on data.seed alone, so it is the same for all seeds too: the spread in the table is that of
-training on it. --vary_data gives each seed a partition of its own.
+The partition depends on data.seed alone, so all seeds share one partition, and the standard deviations in the table are
+those of training. --vary_data gives each seed a partition of its own.
 """
 
 EPILOG = """\
-All other options are those of fit, and are given to every run:
+All other options go to the fit of every run:
 
     pfl-lightning compare --methods local fedavg fedprox+paper/fedprox_fedrema \\
         --config protocols/mnist_dir0.1 --seeds 0 1 2 --trainer.max_rounds 20 --data.root DATA --jobs 2
 
---trainer.logger WandbLogger logs all runs to one group of Weights & Biases, which has the name of the folder.
+--trainer.logger WandbLogger logs all runs to one group of Weights & Biases, named like the folder.
 """
 
 REFUSED = {
@@ -53,11 +50,11 @@ REFUSED = {
     "--model": "give --methods",
     "--print_config": "each run's folder has its config.yaml",
 }
-"""Options of ``fit`` that a comparison sets itself."""
+"""Options of ``fit`` that a comparison sets itself, each with advice."""
 
 
 def main(args: list[str]) -> int:
-    """Runs ``pfl-lightning compare``.
+    """Run ``pfl-lightning compare``.
 
     Args:
         args: the command's arguments.
@@ -73,10 +70,12 @@ def main(args: list[str]) -> int:
         refuse_all(methods, passed)
     comparison = Comparison(given, passed)
     with explained(comparison.out):
+        # trials finish before the first run, whose arguments depend on the best trial
         chosen = comparison.tune(methods) if given.tune else {method.label: Trial() for method in methods}
         methods = [method for method in methods if method.label in chosen]
         runs = [
             comparison.run(method, seed, comparison.out, chosen[method.label].arguments)
+            # seed by seed: stopped half-way, a comparison has all methods at the first seeds
             for seed in given.seeds
             for method in methods
         ]
@@ -95,17 +94,20 @@ def main(args: list[str]) -> int:
 
 
 def refuse_all(methods: Sequence[Choice], passed: Sequence[str]) -> None:
-    """Refuse options of ``fit`` that it takes for no method, before any run is started or has a folder.
+    """Refuse options of ``fit`` unknown to every method, before any run starts or has a folder.
+
+    An option that fits some of the methods passes; the runs of the others fail with the reason.
 
     Args:
         methods: the methods.
-        passed: the options of ``fit`` that they have in common.
+        passed: options of ``fit`` common to all methods.
 
     Raises:
-        UsageError: in the sentence of the first method.
+        UsageError: with the first method's sentence.
     """
     found = []
     for method in methods:
+        # one method that takes all options is enough: the mistake isn't the option's
         wrong = complaint(method.among(passed))
         if wrong is None:
             return
@@ -114,11 +116,11 @@ def refuse_all(methods: Sequence[Choice], passed: Sequence[str]) -> None:
 
 
 class Comparison:
-    """Where and how the runs of a comparison are made.
+    """The folder, environment and runs of a comparison.
 
     Args:
-        given: our own options.
-        passed: those of ``fit``.
+        given: parsed options of ``compare``.
+        passed: options of ``fit``.
     """
 
     def __init__(self, given: Namespace, passed: Sequence[str]) -> None:
@@ -126,13 +128,14 @@ class Comparison:
         self.notes: dict[str, list[str]] = {}
         name = name_of(passed) if given.table is None else Path(given.table).stem
         self.out: Path = given.out or Path("runs", f"compare-{name}")
+        # an existing variable holds: users set it to collect several comparisons in one group
         self.environment = {"WANDB_RUN_GROUP": os.environ.get("WANDB_RUN_GROUP", self.out.name)}
         if given.jobs > 1:
-            # several runs that take all cores each would wait for one another
+            # several runs with a thread per core each would slow one another down
             self.environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
 
     def run(self, method: Choice, seed: int, folder: Path, more: Sequence[str]) -> Run:
-        """A method's run with a seed.
+        """Return a method's run with a seed.
 
         Args:
             method: the method.
@@ -145,7 +148,16 @@ class Comparison:
         return Run(method.label, seed, folder / method.label / f"seed_{seed}", arguments)
 
     def make(self, runs: Sequence[Run]) -> dict[Run, str]:
-        """Makes runs, unless their commands are asked for or what has finished; returns why some failed."""
+        """Make all unfinished runs, and return why some failed.
+
+        With ``--commands`` the runs' commands are printed instead; with ``--collect`` nothing runs.
+
+        Args:
+            runs: the runs.
+
+        Raises:
+            MisconfigurationException: if a run's folder holds a run with other settings.
+        """
         for run in runs:
             run.refuse_others()
         for run in runs:
@@ -158,19 +170,19 @@ class Comparison:
             return {}
         earlier = {run for run in runs if run.finished}
         found = f", {len(earlier)} of them made earlier" if earlier else ""
-        print(f"runs: {len(runs)}{found}; what each says is in its folder's output.txt, under {self.out}", flush=True)
+        print(f"runs: {len(runs)}{found}; each writes to output.txt in its folder under {self.out}", flush=True)
         return run_all(runs, self.given.jobs, self.environment, Progress(len(runs), earlier))
 
     def tune(self, methods: Sequence[Choice]) -> dict[str, Trial]:
-        """Return the best trial of each method that has one, and add notes for the table.
+        """Return each method's best trial, and add notes for the table.
 
-        A method that lacks a setting is tuned by the others, and runs untuned if it lacks all.
+        A method without some of the settings is tuned by the others; a method without any runs untuned.
 
         Args:
             methods: the methods.
 
         Raises:
-            MisconfigurationException: if no method has a setting, or a value is none of its setting.
+            MisconfigurationException: if no method has a setting, or a value is invalid for its setting.
         """
         tried = axes(self.given.tune)
         lacking = missing({method.label: method.among(self.passed) for method in methods}, tried)
@@ -179,6 +191,7 @@ class Comparison:
         made: dict[str, list[tuple[Trial, Run]]] = {}
         for method in methods:
             own = {name: values for name, values in tried.items() if name not in lacking[method.label]}
+            # one seed for all trials: the chosen value holds for every seed, at a fraction of the cost
             folder, seed = self.out / "tuning", self.given.seeds[0]
             made[method.label] = [
                 (trial, self.run(method, seed, folder / trial.name, trial.arguments + short))
@@ -210,29 +223,30 @@ class Comparison:
         return chosen
 
     def note(self, what: str, method: str) -> None:
-        """Note for the table what holds for a method."""
+        """Add a method to a note for the table."""
         self.notes.setdefault(what, []).append(method)
 
 
 class Progress:
-    """Prints a line for each run that ends.
+    """Print one line for each ended run.
 
     Args:
         total: number of runs.
-        earlier: those that had ended before.
+        earlier: runs that had finished before.
     """
 
     def __init__(self, total: int, earlier: Collection[Run]) -> None:
         self.total, self.earlier, self.done = total, earlier, 0
 
     def __call__(self, run: Run, failure: str) -> None:
-        """Prints a run's line."""
+        """Print a run's line."""
         self.done += 1
         if run.finished is None:
             said = f"failed: {failure}"
         else:
             result = Result(run, run.finished)
             monitor = result.monitor
+            # clients' own test sets first; some data have a central one only
             names = (f"final/test/{monitor.metric}", f"final/test/global_{monitor.metric}")
             value = next((result.values[name] for name in names if name in result.values), None)
             of = "" if monitor.metric == "acc" or value is None else f"{monitor.metric} "
@@ -243,38 +257,41 @@ class Progress:
 
 
 def parse(args: list[str]) -> tuple[Namespace, list[str]]:
-    """Our own options, and those of ``fit``.
+    """Split the options of ``compare`` from the options of ``fit``.
+
+    Args:
+        args: the command's arguments.
 
     Raises:
-        MisconfigurationException: if one can't be used.
+        MisconfigurationException: if an option's value is invalid.
     """
     parser = Arguments(
         "compare",
         usage="%(prog)s --methods METHOD [METHOD ...] [--seeds SEED ...] [options] [options of fit]",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=RawDescriptionHelpFormatter,
     )
+    # a table's words come first, so that options given by hand hold against the table's
     table = stored_table(args)
-    parser.add_argument("--table", metavar="NAME", help="a table of configs/tables: its methods, seeds and options")
+    parser.add_argument("--table", metavar="NAME", help="take methods, seeds and options from a file of configs/tables")
     parser.add_argument(
         "--methods",
         nargs="+",
         required=not table.words,
         metavar="METHOD",
         help="names of methods such as cwFedAvg, paths of files, or client modules such as my_methods.Mine; "
-        "METHOD+FILE adds a file whose settings win over those of all other files",
+        "METHOD+FILE adds a file that overrides all other files",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="SEED", help="by default 0")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, by default 1")
     parser.add_argument(
-        "--out", type=Path, help="folder of the runs and tables, by default runs/compare-DATA, or -TABLE"
+        "--seeds", nargs="+", type=int, default=[0], metavar="SEED", help="seeds of the runs (default: 0)"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="number of runs at a time (default: 1)")
+    parser.add_argument("--out", type=Path, help="folder of the runs and tables (default: runs/compare-DATA or -TABLE)")
     parser.add_argument(
         "--configs",
         type=Path,
         default=FOLDER / "methods",
-        help="folder of the methods' files: the package's",
+        help="folder of the methods' files (default: the package's)",
     )
     parser.add_argument("--vary_data", action="store_true", help="give each seed a partition of its own (data.seed)")
     parser.add_argument(
@@ -282,10 +299,10 @@ def parse(args: list[str]) -> tuple[Namespace, list[str]]:
         action="append",
         default=[],
         metavar="NAME=VALUE,VALUE",
-        help="a setting that each method gets for itself: the value that is best on validation at the first seed, such "
-        "as model.init_args.optimizer.init_args.lr=0.01,0.1; may be given often",
+        help="tune a setting for each method: try all values at the first seed and keep the best on validation, such "
+        "as model.init_args.optimizer.init_args.lr=0.01,0.1; repeat the option for further settings",
     )
-    parser.add_argument("--tune_rounds", type=int, metavar="N", help="rounds of a trial, by default those of the runs")
+    parser.add_argument("--tune_rounds", type=int, metavar="N", help="rounds of a trial (default: as many as the runs)")
     parser.add_argument(
         "--columns",
         type=titles,
@@ -293,8 +310,9 @@ def parse(args: list[str]) -> tuple[Namespace, list[str]]:
         metavar="TITLE,TITLE",
         help='columns of the table, such as "last, mean of last five, ten best, std over clients, rank"',
     )
-    parser.add_argument("--commands", action="store_true", help="print the commands of the runs, one a line, and end")
-    parser.add_argument("--collect", action="store_true", help="start nothing, and make the table of what has finished")
+    parser.add_argument("--commands", action="store_true", help="print one command per run, and run nothing")
+    parser.add_argument("--collect", action="store_true", help="run nothing, and write the table of all finished runs")
+    # options unknown here are fit's, which has several hundred
     given, passed = parser.parse_known_args(resolved([*table.words, *args]))
     given.paper = table.paper
     given.seeds = list(dict.fromkeys(given.seeds))
@@ -309,8 +327,18 @@ def parse(args: list[str]) -> tuple[Namespace, list[str]]:
 
 
 def check(passed: Sequence[str], vary_data: bool) -> None:
-    """Refuses options of ``fit`` that a comparison sets itself, and files that aren't there."""
+    """Refuse options set by the comparison itself, no logger, and configurations missing or with a model.
+
+    Args:
+        passed: options of ``fit``.
+        vary_data: if each seed has its own partition.
+
+    Raises:
+        MisconfigurationException: for the first such option.
+    """
+    # with --vary_data a run's data.seed is its seed
     refused = REFUSED | ({"--data.seed": "--vary_data sets it"} if vary_data else {})
+    # options come as --name=value or as two words; the last word has none behind
     for word, after in pairwise([*passed, ""]):
         name, _, value = word.partition("=")
         if name in refused:
@@ -322,6 +350,7 @@ def check(passed: Sequence[str], vary_data: bool) -> None:
     for path in files(passed):
         if not os.path.isfile(path):
             raise MisconfigurationException(f"compare: --config {path} is no file{nearest(str(path))}")
+        # a model in a data configuration replaces every method: the table would compare one method with itself
         settings = settings_in(str(path))
         model = settings.get("model") if isinstance(settings, dict) else None
         if isinstance(model, str) or (isinstance(model, dict) and "class_path" in model):
@@ -332,7 +361,7 @@ def check(passed: Sequence[str], vary_data: bool) -> None:
 
 
 def name_of(passed: Sequence[str]) -> str:
-    """A name for a comparison: that of its data."""
+    """Return a name for the comparison's folder: the last configuration's, else the data's."""
     given = files(passed)
     data = [after for word, after in pairwise(passed) if word == "--data"]
     return given[-1].stem if given else data[-1] if data else "fit"

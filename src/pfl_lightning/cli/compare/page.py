@@ -1,4 +1,4 @@
-"""A comparison as one page for a browser: its table, curves, clients, partition and settings."""
+"""Write a comparison as one HTML page: table, curves, clients, partition and settings."""
 
 import io
 from collections.abc import Collection, Mapping, Sequence
@@ -17,6 +17,7 @@ from pfl_lightning.tasks import Monitor
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# one file without links: it opens from disk, can be mailed, and still opens in ten years
 PAGE = Template("""<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -54,7 +55,7 @@ $settings
       const rows = [...body.rows].sort((a, b) => {
         const [x, y] = [number(a), number(b)];
         if (column === 0) return value(a).localeCompare(value(b)) * (down ? -1 : 1);
-        // who has no value comes last, whichever way
+        // rows without a value come last in both directions
         if (isNaN(x) || isNaN(y)) return isNaN(x) - isNaN(y);
         return (x - y) * (down ? -1 : 1);
       });
@@ -68,10 +69,10 @@ $settings
 """)
 
 KEPT = ("trainer.logger", "trainer.callbacks", "trainer.default_root_dir", "trainer.enable_", "data.root")
-"""What names of settings begin with that say where and how runs are kept, and nothing of what they are."""
+"""Beginnings of settings left out of the page: where runs are stored and logged, not how they train."""
 
 BY_THE_DATA = ("model.num_classes", "model.input_shape")
-"""Settings in whose place the data's own stand."""
+"""Settings that the data determine."""
 
 
 def page(
@@ -84,16 +85,16 @@ def page(
     curves: str | None,
     monitor: Monitor,
 ) -> str:
-    """The page as HTML, which needs nothing else.
+    """Return the page as HTML, without links to other files.
 
     Args:
-        title: of the page.
+        title: title of the page.
         cells: the table, the header first.
-        marked: rows and columns of its best cells.
-        caption: what its columns are.
-        notes: what else is to be said.
+        marked: (row, column) of the best cells.
+        caption: the table's caption.
+        notes: sentences below the table.
         methods: finished runs by method.
-        curves: the column of the records that curves are of; None where no run has one.
+        curves: column of the records to draw; None if no run has one.
         monitor: the metric that selects.
     """
     finished = {name: list(results) for name, results in methods.items() if results}
@@ -101,12 +102,15 @@ def page(
     if curves is not None:
         rows = {name: [result.rows for result in results] for name, results in finished.items()}
         pictures.append(("Rounds", plot_mean_curves(rows, curves)))
+    # clients of all seeds together: a point per client and seed
     tested = f"test/{monitor.metric}"
     clients = {name: [row for result in results for row in result.clients] for name, results in finished.items()}
     values = {name: [float(row[tested]) for row in rows if row.get(tested)] for name, rows in clients.items()}
     if any(values.values()):
         pictures.append(("Clients", plot_clients({name: each for name, each in values.items() if each}, tested)))
+    # one picture is enough: at a seed all methods have the same partition
     first = next((results[0].clients for results in finished.values()), [])
+    # records of earlier versions have no column of samples
     if first and "samples" in first[0]:
         pictures.append(("Partition", plot_sizes(first)))
     return PAGE.substitute(
@@ -120,14 +124,14 @@ def page(
 
 
 def html_table(cells: Sequence[Sequence[str]], marked: Collection[tuple[int, int]]) -> str:
-    """Head and body of the table, whose cells know by which numbers they are sorted.
+    """Return the table's head and body; each cell carries the number to sort by.
 
     >>> html_table([["method", "last"], ["FedAvg", "78.20 ± 0.11"]], {(1, 1)}).count('data-value="78.20"')
     1
 
     Args:
-        cells: the header first.
-        marked: rows and columns of the best cells.
+        cells: the table, the header first.
+        marked: (row, column) of the best cells.
     """
     header, *rows = cells
     head = "".join(f'<th scope="col"><button type="button">{escape(cell)}</button></th>' for cell in header)
@@ -143,7 +147,7 @@ def html_table(cells: Sequence[Sequence[str]], marked: Collection[tuple[int, int
 
 
 def leading_number(cell: str) -> str:
-    """The number that a cell begins with; empty where it begins with none.
+    """Return the number at a cell's beginning; empty if none.
 
     >>> leading_number("+2.2 (75 %)"), leading_number("-")
     ('+2.2', '')
@@ -157,15 +161,16 @@ def leading_number(cell: str) -> str:
 
 
 def svg(figure: "Figure", name: str) -> str:
-    """A figure as an element of a page, with text as text.
+    """Return a figure as an SVG element, with text as text.
 
     Args:
         figure: the figure.
-        name: of the figure, which keeps its names apart from those of others on the page.
+        name: the figure's name, unique on the page.
     """
     from matplotlib import rc_context
 
     drawn = io.StringIO()
+    # matplotlib derives ids of clip paths from the salt: equal ids on one page would clip the wrong figure
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         # without the date, so that the same runs give the same page
         figure.savefig(drawn, format="svg", metadata={"Date": None})
@@ -173,7 +178,7 @@ def svg(figure: "Figure", name: str) -> str:
 
 
 def settings_table(methods: Mapping[str, Sequence[Result]]) -> str:
-    """What all methods were run with, and what each has for itself.
+    """Return HTML of the settings common to all methods and of each method's own settings.
 
     Args:
         methods: finished runs by method.
@@ -182,6 +187,7 @@ def settings_table(methods: Mapping[str, Sequence[Result]]) -> str:
     if not any(settings.values()):
         return ""
     every = list(dict.fromkeys(key for own in settings.values() for key in own))
+    # compared by repr, as values may be lists, which can't be in a set
     same = {key for key in every if len({repr(own.get(key)) for own in settings.values()}) == 1}
     common = "".join(
         f"<tr><td>{escape(key)}</td><td>{escape(str(next(iter(settings.values()))[key]))}</td></tr>"
@@ -199,7 +205,7 @@ def settings_table(methods: Mapping[str, Sequence[Result]]) -> str:
 
 
 def settings_of(result: Result) -> dict[str, object]:
-    """What a run was made with, as its folder's ``config.yaml`` says, by dotted names."""
+    """Return a run's settings by dotted name, from ``config.yaml``."""
     config = yaml.safe_load((result.folder / "config.yaml").read_text()) or {}
     named = {
         key: value

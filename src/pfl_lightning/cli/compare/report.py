@@ -1,4 +1,4 @@
-"""The files that a comparison leaves: the table in four forms, a row a run, a picture, and a page for a browser."""
+"""Write the files of a comparison: tables as text, CSV, Markdown and LaTeX, curves, and an HTML page."""
 
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
@@ -6,9 +6,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from pfl_lightning.cli.compare.cost_to_target import cost_to_target, is_target
 from pfl_lightning.cli.compare.page import page
-from pfl_lightning.cli.compare.paired import best_and_level, by_method, gains_over_local, ranks
-from pfl_lightning.cli.compare.reached import is_target, reached
 from pfl_lightning.cli.compare.results import (
     NEW,
     OVER,
@@ -24,6 +23,7 @@ from pfl_lightning.cli.compare.results import (
     same_numbers,
 )
 from pfl_lightning.cli.compare.runs import Run
+from pfl_lightning.cli.compare.significance import best_and_level, by_method, gains_over_local, ranks
 from pfl_lightning.plots.runs import plot_mean_curves
 from pfl_lightning.runs.report import Row, write_rows
 from pfl_lightning.runs.tables import latex, latex_table, markdown_table, text_table
@@ -32,33 +32,34 @@ from pfl_lightning.tasks import Monitor
 MEANINGS = {
     "best on validation": "of the round that validation selects",
     "last": "of the last round",
-    "best on test": "of the round that is best on the test samples, which is no fair choice",
+    "best on test": "of the round that is best on the test samples, so too optimistic",
     "mean of last five": "over the last five rounds",
-    "ten best": "the mean of the ten rounds that are best on the test samples",
+    "ten best": "the mean of the ten best rounds on the test samples",
     "worst decile": "the {end} decile of clients in the last round",
     "worst tenth": "the mean over the {end} tenth of clients in the last round",
     "std over clients": "in the last round",
-    "server": "its one model on the central test set",
+    "server": "the server's one model on the central test set",
     "MiB": "of all clients in a round",
     "GFLOP": "of all clients in a round",
 }
-"""What columns are, by the beginning of their titles."""
+"""Explanations of columns, by the beginning of their titles."""
 
 OVER_LOCAL = """\
-Over Local: how much more than alone a client has in the last round, the plain mean over seeds and clients, where "last"
-weighs clients by their test samples; and how many of them have more."""
+Over Local: a client's gain over training alone in the last round, as the plain mean over seeds and clients, and the
+share of clients with a gain. Unlike this mean, "last" weighs clients by their test samples."""
 
-RANKS = "Rank: the mean over seeds and clients of a method's place in the last round, 1 the best."
+RANKS = "Rank: the mean over seeds and clients of a method's rank in the last round; 1 is the best."
 
 TARGETS = """\
-To a target: what all rounds cost up to the first whose validation reaches it; MiB are up and down, of all clients."""
+To a target: the cost of all rounds up to the first whose validation reaches the target; MiB up and down, of all
+clients."""
 
 LEVEL_NOTE = """\
-Best in the last round, or level with the best: {names}. The others differ from it by Wilcoxon's signed-rank test over
-all pairs of seed and client (p < 0.05)."""
+Best in the last round, or level with the best: {names}. All other methods differ from the best, by Wilcoxon's
+signed-rank test over all pairs of seed and client (p < 0.05)."""
 
 ALL_LEVEL = """\
-No method differs from the best in the last round by Wilcoxon's signed-rank test over all pairs of seed and client
+No method differs from the best in the last round, by Wilcoxon's signed-rank test over all pairs of seed and client
 (p < 0.05)."""
 
 
@@ -71,24 +72,25 @@ def write(
     paper: Mapping[str, str],
     columns: Sequence[str] = (),
 ) -> str:
-    """Writes all files, and returns the table and what else is to be said.
+    """Write all files of a comparison, and return the text for the terminal.
 
     Args:
         out: the folder.
-        methods: finished runs by method; empty where none has.
-        failures: why others failed.
+        methods: finished runs by method; an empty list if none has finished.
+        failures: reasons of failed runs.
         seeds: all seeds.
-        tuning: sentences about settings that methods got for themselves.
+        tuning: sentences on tuned settings.
         paper: a paper's numbers, by method.
-        columns: titles of the table's columns; none for the usual ones.
+        columns: titles of the columns; empty for the usual ones.
     """
     monitor = monitor_of(methods)
     clients = by_method(methods)
     gains, level = gains_over_local(clients, monitor), best_and_level(clients)
     more = {OVER: gains, RANK: ranks(clients), PAPER: paper}
-    more |= {title: reached(title, methods) for title in columns if is_target(title)}
+    more |= {title: cost_to_target(title, methods) for title in columns if is_target(title)}
     cells = comparison_table(methods, failures, {title: column for title, column in more.items() if column}, columns)
     last = cells[0].index("last") if "last" in cells[0] else 0
+    # only "last" is marked: the test is on clients' values of the last round
     marked = {(row, last) for row, of_one in enumerate(cells) if of_one[0] in level}
     caption = caption_of(cells[0], monitor, seeds)
     notes = [*(reason for method in methods for reason in reasons(method, failures)), *tuning]
@@ -98,6 +100,7 @@ def write(
         notes.append(TARGETS)
     if RANK in cells[0]:
         notes.append(RANKS)
+    # naming every method as level with the best would read as if each had won
     if marked and len(level) == sum(map(bool, methods.values())):
         notes.append(ALL_LEVEL)
     elif marked:
@@ -109,30 +112,33 @@ def write(
     write_rows(out / "runs.csv", [row_of(result, names, out) for results in methods.values() for result in results])
     write_rows(out / "comparison.csv", [row_of_method(name, methods[name], failures, names, out) for name in methods])
     (out / "comparison.md").write_text("\n\n".join([markdown_table(cells, marked), caption, *notes]) + "\n")
+    # LaTeX and HTML break lines themselves
     whole = " ".join(caption.split())
-    best = " Bold: the best, and what doesn't differ from it (p < 0.05)." if marked else ""
+    best = " Bold: the best, and all methods that don't differ from the best (p < 0.05)." if marked else ""
+    # notes become comments of the LaTeX file, for whoever writes the text around the table
     comments = "\n".join(f"% {latex(line)}" for note in notes for line in note.splitlines())
     table = latex_table(cells, whole + best, f"tab:{out.name}", marked)
     (out / "comparison.tex").write_text(f"{comments}\n{table}\n")
     column = curve_of(methods)
+    # runs without test or validation data have nothing to draw
     if column is not None:
         runs = {name: [result.rows for result in results] for name, results in methods.items() if results}
         plot_mean_curves(runs, column).savefig(out / "curves.png", dpi=150)
     shown = [" ".join(note.split()) for note in notes]
     report = page(out.name, cells, marked, whole + best, shown, methods, column, monitor)
     (out / "report.html").write_text(report)
-    closing = f"report.html, table, curves and a folder a run: {out}"
+    closing = f"report.html, tables, curves and one folder per run: {out}"
     return "\n".join(["", text_table(cells), "", caption, "", *notes, closing])
 
 
 def caption_of(columns: Sequence[str], monitor: Monitor, seeds: Sequence[int]) -> str:
-    """What the numbers of a table are.
+    """Return the caption: metric, seeds, and the meaning of each column.
 
     >>> print(caption_of(["method", "last", "MiB up", "MiB down"], Monitor(), [3]))
     Test accuracy in %, seed 3; last: of the last round; MiB: of all clients in a round.
 
     Args:
-        columns: the titles of its columns.
+        columns: titles of the columns.
         monitor: the metric that selects.
         seeds: all seeds.
     """
@@ -147,13 +153,13 @@ def caption_of(columns: Sequence[str], monitor: Monitor, seeds: Sequence[int]) -
 
 
 def titles(text: str) -> list[str]:
-    """The titles of ``--columns``.
+    """Split ``--columns`` into titles.
 
     >>> titles("last, last r2, rank")
     ['last', 'last r2', 'rank']
 
     Args:
-        text: titles with commas between them.
+        text: titles separated by commas.
 
     Raises:
         ArgumentTypeError: if there is no such column.
@@ -161,7 +167,7 @@ def titles(text: str) -> list[str]:
     known = [column.title for column in columns_of(Monitor(), new=True)] + [OVER, RANK, PAPER]
     asked = [title.strip() for title in text.split(",")]
     for title in asked:
-        # which further metrics there are, the runs will say
+        # any "last NAME" passes: only the finished runs show which further metrics exist
         if title not in known and not title.startswith("last ") and not is_target(title):
             costs = "rounds to TARGET, MiB to TARGET, seconds to TARGET"
             raise ArgumentTypeError(f"{title!r} is no column; choose from {', '.join(known)}, last METRIC, {costs}")
@@ -169,18 +175,19 @@ def titles(text: str) -> list[str]:
 
 
 def monitor_of(methods: Mapping[str, Sequence[Result]]) -> Monitor:
-    """The metric that selects in the runs that have finished; accuracy where none has."""
+    """Return the metric that selects in the finished runs; accuracy if none has finished."""
     return next((result.monitor for results in methods.values() for result in results), Monitor())
 
 
 def row_of(result: Result, columns: Sequence[str], out: Path) -> Row:
-    """A run's row in ``runs.csv``."""
+    """Return a run's row of ``runs.csv``."""
     return {
         "method": result.run.method,
         "seed": result.run.seed,
         **{name: result.values.get(name) for name in columns},
         "partition": result.common["partition"],
         "initial": result.common["initial"],
+        # relative, so that the folder can be moved
         "config": str((result.folder / "config.yaml").relative_to(out)),
     }
 
@@ -188,7 +195,7 @@ def row_of(result: Result, columns: Sequence[str], out: Path) -> Row:
 def row_of_method(
     method: str, results: Sequence[Result], failures: Mapping[Run, str], columns: Sequence[str], out: Path
 ) -> Row:
-    """A method's row in ``comparison.csv``."""
+    """Return a method's row of ``comparison.csv``."""
     row: dict[str, Any] = {"method": method, "seeds": " ".join(str(result.run.seed) for result in results)}
     summary = over_seeds(results)
     for name in columns:
@@ -198,7 +205,7 @@ def row_of_method(
 
 
 def curve_of(methods: Mapping[str, Sequence[Result]]) -> str | None:
-    """The column of the records that curves are of, if a run has one."""
+    """Return the column of the records to draw: test, central test or validation; None if no run has any."""
     finished = [result.rows for results in methods.values() for result in results]
     known = {name for rows in finished for row in rows for name in row if row[name]}
     monitored = monitor_of(methods).metric

@@ -1,4 +1,4 @@
-"""What finished runs say: values by run, their summary over seeds, and whether they had the same start."""
+"""Read finished runs: values by run, summaries over seeds, and checks for an equal start."""
 
 import csv
 import json
@@ -18,43 +18,44 @@ from pfl_lightning.tasks import Monitor
 
 
 class Column(NamedTuple):
-    """A number that a run has."""
+    """A column of the table."""
 
     name: str
-    """Its name, as in records and summaries."""
+    """Name in records and summaries."""
     title: str
-    """Its title in tables."""
+    """Title in tables."""
     factor: float
-    """What tables multiply it by."""
+    """Factor from the stored value to the printed one, such as 100 for per cent."""
     form: str
-    """How tables write it."""
+    """Format of the printed number."""
     spread: bool = False
-    """Whether tables have its standard deviation."""
+    """True if tables print the standard deviation over seeds."""
     asked: bool = False
-    """Whether only tables that name it have it."""
+    """True if tables show the column only on request, by ``--columns``."""
 
 
 FEW, MANY = 5, 10
-"""Tests of the columns over several rounds: the last ones, and the best."""
+"""Number of rounds averaged in "mean of last five" and in "ten best"."""
 
 OVER, RANK, PAPER = "over Local", "rank", "paper"
-"""Titles of the columns that compare methods, and of a paper's numbers."""
+"""Titles of the columns on gains over Local, on ranks, and on a paper's numbers."""
 
-NEW = "New clients took no part; they are tested by what they received after the last round, and after joining."
+NEW = "New clients took no part: each is tested with the model received after the last round, and again after joining."
 
 COMMON = {"partition": "partitions", "cohorts": "cohorts", "initial": "initial weights"}
-"""What methods share at a seed."""
+"""Entries of the summary that all methods share at a seed, with words for sentences."""
 
 
 def columns_of(monitor: Monitor, further: Iterable[str] = (), new: bool = False) -> tuple[Column, ...]:
-    """The columns of runs, of which not all have all.
+    """Return all possible columns of a kind of run; a run may lack some.
 
     Args:
         monitor: the metric that selects.
-        further: others of the last round.
-        new: whether there are new clients.
+        further: names of further metrics of the last round.
+        new: True if the runs have new clients.
     """
     test, server = f"test/{monitor.metric}", f"test/global_{monitor.metric}"
+    # new clients have columns only where some joined
     joining = ("received", "joined") if new else ()
     factor, form = (100, ".2f") if monitor.metric == "acc" else (1, ".4g")
     return (
@@ -88,7 +89,7 @@ class Result:
 
     Args:
         run: the run.
-        folder: the folder of its record.
+        folder: the folder with its record.
     """
 
     run: Run
@@ -96,45 +97,47 @@ class Result:
 
     @cached_property
     def rows(self) -> list[dict[str, str]]:
-        """The record's rounds."""
+        """Rows of ``rounds.csv``."""
         return read(self.folder / "rounds.csv")
 
     @cached_property
     def clients(self) -> list[dict[str, str]]:
-        """The record's clients."""
+        """Rows of ``clients.csv``."""
         return read(self.folder / "clients.csv")
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """The record's summary."""
+        """Content of ``summary.json``."""
         summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
         return summary
 
     @cached_property
     def monitor(self) -> Monitor:
         """The metric that selects."""
-        # summaries of earlier versions name none: all of them were of accuracies
+        # summaries of earlier versions name no metric, which was always accuracy
         return Monitor(**self.summary.get("monitor", {}))
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
-        """The columns of its kind of runs."""
+        """All possible columns of this kind of run."""
         return columns_of(self.monitor, dict(further(self.summary["final"], self.monitor)), "new" in self.summary)
 
     @cached_property
     def values(self) -> dict[str, float]:
-        """The columns that the run has."""
+        """Values of the columns, for all columns with a value."""
         values = {f"bytes/{way}": fmean(float(row[f"bytes/{way}"]) for row in self.rows) for way in ("up", "down")}
         for part in ("selected", "final", "best_on_test", "best_global", "new", "privacy"):
             values |= {f"{part}/{name}": value for name, value in self.summary.get(part, {}).items()}
         test = f"test/{self.monitor.metric}"
         tested = [float(row[test]) for row in self.clients if row.get(test)]
         if not np.isnan(tested).all():
+            # the worst decile is the lowest of accuracies, but the highest of losses
             share = 0.1 if self.monitor.mode == "max" else 0.9
             values[f"final/{test}_{self.monitor.decile}"] = float(np.nanquantile(tested, share))
             known = [value for value in tested if not math.isnan(value)]
             values[f"final/{test}_worst10"] = self.monitor.worst_tenth(known)
             values[f"std/{test}"] = float(np.nanstd(tested))
+        # a run of four rounds has no "mean of last five": a mean of four under this title would mislead
         for name in (test, f"test/global_{self.monitor.metric}"):
             rounds = [float(row[name]) for row in self.rows if row.get(name)]
             if len(rounds) >= FEW:
@@ -148,29 +151,30 @@ class Result:
 
     @property
     def measured(self) -> list[Any]:
-        """All values of the monitored metric and of losses: of each round, and those of the metric's columns."""
+        """Return every measured value: metric and losses of each round, and the metric's columns."""
         kinds = (self.monitor.metric, "/loss")
         rounds = [value for row in self.rows for name, value in row.items() if name.endswith(kinds) and value]
+        # means of losses alone could agree by chance in four digits; here every digit of every round must agree
         spread = [column.name for column in self.columns if column.spread]
         return rounds + [self.values[name] for name in spread if name in self.values]
 
     @cached_property
     def common(self) -> dict[str, Any]:
-        """What methods share at a seed, among other things."""
+        """Return the summary and the cohorts of each round, to compare runs with the same seed."""
         return {**self.summary, "cohorts": [row["cohort"] for row in self.rows]}
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """Rows of a CSV file."""
+    """Return the rows of a CSV file."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def over_seeds(results: Sequence[Result]) -> dict[str, tuple[float, float | None]]:
-    """Mean and sample standard deviation over seeds by column; the latter None for a single seed.
+    """Return (mean, sample standard deviation) over seeds by column; the deviation is None for a single seed.
 
     Args:
-        results: a method's.
+        results: a method's finished runs.
     """
     names = dict.fromkeys(name for result in results for name in result.values)
     known = {name: [r.values[name] for r in results if name in r.values] for name in names}
@@ -185,13 +189,13 @@ def comparison_table(
     more: Mapping[str, Mapping[str, str]],
     titles: Sequence[str] = (),
 ) -> list[list[str]]:
-    """The table's cells, the header first, without columns that no method has.
+    """Return the table's cells, the header first, without columns empty for every method.
 
     Args:
         methods: finished runs by method.
-        failures: why others failed.
+        failures: reasons of failed runs.
         more: further columns: cells by method, by title.
-        titles: the columns; none for those that are there where nobody asks.
+        titles: titles of the columns; empty for all columns that are shown without request.
     """
     summaries = {method: over_seeds(results) for method, results in methods.items()}
     known = [column for column in all_columns(methods) if any(column.name in got for got in summaries.values())]
@@ -199,6 +203,7 @@ def comparison_table(
         column.title: {method: cell(column, got.get(column.name)) for method, got in summaries.items()}
         for column in known
     }
+    # ranks only make sense with many methods, so they are shown on request
     shown = titles or [*(column.title for column in known if not column.asked), *(t for t in more if t != RANK)]
     cells.update(more)
     rows = [["method", *(title for title in shown if title in cells)]]
@@ -212,7 +217,7 @@ def comparison_table(
 
 
 def all_columns(methods: Mapping[str, Sequence[Result]]) -> list[Column]:
-    """The columns of all runs, each once; those of classifications where none has finished.
+    """Return the columns of all runs without duplicates; the columns of accuracy if no run has finished.
 
     Args:
         methods: finished runs by method.
@@ -222,7 +227,7 @@ def all_columns(methods: Mapping[str, Sequence[Result]]) -> list[Column]:
 
 
 def cell(column: Column, value: tuple[float, float | None] | None) -> str:
-    """A value as tables write it.
+    """Return a value as a cell.
 
     >>> columns = columns_of(Monitor())
     >>> cell(columns[0], (0.98765, 0.0012)), cell(columns[-1], (7.0, 0.1)), cell(columns[0], None)
@@ -235,12 +240,13 @@ def cell(column: Column, value: tuple[float, float | None] | None) -> str:
 
 
 def reasons(method: str, failures: Mapping[Run, str]) -> list[str]:
-    """Why runs of a method failed, each reason once.
+    """Return one sentence per reason for which runs of a method failed.
 
     Args:
         method: the method.
-        failures: why runs failed, of all methods.
+        failures: reasons of failed runs, of all methods.
     """
+    # a wrong setting fails at all seeds alike, and needs one sentence only
     seeds: dict[str, list[str]] = {}
     for run, why in failures.items():
         if run.method == method:
@@ -249,11 +255,12 @@ def reasons(method: str, failures: Mapping[Run, str]) -> list[str]:
 
 
 def differences(methods: Mapping[str, Sequence[Result]]) -> list[str]:
-    """What isn't the same for all methods at a seed, a sentence for each pair of methods; empty if all is.
+    """Return a sentence for each pair of methods with unequal partition, cohorts or initial weights at a seed.
 
     Args:
         methods: finished runs by method.
     """
+    # compared with the first method of the same seed
     first: dict[int, Result] = {}
     found = []
     for result in (result for results in methods.values() for result in results):
@@ -268,7 +275,9 @@ def differences(methods: Mapping[str, Sequence[Result]]) -> list[str]:
 
 
 def same_numbers(methods: Mapping[str, Sequence[Result]]) -> list[str]:
-    """A sentence for methods whose measured values are the same to the last digit at all seeds, for each set of them.
+    """Return a sentence for each set of methods with identical measurements at all seeds.
+
+    Such a set is usually a mistake in the settings: a term with weight 0, or one that the net can't have.
 
     Args:
         methods: finished runs by method.
@@ -279,13 +288,14 @@ def same_numbers(methods: Mapping[str, Sequence[Result]]) -> list[str]:
         if any(measured.values()):
             alike.setdefault(repr(measured), []).append(method)
     return [
-        f"{', '.join(names[:-1])} and {names[-1]} gave the same numbers to the last digit: what sets them apart has no "
-        "effect here, such as a term whose weight is too small."
+        f"{', '.join(names[:-1])} and {names[-1]} gave the same numbers to the last digit: the difference between them "
+        "has no effect here, such as a term with too small a weight."
         for names in alike.values()
         if len(names) > 1
     ]
 
 
 def differ(one: str | list[str], other: str | list[str]) -> bool:
-    """Whether two fingerprints, or two runs' cohorts in the rounds that both had, aren't the same."""
+    """Return True if two fingerprints differ, or two runs' cohorts differ in a common round."""
+    # not strict: an early stop may end one run sooner, which is no unequal start
     return any(a != b for a, b in zip(one, other, strict=False))

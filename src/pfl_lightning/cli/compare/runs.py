@@ -1,4 +1,7 @@
-"""The runs of a comparison: each a ``pfl-lightning fit`` in a process of its own."""
+"""Run the fits of a comparison, each in a separate process.
+
+A process keeps the memory and the random state of a run apart from all others, and a crash ends one run only.
+"""
 
 import os
 import shlex
@@ -20,7 +23,7 @@ from pfl_lightning.runs.folder import held
 PROGRAM = "pfl_lightning.cli.main"
 QUIET = ("--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false")
 GRACE = 5.0
-"""Seconds that a run has to end by itself before it is killed; its last checkpoint stands in any case."""
+"""Seconds for a run to end by itself before it is killed; the last checkpoint exists in any case."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,8 @@ class Run:
     Args:
         method: the method's label.
         seed: the seed.
-        folder: where all that the run leaves is kept.
-        arguments: what ``fit`` is given.
+        folder: the folder for everything that the run writes.
+        arguments: arguments of ``fit``.
     """
 
     method: str
@@ -41,54 +44,58 @@ class Run:
 
     @property
     def finished(self) -> Path | None:
-        """The folder that the run has left, if it has finished."""
+        """The folder with the finished run's record; None if unfinished."""
         return next((path.parent for path in self.folder.glob("*/*/summary.json")), None)
 
     @property
     def begun(self) -> Path | None:
-        """The newest folder of the run, finished or not."""
+        """The newest folder of the run, finished or not; None if not begun."""
+        # logger and version are part of the path: default_root_dir/NAME/version_0
         begun = [path.parent for path in self.folder.glob("*/*/config.yaml")]
         return max(begun, key=lambda folder: folder.stat().st_mtime, default=None)
 
     @property
     def output(self) -> Path:
-        """What the run says."""
+        """File with the process's output."""
         return self.folder / "output.txt"
 
     @property
     def command(self) -> list[str]:
-        """The process's arguments; it goes on where an earlier one stopped."""
+        """Arguments of the process, which resumes an earlier one if any."""
         where = ["--trainer.default_root_dir", str(self.folder)]
         if has_logger(self.arguments):
+            # a logger of the user's decides itself where to write, below its save_dir
             where = ["--trainer.logger.save_dir", str(self.folder)]
             # a logger's own folder bears its version, which for Weights & Biases is the run's id
             where += ["--trainer.logger.version", self.begun.name] if self.begun else []
-        # a comparison that is killed takes its runs along
+        # started through `die_with_parent`, which ends the run if this process is killed
         program = [sys.executable, die_with_parent.__file__, str(os.getpid()), PROGRAM]
         return [*program, "fit", *QUIET, *self.arguments, *where, "--ckpt_path", "last"]
 
     @property
     def line(self) -> str:
-        """The same as a line of a shell, for another machine or a queue."""
+        """Command line of the run, for a shell on another machine or a batch queue."""
         return shlex.join(["pfl-lightning", *self.command[4:]])
 
     @property
     def settings(self) -> str:
-        """The arguments and the files that they name."""
+        """Arguments of the run, and the text of each configuration among these."""
+        # by content: a configuration edited between two starts makes other runs
         texts = [f"\n{file}:\n{file.read_text(encoding='utf-8', errors='replace')}" for file in files(self.arguments)]
         return "\n".join([" ".join(self.arguments), *texts])
 
     @property
     def kept_settings(self) -> Path:
-        """The file that keeps them beside the run."""
+        """File beside the run with a copy of the settings."""
         return self.folder / "settings.txt"
 
     def refuse_others(self) -> None:
-        """Refuse a folder that holds a run of other settings.
+        """Refuse a folder with a run of other settings.
 
         Raises:
-            MisconfigurationException: if it does.
+            MisconfigurationException: if the folder holds such a run.
         """
+        # a folder of another method or data would be resumed, or taken for finished
         if self.begun and self.kept_settings.read_text(encoding="utf-8") != self.settings:
             raise MisconfigurationException(
                 f"compare: {self.folder} holds a run of other settings, which are in {self.kept_settings.name} there; "
@@ -96,18 +103,18 @@ class Run:
             )
 
     def claim(self) -> None:
-        """Make the folder, and keep the settings in it."""
+        """Create the folder, and store the settings inside."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.kept_settings.write_text(self.settings, encoding="utf-8")
 
 
 def has_logger(arguments: Sequence[str]) -> bool:
-    """Whether a logger is asked for on the command line."""
+    """Return True if the command line names a logger."""
     return any(argument.split("=")[0] == "--trainer.logger" for argument in arguments)
 
 
 def files(arguments: Sequence[str]) -> list[Path]:
-    """The files of settings on a command line.
+    """Return the configurations on a command line.
 
     >>> [str(path) for path in files(["--config", "a.yaml", "--data.root", "b", "--config=c.yaml"])]
     ['a.yaml', 'c.yaml']
@@ -117,11 +124,11 @@ def files(arguments: Sequence[str]) -> list[Path]:
 
 
 class Fit:
-    """A run's process, in whose folder no other comparison can start it.
+    """A run's process, which locks the run's folder against other comparisons.
 
     Args:
         run: the run.
-        environment: of the process, besides this one's.
+        environment: variables of the process, in addition to this process's.
 
     Raises:
         MisconfigurationException: if another process holds the run's folder.
@@ -139,10 +146,11 @@ class Fit:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
+            # the lock outlives this method; an error before this line releases it
             self._folder = stack.pop_all()
 
     def leave(self) -> int:
-        """Frees the folder of a process that has ended, and gives its exit code."""
+        """Release the folder of an ended process, and return the exit code."""
         self._folder.close()
         return int(self.process.returncode)
 
@@ -150,16 +158,16 @@ class Fit:
 def run_all(
     runs: Sequence[Run], jobs: int, environment: Mapping[str, str], report: Callable[[Run, str], None]
 ) -> dict[Run, str]:
-    """Runs what hasn't finished yet, some at a time; when it is interrupted, so are the processes.
+    """Make all unfinished runs, some at a time; an interrupt ends the processes too.
 
     Args:
         runs: all runs.
-        jobs: how many run at a time.
-        environment: of the processes, besides this one's.
-        report: is called with each run that ends, and why it failed; empty where it didn't.
+        jobs: number of processes at a time.
+        environment: variables of the processes, in addition to this process's.
+        report: called with each ended run and the reason if it failed, else an empty string.
 
     Returns:
-        Why runs failed.
+        Reasons of failed runs.
     """
     waiting = list(runs)
     running: dict[Run, Fit] = {}
@@ -170,6 +178,7 @@ def run_all(
                 run = waiting.pop(0)
                 if run.finished is None:
                     try:
+                        # another comparison may be making the same run: this one goes on with the others
                         running[run] = Fit(run, environment)
                         continue
                     except MisconfigurationException as error:
@@ -180,6 +189,7 @@ def run_all(
                 if run.finished is None:
                     failures[run] = reason(run, code)
                 report(run, failures.get(run, ""))
+            # polled: a wait for the first of several processes isn't portable
             time.sleep(0.1 if running else 0)
     finally:
         end([fit.process for fit in running.values()])
@@ -189,9 +199,10 @@ def run_all(
 
 
 def end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Ends processes: by asking, then by force."""
+    """End processes: with SIGTERM first, by force after `GRACE` seconds."""
     for process in processes:
         process.terminate()
+    # one deadline for all, so that many runs don't take many times as long
     deadline = time.monotonic() + GRACE
     for process in processes:
         try:
@@ -202,15 +213,17 @@ def end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 
 def reason(run: Run, code: int) -> str:
-    """Why a run failed: its last line, which is a sentence where the settings are at fault.
+    """Return why a run failed: the last line of the output, one sentence where the settings are at fault.
 
     Args:
         run: the run, whose process has ended.
-        code: the process's exit code.
+        code: exit code of the process.
     """
+    # negative if the process itself was killed, 128 + signal if the run told its own end
     number = -code if code < 0 else code - 128
     if number in set(signal.Signals):
         return f"ended by {signal.Signals(number).name}"
     lines = [line for line in run.output.read_text(errors="replace").splitlines() if line.strip()]
     last = lines[-1].removeprefix("pfl-lightning: error: ") if lines else f"exit code {code}"
+    # exit code 0 without a summary is a failure too, as the table would have nothing to show
     return last if code else f"ended without a record: {last}"

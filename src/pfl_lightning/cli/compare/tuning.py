@@ -1,4 +1,7 @@
-"""Settings that each method gets for itself: tried on validation, with the same budget for all."""
+"""Tune settings for each method on validation, with the same number of trials for all.
+
+Without it a comparison often compares how well a default learning rate happens to suit each method.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,22 +12,22 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.cli.compare.runs import Run
-from pfl_lightning.cli.reading import complaint
+from pfl_lightning.cli.load_config import complaint
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Settings of a method that are tried.
+    """One combination of values to try.
 
     Args:
-        settings: names and values, as on the command line without dashes.
+        settings: (name, value) pairs, as on the command line without dashes.
     """
 
     settings: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
-        """A name for folders and people.
+        """Short name, for folders and messages.
 
         >>> Trial((("model.init_args.optimizer.init_args.lr", "0.1"),)).name
         'lr=0.1'
@@ -33,7 +36,7 @@ class Trial:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """What ``fit`` is given."""
+        """Arguments of ``fit``."""
         return tuple(word for name, value in self.settings for word in (f"--{name}", value))
 
 
@@ -44,10 +47,10 @@ def axes(words: Sequence[str]) -> dict[str, list[str]]:
     {'model.lr': ['0.1', '0.2'], 'model.mu': ['1']}
 
     Args:
-        words: each a setting with its values, ``NAME=VALUE,VALUE``.
+        words: settings with values, each ``NAME=VALUE,VALUE``.
 
     Raises:
-        MisconfigurationException: if one is something else, or a setting is given twice.
+        MisconfigurationException: if a word has another form, or a setting is given twice.
     """
     found: dict[str, list[str]] = {}
     for word in words:
@@ -71,27 +74,28 @@ def trials(tried: Mapping[str, Sequence[str]]) -> list[Trial]:
     ['lr=0.1,mu=1', 'lr=0.2,mu=1']
 
     Args:
-        tried: values by setting; without any there is one trial, with nothing to it.
+        tried: values by setting; an empty mapping gives one empty trial.
     """
     return [Trial(settings) for settings in product(*([(name, value) for value in tried[name]] for name in tried))]
 
 
 def missing(arguments: Mapping[str, Sequence[str]], tried: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return those of the settings to try that a method hasn't, by method.
+    """Return each method's missing settings.
 
     Args:
-        arguments: of ``fit``, by method.
+        arguments: arguments of ``fit`` by method.
         tried: values by setting.
 
     Raises:
-        MisconfigurationException: if no method has a setting, or a value is of another type than its setting.
+        MisconfigurationException: if no method has a setting, or a value has the wrong type.
     """
-    # a command line that is refused already tells nothing of a setting; its runs will fail, and say why
+    # a command line that is refused without the setting shows nothing about it; the method's runs fail with the reason
     readable = [method for method in arguments if complaint(arguments[method]) is None]
     found: dict[str, list[str]] = {method: [] for method in arguments}
     for name, values in tried.items():
         unknown = {}
         for method in readable:
+            # each value is parsed, so that a typing mistake ends the comparison before the first trial
             for value in values:
                 wrong = complaint([*arguments[method], f"--{name}={value}"])
                 if wrong is not None and not wrong.unknown:
@@ -100,7 +104,7 @@ def missing(arguments: Mapping[str, Sequence[str]], tried: Mapping[str, Sequence
                     unknown[method] = wrong
                     break
         if unknown and len(unknown) == len(readable):
-            # the sentence that has a suggestion, if there is one
+            # of all methods' sentences, one with a suggestion helps most
             sentence = max(map(str, unknown.values()), key=lambda said: "did you mean" in said)
             raise MisconfigurationException(f"compare: --tune {name} is a setting of no method here: {sentence}")
         for method in unknown:
@@ -109,10 +113,13 @@ def missing(arguments: Mapping[str, Sequence[str]], tried: Mapping[str, Sequence
 
 
 def best(tried: Sequence[tuple[Trial, Run]]) -> tuple[Trial, float, int] | None:
-    """Return the trial with the best validation, its value and the number of trials with one; None if none has one.
+    """Return the trial with the best validation value, the value, and the number of trials with a value.
 
     Args:
-        tried: a method's trials, with their runs; of several that are best the first is returned.
+        tried: a method's trials with their runs.
+
+    Returns:
+        None if no trial has a value; of equally good trials the first.
     """
     found: list[tuple[float, Trial, float]] = []
     for trial, run in tried:
@@ -120,6 +127,7 @@ def best(tried: Sequence[tuple[Trial, Run]]) -> tuple[Trial, float, int] | None:
             continue
         result = Result(run, run.finished)
         value = result.summary["selected"].get(f"val/{result.monitor.metric}")
+        # a trial that diverged has no value, or NaN, and can't be compared
         value = nan if value is None else value
         if value == value:
             found.append((result.monitor.sign * value, trial, value))

@@ -1,4 +1,7 @@
-"""Methods compared client by client: at a seed all of them have the same clients."""
+"""Compare methods client by client: at a seed all methods have the same clients.
+
+Paired differences are sharper than means: much of the spread between clients is the same under every method.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
@@ -9,50 +12,52 @@ from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.tasks import Monitor
 
 Clients: TypeAlias = dict[tuple[int, str], float]
-"""The monitored metric of the last round's models, times the sign that makes more better, by seed and client."""
+"""Monitored metric of the last round's models, signed so that larger is better, by (seed, client)."""
 
 LEVEL = 0.05
-"""Below this probability of what is seen, were there no difference, methods are said to differ."""
+"""Level of significance: methods differ if the test's p-value is below."""
 
 
 def of_clients(results: Sequence[Result]) -> Clients:
-    """The values of a method's clients, without those that have none.
+    """Return the values of a method's clients, except NaN.
 
     Args:
-        results: its runs.
+        results: the method's runs.
     """
     found: Clients = {}
     for result in results:
         column = f"test/{result.monitor.metric}"
         for row in result.clients:
             value = float(row.get(column) or "nan")
+            # NaN, unequal to itself: a client without test samples has no value
             if value == value:
                 found[result.run.seed, row["client"]] = result.monitor.sign * value
     return found
 
 
 def differences_of(one: Clients, other: Clients) -> list[float]:
-    """How much better the first is, for each client that both have."""
+    """Return value minus other value, for each client in both."""
     return [value - other[key] for key, value in one.items() if key in other]
 
 
 def probability(differences: Sequence[float]) -> float:
-    """Probability of differences at least as one-sided, were there none: Wilcoxon's signed-rank test, two-sided.
+    """Return the two-sided p-value of Wilcoxon's signed-rank test.
 
     >>> probability([0.0, 0.0]), round(probability([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]), 4)
     (1.0, 0.0156)
 
     Args:
-        differences: a pair each; those of nothing are left out, as Wilcoxon does.
+        differences: one per pair; zeros are left out, as in Wilcoxon's own procedure.
     """
     from scipy.stats import wilcoxon
 
     moved = [difference for difference in differences if difference != 0]
+    # scipy raises an error for no differences at all
     return float(wilcoxon(moved).pvalue) if moved else 1.0
 
 
 def by_method(methods: Mapping[str, Sequence[Result]]) -> dict[str, Clients]:
-    """The values of the clients of each method that has some.
+    """Return the clients' values by method, for methods with at least one value.
 
     Args:
         methods: finished runs by method.
@@ -62,20 +67,21 @@ def by_method(methods: Mapping[str, Sequence[Result]]) -> dict[str, Clients]:
 
 
 def best_and_level(clients: Mapping[str, Clients]) -> list[str]:
-    """The method with the best mean over seeds and clients, and those that don't differ from it; none of a single one.
+    """Return the method with the best mean over seeds and clients, and all methods level with the best by the test.
 
     Args:
-        clients: values by method.
+        clients: values by method; for fewer than two methods the list is empty.
     """
     if len(clients) < 2:
         return []
+    # by the plain mean, as the test counts each pair once
     best = max(clients, key=lambda method: float(np.mean(list(clients[method].values()))))
     others = {method: differences_of(clients[best], values) for method, values in clients.items() if method != best}
     return [best, *(method for method, pairs in others.items() if pairs and probability(pairs) >= LEVEL)]
 
 
 def ranks(clients: Mapping[str, Clients]) -> dict[str, str]:
-    """The mean rank of each method over seeds and clients that all have, 1 the best; equal values share theirs.
+    """Return each method's mean rank over seeds and clients common to all; 1 is the best, ties share their mean rank.
 
     >>> ranks({"FedPer": {(0, "0"): 0.9, (0, "1"): 0.5}, "Local": {(0, "0"): 0.8, (0, "1"): 0.5}})
     {'FedPer': '1.25', 'Local': '1.75'}
@@ -85,6 +91,7 @@ def ranks(clients: Mapping[str, Clients]) -> dict[str, str]:
     """
     from scipy.stats import rankdata
 
+    # a rank among fewer methods would be better for nothing
     pairs = set.intersection(*map(set, clients.values())) if clients else set()
     if not pairs:
         return {}
@@ -93,7 +100,7 @@ def ranks(clients: Mapping[str, Clients]) -> dict[str, str]:
 
 
 def is_local(method: str) -> bool:
-    """Whether a method's label is of clients that train alone.
+    """Return True if a label belongs to the method Local, clients training alone.
 
     >>> is_local("Local+sgd_0.05"), is_local("FedAvg")
     (True, False)
@@ -102,7 +109,7 @@ def is_local(method: str) -> bool:
 
 
 def gains_over_local(clients: Mapping[str, Clients], monitor: Monitor) -> dict[str, str]:
-    """How much more a client has by a method than alone, on average, and how many clients have more; a cell a method.
+    """Return each method's mean gain over Local, and the share of clients with a gain, as a cell.
 
     Args:
         clients: values by method.
@@ -115,5 +122,6 @@ def gains_over_local(clients: Mapping[str, Clients], monitor: Monitor) -> dict[s
         if pairs:
             factor, form = (100, "+.2f") if monitor.metric == "acc" else (1, "+.4g")
             more = np.mean([pair > 0 for pair in pairs])
+            # the sign is undone for the mean, so that a lower loss reads as negative; the share counts improvements
             cells[method] = f"{format(monitor.sign * factor * float(np.mean(pairs)), form)} ({100 * more:.0f} %)"
     return cells

@@ -1,4 +1,4 @@
-"""Command lines of ``fit``, read without a run: the classes that they would make, and what is wrong with them."""
+"""Read command lines of ``fit`` without training: build the classes, or report the first mistake."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -10,20 +10,20 @@ from pfl_lightning.cli.trainer_commands import Parser, PflCLI
 from pfl_lightning.trainer import FederatedTrainer
 
 Check = Callable[[Mapping[str, Any]], None]
-"""Looks at settings before anything is made of them."""
+"""A function that inspects the settings before any class is built."""
 
 
 class Configured(PflCLI):
-    """The command line of ``fit``, which makes all classes and runs nothing.
+    """Command line of ``fit``, to build all classes and train nothing.
 
-    It has the ``trainer``, the ``model``, the ``datamodule`` and the ``aggregator``.
+    Attributes ``trainer``, ``model``, ``datamodule`` and ``aggregator`` hold the built objects.
     """
 
     trainer: FederatedTrainer
     check: Check | None = None
 
     def before_instantiate_classes(self) -> None:
-        """Looks at the settings."""
+        """Run ``check`` on the settings."""
         super().before_instantiate_classes()
         if self.check is not None:
             self.check(self.config[self.subcommand].as_dict())
@@ -33,24 +33,25 @@ class Configured(PflCLI):
 
 
 def configured(args: list[str], check: Check | None = None) -> Configured:
-    """What a command line would run.
+    """Build the trainer, model, data module and aggregator of a command line.
 
     Args:
         args: the arguments of ``pfl-lightning fit``.
-        check: looks at the settings before classes are made.
+        check: inspects the settings before classes are built, and raises to refuse.
     """
-    # of the arguments of the process, which are those of another program
+    # Lightning warns where args are passed and sys.argv has arguments too; here sys.argv is another program's
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
+    # the check is a class attribute because LightningCLI runs everything within its constructor
     kind: Any = type("Configured", (Configured,), {"check": staticmethod(check) if check else None})
     return cast(Configured, kind.of(["fit", *args]))
 
 
 class Complaint(Exception):
-    """Raised for what is wrong with a command line, in a sentence.
+    """Raised for the first mistake of a command line, with one sentence.
 
     Args:
-        sentence: the sentence.
-        unknown: whether the command line names a setting or an option that there is not.
+        sentence: the sentence for the user.
+        unknown: True if the mistake is an unknown setting or option.
     """
 
     def __init__(self, sentence: str, unknown: bool) -> None:
@@ -59,7 +60,7 @@ class Complaint(Exception):
 
 
 class _Asked(Parser):
-    """Parser that raises its complaints."""
+    """Parser raising `Complaint` in the place of exiting."""
 
     def complain(self, message: str) -> NoReturn:
         file, self._file = self._file, ""
@@ -67,11 +68,11 @@ class _Asked(Parser):
 
 
 class _Made(Exception):
-    """Ends the making of a command line when it has its parser."""
+    """Carries the finished parser out of LightningCLI's constructor."""
 
 
 class _Unparsed(PflCLI):
-    """Command line that has its parser and parses nothing."""
+    """Command line stopped once the parser is built."""
 
     made_parser = _Asked
 
@@ -80,18 +81,21 @@ class _Unparsed(PflCLI):
 
 
 def new_parser() -> Parser:
-    """Return a parser of the Trainer's commands, which raises `Complaint` in the place of ending the program."""
+    """Build a parser of the Trainer's commands, with errors raised as `Complaint`."""
     try:
         return cast(Parser, _Unparsed.of([]))
     except _Made as made:
         return cast(Parser, made.args[0])
 
 
+# building the parser takes half a second, and `compare` asks once per method and value
 _parser = cache(new_parser)
 
 
 def complaint(args: Sequence[str]) -> Complaint | None:
-    """Return what is wrong with a command line by its names and types; values out of range come out in a run alone.
+    """Return the first mistake in a command line's names and types, or None.
+
+    Values out of range are found only when the classes are built.
 
     Args:
         args: the arguments of ``pfl-lightning fit``.

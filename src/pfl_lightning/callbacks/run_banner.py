@@ -1,4 +1,4 @@
-"""What a run begins with."""
+"""The banner printed at the start of a run."""
 
 from typing import cast
 
@@ -9,15 +9,15 @@ from pfl_lightning.runs.folder import run_folder
 from pfl_lightning.runs.tables import labelled
 
 
-class RunHead(Callback):
-    """Prints what is about to run: method, data, net and rounds, and the folder of the run's files.
+class RunBanner(Callback):
+    """Print method, data, net, rounds and the run's folder at the start of ``fit``.
 
-    It takes the place of Lightning's table of layers, unless a user asks for that by ``callbacks=ModelSummary()``; none
-    is printed with ``enable_model_summary=False``.
+    Stands in for Lightning's table of layers; ``callbacks=ModelSummary()`` brings the table back, and
+    ``enable_model_summary=False`` prints neither.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints it, once for all ranks."""
+        """Print the banner on rank 0."""
         if not trainer.is_global_zero:
             return
         federation = cast(Federation, pl_module)
@@ -39,6 +39,7 @@ class RunHead(Callback):
             ("rounds", f"{trainer.max_epochs}, each of {options.cohort_size(clients)} clients"),
         ]
         if federation.round:
+            # a resumed run says so first: a wrong --ckpt_path shows here, not after hours
             lines.append(("goes on", f"behind round {federation.round}"))
         if folder := run_folder(trainer):
             lines.append(("files", str(folder)))

@@ -1,4 +1,4 @@
-"""What a target costs: rounds, bytes and seconds until validation reaches it for the first time."""
+"""The cost of a target: rounds, bytes and seconds up to the first validation as good as the target."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +12,12 @@ COSTS: dict[str, Callable[[Mapping[str, str]], float]] = {
     "MiB": lambda row: sum(float(row.get(f"bytes/{way}") or 0) for way in ("up", "down")) / 2**20,
     "seconds": lambda row: sum(float(value or 0) for name, value in row.items() if name.startswith("time/")),
 }
-"""What a round of a record costs."""
+"""Cost of one round, from its row of ``rounds.csv``."""
 FORMS = {"rounds": ".0f", "MiB": ".2f", "seconds": ".1f"}
 
 
 def is_target(title: str) -> bool:
-    """Whether a column's title asks for what a target costs.
+    """Return True if a column's title asks for the cost of a target.
 
     >>> is_target("rounds to 90"), is_target("MiB to 0.5"), is_target("last")
     (True, True, False)
@@ -25,11 +25,11 @@ def is_target(title: str) -> bool:
     return TITLE.fullmatch(title) is not None
 
 
-def reached(title: str, methods: Mapping[str, Sequence[Result]]) -> dict[str, str]:
-    """What a target costs each method: mean and deviation over seeds, and how many of them came to it if not all did.
+def cost_to_target(title: str, methods: Mapping[str, Sequence[Result]]) -> dict[str, str]:
+    """Return the cost of a target by method: mean and standard deviation over seeds, as a cell.
 
     Args:
-        title: such as ``MiB to 90``, of validation accuracy in per cent, or of another metric as it is.
+        title: such as ``MiB to 90``; the target is a validation accuracy in per cent, or a value of another metric.
         methods: finished runs by method.
     """
     what, _, target = title.partition(" to ")
@@ -41,16 +41,17 @@ def reached(title: str, methods: Mapping[str, Sequence[Result]]) -> dict[str, st
 
 
 def cost(result: Result, what: str, target: float) -> float | None:
-    """What a run's rounds cost up to the first that reaches a target; None where none does.
+    """Return a run's cost up to the first round at the target; None if no round gets so far.
 
     Args:
         result: the run.
         what: ``rounds``, ``MiB`` or ``seconds``.
-        target: of the metric that selects.
+        target: value of the metric that selects, in per cent for accuracy.
     """
     monitor, total = result.monitor, 0.0
     wanted = target / 100 if monitor.metric == "acc" else target
     for row in result.rows:
+        # added before the comparison: the round that reaches the target is paid for as well
         total += COSTS[what](row)
         value = row.get(f"val/{monitor.metric}")
         if value and monitor.sign * float(value) >= monitor.sign * wanted:
@@ -59,18 +60,20 @@ def cost(result: Result, what: str, target: float) -> float | None:
 
 
 def cell(costs: Sequence[float | None], form: str) -> str:
-    """Costs by seed as a table writes them.
+    """Return costs by seed as a cell; with a count of seeds if some never reached the target.
 
     >>> cell([3.0, 5.0], ".0f"), cell([3.0, None], ".0f"), cell([None], ".0f"), cell([7.25], ".1f")
     ('4 ± 1', '3 (1 of 2 seeds)', 'never', '7.2')
 
     Args:
-        costs: of each seed, None where it never came so far.
-        form: of the numbers.
+        costs: one per seed; None if the seed never reached the target.
+        form: format of the numbers.
     """
+    # "never" is no number: a mean over seeds could only be of those that got there
     known = [each for each in costs if each is not None]
     if not known:
         return "never"
     if len(known) < len(costs):
+        # a mean over some seeds alone looks too good, so the cell says how many
         return f"{fmean(known):{form}} ({len(known)} of {len(costs)} seeds)"
     return f"{fmean(known):{form}}" + (f" ± {stdev(known):{form}}" if len(known) > 1 else "")

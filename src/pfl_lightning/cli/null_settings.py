@@ -1,4 +1,7 @@
-"""Settings that are null and can't be: the parser lets null stand for any value."""
+"""Refuse ``null`` for settings without None among the valid values.
+
+jsonargparse accepts null for any type; without this check a run ends in a TypeError far from the setting.
+"""
 
 import inspect
 from collections.abc import Iterator
@@ -10,22 +13,22 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 
 def refuse_nulls(settings: Namespace, made: Any, prefix: str = "") -> None:
-    """Refuses null for arguments that can't be None.
+    """Refuse null for each argument without None among the valid values.
 
     Args:
-        settings: arguments by name, with classes and their own arguments below.
-        made: what they are given to, a class or a function.
-        prefix: put before their names.
+        settings: arguments by name; values may be classes with arguments of their own.
+        made: the class or function that takes the arguments.
+        prefix: put before names in the message, such as ``trainer.``.
 
     Raises:
-        MisconfigurationException: if there is one.
+        MisconfigurationException: for the first such argument.
     """
     for null in nulls(settings, made, prefix):
         raise MisconfigurationException(f"{null} is null; give it a value, or leave it out.")
 
 
 def nulls(settings: Namespace, made: Any, prefix: str) -> Iterator[str]:
-    """Dotted names of arguments that are None and can't be."""
+    """Yield dotted names of arguments wrongly None, at any depth."""
     for argument, value in vars(settings).items():
         if value is None and not may_be_null(made, argument):
             yield prefix + argument
@@ -35,21 +38,27 @@ def nulls(settings: Namespace, made: Any, prefix: str) -> Iterator[str]:
 
 
 def of_class(spec: Namespace, prefix: str) -> Iterator[str]:
-    """The same of a class with its arguments."""
+    """Yield such names below a class given with arguments."""
     module, _, name = spec["class_path"].rpartition(".")
     try:
         made = getattr(import_module(module), name)
-    except (ImportError, AttributeError):  # a class within a class or a function
+    except (ImportError, AttributeError):  # a nested class, which can't be imported by its path
         return iter(())
     return nulls(spec["init_args"], made, prefix) if "init_args" in spec else iter(())
 
 
 def may_be_null(made: Any, argument: str) -> bool:
-    """Whether an argument can be None, as far as its annotation tells; a class's own counts before its bases'.
+    """Return True if an argument's annotation or default allows None.
 
     >>> import torch
     >>> may_be_null(torch.optim.SGD, "foreach"), may_be_null(torch.optim.SGD, "lr")
     (True, False)
+
+    A class's own signature counts before its bases', as a subclass may narrow an argument.
+
+    Args:
+        made: a class or function.
+        argument: the argument's name.
     """
     for kind in getattr(made, "__mro__", [made]):
         init = vars(kind).get("__init__") if inspect.isclass(kind) else kind
@@ -57,5 +66,7 @@ def may_be_null(made: Any, argument: str) -> bool:
         if argument in known:
             kept = known[argument]
             said = str(kept.annotation)
+            # annotations can be strings under `from __future__ import annotations`, so their text is searched
             return kept.default is None or kept.annotation is kept.empty or "None" in said or "Optional" in said
+    # an argument that no signature names goes through **kwargs, of which nothing is known
     return True
