@@ -25,7 +25,16 @@ from pfl_lightning.data.partitioners import (
     RoundedDirichlet,
 )
 from pfl_lightning.data.samples import CHUNK, Samples, Split
-from pfl_lightning.data.sources import FolderData, HFData, LeafData, OwnedData, TableData, TensorData, VisionData
+from pfl_lightning.data.sources import (
+    ClientDatasets,
+    FolderData,
+    HFData,
+    LeafData,
+    OwnedData,
+    TableData,
+    TensorData,
+    VisionData,
+)
 from pfl_lightning.data.tiny_imagenet import TinyImageNet
 
 __all__ = [
@@ -38,6 +47,7 @@ __all__ = [
     "AGNews",
     "AGNewsLetters",
     "ClientData",
+    "ClientDatasets",
     "ClientLoader",
     "Diabetes",
     "Digits",

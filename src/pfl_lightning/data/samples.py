@@ -1,6 +1,6 @@
 """Samples with targets: of one client, or of several clients in one stack."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, overload
@@ -44,6 +44,14 @@ class Samples:
             # moved once here: `take` would move the positions for each tensor of the tree
             rows = rows.to(first.device)
         return Samples(take(self.x, rows), take(self.y, rows))
+
+    def batches(self, rows: Iterable[Tensor]) -> "Iterator[Samples]":
+        """Return the samples at several sets of positions, one set after another.
+
+        Args:
+            rows: positions of each batch's samples.
+        """
+        return map(self.take, rows)
 
     @classmethod
     def joined(cls, parts: "Sequence[Samples]") -> "Samples":

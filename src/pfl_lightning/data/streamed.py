@@ -43,7 +43,7 @@ class Streamed(Samples):
     @property
     def x(self) -> Tree:
         """All inputs at once, gathered on each access."""
-        return self._gathered(self.rows).x
+        return self._ready(self.pool.take(self.rows)).x
 
     @property
     def y(self) -> Tree:
@@ -66,8 +66,8 @@ class Streamed(Samples):
         Args:
             size: samples per chunk; the last chunk may have fewer.
         """
-        for rows in torch.split(self.rows, size):
-            batch = self._gathered(rows)
+        for samples in self.pool.batches(torch.split(self.rows, size)):
+            batch = self._ready(samples)
             yield batch.x, batch.y
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Streamed":
@@ -79,6 +79,5 @@ class Streamed(Samples):
         """
         return Streamed(self.pool, self.rows, self.transform, device, dtype or self.dtype)
 
-    def _gathered(self, rows: Tensor) -> Samples:
-        samples = self.pool.take(rows)
+    def _ready(self, samples: Samples) -> Samples:
         return Samples(self.transform(samples.x), samples.y).to(self.device, self.dtype)

@@ -1,0 +1,439 @@
+"""PyTorch Datasets of clients, one or several for each client."""
+
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from multiprocessing import current_process
+from typing import Any, cast, get_args
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.seed import isolate_rng
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+
+from pfl_lightning.data.checks import SAMPLES, check_integers, differs
+from pfl_lightning.data.division import Division
+from pfl_lightning.data.loaded import Loaded
+from pfl_lightning.data.samples import Samples, Split
+from pfl_lightning.data.sources.base import OwnedData, targets_of
+from pfl_lightning.data.sources.tensor_data import shape_of
+from pfl_lightning.data.sources.vision_data import pixels, random_transform
+from pfl_lightning.data.trees import Tree, as_tensor
+from pfl_lightning.messages import num_bytes
+from pfl_lightning.tasks import Task
+
+SMALL = 2**28
+"""Bytes of inputs up to which Datasets without random transforms are read once and kept in memory."""
+AT_ONCE = 1024
+"""Items that are read at once where all are read."""
+PARTS: tuple[Split, ...] = get_args(Split)
+"""Names of a client's Datasets."""
+
+
+class ClientDatasets(OwnedData):
+    """Clients that hold PyTorch Datasets: a training set each, and test and validation sets where there are some.
+
+    Each Dataset is map-style, ``dataset[i]`` an input and a target, and reads and transforms its own items. Training
+    sets may transform at random, and then give other inputs in each epoch. Random and large Datasets are read a batch
+    at a time, under the engines ``sequential`` and ``processes``; small Datasets without randomness are read once and
+    kept in memory, under every engine. The head of a run tells which.
+
+    A random transform may draw from torch, NumPy or Python's ``random``. The draws depend on the seed, the round and
+    the client alone, whatever the number of workers.
+
+    .. code-block:: python
+
+        data = ClientDatasets({"Bremen": (train, test), "Erfurt": (train2, test2)}, Classification(num_classes=10))
+
+    Args:
+        clients: a mapping from each client's name to a Dataset, to a pair (train, test), to a triple (train, val, test)
+            with None for a missing one, or to a dict of Datasets by these names; or a list of such values, whose
+            clients are numbered from 0; or, with ``read``, a list of names. A Dataset alone is split by
+            ``test_fraction`` and ``val_fraction``. A dict of arrays ``x`` and ``y`` may stand for a Dataset.
+        task: the prediction task.
+        read: a function from a client's name to such a value, called once for each name.
+        collate_fn: makes a batch (inputs, targets) of a list of items; None takes torch's ``default_collate``.
+        num_workers: processes that read batches ahead, 0 or more, as in torch's ``DataLoader``; the engine
+            ``processes`` reads in its own.
+        resident: True reads all items into memory, False reads a batch at a time, None decides by size and randomness.
+        **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect. If no client has a
+            validation set, ``val_fraction`` of the training samples are drawn, or none from random training sets.
+
+    Raises:
+        MisconfigurationException: a client has no training samples, a Dataset isn't map-style, an item is no pair of
+            input and target, or samples to validate or test on differ from one reading to the next.
+    """
+
+    def __init__(
+        self,
+        clients: Mapping[str, Any] | Sequence[Any],
+        task: Task,
+        read: Callable[[str], Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        resident: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_integers("data.", num_workers=num_workers)
+        if num_workers < 0:
+            raise MisconfigurationException(f"data.num_workers={num_workers} must be 0 or more")
+        held = {name: datasets_of(name, given) for name, given in given_by(clients, read)}
+        parts = [(name, split, dataset) for name, given in held.items() for split, dataset in given.items()]
+        given = {split for _, split, _ in parts}
+        names = [f"{split} of client {name!r}" for name, split, _ in parts]
+        reader = Reader([dataset for *_, dataset in parts], names, collate_fn or default_collate, num_workers)
+        # only training sets beside other test sets may be random: a metric must be of the same inputs in each round
+        for split in given - {"train"} if len(given) > 1 else given:
+            if changing := reader.changing(index for index, part in enumerate(parts) if part[1] == split):
+                raise MisconfigurationException(
+                    f"data.clients: {changing}, and clients are tested on these samples; give pairs of Datasets "
+                    "(train, test), of which train alone has random transforms"
+                )
+        changing = reader.changing(index for index, part in enumerate(parts) if part[1] == "train")
+        if changing and resident:
+            raise MisconfigurationException(f"data.resident=true reads each item once, but {changing}; leave it out")
+        if changing and "val" not in given:
+            if kwargs.get("val_fraction"):
+                raise MisconfigurationException(
+                    f"data.val_fraction={kwargs['val_fraction']} draws validation samples from train, but {changing}; "
+                    "give triples of Datasets (train, val, test), or leave it out"
+                )
+            kwargs["val_fraction"] = 0.0
+        reader.is_random = bool(changing)
+        x, _ = reader.read(np.zeros(1, dtype=np.int64))
+        if resident is None:
+            resident = not changing and num_bytes(x) * len(reader) <= SMALL
+        super().__init__(task, resident=resident, **kwargs)
+        self.input_shape = shape_of(x)
+        self._reader = reader
+        sizes = [len(dataset) for *_, dataset in parts]
+        self._names: Any = np.repeat(np.array([name for name, *_ in parts]), sizes)
+        self._splits: Any = np.repeat(np.array([split for _, split, _ in parts]), sizes) if len(given) > 1 else None
+
+    def load(self) -> Loaded:
+        """Read all items if they are kept in memory, else the targets alone."""
+        if not self.resident:
+            return Loaded(self._reader, self._reader.targets(), self._names, self._splits)
+        rows = torch.split(torch.arange(len(self._reader)), AT_ONCE)
+        whole = Samples.joined([Samples(*batch) for batch in self._reader.batches(rows)])
+        return Loaded(whole.x, targets_of(whole.y), self._names, self._splits)
+
+    def preprocess(self, samples: Samples, division: Division) -> Samples:
+        """Let batches have inputs and targets of one reading, if they aren't in memory.
+
+        Args:
+            samples: the pool, as loaded.
+            division: who holds which rows of the pool.
+        """
+        if self.resident:
+            return samples
+        # `max_samples` leaves some positions of the reader
+        rows = getattr(samples.x, "rows", np.arange(len(self._reader)))
+        return Items(samples.x, samples.y, self._reader, torch.from_numpy(rows))
+
+    @property
+    def head_lines(self) -> list[tuple[str, str]]:
+        """Return the way in which items are read, for the head of a run."""
+        if self.resident:
+            return [("items", "read once, kept in memory")]
+        drawn = ", transformed at random" if self._reader.is_random else ""
+        workers = f", by {self._reader.num_workers} workers" if self._reader.num_workers else ""
+        return [("items", f"read a batch at a time{drawn}{workers}")]
+
+
+def given_by(clients: Any, read: Callable[[str], Any] | None) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the Datasets of each client.
+
+    Args:
+        clients: the argument of `ClientDatasets`.
+        read: the argument of `ClientDatasets`.
+
+    Raises:
+        MisconfigurationException: there are no clients, or names are given without ``read``.
+    """
+    if isinstance(clients, str) or not isinstance(clients, (Mapping, Sequence)) or not len(clients):
+        raise MisconfigurationException(
+            f"data.clients={type(clients).__name__} must be a mapping from names to Datasets, such as "
+            '{"Bremen": (train, test)}, or a list of Datasets, with at least one client'
+        )
+    if read is not None:
+        yield from ((str(name), read(name)) for name in clients)
+    else:
+        pairs = clients.items() if isinstance(clients, Mapping) else enumerate(clients)
+        yield from ((str(name), given) for name, given in pairs)
+
+
+def datasets_of(name: str, given: Any) -> dict[Split, Any]:
+    """Return a client's Datasets by split, without empty ones.
+
+    >>> sets = TensorDataset(torch.zeros(3), torch.zeros(3)), TensorDataset(torch.ones(1), torch.ones(1))
+    >>> {split: len(dataset) for split, dataset in datasets_of("Bremen", sets).items()}
+    {'train': 3, 'test': 1}
+
+    Args:
+        name: the client's name.
+        given: a Dataset, a pair, a triple, or a dict.
+
+    Raises:
+        MisconfigurationException: the value is none of these, or there is nothing to train on.
+    """
+    if isinstance(given, Mapping) and not {"x", "y"} <= set(given):
+        by_split = dict(given)
+    elif isinstance(given, (tuple, list)) and len(given) in (2, 3):
+        by_split = dict(zip(("train", "test") if len(given) == 2 else ("train", "val", "test"), given, strict=True))
+    else:
+        by_split = {"train": given}
+    if unknown := set(by_split) - set(PARTS):
+        raise MisconfigurationException(
+            f"data.clients: client {name!r} has {min(map(str, unknown))!r}; name Datasets train, val and test"
+        )
+    found: dict[Split, Any] = {
+        split: checked(by_split[split], f"{split} of client {name!r}") for split in PARTS if split in by_split
+    }
+    if not len(found.get("train") or ()):
+        raise MisconfigurationException(
+            f"data.clients: client {name!r} has nothing to train on; give it a training set, or leave it out"
+        )
+    return {split: dataset for split, dataset in found.items() if dataset is not None and len(dataset)}
+
+
+def checked(dataset: Any, name: str) -> Any:
+    """Return a map-style Dataset; of arrays ``x`` and ``y`` by name a Dataset of their rows; None unchanged.
+
+    Args:
+        dataset: the given value.
+        name: the value's name in messages.
+
+    Raises:
+        MisconfigurationException: the value has no items by position.
+    """
+    if isinstance(dataset, Mapping) and {"x", "y"} <= set(dataset):
+        return TensorDataset(*(as_tensor(dataset[key], f"{name}: {key}") for key in ("x", "y")))
+    advice = "give a map-style Dataset, with __len__ and __getitem__"
+    if isinstance(dataset, IterableDataset):
+        advice = "clients' samples are shuffled and resumed by position, which a stream doesn't have; " + advice
+    elif isinstance(dataset, DataLoader):
+        advice = "give its dataset, as batches are drawn for each client and round by data.batch_size"
+    elif dataset is None or (
+        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, (str, Tensor))
+    ):
+        return dataset
+    raise MisconfigurationException(f"data.clients: {name} is a {type(dataset).__name__}; {advice}")
+
+
+class Reader:
+    """Items of several Datasets, numbered consecutively, read and collated on access.
+
+    Args:
+        datasets: the Datasets, none empty.
+        names: a name for each Dataset in messages.
+        collate_fn: makes a batch (inputs, targets) of a list of items.
+        num_workers: processes that read batches ahead.
+    """
+
+    def __init__(
+        self, datasets: list[Any], names: list[str], collate_fn: Callable[[list[Any]], Any], num_workers: int
+    ) -> None:
+        self.datasets = datasets
+        self.names = names
+        self.collate_fn = collate_fn
+        self.num_workers = num_workers
+        self.is_random = False
+        self._starts = list(accumulate(map(len, datasets), initial=0))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, rows: NDArray[np.int64]) -> Tree:
+        return self.read(rows)[0]
+
+    def read(self, rows: NDArray[np.int64]) -> tuple[Tree, Tree]:
+        """Read and collate some items.
+
+        Args:
+            rows: positions of the items.
+
+        Raises:
+            MisconfigurationException: an item is no pair of input and target, or items can't be stacked.
+        """
+        items, name = [], ""
+        for row in rows:
+            index = bisect_right(self._starts, row) - 1
+            name, item = self.names[index], self.datasets[index][int(row) - self._starts[index]]
+            if self.collate_fn is default_collate:
+                if not isinstance(item, (tuple, list)) or len(item) != 2:
+                    raise MisconfigurationException(
+                        f"data.clients: an item of {name} is a {type(item).__name__}"
+                        + (f" of {len(item)}" if isinstance(item, (tuple, list)) else "")
+                        + "; let a Dataset give pairs (input, target), or give data.collate_fn"
+                    )
+                # torch's collate_fn doesn't know Pillow's images
+                item = pixels(item[0]) if hasattr(item[0], "getbands") else item[0], item[1]
+            items.append(item)
+        try:
+            batch = self.collate_fn(items)
+        except (RuntimeError, TypeError) as error:
+            reason = " ".join(str(error).split())[:120]
+            raise MisconfigurationException(
+                f"data.clients: {len(items)} items, the last of {name}, make no batch ({reason}); bring inputs to one "
+                "shape by a transform, or give data.collate_fn"
+            ) from error
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise MisconfigurationException(
+                f"data.collate_fn returned a {type(batch).__name__}; return a pair (inputs, targets)"
+            )
+        return batch[0], targets_of(batch[1])
+
+    def seeded(self, rows: NDArray[np.int64], seed: int) -> tuple[Tree, Tree]:
+        """Read some items with random generators of their own.
+
+        Args:
+            rows: positions of the items.
+            seed: seed of torch's, NumPy's and Python's generators, 0 to 2**32 - 1.
+        """
+        with isolate_rng(include_cuda=False):
+            torch.default_generator.manual_seed(seed)
+            np.random.seed(seed)
+            random.seed(seed)
+            return self.read(rows)
+
+    def batches(self, rows: Iterable[Tensor]) -> Iterator[tuple[Tree, Tree]]:
+        """Yield several batches, read one after another, or ahead by workers.
+
+        Args:
+            rows: positions of each batch's items.
+        """
+        wanted = [each.cpu().numpy() for each in rows]
+        # a worker of an engine may not start processes; items are the same without
+        workers = 0 if current_process().daemon else self.num_workers
+        if not self.is_random and not workers:
+            yield from map(self.read, wanted)
+            return
+        # all before the first batch, so that workers, who read ahead, find the same seeds: an engine has seeded torch
+        # for this client and round
+        seeds = torch.randint(2**32, (len(wanted),)).tolist() if self.is_random else [0] * len(wanted)
+        if not workers:
+            yield from map(self.seeded, wanted, seeds)
+            return
+        batches = list(zip(wanted, seeds, strict=True))
+        # the sampler gives whole batches: torch's own seeds would depend on the number of workers
+        yield from DataLoader(
+            Batches(self),
+            sampler=batches,
+            batch_size=None,
+            num_workers=self.num_workers,
+            collate_fn=lambda batch: batch,
+        )
+
+    def targets(self) -> Tree:
+        """Return the targets of all items, from the Datasets' own lists where they have some, else from all items."""
+        found = [known if (known := targets_in(dataset)) is not None else None for dataset in self.datasets]
+        parts = []
+        for start, end, known in zip(self._starts, self._starts[1:], found, strict=False):
+            if known is None or not self._has(start, end, known):
+                rows = np.arange(start, end)
+                pieces = np.array_split(rows, -(-len(rows) // AT_ONCE))
+                known = Samples.joined([Samples((), self.read(piece)[1]) for piece in pieces]).y
+            parts.append(Samples((), known))
+        return Samples.joined(parts).y
+
+    def _has(self, start: int, end: int, known: Tensor) -> bool:
+        """Return whether items have the targets of the list, which a target transform may change."""
+        looked_at = np.unique(np.linspace(start, end - 1, min(SAMPLES, end - start)).astype(np.int64))
+        _, y = self.read(looked_at)
+        return len(known) == end - start and isinstance(y, Tensor) and torch.equal(known[looked_at - start], y)
+
+    def changing(self, indices: Iterable[int]) -> str:
+        """Return the words for Datasets that give other items at each reading; an empty text if none does.
+
+        Args:
+            indices: numbers of the Datasets.
+        """
+        chosen = list(indices)
+        for index in chosen:
+            if transform := random_transform(self.datasets[index]):
+                return f"{self.names[index]} has the random transform {transform}"
+        # spread over Datasets and items, as one Dataset may be sorted by class
+        for place in sorted({round(place) for place in np.linspace(0, len(chosen) - 1, SAMPLES)}) if chosen else ():
+            index = chosen[place]
+            start, end = self._starts[index], self._starts[index + 1]
+            rows = np.unique(np.linspace(start, end - 1, 4).astype(np.int64))
+            if differs(lambda rows=rows: self.read(rows)):  # type: ignore[misc]
+                return f"{self.names[index]} gives other items at each reading"
+        return ""
+
+
+class Batches(Dataset[tuple[Tree, Tree]]):
+    """Batches by their positions and seeds, for the workers of a ``DataLoader``.
+
+    Args:
+        reader: the reader of items.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+
+    def __getitem__(self, wanted: tuple[NDArray[np.int64], int]) -> tuple[Tree, Tree]:
+        return self.reader.seeded(*wanted)
+
+
+@dataclass(frozen=True, eq=False)
+class Items(Samples):
+    """Samples whose batches are read when they are asked for, inputs and targets of one reading.
+
+    Args:
+        x: the reader, or some of its positions.
+        y: targets of all items.
+        reader: the reader of items.
+        rows: positions of these items, shape [n].
+    """
+
+    reader: Reader
+    rows: Tensor
+
+    def take(self, rows: Tensor | slice) -> Samples:
+        """Read the items at some positions.
+
+        Args:
+            rows: positions of the items.
+        """
+        (batch,) = self.batches([rows if isinstance(rows, Tensor) else torch.arange(len(self))[rows]])
+        return batch
+
+    def batches(self, rows: Iterable[Tensor]) -> Iterator[Samples]:
+        """Yield the samples at several sets of positions, read ahead where there are workers.
+
+        Args:
+            rows: positions of each batch's samples.
+        """
+        return (Samples(*batch) for batch in self.reader.batches(self.rows[each.cpu()] for each in rows))
+
+
+def targets_in(dataset: Any) -> Tensor | None:
+    """Return the targets that a Dataset keeps apart from its items; None without such a list.
+
+    Args:
+        dataset: a Dataset; subsets and concatenations are looked into.
+    """
+    if isinstance(dataset, Subset):
+        whole = targets_in(dataset.dataset)
+        return None if whole is None else whole[torch.as_tensor(list(dataset.indices), dtype=torch.int64)]
+    if isinstance(dataset, ConcatDataset):
+        parts = [targets_in(part) for part in dataset.datasets]
+        return None if any(part is None for part in parts) else torch.cat(parts)  # type: ignore[arg-type]
+    if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
+        return cast(Tensor, targets_of(dataset.tensors[1]))
+    for name in ("targets", "labels"):
+        known = getattr(dataset, name, None)
+        try:
+            if known is not None and len(known) == len(dataset):
+                return cast(Tensor, targets_of(as_tensor(known)))
+        # no list of numbers
+        except (TypeError, ValueError, RuntimeError, MisconfigurationException):
+            continue
+    return None

@@ -1,0 +1,265 @@
+"""Clients that hold PyTorch Datasets."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, random_split
+
+from federations import CLASSES, FEATURES, fit, make_client, plain, points, same_end
+from pfl_lightning.data import ClientDatasets, Natural, TensorData
+from pfl_lightning.methods import Ditto, FedAvg, FedPer, PACClient
+from pfl_lightning.nets import Net
+from pfl_lightning.tasks import Classification, Regression
+
+TASK = Classification(CLASSES)
+
+
+class Noted(Dataset):
+    """Items with a transform, which notes what is read."""
+
+    def __init__(self, count, seed=0, transform=None):
+        self.x, self.y = points(count, seed)
+        self.transform = transform
+        self.read = []
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        x = self.x[index]
+        return (x if self.transform is None else self.transform(x)), int(self.y[index])
+
+
+class Listed(Noted):
+    """The same, with a list of targets."""
+
+    @property
+    def targets(self):
+        return self.y.tolist()
+
+
+def shaken(x):
+    """Draw from all three generators that transforms draw from."""
+    return x + 0.1 * (torch.rand(1) + float(np.random.rand()) + random.random())
+
+
+def named(transform=None, cls=Noted, **settings):
+    clients = {
+        name: (cls(20 + seed, seed, transform), cls(7, 100 + seed)) for seed, name in enumerate(("Ulm", "Bremen"))
+    }
+    return ClientDatasets(clients, TASK, **{"batch_size": 5, **settings})
+
+
+def test_clients_have_their_names_and_sets():
+    clients = {"Ulm": (Noted(20, 1), Noted(5, 2), Noted(6, 3)), "Bremen": (Noted(30, 4), Noted(7, 5), Noted(8, 6))}
+    data = ClientDatasets(clients, TASK)
+    data.setup()
+    assert data.client_names == ["Bremen", "Ulm"] and data.num_clients == 2
+    for client, name in enumerate(data.client_names):
+        for split, held in zip(("train", "val", "test"), clients[name], strict=True):
+            part = data.part(client, split)
+            assert torch.equal(part.x, held.x) and torch.equal(part.y, held.y)
+
+
+@pytest.mark.parametrize("method", [FedAvg, Ditto, PACClient], ids=lambda method: method.__name__)
+@pytest.mark.parametrize("engine", ["sequential", "processes", "vectorised"])
+def test_items_in_memory_are_trained_on_as_tensors_are(method, engine):
+    x, y = points(60, 0)
+    owners = np.arange(60) % 3
+    sets = {f"client {k}": TensorDataset(x[owners == k], y[owners == k]) for k in range(3)}
+    tensors = TensorData(x, y, TASK, client=[f"client {k}" for k in owners], batch_size=5)
+    one = fit(make_client(method, net=plain), ClientDatasets(sets, TASK, batch_size=5), engine=engine)
+    # positions in the pool differ: the tensors' clients are mixed
+    by_client = [torch.cat([torch.arange(60)[owners == k] for k in range(3)])]
+    tensors._x, tensors._y = x[by_client[0]], y[by_client[0]]
+    tensors._columns = [f"client {k}" for k in np.repeat(np.arange(3), 20)], None, None
+    other = fit(make_client(method, net=plain), tensors, engine=engine)
+    assert same_end(one, other)
+
+
+def test_a_batch_at_a_time_gives_what_memory_gives():
+    assert same_end(*(fit(make_client(net=plain), named(resident=resident)) for resident in (True, False)))
+
+
+def test_random_transforms_give_other_inputs_each_epoch_and_none_on_test():
+    data = named(shaken)
+    assert not data.resident and data.val_fraction == 0
+    data.setup()
+    train, test = data.part(0, "train"), data.part(0, "test")
+    assert not torch.equal(train.x, train.x) and torch.equal(test.x, test.x)
+    state = torch.get_rng_state()
+    first, second = (torch.cat([x for x, _ in train.chunks(5)]) for _ in range(2))
+    torch.set_rng_state(state)
+    assert torch.equal(first, torch.cat([x for x, _ in train.chunks(5)])) and not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "processes", "auto"])
+@pytest.mark.parametrize("method", [FedAvg, Ditto], ids=lambda method: method.__name__)
+def test_random_transforms_depend_on_seed_round_and_client_alone(method, engine, tmp_path):
+    whole = fit(make_client(method, net=plain), named(shaken), max_rounds=3)
+    assert same_end(whole, fit(make_client(method, net=plain), named(shaken), max_rounds=3, engine=engine))
+    fit(make_client(method, net=plain), named(shaken), tmp_path, max_rounds=2, engine=engine)
+    resumed = fit(
+        make_client(method, net=plain), named(shaken), tmp_path, max_rounds=3, engine=engine, ckpt_path="last"
+    )
+    assert same_end(whole, resumed)
+    assert not same_end(whole, fit(make_client(method, net=plain), named(), max_rounds=3))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "processes"])
+@pytest.mark.parametrize("transform", [None, shaken])
+def test_workers_read_the_same(transform, engine):
+    settings = {"resident": False, "batch_size": 5}
+    runs = [
+        fit(make_client(net=plain), named(transform, num_workers=n, **settings), engine=engine, max_rounds=2)
+        for n in (0, 2)
+    ]
+    assert same_end(*runs)
+
+
+def test_what_is_listed_is_not_read():
+    data = named(cls=Listed, resident=False, val_fraction=0.0)
+    before = [len(dataset.read) for dataset in data._reader.datasets]
+    data.setup()
+    data.class_counts("train")
+    assert sum(len(dataset.read) for dataset in data._reader.datasets) - sum(before) <= 16 * 4
+    assert torch.equal(data.part(0, "train").y, data._reader.datasets[2].y)
+
+
+def test_large_items_stay_where_they_are():
+    class Large(Listed):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return x.repeat(2**17), y
+
+    data = ClientDatasets([Large(100)], TASK)
+    data.setup()
+    assert not data.resident and len(set(data._reader.datasets[0].read)) < 50
+
+
+def test_a_list_of_targets_that_items_do_not_have_is_not_believed():
+    class Shifted(Listed):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return x, (y + 1) % CLASSES
+
+    data = ClientDatasets([(Shifted(30), Shifted(9))], TASK, resident=False, val_fraction=0.0)
+    data.setup()
+    assert torch.equal(data.part(0, "train").y, (points(30, 0)[1] + 1) % CLASSES)
+
+
+def test_subsets_concatenations_and_arrays_are_datasets():
+    whole = Listed(60)
+    one, two = random_split(whole, [40, 20], torch.Generator().manual_seed(0))
+    joined = ConcatDataset([Subset(whole, [3, 1]), Noted(10, 5)])
+    arrays = {
+        split: dict(zip("xy", map(np.asarray, points(n, n)), strict=True)) for split, n in (("train", 9), ("test", 4))
+    }
+    data = ClientDatasets([(one, two), (joined, Noted(5)), arrays], TASK, val_fraction=0.0)
+    data.setup()
+    assert data.client_names == ["0", "1", "2"]
+    assert torch.equal(data.part(0, "test").y, whole.y[two.indices])
+    assert torch.equal(data.part(1, "train").x[:2], whole.x[[3, 1]])
+    assert torch.equal(data.part(2, "train").x, points(9, 9)[0])
+
+
+def test_names_and_a_function():
+    data = ClientDatasets(["Ulm", "Bremen"], TASK, read=lambda name: Noted(len(name) * 10))
+    data.setup()
+    assert data.client_names == ["Bremen", "Ulm"]
+    assert [sum(data.size(k, split) for split in ("train", "val", "test")) for k in range(2)] == [60, 30]
+
+
+def test_a_collate_function_makes_batches():
+    class Texts(Dataset):
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, index):
+            return {"words": list(range(1 + index % 4)), "label": index % CLASSES}
+
+    def padded(items):
+        rows = [item["words"] + [0] * (FEATURES - len(item["words"])) for item in items]
+        return torch.tensor(rows, dtype=torch.float32), torch.tensor([item["label"] for item in items])
+
+    for resident in (True, False):
+        data = ClientDatasets([Texts(), Texts()], TASK, collate_fn=padded, resident=resident, batch_size=5)
+        assert data.input_shape == (FEATURES,)
+        assert len(fit(make_client(net=plain), data).rows) == 3
+
+
+def test_inputs_may_be_trees_and_targets_quantities():
+    class Pairs(Noted):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return {"a": x.double().numpy(), "b": 2 * x}, float(y)
+
+    class Both(Net):
+        def forward(self, x):
+            return super().forward(x["a"] + x["b"])
+
+    def both(input_shape, num_classes):
+        net = plain(input_shape, num_classes)
+        return Both(net.features, net.classifier)
+
+    for resident in (True, False):
+        data = ClientDatasets([Pairs(20), Pairs(12, 1)], Regression(), resident=resident)
+        data.setup()
+        part = data.part(0, "train")
+        assert part.y.dtype == torch.float32 and part.x["a"].dtype == torch.float32
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("clients", "settings", "words"),
+    [
+        ({"Ulm": Stream()}, {}, "train of client 'Ulm' is a Stream"),
+        ({"Ulm": DataLoader(Noted(3))}, {}, "DataLoader; give its dataset"),
+        ({"Ulm": "train.csv"}, {}, "train of client 'Ulm' is a str"),
+        ({}, {}, "at least one client"),
+        ({"Ulm": (None, Noted(3))}, {}, "'Ulm' has nothing to train on"),
+        ({"Ulm": {"training": Noted(3)}}, {}, "'training'; name Datasets train, val and test"),
+        ({"Ulm": TensorDataset(torch.zeros(5, 2))}, {}, "an item of train of client 'Ulm' is a tuple of 1"),
+        ({"Ulm": Noted(30, transform=shaken)}, {}, "train of client 'Ulm' gives other items at each reading"),
+        ({"Ulm": (Noted(9), Noted(9, transform=shaken))}, {}, "test of client 'Ulm' gives other items"),
+        ({"Ulm": (Noted(9, transform=shaken), Noted(9))}, {"resident": True}, "resident=true"),
+        ({"Ulm": (Noted(9, transform=shaken), Noted(9))}, {"val_fraction": 0.2}, "val_fraction=0.2"),
+        ({"Ulm": Noted(9)}, {"num_workers": -1}, "num_workers=-1"),
+        ({"Ulm": [torch.zeros(2), torch.zeros(3)]}, {}, "Tensor"),
+        ({"Ulm": Noted(9)}, {"collate_fn": lambda items: torch.zeros(3)}, "returned a Tensor"),
+    ],
+)
+def test_what_clients_cannot_hold_is_refused(clients, settings, words):
+    with pytest.raises(MisconfigurationException) as refused:
+        ClientDatasets(clients, TASK, **settings)
+    assert words in str(refused.value)
+
+
+def test_items_of_several_shapes_are_refused():
+    class Odd(Noted):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return x[: 1 + index % 3], y
+
+    with pytest.raises(MisconfigurationException, match="make no batch"):
+        ClientDatasets({"Ulm": Odd(9)}, TASK).setup()
+
+
+def test_random_sets_are_refused_by_the_vectorised_engine():
+    with pytest.raises(MisconfigurationException, match="vectorised"):
+        fit(make_client(net=plain), named(shaken), engine="vectorised")
+
+
+def test_a_client_can_be_drawn_and_another_partitioner_taken():
+    data = named(num_clients=1, partitioner=Natural())
+    data.setup()
+    assert data.num_clients == 1
+    assert len(fit(make_client(FedPer, net=plain), named(max_samples=30)).rows) == 3
