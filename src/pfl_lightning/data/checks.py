@@ -240,7 +240,7 @@ def differs(draw: Callable[[], Tree]) -> bool:
         draw: returns a tree of tensors.
     """
     with isolate_rng():
-        # nan_to_num makes copies, since `draw` may return the same tensors, changed in place; and NaN equals no NaN
+        # nan_to_num copies, since `draw` may change and return the same tensors; and it makes NaN comparable
         first, *others = ([tensor.nan_to_num() for tensor in tensors(draw())] for _ in range(READINGS))
     return any(not torch.equal(one, again) for other in others for one, again in zip(first, other, strict=True))
 

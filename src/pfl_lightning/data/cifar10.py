@@ -23,7 +23,7 @@ class CIFAR10(TorchvisionDataModule):
 
     def dataset(self, train: bool, download: bool) -> Any:
         """Open ``torchvision.datasets.CIFAR10``; see `TorchvisionDataModule.dataset`."""
-        # imported on use: torchvision takes a second, and most runs need another data set
+        # imported on use: torchvision is slow to import, and most runs need another data set
         from torchvision import datasets
 
         return datasets.CIFAR10(self.root, train=train, download=download)

@@ -52,7 +52,7 @@ class Diabetes(OwnedData):
             samples: all patients.
             division: the pool positions of each client's patients.
         """
-        # the target too: it goes up to 346, and errors of that size need other learning rates than all other data sets
+        # the target too: values up to 346 would need a learning rate of their own
         values, [(mean, deviation)] = standardized(torch.column_stack([samples.x, samples.y]), division, by="table")
         names = self.preprocessing["features"] + self.preprocessing["targets"]
         for name, numbers in (("mean", mean), ("deviation", deviation)):

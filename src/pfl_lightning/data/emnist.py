@@ -60,7 +60,8 @@ class EMNIST(MNIST):
             MisconfigurationException: if there are no usable files.
         """
         super().prepare_data()
-        # torchvision checked the test half only; a missing training half must be refused now and not in the first round
+        # torchvision checked the test half only; a missing training half must be refused here too, and not only in
+        # `setup`
         self._open(train=True)
 
     def tensors(self, dataset: Any) -> tuple[Tensor, Tensor]:

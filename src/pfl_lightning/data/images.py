@@ -90,7 +90,7 @@ def opened_image(path: Path) -> Iterator[Any]:
             yield image
     except MisconfigurationException:
         raise
-    # of damaged files Pillow raises OSError, SyntaxError, ValueError and others, by their format
+    # Pillow raises OSError, SyntaxError, ValueError and others for damaged files, depending on the format
     except Exception as error:
         reason = " ".join(str(error).split())[:100]
         raise MisconfigurationException(f"{path} cannot be read as an image ({reason}); replace or remove it") from None

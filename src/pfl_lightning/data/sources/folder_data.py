@@ -146,7 +146,8 @@ class ImageFiles:
 
     def __init__(self, paths: list[Path], channels: int, size: tuple[int, int] | None) -> None:
         self.paths, self.channels, self.size = paths, channels, size
-        # the first image stands for all, since opening each would take minutes; others are compared as they are decoded
+        # the first image stands for all, since opening every file would be slow; others are compared as they are
+        # decoded
         self.shape = (channels, *(size or image_size(paths[0])))
         self.num_bytes = len(paths) * int(np.prod(self.shape))
 

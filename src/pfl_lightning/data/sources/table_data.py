@@ -245,7 +245,7 @@ class TableData(OwnedData):
                 check_finite_column(numbers[torch.from_numpy(codes)], owner)
             row = int(wrong[codes].argmax())
             text = words[codes[row]]
-            # a decimal comma is the most frequent reason in continental files, so it gets its own advice
+            # a decimal comma is a likely reason, so it gets its own advice
             comma = NUMBER.fullmatch(text) is not None and "," in text and self._csv["decimal"] == "."
             raise MisconfigurationException(
                 f"{owner} is mostly of numbers, and has the text {shortened(text)} in row {row} (counted from 0); "
