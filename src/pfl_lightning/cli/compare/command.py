@@ -176,7 +176,7 @@ class Comparison:
     def tune(self, methods: Sequence[Choice]) -> dict[str, Trial]:
         """Return each method's best trial, and add notes for the table.
 
-        A method without some of the settings is tuned by the others; a method without any runs untuned.
+        A method with only some of the settings is tuned by these; a method with none of them runs untuned.
 
         Args:
             methods: the methods.
