@@ -299,10 +299,10 @@ def test_every_table_of_the_package_names_runs_that_there_are(name, stand_in, ca
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("seeds: [0]", "names no methods, and describes no table"),
-        ("methods: [Local]\nround: 3", "round=3 is none of its entries, which are methods, seeds"),
-        ("methods: Local", "methods='Local' is none of its entries"),
-        ("methods: [Local]\nseeds: 2020-99-99", "seeds='2020-99-99' is none of its entries"),
+        ("seeds: [0]", "has no methods"),
+        ("methods: [Local]\nround: 3", "round=3 is no entry"),
+        ("methods: Local", "methods='Local' is no entry"),
+        ("methods: [Local]\nseeds: 2020-99-99", "seeds='2020-99-99' is no entry"),
         ("methods: [Local]\nseeds: !!int x", "mine.yaml: the configuration is not valid YAML: invalid literal"),
         ("methods: [Local", "mine.yaml: the configuration is not valid YAML: while parsing"),
     ],
@@ -753,7 +753,7 @@ MISTAKES = {
     "--methods fedavg --jobs 0": "compare: --jobs 0 must be at least 1.",
     "--methods fedavg --columns lst,rank": "compare: --columns: 'lst' is no column; choose from best on validation",
     "--methods fedavg --config gone.yaml": "compare: --config gone.yaml is no file",
-    "--methods fedavg --config whole.yaml": "--config whole.yaml names a model, which would stand in",
+    "--methods fedavg --config whole.yaml": "--config whole.yaml names a model",
     "--methods fedavg --model FedPer": "compare: --model can't be given here: give --methods.",
     "--methods fedavg --seed_everything 3": "compare: --seed_everything can't be given here: give --seeds.",
     "--methods fedavg --ckpt_path=last": "compare: --ckpt_path can't be given here: a comparison goes on by itself",

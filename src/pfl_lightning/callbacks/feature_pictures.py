@@ -88,7 +88,7 @@ class FeaturePictures(Pictures):
         # refused at the start, as the first picture may be hours away
         if strangers := sorted(set(self._clients) - set(known)):
             raise MisconfigurationException(
-                f"FeaturePictures.clients has {strangers[0]}, and data.num_clients={len(known)} gives clients 0 to "
+                f"FeaturePictures.clients has {strangers[0]}, but data.num_clients={len(known)}; give ids from 0 to "
                 f"{len(known) - 1}."
             )
 

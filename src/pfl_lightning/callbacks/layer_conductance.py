@@ -53,7 +53,7 @@ def layer_conductance(
     if steps < 1:
         raise MisconfigurationException(f"steps={steps} must be 1 or more, such as 50.")
     if not x.is_floating_point():
-        raise MisconfigurationException(f"there is no path between inputs of type {x.dtype}; give numbers that vary.")
+        raise MisconfigurationException(f"inputs of type {x.dtype} have no path between; give floating-point inputs.")
     start = torch.zeros_like(x) if baseline is None else baseline.to(x).expand_as(x)
     shares = torch.linspace(0, 1, steps + 1, dtype=x.dtype, device=x.device).view(-1, *[1] * (x.dim() - 1))
     with kept_modes(model):

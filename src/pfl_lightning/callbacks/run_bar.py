@@ -19,7 +19,7 @@ REDRAWN = 0.1
 """Least number of seconds between two updates of the bar."""
 
 SILENT = 300.0
-"""Longest time in seconds without a line if stdout is no terminal."""
+"""Seconds after the last line from which any finished round gets a line, if stdout is no terminal."""
 
 LENGTH = 20
 """Characters of the bar itself."""
@@ -97,7 +97,7 @@ class RunBar(ProgressBar):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show that the final test is under way."""
         self._erase()
-        # after fast_dev_run Lightning makes no final test
+        # fast_dev_run has no final test
         if self._enabled and on_terminal() and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._draw("all rounds are done; testing")
 

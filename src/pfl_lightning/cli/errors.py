@@ -64,7 +64,7 @@ def mistake(error: BaseException) -> str | None:
     if isinstance(root, OSError) and root.errno in ADVICE:
         where = f"{root.filename}: " if isinstance(root.filename, str) else ""
         return one_line(f"{where}{root.strerror}; {ADVICE[root.errno]}.")
-    # a ValueError from torch or from this package is more likely a bug than a setting
+    # the same ValueError is a mistake in settings if an optimizer's constructor raised it, and a bug elsewhere
     return (
         one_line(about(root))
         if isinstance(root, (ValueError, OverflowError, RuntimeError, ImportError)) and owner(root)

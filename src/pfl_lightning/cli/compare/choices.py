@@ -172,11 +172,12 @@ def stored_table(args: Sequence[str]) -> Stored:
     except yaml.YAMLError as error:
         raise MisconfigurationException(f"compare: --table {path}: {no_yaml(str(error))}") from error
     if not isinstance(content, dict) or "methods" not in content:
-        raise MisconfigurationException(f"compare: --table {path} names no methods, and describes no table.")
+        raise MisconfigurationException(f"compare: --table {path} has no methods; name some, as a list.")
     for entry, value in content.items():
         if not isinstance(value, ENTRIES.get(entry, ())):
             raise MisconfigurationException(
-                f"compare: --table {path}: {entry}={value!r} is none of its entries, which are {', '.join(ENTRIES)}."
+                f"compare: --table {path}: {entry}={value!r} is no entry of a table; methods, seeds and columns are "
+                "lists, vary_data is true or false, fit is a text, and paper has a value by method."
             )
     options = ["--methods", *map(str, content["methods"]), "--seeds", *map(str, content.get("seeds", [0]))]
     options += ["--columns", ",".join(map(str, content["columns"]))] if "columns" in content else []

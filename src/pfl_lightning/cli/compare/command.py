@@ -176,7 +176,7 @@ class Comparison:
     def tune(self, methods: Sequence[Choice]) -> dict[str, Trial]:
         """Return each method's best trial, and add notes for the table.
 
-        A method without some of the settings is tuned by the others; a method without any runs untuned.
+        A method with only some of the settings is tuned by these; a method with none of them runs untuned.
 
         Args:
             methods: the methods.
@@ -355,8 +355,8 @@ def check(passed: Sequence[str], vary_data: bool) -> None:
         model = settings.get("model") if isinstance(settings, dict) else None
         if isinstance(model, str) or (isinstance(model, dict) and "class_path" in model):
             raise MisconfigurationException(
-                f"compare: --config {path} names a model, which would stand in every method's place; give one of the "
-                "data alone, or without class_path under model."
+                f"compare: --config {path} names a model, which would replace every method's; give a configuration "
+                "of the data alone, or leave out class_path under model."
             )
 
 
