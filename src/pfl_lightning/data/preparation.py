@@ -110,7 +110,6 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
     if task.has_classes:
         warn_of_one_class(name, samples.y)
     check_halves(name, bool(is_test.any()), data.client_test, data.central_test)
-    # after the checks of the pool: a wrong pool is the user's first mistake to mend
     if getattr(data.partitioner, "by_owner", False) and owners is None:
         raise MisconfigurationException(
             f"data.partitioner={type(data.partitioner).__name__}: {name} names no client for its samples; return "

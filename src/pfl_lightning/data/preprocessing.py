@@ -42,7 +42,6 @@ def moments_of(values: Tensor, rows: Tensor) -> Moments:
     """
     total = square = np.zeros(values.shape[1])
     low, high = np.full(values.shape[1], np.inf), np.full(values.shape[1], -np.inf)
-    # two passes: sums of squares minus squared means lose all digits where the mean is large
     for own in chunks(values, rows):
         total = total + own.sum(0)
         low, high = np.minimum(low, own.min(0)), np.maximum(high, own.max(0))

@@ -83,12 +83,14 @@ class Selection(ABC):
     def sampling(self, size: int, num_clients: int) -> Sampling | None:
         """Return the sampling for privacy guarantees; None if clients' samples or reports influence the choice.
 
+        Each class must define this method itself; an inherited one doesn't count.
+
         Args:
             size: number of clients per round, by ``trainer.clients_per_round``.
             num_clients: number of clients.
         """
-        # no guarantee unless a class states one: a subclass that chooses otherwise must not inherit its parent's by
-        # accident
+        # No guarantee unless a class states one itself: a subclass may choose otherwise, and its parent's sampling
+        # would be false.
         return None
 
     @abstractmethod
