@@ -11,7 +11,7 @@ import pfl_lightning
 
 PACKAGE = Path(pfl_lightning.__file__).parent
 ORDER = (
-    ("seeds", "choices", "stopping", "transfers"),
+    ("seeds", "settings", "stopping", "transfers"),
     ("messages", "nets", "tasks"),
     ("data",),
     ("client", "selection"),
@@ -60,7 +60,7 @@ def room(name: str) -> str:
 
 
 def test_every_room_has_its_place():
-    assert {room(name) for name in MODULES} == LEVEL.keys() - ({"choices"} - {room(name) for name in MODULES})
+    assert {room(name) for name in MODULES} == LEVEL.keys() - ({"settings"} - {room(name) for name in MODULES})
 
 
 def test_no_circle():

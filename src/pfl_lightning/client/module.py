@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeAlias, TypedDict, TypeVar, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torchmetrics import Metric, MetricCollection
 
-from pfl_lightning.choices import check_choices
 from pfl_lightning.client.arguments import live
 from pfl_lightning.client.optimizers import (
     Configured,
@@ -33,6 +32,7 @@ from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.nets import CNN, Net, NetFactory
 from pfl_lightning.nets.base import checked_list, checked_net
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.settings import check_choices
 from pfl_lightning.tasks import Classification, Task
 from pfl_lightning.tasks.base import number_of_classes, task_for
 from pfl_lightning.tasks.plain import hparams, made
@@ -40,6 +40,20 @@ from pfl_lightning.tasks.plain import hparams, made
 Batch: TypeAlias = tuple[Any, Any]
 """Inputs and targets, each a tensor or a tree of tensors."""
 Value = TypeVar("Value")
+
+
+class ClientSettings(TypedDict, total=False):
+    """Settings of `ClientModule`, for the ``**kwargs`` of subclasses."""
+
+    net: list[NetFactory] | NetFactory
+    input_shape: tuple[int, ...]
+    num_classes: int
+    optimizer: OptimizerCallable
+    lr_scheduler: LRSchedulerCallable | None
+    optimizer_lifetime: Literal["round", "run"]
+    buffers: Literal["average", "local"]
+    assign_nets: Literal["turn", "block"]
+    task: Task | None
 
 
 class ClientModule(LightningModule):

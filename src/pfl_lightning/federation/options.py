@@ -8,7 +8,6 @@ from typing import Any, Literal, TypeAlias, get_args
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
-from pfl_lightning.choices import check_choices
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ENGINES, Engine, EngineMaker, LocalWork, Sharded, Vectorised
@@ -19,6 +18,7 @@ from pfl_lightning.federation.client_state_location import stay_on_device
 from pfl_lightning.nets.batch_norm import smallest_batch
 from pfl_lightning.privacy import DPSGD
 from pfl_lightning.selection import Sampling, Selection, Uniform
+from pfl_lightning.settings import check_choices
 from pfl_lightning.tasks import Monitor
 
 ClientStates: TypeAlias = Literal["memory", "device", "disk", "auto"]

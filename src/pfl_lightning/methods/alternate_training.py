@@ -4,9 +4,10 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.client import Phase, in_body, in_classifier
+from pfl_lightning.client import ClientSettings, Phase, in_body, in_classifier
 from pfl_lightning.methods.feature_alignment import FeatureAlignment
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.settings import Unpack
 
 
 class AlternateTraining(FedAvg):
@@ -26,8 +27,8 @@ class AlternateTraining(FedAvg):
     client_level = True
     example_level = True
 
-    def __init__(self, head_epochs: int | None = None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *args: Any, head_epochs: int | None = None, **kwargs: Unpack[ClientSettings]) -> None:
+        super().__init__(*args, **kwargs)
         if head_epochs is not None and head_epochs < 1:
             raise MisconfigurationException(
                 f"model.head_epochs={head_epochs} must be 1 or more, or null for as long as the features are trained."

@@ -11,13 +11,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.func import functional_call, grad
 
-from pfl_lightning.choices import check_choices
-from pfl_lightning.client import Batch
+from pfl_lightning.client import Batch, ClientSettings
 from pfl_lightning.messages import StateDict, tree_map
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.functional import loss_at, trainable
 from pfl_lightning.methods.personal_net import PersonalNet
 from pfl_lightning.nets import Net
+from pfl_lightning.settings import Unpack, check_choices
 
 
 class APFL(PersonalNet, FedAvg):
@@ -60,14 +60,15 @@ class APFL(PersonalNet, FedAvg):
 
     def __init__(
         self,
+        *args: Any,
         alpha: float = 0.5,
         adaptive: bool = True,
         alpha_lr: float | None = None,
         alpha_per: Literal["round", "step"] = "round",
         mix: Literal["outputs", "parameters"] = "outputs",
-        **kwargs: Any,
+        **kwargs: Unpack[ClientSettings],
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(*args, **kwargs)
         if not 0 <= alpha <= 1:
             raise MisconfigurationException(f"model.alpha={alpha} must be from 0 to 1, such as 0.5.")
         if alpha_lr is not None and not alpha_lr >= 0:

@@ -15,10 +15,11 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from pfl_lightning.aggregators import Aggregator, ModelPool, Server
-from pfl_lightning.client import Batch, ClientModule, Phase
+from pfl_lightning.client import Batch, ClientModule, ClientSettings, Phase
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict
+from pfl_lightning.settings import Unpack
 
 
 class APPLE(ClientModule):
@@ -67,14 +68,15 @@ class APPLE(ClientModule):
 
     def __init__(
         self,
+        *args: Any,
         rho_lr: float = 0.01,
         mu: float = 0.1,
         penalty_share: float = 0.2,
         mode: Literal["paper", "pfllib"] = "paper",
         start: Literal["samples", "uniform", "own"] | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[ClientSettings],
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(*args, **kwargs)
         for name, value in (("rho_lr", rho_lr), ("mu", mu)):
             if not 0 <= value < math.inf:
                 raise MisconfigurationException(f"model.{name}={value} must be 0 or more, and finite.")

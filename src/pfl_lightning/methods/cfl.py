@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pfl_lightning.aggregators import Aggregator, Mean, Server, Weighting, client_weights, inner_products, mean_model
 from pfl_lightning.aggregators.means import Averaging
-from pfl_lightning.choices import check_least
 from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
+from pfl_lightning.settings import check_least
 
 
 class CFL(Aggregator):

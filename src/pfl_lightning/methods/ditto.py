@@ -5,12 +5,13 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.client import Batch, Phase
+from pfl_lightning.client import Batch, ClientSettings, Phase
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.losses import proximal
 from pfl_lightning.methods.personal_net import PersonalNet
 from pfl_lightning.nets import Net
+from pfl_lightning.settings import Unpack
 
 
 class Ditto(PersonalNet, FedAvg):
@@ -47,8 +48,14 @@ class Ditto(PersonalNet, FedAvg):
 
     personal: Net
 
-    def __init__(self, personal_lambda: float = 1.0, personal_epochs: int | None = None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self,
+        *args: Any,
+        personal_lambda: float = 1.0,
+        personal_epochs: int | None = None,
+        **kwargs: Unpack[ClientSettings],
+    ) -> None:
+        super().__init__(*args, **kwargs)
         if not personal_lambda >= 0:
             raise MisconfigurationException(
                 f"model.personal_lambda={personal_lambda} must be 0 (which is Local) or more, such as 1."

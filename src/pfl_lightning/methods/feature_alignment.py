@@ -8,11 +8,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pfl_lightning.aggregators import Aggregator, AggregatorList, ClassMeans, WeightedAverage
-from pfl_lightning.client import ClientModule
+from pfl_lightning.client import ClientModule, ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.class_vectors import ClassVectors, class_means
 from pfl_lightning.nets import feature_size
+from pfl_lightning.settings import Unpack
+
+
+class AlignmentSettings(ClientSettings, total=False):
+    """Settings of `FeatureAlignment`, for the ``**kwargs`` of subclasses."""
+
+    align_lambda: float
+    align: Literal["mse", "l2"]
 
 
 class FeatureAlignment(ClientModule):
@@ -41,8 +49,14 @@ class FeatureAlignment(ClientModule):
     sends = ClientModule.sends | {"prototypes"}
     needs = ClientModule.needs | {"prototypes"}
 
-    def __init__(self, align_lambda: float = 1.0, align: Literal["mse", "l2"] = "mse", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self,
+        *args: Any,
+        align_lambda: float = 1.0,
+        align: Literal["mse", "l2"] = "mse",
+        **kwargs: Unpack[ClientSettings],
+    ) -> None:
+        super().__init__(*args, **kwargs)
         if not align_lambda >= 0:
             raise MisconfigurationException(
                 f"model.align_lambda={align_lambda} must be 0 (which aligns nothing) or more, such as 1."

@@ -8,6 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from pfl_lightning.client import ClientSettings
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.data.trees import joined
@@ -15,6 +16,7 @@ from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.frozen import Frozen
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.settings import Unpack
 
 
 class FedALA(FedAvg):
@@ -62,6 +64,7 @@ class FedALA(FedAvg):
 
     def __init__(
         self,
+        *args: Any,
         layers: int = 1,
         rand_percent: float = 80.0,
         eta: float = 1.0,
@@ -69,9 +72,9 @@ class FedALA(FedAvg):
         num_pre_loss: int = 10,
         max_passes: int = 100,
         ala_batch_size: int = 10,
-        **kwargs: Any,
+        **kwargs: Unpack[ClientSettings],
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(*args, **kwargs)
         owners = list(dict.fromkeys(name.rpartition(".")[0] for name in trained_parameters(self, "net")))
         for name, value, allowed, advice in (
             ("layers", layers, 1 <= layers <= len(owners), f"from 1 to the net's {len(owners)} layers with parameters"),

@@ -13,9 +13,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from pfl_lightning.aggregators import Aggregator, ModelPool, Server, inner_products
+from pfl_lightning.client import ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean, weighted_means
 from pfl_lightning.methods.fedprox import FedProx
+from pfl_lightning.settings import Unpack
 
 ALONE = 0.999
 """Above this mean weight of clients' own models, no client learns from another."""
@@ -42,8 +44,10 @@ class CloudProx(FedProx):
 
     example_level = True
 
-    def __init__(self, mode: Literal["paper", "pfllib"] = "paper", mu: float = 0.1, **kwargs: Any) -> None:
-        super().__init__(mu=mu, **kwargs)
+    def __init__(
+        self, *args: Any, mode: Literal["paper", "pfllib"] = "paper", mu: float = 0.1, **kwargs: Unpack[ClientSettings]
+    ) -> None:
+        super().__init__(*args, mu=mu, **kwargs)
         # PFLlib adds the term to the loss as a number without a graph
         if mode == "pfllib":
             self.mu = 0.0

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 from pfl_lightning.aggregators import Aggregator, WeightedAverage, client_weights
-from pfl_lightning.choices import check_least
-from pfl_lightning.client import Batch, Phase, in_body
+from pfl_lightning.client import Batch, ClientSettings, Phase, in_body
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.messages import Message, StateDict, Updates
@@ -23,6 +22,7 @@ from pfl_lightning.methods.fedper import FedPer
 from pfl_lightning.methods.personal_net import PersonalNet
 from pfl_lightning.nets import Net, feature_size
 from pfl_lightning.nets.modes import kept_modes
+from pfl_lightning.settings import Unpack, check_least
 
 
 class FedAS(PersonalNet, FedPer):
@@ -65,13 +65,14 @@ class FedAS(PersonalNet, FedPer):
 
     def __init__(
         self,
+        *args: Any,
         align_epochs: int = 1,
         align_lr: float = 0.01,
         align_batch_size: int = 16,
         fisher_batch_size: int = 10,
-        **kwargs: Any,
+        **kwargs: Unpack[ClientSettings],
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(*args, **kwargs)
         check_least(
             "model",
             align_epochs=(align_epochs, 0),

@@ -4,8 +4,9 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.client import Phase, in_classifier
+from pfl_lightning.client import ClientSettings, Phase, in_classifier
 from pfl_lightning.methods.fedper import FedPer
+from pfl_lightning.settings import Unpack
 
 
 class FedBABU(FedPer):
@@ -27,8 +28,8 @@ class FedBABU(FedPer):
     client_level = True
     example_level = True
 
-    def __init__(self, finetune_epochs: int = 5, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *args: Any, finetune_epochs: int = 5, **kwargs: Unpack[ClientSettings]) -> None:
+        super().__init__(*args, **kwargs)
         if finetune_epochs < 0:
             raise MisconfigurationException(
                 f"model.finetune_epochs={finetune_epochs} must be 0 (no fine-tuning) or more, such as 5."

@@ -5,7 +5,9 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pfl_lightning.client import ClientSettings
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.settings import Unpack
 
 
 class FedBN(FedAvg):
@@ -21,8 +23,8 @@ class FedBN(FedAvg):
     client_level = True
     example_level = True
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *args: Any, **kwargs: Unpack[ClientSettings]) -> None:
+        super().__init__(*args, **kwargs)
         # by type and not by name: in a Sequential, a layer's name is a number
         layers = [(name, layer) for name, layer in self.net.named_modules() if isinstance(layer, _BatchNorm)]
         self.normalising = frozenset(f"net.{name}.{own}" for name, layer in layers for own in layer.state_dict())

@@ -11,11 +11,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, inner_products, mean_model
+from pfl_lightning.client import ClientSettings
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.frozen import Frozen
+from pfl_lightning.settings import Unpack
 
 
 class FedCAC(FedAvg):
@@ -37,8 +39,8 @@ class FedCAC(FedAvg):
 
     sends = FedAvg.sends | {"critical"}
 
-    def __init__(self, tau: float = 0.5, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *args: Any, tau: float = 0.5, **kwargs: Unpack[ClientSettings]) -> None:
+        super().__init__(*args, **kwargs)
         if not 0 <= tau <= 1:
             raise MisconfigurationException(f"model.tau={tau} must be from 0 (which is FedAvg) to 1, such as 0.5.")
         self.tau = tau

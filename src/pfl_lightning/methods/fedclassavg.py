@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.client import Batch, in_classifier
+from pfl_lightning.client import Batch, ClientSettings, in_classifier
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
@@ -20,6 +20,7 @@ from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.frozen import Frozen
 from pfl_lightning.methods.losses import supervised_contrastive
 from pfl_lightning.methods.random_views import random_views
+from pfl_lightning.settings import Unpack
 
 
 class FedClassAvg(FedAvg):
@@ -62,7 +63,6 @@ class FedClassAvg(FedAvg):
         share: the averaged part: the ``classifier``, ``all`` of one network that all clients have ("+weight"), or
             ``nothing``; the proximal term is on the classifier in any case.
         views: whether clients train on a random view of each image where there is no contrastive term.
-        input_shape: as for `FedAvg`.
         **kwargs: the arguments of `FedAvg`.
 
     Raises:
@@ -76,6 +76,7 @@ class FedClassAvg(FedAvg):
 
     def __init__(
         self,
+        *args: Any,
         rho: float = 0.1,
         prox: Literal["l2", "l2sq", "mse_half"] = "l2",
         contrastive: bool = True,
@@ -84,17 +85,16 @@ class FedClassAvg(FedAvg):
         normalize: bool = True,
         share: Literal["classifier", "all", "nothing"] = "classifier",
         views: bool = False,
-        input_shape: tuple[int, ...] = (1, 28, 28),
-        **kwargs: Any,
+        **kwargs: Unpack[ClientSettings],
     ) -> None:
-        super().__init__(input_shape=input_shape, **kwargs)
+        super().__init__(*args, **kwargs)
         if not rho >= 0:
             raise MisconfigurationException(f"model.rho={rho} must be 0 (no proximal term) or more, such as 0.1.")
         if not (tau > 0 and base_tau > 0):
             raise MisconfigurationException(
                 f"model.tau={tau} and model.base_tau={base_tau} must be above 0, such as 0.07 both."
             )
-        reader = "contrastive" if contrastive else "views"
+        reader, input_shape = "contrastive" if contrastive else "views", self.hparams["input_shape"]
         if (contrastive or views) and (len(input_shape) != 3 or input_shape[0] not in (1, 3)):
             raise MisconfigurationException(
                 f"model.{reader}=true takes random views of images with 1 or 3 channels, not of "

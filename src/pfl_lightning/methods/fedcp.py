@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from pfl_lightning.client import CLASSIFIER, Batch, in_classifier
+from pfl_lightning.client import CLASSIFIER, Batch, ClientSettings, in_classifier
 from pfl_lightning.client.common import common_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.frozen import Frozen, FrozenModule, tensors_of
 from pfl_lightning.nets import feature_size
+from pfl_lightning.settings import Unpack
 
 WIDTHS = (10, 15, 20, 50)
 """Squared widths of the kernels of the feature discrepancy."""
@@ -81,8 +82,8 @@ class FedCP(FedAvg):
     requires = frozenset({"vector features"})
     context: Tensor
 
-    def __init__(self, mmd: float = 0.1, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *args: Any, mmd: float = 0.1, **kwargs: Unpack[ClientSettings]) -> None:
+        super().__init__(*args, **kwargs)
         if not mmd >= 0:
             raise MisconfigurationException(f"model.mmd={mmd} must be 0 (no discrepancy) or more, such as 0.1.")
         self.mmd = mmd

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, client_weights
 from pfl_lightning.aggregators.means.base import check_models_alone
-from pfl_lightning.client import Batch
+from pfl_lightning.client import Batch, ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import feature_size
+from pfl_lightning.settings import Unpack
 
 
 class FedDBE(FedAvg):
@@ -59,8 +60,8 @@ class FedDBE(FedAvg):
     consensus: Tensor
     reached: Tensor
 
-    def __init__(self, kappa: float = 10.0, mu: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *args: Any, kappa: float = 10.0, mu: float = 1.0, **kwargs: Unpack[ClientSettings]) -> None:
+        super().__init__(*args, **kwargs)
         if not kappa >= 0:
             raise MisconfigurationException(f"model.kappa={kappa} must be 0 (no regulariser) or more, such as 10.")
         if not 0 < mu <= 1:

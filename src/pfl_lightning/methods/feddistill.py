@@ -7,10 +7,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pfl_lightning.aggregators import Aggregator, ClassMeans
+from pfl_lightning.client import ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.class_vectors import ClassVectors, class_means
 from pfl_lightning.methods.local import Local
+from pfl_lightning.settings import Unpack
 
 
 class FedDistill(Local):
@@ -38,8 +40,14 @@ class FedDistill(Local):
 
     sends = needs = frozenset({"outputs"})
 
-    def __init__(self, gamma: float = 1.0, target: Literal["prob", "raw_logits"] = "prob", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self,
+        *args: Any,
+        gamma: float = 1.0,
+        target: Literal["prob", "raw_logits"] = "prob",
+        **kwargs: Unpack[ClientSettings],
+    ) -> None:
+        super().__init__(*args, **kwargs)
         if not gamma >= 0:
             raise MisconfigurationException(f"model.gamma={gamma} must be 0 (which is Local) or more, such as 1.")
         self.gamma = gamma

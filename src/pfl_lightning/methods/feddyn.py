@@ -11,12 +11,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, Weighting, client_weights, mean_model
-from pfl_lightning.choices import check_choices
+from pfl_lightning.client import ClientSettings
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.frozen import Frozen
+from pfl_lightning.settings import Unpack, check_choices
 
 
 class FedDyn(FedAvg):
@@ -49,8 +50,10 @@ class FedDyn(FedAvg):
     needs = FedAvg.needs | {"mean_samples"}
     alpha_k: Tensor
 
-    def __init__(self, alpha: float = 0.01, weighting: Weighting = "samples", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self, *args: Any, alpha: float = 0.01, weighting: Weighting = "samples", **kwargs: Unpack[ClientSettings]
+    ) -> None:
+        super().__init__(*args, **kwargs)
         if not alpha > 0:
             raise MisconfigurationException(f"model.alpha={alpha} must be above 0, such as 0.01.")
         check_choices("model", weighting=(weighting, ("samples", "uniform")))

@@ -13,13 +13,14 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.aggregators import Aggregator, ModelPool, Server, mean_loss
-from pfl_lightning.client import ClientModule
+from pfl_lightning.client import ClientModule, ClientSettings
 from pfl_lightning.client.common import shared_entries, trained_parameters
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.messages import Message, StateDict, Updates, detached, weighted_mean
 from pfl_lightning.methods.copies import add_copy, copy_net
 from pfl_lightning.nets import Net
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.settings import Unpack
 
 
 class FedFomo(ClientModule):
@@ -57,9 +58,13 @@ class FedFomo(ClientModule):
     old: Net
 
     def __init__(
-        self, norm: Literal["l2", "l1"] = "l2", weigh_on: Literal["val", "train"] = "val", **kwargs: Any
+        self,
+        *args: Any,
+        norm: Literal["l2", "l1"] = "l2",
+        weigh_on: Literal["val", "train"] = "val",
+        **kwargs: Unpack[ClientSettings],
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(*args, **kwargs)
         self.order = {"l1": 1, "l2": 2}[norm]
         self.weigh_on = weigh_on
         add_copy(self, "old", self.net)  # w_i^old

@@ -18,8 +18,7 @@ from torch.nn import functional as F
 from torch.optim import Adam
 
 from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage
-from pfl_lightning.choices import check_choices, check_least
-from pfl_lightning.client import CLASSIFIER, Batch
+from pfl_lightning.client import CLASSIFIER, Batch, ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates, detached
 from pfl_lightning.methods.fedavg import FedAvg
@@ -30,6 +29,7 @@ from pfl_lightning.methods.server_optimizer import server_optimizer
 from pfl_lightning.nets import feature_size
 from pfl_lightning.nets.batch_norm import on_batch_statistics
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.settings import Unpack, check_choices, check_least
 
 
 class FedGen(FedAvg):
@@ -72,14 +72,15 @@ class FedGen(FedAvg):
 
     def __init__(
         self,
+        *args: Any,
         alpha: float = 10.0,
         beta: float = 10.0,
         decay: float = 0.98,
         noise_size: int = 32,
         hidden: int = 256,
-        **kwargs: Any,
+        **kwargs: Unpack[ClientSettings],
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(*args, **kwargs)
         check_least("model", alpha=(alpha, 0), beta=(beta, 0), noise_size=(noise_size, 1), hidden=(hidden, 1))
         if not 0 < decay <= 1:
             raise MisconfigurationException(f"model.decay={decay} must be above 0 and up to 1, such as 0.98.")

@@ -9,7 +9,6 @@ from torch.func import functional_call
 from torch.optim import SGD
 
 from pfl_lightning.aggregators import Aggregator, Server
-from pfl_lightning.choices import check_least
 from pfl_lightning.client import CLASSIFIER
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates, detached
@@ -18,6 +17,7 @@ from pfl_lightning.methods.lg_fedavg import LGFedAvg
 from pfl_lightning.methods.server_optimizer import server_optimizer
 from pfl_lightning.nets.batch_norm import on_batch_statistics
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.settings import check_least
 
 
 class FedGH(LGFedAvg):

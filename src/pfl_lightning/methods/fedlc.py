@@ -6,10 +6,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.choices import check_choices
+from pfl_lightning.client import ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.settings import Unpack, check_choices
 
 
 class FedLC(FedAvg):
@@ -44,8 +45,10 @@ class FedLC(FedAvg):
 
     margins: Tensor
 
-    def __init__(self, tau: float = 1.0, *, absent: Literal["one", "out"] = "one", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self, *args: Any, tau: float = 1.0, absent: Literal["one", "out"] = "one", **kwargs: Unpack[ClientSettings]
+    ) -> None:
+        super().__init__(*args, **kwargs)
         if not tau >= 0:
             raise MisconfigurationException(f"model.tau={tau} must be 0 or more, such as 1.")
         check_choices("model", absent=(absent, ("one", "out")))

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pfl_lightning.aggregators import Aggregator, Server
-from pfl_lightning.choices import check_least
 from pfl_lightning.client import Batch, Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates, weighted_mean
 from pfl_lightning.methods.local import Local
-from pfl_lightning.methods.public_answers import PublicAnswers, check_answers, travelling_inputs
+from pfl_lightning.methods.public_answers import PublicAnswers, PublicSettings, check_answers, travelling_inputs
+from pfl_lightning.settings import Unpack, check_least
 
 
 class FedMD(PublicAnswers, Local):
@@ -42,8 +42,8 @@ class FedMD(PublicAnswers, Local):
 
     begun: Tensor
 
-    def __init__(self, initial_epochs: int | None = 25, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *args: Any, initial_epochs: int | None = 25, **kwargs: Unpack[PublicSettings]) -> None:
+        super().__init__(*args, **kwargs)
         check_least("model", **{} if initial_epochs is None else {"initial_epochs": (initial_epochs, 1)})
         self.initial_epochs = initial_epochs
         # an entry of the state, since one module runs all clients in turn

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pfl_lightning.aggregators import Aggregator, WeightedAverage
-from pfl_lightning.client import ClientModule
+from pfl_lightning.client import ClientModule, ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.methods.class_vectors import class_means
 from pfl_lightning.nets import feature_size
+from pfl_lightning.settings import Unpack
 
 PROTOTYPES = "net.classifier.prototypes"
 """The entry of V in a client's ``state_dict``."""
@@ -78,8 +79,10 @@ class NormalizedHead(ClientModule):
 
     offers = ClientModule.offers | {"directions"}
 
-    def __init__(self, scale: float = 1.0, learn_scale: bool = True, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self, *args: Any, scale: float = 1.0, learn_scale: bool = True, **kwargs: Unpack[ClientSettings]
+    ) -> None:
+        super().__init__(*args, **kwargs)
         if not scale > 0:
             raise MisconfigurationException(f"model.scale={scale} must be above 0, such as 1 or 20.")
         self.net.classifier = CosineClassifier(feature_size(self.net), self.num_classes, scale, learn_scale)

@@ -13,11 +13,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from pfl_lightning.aggregators import Aggregator, mean_model, moved_model
-from pfl_lightning.choices import check_choices
+from pfl_lightning.client import ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.methods.fedopt import FedAvgM
 from pfl_lightning.methods.fedprox import FedProx
+from pfl_lightning.settings import Unpack, check_choices
 
 
 class FedNova(FedProx):
@@ -41,8 +42,8 @@ class FedNova(FedProx):
 
     sends = FedProx.sends | {"normalizer", "steps"}
 
-    def __init__(self, mu: float = 0.0, **kwargs: Any) -> None:
-        super().__init__(mu=mu, **kwargs)
+    def __init__(self, *args: Any, mu: float = 0.0, **kwargs: Unpack[ClientSettings]) -> None:
+        super().__init__(*args, mu=mu, **kwargs)
         if self.optimizer_lifetime == "run":
             raise MisconfigurationException(
                 "model.optimizer_lifetime='run' brings gradients of earlier rounds into a change, which FedNova can't "

@@ -6,13 +6,14 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.client import Batch
+from pfl_lightning.client import Batch, ClientSettings
 from pfl_lightning.client.common import common_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.frozen import FrozenModule
 from pfl_lightning.methods.losses import divergence
+from pfl_lightning.settings import Unpack
 
 
 def not_true_distillation(logits: Tensor, teacher: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
@@ -58,8 +59,10 @@ class FedNTD(FedAvg):
 
     requires = frozenset({"classes"})
 
-    def __init__(self, beta: float = 1.0, temperature: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self, *args: Any, beta: float = 1.0, temperature: float = 1.0, **kwargs: Unpack[ClientSettings]
+    ) -> None:
+        super().__init__(*args, **kwargs)
         if not beta >= 0:
             raise MisconfigurationException(f"model.beta={beta} must be 0 (which is FedAvg) or more, such as 1.")
         if not temperature > 0:

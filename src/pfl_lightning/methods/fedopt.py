@@ -12,8 +12,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.aggregators import Mean, Server, WeightedAverage, Weighting
-from pfl_lightning.choices import check_choices
 from pfl_lightning.messages import StateDict, Updates
+from pfl_lightning.settings import check_choices
 
 
 class ServerSteps(WeightedAverage):

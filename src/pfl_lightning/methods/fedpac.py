@@ -18,7 +18,9 @@ from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
 from pfl_lightning.methods.alternate_training import AlternateAlignment
 from pfl_lightning.methods.class_vectors import ClassVectors, class_means
+from pfl_lightning.methods.feature_alignment import AlignmentSettings
 from pfl_lightning.nets import feature_size
+from pfl_lightning.settings import Unpack
 
 NEGLIGIBLE = 1e-3
 """Classifiers with a smaller weight are left out of a combination."""
@@ -51,8 +53,11 @@ class PACClient(AlternateAlignment):
 
     offers = AlternateAlignment.offers | {"statistics"}
 
-    def __init__(self, head_epochs: int | None = 1, head_lr: float = 0.1, **kwargs: Any) -> None:
-        super().__init__(head_epochs=head_epochs, **kwargs)
+    def __init__(
+        self, *args: Any, head_epochs: int | None = 1, head_lr: float = 0.1, **kwargs: Unpack[AlignmentSettings]
+    ) -> None:
+        # the next class but one takes it, which type checkers don't follow
+        super().__init__(*args, head_epochs=head_epochs, **kwargs)  # type: ignore[call-arg]
         if not head_lr > 0:
             raise MisconfigurationException(f"model.head_lr={head_lr} must be above 0, such as 0.1.")
         self.head_lr = head_lr

@@ -6,12 +6,13 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.client import Batch
+from pfl_lightning.client import Batch, ClientSettings
 from pfl_lightning.client.common import common_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.frozen import FrozenModule, tensors_of
+from pfl_lightning.settings import Unpack
 
 
 class FedPHP(FedAvg):
@@ -49,13 +50,14 @@ class FedPHP(FedAvg):
 
     def __init__(
         self,
+        *args: Any,
         weight: float = 0.1,
         temperature: float = 4.0,
         momentum: float = 0.9,
         participation: float = 1.0,
-        **kwargs: Any,
+        **kwargs: Unpack[ClientSettings],
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(*args, **kwargs)
         for name, value, allowed, advice in (
             ("weight", weight, 0 <= weight <= 1, "from 0 to 1, such as 0.1"),
             ("temperature", temperature, temperature > 0, "above 0, such as 4"),

@@ -8,8 +8,9 @@ from torch import Tensor
 from pfl_lightning.aggregators import Aggregator, ClassMeans
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
-from pfl_lightning.methods.feature_alignment import FeatureAlignment
+from pfl_lightning.methods.feature_alignment import AlignmentSettings, FeatureAlignment
 from pfl_lightning.methods.local import Local
+from pfl_lightning.settings import Unpack
 
 
 class FedProto(FeatureAlignment, Local):
@@ -33,8 +34,10 @@ class FedProto(FeatureAlignment, Local):
     sends = needs = frozenset({"prototypes"})
     offers = frozenset({"class_counts"})
 
-    def __init__(self, predict: Literal["proto", "head"] = "proto", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self, *args: Any, predict: Literal["proto", "head"] = "proto", **kwargs: Unpack[AlignmentSettings]
+    ) -> None:
+        super().__init__(*args, **kwargs)
         self.predict = predict
 
     def forward(self, x: Tensor) -> Tensor:

@@ -5,12 +5,14 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from pfl_lightning.client import ClientSettings
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.frozen import Frozen
 from pfl_lightning.methods.losses import proximal
+from pfl_lightning.settings import Unpack
 
 
 class FedProx(FedAvg):
@@ -29,8 +31,8 @@ class FedProx(FedAvg):
     client_level = True
     example_level = True
 
-    def __init__(self, mu: float = 0.001, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *args: Any, mu: float = 0.001, **kwargs: Unpack[ClientSettings]) -> None:
+        super().__init__(*args, **kwargs)
         if mu < 0:
             raise MisconfigurationException(f"model.mu={mu} must be 0 (which is FedAvg) or more, such as 0.01.")
         self.mu = mu

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from pfl_lightning.client import Phase
+from pfl_lightning.client import ClientSettings, Phase
 from pfl_lightning.methods.alternate_training import AlternateTraining
 from pfl_lightning.methods.fedper import FedPer
+from pfl_lightning.settings import Unpack
 
 
 class FedRep(AlternateTraining, FedPer):
@@ -31,8 +32,8 @@ class FedRep(AlternateTraining, FedPer):
     client_level = True
     example_level = True
 
-    def __init__(self, head_epochs: int | None = 10, **kwargs: Any) -> None:
-        super().__init__(head_epochs=head_epochs, **kwargs)
+    def __init__(self, *args: Any, head_epochs: int | None = 10, **kwargs: Unpack[ClientSettings]) -> None:
+        super().__init__(*args, head_epochs=head_epochs, **kwargs)
 
     def joining_phases(self) -> list[Phase]:
         """Train the classifier alone, by the first phase of an ordinary round."""

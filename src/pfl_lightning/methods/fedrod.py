@@ -7,10 +7,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 
+from pfl_lightning.client import ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.personal_net import PersonalNet
+from pfl_lightning.settings import Unpack
 
 
 class FedRoD(PersonalNet, FedAvg):
@@ -51,8 +53,14 @@ class FedRoD(PersonalNet, FedAvg):
 
     log_prior: Tensor
 
-    def __init__(self, gamma: float = 1.0, predict: Literal["personal", "generic"] = "personal", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self,
+        *args: Any,
+        gamma: float = 1.0,
+        predict: Literal["personal", "generic"] = "personal",
+        **kwargs: Unpack[ClientSettings],
+    ) -> None:
+        super().__init__(*args, **kwargs)
         if not gamma >= 0:
             raise MisconfigurationException(
                 f"model.gamma={gamma} must be 0 (which trains the generic model as FedAvg does) or more, such as 1."

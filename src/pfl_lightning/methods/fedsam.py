@@ -6,10 +6,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.client import Batch
+from pfl_lightning.client import Batch, ClientSettings
 from pfl_lightning.messages import StateDict
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.functional import gradient_at, loss_at, trainable
+from pfl_lightning.settings import Unpack
 
 
 class FedSAM(FedAvg):
@@ -38,8 +39,10 @@ class FedSAM(FedAvg):
 
     client_level = True
 
-    def __init__(self, rho: float = 0.1, adaptive: bool = False, eta: float = 0.2, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self, *args: Any, rho: float = 0.1, adaptive: bool = False, eta: float = 0.2, **kwargs: Unpack[ClientSettings]
+    ) -> None:
+        super().__init__(*args, **kwargs)
         if not rho >= 0:
             raise MisconfigurationException(f"model.rho={rho} must be 0 (which is FedAvg) or more, such as 0.1.")
         if not eta >= 0:

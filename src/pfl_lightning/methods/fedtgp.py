@@ -4,7 +4,7 @@ Source: Zhang et al., 2024 (https://arxiv.org/abs/2401.03230). Symbols: :math:`P
 samples of class c, :math:`\hat g_c` the server's trained prototype, d the width of features.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -14,12 +14,20 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from pfl_lightning.aggregators import Aggregator, Server
-from pfl_lightning.choices import check_least
+from pfl_lightning.client import ClientSettings
 from pfl_lightning.messages import Message, StateDict, Updates, detached
 from pfl_lightning.methods.class_vectors import stacked
 from pfl_lightning.methods.fedproto import FedProto
 from pfl_lightning.nets import feature_size
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.settings import Unpack, check_least
+
+
+class PrototypeSettings(ClientSettings, total=False):
+    """Settings of `FedProto` but for ``align_lambda``, whose default is another here."""
+
+    align: Literal["mse", "l2"]
+    predict: Literal["proto", "head"]
 
 
 class FedTGP(FedProto):
@@ -37,8 +45,8 @@ class FedTGP(FedProto):
 
     offers = frozenset()
 
-    def __init__(self, align_lambda: float = 10.0, **kwargs: Any) -> None:
-        super().__init__(align_lambda=align_lambda, **kwargs)
+    def __init__(self, *args: Any, align_lambda: float = 10.0, **kwargs: Unpack[PrototypeSettings]) -> None:
+        super().__init__(*args, align_lambda=align_lambda, **kwargs)
 
     def configure_aggregator(self) -> Aggregator:
         """Return a server with trainable prototypes."""

@@ -12,7 +12,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 
+from pfl_lightning.client import ClientSettings
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.settings import Unpack
 
 
 def variance_loss(logits: Tensor) -> Tensor:
@@ -83,8 +85,10 @@ class FedUV(FedAvg):
 
     requires = frozenset({"classes", "vector features"})
 
-    def __init__(self, variance_lambda: float = 2.5, uniformity_mu: float = 0.5, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self, *args: Any, variance_lambda: float = 2.5, uniformity_mu: float = 0.5, **kwargs: Unpack[ClientSettings]
+    ) -> None:
+        super().__init__(*args, **kwargs)
         for name, weight in (("variance_lambda", variance_lambda), ("uniformity_mu", uniformity_mu)):
             if not weight >= 0:
                 raise MisconfigurationException(f"model.{name}={weight} must be 0 (without the term) or more.")

@@ -6,11 +6,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.aggregators import Aggregator, WeightedAverage
-from pfl_lightning.client import Batch
+from pfl_lightning.client import Batch, ClientSettings
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.losses import divergence
 from pfl_lightning.methods.personal_net import PersonalNet
 from pfl_lightning.nets import Net
+from pfl_lightning.settings import Unpack
 
 
 class FML(PersonalNet, FedAvg):
@@ -42,8 +43,8 @@ class FML(PersonalNet, FedAvg):
     requires = frozenset({"classes"})
     personal: Net
 
-    def __init__(self, alpha: float = 0.5, beta: float = 0.5, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *args: Any, alpha: float = 0.5, beta: float = 0.5, **kwargs: Unpack[ClientSettings]) -> None:
+        super().__init__(*args, **kwargs)
         for name, value in (("alpha", alpha), ("beta", beta)):
             if not 0 <= value <= 1:
                 raise MisconfigurationException(f"model.{name}={value} must be from 0 to 1, such as 0.5.")

@@ -11,11 +11,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pfl_lightning.client import Batch, in_classifier
+from pfl_lightning.client import Batch, ClientSettings, in_classifier
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import feature_size
+from pfl_lightning.settings import Unpack
 
 
 class ConditionalLayer(nn.Module):
@@ -78,8 +79,10 @@ class GPFL(FedAvg):
     received: Tensor
     shares: Tensor
 
-    def __init__(self, magnitude: float = 0.01, decay: float = 0.1, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self, *args: Any, magnitude: float = 0.01, decay: float = 0.1, **kwargs: Unpack[ClientSettings]
+    ) -> None:
+        super().__init__(*args, **kwargs)
         for name, value in (("magnitude", magnitude), ("decay", decay)):
             if not value >= 0:
                 raise MisconfigurationException(f"model.{name}={value} must be 0 or more, such as 0.01.")

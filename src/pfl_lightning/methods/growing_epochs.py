@@ -4,8 +4,9 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.client import Phase
+from pfl_lightning.client import ClientSettings, Phase
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.settings import Unpack
 
 
 class GrowingEpochs(FedAvg):
@@ -25,8 +26,8 @@ class GrowingEpochs(FedAvg):
     client_level = True
     example_level = True
 
-    def __init__(self, max_epochs: int | None = 20, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *args: Any, max_epochs: int | None = 20, **kwargs: Unpack[ClientSettings]) -> None:
+        super().__init__(*args, **kwargs)
         if max_epochs is not None and max_epochs < 1:
             raise MisconfigurationException(
                 f"model.max_epochs={max_epochs} must be 1 or more, or null for the Trainer's local_epochs."

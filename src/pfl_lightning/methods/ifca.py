@@ -13,10 +13,11 @@ from torch import Tensor
 
 from pfl_lightning.aggregators import Aggregator, Mean, Server, Weighting, client_weights, mean_loss, mean_model
 from pfl_lightning.aggregators.means import Averaging
-from pfl_lightning.client import ClientModule
+from pfl_lightning.client import ClientModule, ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.settings import Unpack
 
 
 class IFCA(ClientModule):
@@ -34,8 +35,8 @@ class IFCA(ClientModule):
     needs = frozenset({"cluster_models"})
     cluster: Tensor
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *args: Any, **kwargs: Unpack[ClientSettings]) -> None:
+        super().__init__(*args, **kwargs)
         # an entry of the state: outside a federation, without data, the client's last choice holds
         self.register_buffer("cluster", torch.tensor(0))
 

@@ -7,10 +7,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 
+from pfl_lightning.client import ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.data.trees import joined
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.settings import Unpack
 
 
 class KNNPer(FedAvg):
@@ -43,8 +45,10 @@ class KNNPer(FedAvg):
     requires = frozenset({"classes", "vector features"})
     caches = frozenset({"known"})
 
-    def __init__(self, share: float = 0.5, neighbours: int = 7, scale: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self, *args: Any, share: float = 0.5, neighbours: int = 7, scale: float = 1.0, **kwargs: Unpack[ClientSettings]
+    ) -> None:
+        super().__init__(*args, **kwargs)
         for name, value, allowed, advice in (
             ("share", share, 0 <= share <= 1, "from 0 (which is FedAvg) to 1, such as 0.5"),
             ("neighbours", neighbours, neighbours >= 1, "1 or more, such as 7"),

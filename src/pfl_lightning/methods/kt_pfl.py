@@ -17,7 +17,8 @@ from pfl_lightning.messages import Message, Updates, weighted_mean
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
 from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
 from pfl_lightning.methods.local import Local
-from pfl_lightning.methods.public_answers import PublicAnswers, check_answers, travelling_inputs
+from pfl_lightning.methods.public_answers import PublicAnswers, PublicSettings, check_answers, travelling_inputs
+from pfl_lightning.settings import Unpack
 
 
 class KnowledgeTransfer(PublicAnswers, GrowingEpochs, Local):
@@ -42,8 +43,14 @@ class KnowledgeTransfer(PublicAnswers, GrowingEpochs, Local):
         MisconfigurationException: if a value is out of range.
     """
 
-    def __init__(self, temperature: float = 10.0, distill: Literal["kl", "mse"] = "kl", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self,
+        *args: Any,
+        temperature: float = 10.0,
+        distill: Literal["kl", "mse"] = "kl",
+        **kwargs: Unpack[PublicSettings],
+    ) -> None:
+        super().__init__(*args, **kwargs)
         if not temperature > 0:
             raise MisconfigurationException(f"model.temperature={temperature} must be above 0, such as 10.")
         self.temperature = temperature

@@ -11,12 +11,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.client import Batch
+from pfl_lightning.client import Batch, ClientSettings
 from pfl_lightning.client.common import common_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.frozen import FrozenModule
+from pfl_lightning.settings import Unpack
 
 
 def model_contrast(z: Tensor, z_glob: Tensor, z_prev: Tensor, tau: float) -> Tensor:
@@ -66,8 +67,8 @@ class MOON(FedAvg):
 
     has_previous: Tensor
 
-    def __init__(self, mu: float = 1.0, tau: float = 0.5, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *args: Any, mu: float = 1.0, tau: float = 0.5, **kwargs: Unpack[ClientSettings]) -> None:
+        super().__init__(*args, **kwargs)
         if mu < 0:
             raise MisconfigurationException(f"model.mu={mu} must be 0 (which is FedAvg) or more, such as 1.")
         if tau <= 0:

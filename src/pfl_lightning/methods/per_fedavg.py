@@ -12,11 +12,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from pfl_lightning.client import Batch, Phase
+from pfl_lightning.client import Batch, ClientSettings, Phase
 from pfl_lightning.messages import StateDict
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.functional import gradient_at, loss_at, trainable
 from pfl_lightning.nets.batch_norm import smallest_batch
+from pfl_lightning.settings import Unpack
 
 
 class PerFedAvg(FedAvg):
@@ -52,9 +53,14 @@ class PerFedAvg(FedAvg):
     client_level = True
 
     def __init__(
-        self, alpha: float = 0.01, variant: Literal["FO", "HF"] = "FO", delta: float = 1e-3, **kwargs: Any
+        self,
+        *args: Any,
+        alpha: float = 0.01,
+        variant: Literal["FO", "HF"] = "FO",
+        delta: float = 1e-3,
+        **kwargs: Unpack[ClientSettings],
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(*args, **kwargs)
         if alpha < 0:
             raise MisconfigurationException(f"model.alpha={alpha} must be 0 (no adaptation) or more, such as 0.01.")
         if delta <= 0:

@@ -17,11 +17,11 @@ from torch.func import functional_call
 from torch.optim import LBFGS
 
 from pfl_lightning.aggregators import Aggregator, Server
-from pfl_lightning.choices import check_choices, check_least
-from pfl_lightning.client import in_classifier
+from pfl_lightning.client import ClientSettings, in_classifier
 from pfl_lightning.messages import Message, StateDict, Updates, detached
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.settings import Unpack, check_choices, check_least
 
 
 class PFedHN(FedAvg):
@@ -36,8 +36,8 @@ class PFedHN(FedAvg):
         **kwargs: the arguments of `FedAvg`.
     """
 
-    def __init__(self, personal_classifier: bool = False, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *args: Any, personal_classifier: bool = False, **kwargs: Unpack[ClientSettings]) -> None:
+        super().__init__(*args, **kwargs)
         self.personal_classifier = personal_classifier
 
     def is_shared(self, name: str) -> bool:

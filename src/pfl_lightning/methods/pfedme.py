@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from pfl_lightning.aggregators import Aggregator, WeightedAverage
-from pfl_lightning.client import Batch
+from pfl_lightning.client import Batch, ClientSettings
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict
@@ -22,6 +22,7 @@ from pfl_lightning.methods.functional import loss_at
 from pfl_lightning.methods.losses import proximal
 from pfl_lightning.methods.personal_net import PersonalNet
 from pfl_lightning.nets import Net
+from pfl_lightning.settings import Unpack
 
 
 class PFedMe(PersonalNet):
@@ -74,13 +75,14 @@ class PFedMe(PersonalNet):
 
     def __init__(
         self,
+        *args: Any,
         moreau_lambda: float = 15.0,
         personal_steps: int = 5,
         personal_lr: float = 0.09,
         predict: Literal["personal", "local"] = "personal",
-        **kwargs: Any,
+        **kwargs: Unpack[ClientSettings],
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(*args, **kwargs)
         if not moreau_lambda >= 0:
             raise MisconfigurationException(f"model.moreau_lambda={moreau_lambda} must be 0 or more, such as 15.")
         if personal_steps < 1:

@@ -6,10 +6,18 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.client import ClientModule, Phase
+from pfl_lightning.client import ClientModule, ClientSettings, Phase
 from pfl_lightning.data import CHUNK, ClientData, FederatedDataModule, Samples
 from pfl_lightning.data.datamodule import net_inputs
 from pfl_lightning.messages import Message
+from pfl_lightning.settings import Unpack
+
+
+class PublicSettings(ClientSettings, total=False):
+    """Settings of `PublicAnswers`, for the ``**kwargs`` of subclasses."""
+
+    distill_epochs: int
+    distill_batch_size: int
 
 
 class PublicAnswers(ClientModule):
@@ -33,8 +41,10 @@ class PublicAnswers(ClientModule):
     public: Tensor
     targets: Tensor | None
 
-    def __init__(self, distill_epochs: int = 1, distill_batch_size: int = 256, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self, *args: Any, distill_epochs: int = 1, distill_batch_size: int = 256, **kwargs: Unpack[ClientSettings]
+    ) -> None:
+        super().__init__(*args, **kwargs)
         if distill_epochs < 0 or distill_batch_size < 2:
             raise MisconfigurationException(
                 f"model.distill_epochs={distill_epochs} must be 0 (no distillation) or more, and "

@@ -12,9 +12,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, Weighting, mean_loss, mean_model, moved_model
+from pfl_lightning.client import ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.settings import Unpack
 
 
 class QFedAvg(FedAvg):
@@ -28,8 +30,8 @@ class QFedAvg(FedAvg):
     sends = FedAvg.sends | {"received_loss", "learning_rate"}
     received_loss: Tensor
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *args: Any, **kwargs: Unpack[ClientSettings]) -> None:
+        super().__init__(*args, **kwargs)
         self.register_buffer("received_loss", torch.tensor(0.0), persistent=False)  # F_k
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:

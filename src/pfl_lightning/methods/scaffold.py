@@ -14,10 +14,11 @@ from torch.nn.utils import parameters_to_vector
 
 from pfl_lightning.aggregators import Aggregator, Mean, Server, WeightedAverage
 from pfl_lightning.aggregators.means.base import check_models_alone
-from pfl_lightning.client import ClientModule
+from pfl_lightning.client import ClientModule, ClientSettings
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
+from pfl_lightning.settings import Unpack
 
 
 class ControlVariates(ClientModule):
@@ -50,8 +51,8 @@ class ControlVariates(ClientModule):
     received: Tensor
     gradient: Tensor
 
-    def __init__(self, option: Literal["I", "II"] = "II", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *args: Any, option: Literal["I", "II"] = "II", **kwargs: Unpack[ClientSettings]) -> None:
+        super().__init__(*args, **kwargs)
         self.option = option
         zeros = torch.zeros_like(self.vector())
         self.register_buffer("own", zeros)  # c_i

@@ -12,11 +12,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from pfl_lightning.aggregators import Aggregator
-from pfl_lightning.client import Batch, ClientModule
+from pfl_lightning.client import Batch, ClientModule, ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.cwfedavg import CwFedAvg, row_distribution
 from pfl_lightning.nets import find_output_layer
+from pfl_lightning.settings import Unpack
 
 
 class WDR(ClientModule):
@@ -46,9 +47,14 @@ class WDR(ClientModule):
     received_distance: Tensor
 
     def __init__(
-        self, wdr_lambda: float = 10.0, wdr_scale: float = 0.5, output_layer: str | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        wdr_lambda: float = 10.0,
+        wdr_scale: float = 0.5,
+        output_layer: str | None = None,
+        **kwargs: Unpack[ClientSettings],
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(*args, **kwargs)
         if wdr_lambda < 0 or wdr_scale < 0:
             raise MisconfigurationException(
                 f"model.wdr_lambda={wdr_lambda} and model.wdr_scale={wdr_scale} must be 0 (which is FedAvg) or more."

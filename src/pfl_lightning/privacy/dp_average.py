@@ -9,7 +9,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.aggregators.base import Aggregator, Server
-from pfl_lightning.choices import check_choices
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.privacy.accountant import Release, epsilon, noise_for, tight_epsilon
 from pfl_lightning.privacy.clipping import clipped, next_clip, noise_beside_counts
@@ -18,6 +17,7 @@ from pfl_lightning.privacy.noise import Source, grid_of, nearest, secure_normal,
 from pfl_lightning.privacy.settings import check_noise, check_numbers, check_spent
 from pfl_lightning.privacy.vectors import Entries
 from pfl_lightning.selection import Sampling
+from pfl_lightning.settings import check_choices
 
 ADJACENCY = (
     "zero-out: all that a client contributes, in any round, is there or is zero; how many clients there are is public"

@@ -6,8 +6,8 @@ from typing import Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.choices import check_choices, check_least
 from pfl_lightning.selection.base import RoundStart, Selection, Told, drawn_by_weight
+from pfl_lightning.settings import check_choices, check_least
 
 
 class PowerOfChoice(Selection):

@@ -18,11 +18,11 @@ from torch.optim import SGD
 from pfl_lightning.aggregators.base import Server
 from pfl_lightning.aggregators.means.base import Mean
 from pfl_lightning.aggregators.means.vectors import Sum, Vectors
-from pfl_lightning.choices import check_least
 from pfl_lightning.client.optimizers import checked_optimizer
 from pfl_lightning.data import epoch_order
 from pfl_lightning.messages import StateDict
 from pfl_lightning.nets.batch_norm import on_batch_statistics, smallest_batch
+from pfl_lightning.settings import check_least
 
 NET = "net."
 """What names of a client module's net begin with."""

@@ -8,8 +8,8 @@ import torch
 
 from pfl_lightning.aggregators import inner_products
 from pfl_lightning.callbacks.attacks.uploads import UploadAttack, View, check_positive
-from pfl_lightning.choices import check_choices
 from pfl_lightning.messages import StateDict, Updates
+from pfl_lightning.settings import check_choices
 
 Knowledge: TypeAlias = Literal["omniscient", "own"]
 """Whose trained models bad clients know: those of all benign clients of the round, or their own alone."""

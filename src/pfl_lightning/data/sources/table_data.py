@@ -18,7 +18,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pfl_lightning.choices import check_choices
 from pfl_lightning.data.columns import DATE, NUMBER, is_number, mostly
 from pfl_lightning.data.division import Division
 from pfl_lightning.data.loaded import Loaded
@@ -26,6 +25,7 @@ from pfl_lightning.data.preprocessing import FittedOn, moments_of, standardized,
 from pfl_lightning.data.samples import Samples
 from pfl_lightning.data.sources.base import OwnedData, targets_of
 from pfl_lightning.data.sources.columns import check_finite_column, chosen_columns, package
+from pfl_lightning.settings import check_choices
 from pfl_lightning.tasks import MultiLabel, Task
 
 UNLIKE = 1000

@@ -1,9 +1,24 @@
-"""Checks of settings with a list of choices or a lower bound."""
+"""Types of keyword settings, and checks of settings with a list of choices or a lower bound."""
 
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack as Unpack
+else:
+
+    class Unpack:
+        """Types of ``**kwargs`` for type checkers and editors: ``**kwargs: Unpack[ClientSettings]``.
+
+        At runtime the type is ``Any``: jsonargparse finds settings and defaults by following ``**kwargs`` to the parent
+        class, and would take a TypedDict's keys, which have no defaults, in their place.
+        """
+
+        def __class_getitem__(cls, settings: Any) -> Any:
+            """Return ``Any``, whatever the settings."""
+            return Any
 
 
 def check_choices(owner: str, **settings: tuple[Any, Collection[str]]) -> None:

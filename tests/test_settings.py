@@ -1,7 +1,7 @@
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.choices import check_choices
+from pfl_lightning.settings import check_choices
 
 
 def test_a_setting_that_is_none_of_its_choices_is_refused():
