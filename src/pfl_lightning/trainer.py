@@ -2,17 +2,19 @@
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypedDict, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
@@ -43,7 +45,40 @@ from pfl_lightning.runs.client_states import MappedCheckpointIO
 from pfl_lightning.runs.folder import at_work, checkpoint_of_run, leaving_nothing_if_refused
 from pfl_lightning.runs.run_folders import RunFolders
 from pfl_lightning.selection import Selection, Uniform
+from pfl_lightning.settings import Unpack
 from pfl_lightning.stopping import RankLost, Stopped, stoppable
+
+
+class TrainerSettings(TypedDict, total=False):
+    """Settings of Lightning's Trainer that have a meaning in a federation, as `FederatedTrainer` takes them."""
+
+    accelerator: str | Accelerator
+    strategy: str | Strategy
+    devices: list[int] | str | int
+    num_nodes: int
+    precision: Any
+    logger: Logger | Iterable[Logger] | bool | None
+    callbacks: list[Callback] | Callback | None
+    fast_dev_run: int | bool
+    max_time: str | timedelta | dict[str, int] | None
+    limit_val_batches: int | float | None
+    limit_test_batches: int | float | None
+    limit_predict_batches: int | float | None
+    check_val_every_n_epoch: int | None
+    num_sanity_val_steps: int | None
+    log_every_n_steps: int | None
+    enable_checkpointing: bool | None
+    enable_progress_bar: bool | None
+    enable_model_summary: bool | None
+    deterministic: bool | Literal["warn"] | None
+    benchmark: bool | None
+    inference_mode: bool
+    profiler: Profiler | str | None
+    detect_anomaly: bool
+    plugins: Any
+    reload_dataloaders_every_n_epochs: int
+    enable_autolog_hparams: bool
+    model_registry: str | None
 
 
 class FederatedTrainer(RunFolders):
@@ -114,10 +149,12 @@ class FederatedTrainer(RunFolders):
         cohort: Selection | None = None,
         example_privacy: DPSGD | None = None,
         default_root_dir: str = "runs",
-        **kwargs: Any,
+        **kwargs: Unpack[TrainerSettings],
     ) -> None:
-        refuse_meaningless(max_rounds, kwargs)
-        if example_privacy is not None and kwargs.get("detect_anomaly"):
+        # the same dict: jsonargparse finds the Trainer's settings by following `**kwargs` into its call
+        arguments = cast(dict[str, Any], kwargs)
+        refuse_meaningless(max_rounds, arguments)
+        if example_privacy is not None and arguments.get("detect_anomaly"):
             raise MisconfigurationException(
                 "trainer.detect_anomaly=true ends a run at a sample whose gradient isn't finite, which "
                 "trainer.example_privacy wouldn't cover; leave it out."
@@ -141,9 +178,9 @@ class FederatedTrainer(RunFolders):
         )
         # Set while join() runs Lightning's test, in which _run_stage then joins instead.
         self._joining: Callable[[Federation], dict[str, float]] | None = None
-        self.own_logger = kwargs.get("logger") in (None, True) and not kwargs.get("fast_dev_run")
-        fill_defaults(kwargs, default_root_dir, client_states)
-        check_machine(kwargs)
+        self.own_logger = arguments.get("logger") in (None, True) and not arguments.get("fast_dev_run")
+        fill_defaults(arguments, default_root_dir, client_states)
+        check_machine(arguments)
         super().__init__(max_epochs=max_rounds, default_root_dir=default_root_dir, **kwargs)
         # fast_dev_run sets 1 (one batch) where all else has 1.0 (all batches); the two mean the same here, and a
         # resumed run compares them.

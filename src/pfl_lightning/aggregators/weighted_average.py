@@ -1,7 +1,7 @@
 """Federated averaging: the server side of FedAvg, and of many methods with other client weights."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,6 +13,14 @@ from pfl_lightning.transfers import moved
 
 Weighting: TypeAlias = Literal["samples", "uniform"]
 """Weights of clients in a mean: by their numbers of training ``samples``, or all alike (``uniform``)."""
+
+
+class MeanSettings(TypedDict, total=False):
+    """Settings of `WeightedAverage`, for the ``**kwargs`` of subclasses."""
+
+    server_lr: float
+    weighting: Weighting
+    mean: Mean | None
 
 
 class WeightedAverage(Aggregator):

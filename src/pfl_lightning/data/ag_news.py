@@ -2,16 +2,16 @@
 
 import csv
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.data.checks import check_integers
-from pfl_lightning.data.datamodule import FederatedDataModule
+from pfl_lightning.data.datamodule import DivisionSettings, FederatedDataModule
 from pfl_lightning.data.preprocessing import FittedOn
 from pfl_lightning.data.words import encode, number_words, tokenize
+from pfl_lightning.settings import Unpack
 
 HEADERS = ("label", "class index")
 """Names of the first column in files with a header line."""
@@ -48,7 +48,7 @@ class AGNews(FederatedDataModule):
         max_length: int = 200,
         vocab_size: int = 98_635,
         min_count: int = 1,
-        **kwargs: Any,
+        **kwargs: Unpack[DivisionSettings],
     ) -> None:
         super().__init__(root=root, **kwargs)
         check_integers("data.", max_length=max_length, vocab_size=vocab_size, min_count=min_count)

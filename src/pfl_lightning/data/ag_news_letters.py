@@ -1,15 +1,15 @@
 """The AG News data set, letter by letter."""
 
-from typing import Any
-
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.data.ag_news import article_paths, read_articles
 from pfl_lightning.data.checks import check_integers
+from pfl_lightning.data.datamodule import DivisionSettings
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.sources.base import OwnedData
 from pfl_lightning.data.words import letter_numbers
+from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import NextToken
 
 LETTERS = "\0 abcdefghijklmnopqrstuvwxyz0123456789.,'-\"():$&"
@@ -37,7 +37,9 @@ class AGNewsLetters(OwnedData):
     2015.
     """
 
-    def __init__(self, root: str = "data", max_length: int = 100, parts: int = 5, **kwargs: Any) -> None:
+    def __init__(
+        self, root: str = "data", max_length: int = 100, parts: int = 5, **kwargs: Unpack[DivisionSettings]
+    ) -> None:
         super().__init__(NextToken(len(LETTERS)), root=root, **kwargs)
         check_integers("data.", max_length=max_length, parts=parts)
         for name, value in {"max_length": max_length, "parts": parts}.items():

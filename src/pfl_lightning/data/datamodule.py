@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -55,6 +55,40 @@ class ClientLoader:
         return map(list, self.groups)
 
 
+class SplitSettings(TypedDict, total=False):
+    """Settings of `FederatedDataModule` but for those that subclasses give other defaults."""
+
+    batch_size: int
+    last_batch: LastBatch
+    test_fraction: float
+    val_fraction: float
+    max_samples: int | None
+    client_test: ClientTest
+    central_test: float | Literal["original"] | None
+    server_fraction: float
+    public: "FederatedDataModule | None"
+    public_samples: int
+    seed: int
+    download: bool
+    new_clients: int | float
+    client_split: ClientSplit | None
+    resident: bool | None
+    drift: dict[int, Partitioner] | None
+
+
+class DivisionSettings(SplitSettings, total=False):
+    """Settings of `FederatedDataModule` but for ``root``, for the ``**kwargs`` of subclasses."""
+
+    num_clients: int | None
+    partitioner: Partitioner
+
+
+class DataSettings(DivisionSettings, total=False):
+    """Settings of `FederatedDataModule`, for the ``**kwargs`` of subclasses."""
+
+    root: str
+
+
 class FederatedDataModule(LightningDataModule, ABC):
     """Divide a pool of samples among clients, and each client's samples into train, val and test.
 
@@ -96,8 +130,9 @@ class FederatedDataModule(LightningDataModule, ABC):
         drift: partitioners by the round, from 2 on, in which each begins to divide the training samples of all clients
             anew, such as ``{20: Dirichlet(alpha=1.0)}``. The val and test samples follow the new class mix, and no
             tested sample is ever trained on. Each round's division depends on ``seed`` alone.
-        resident: keep all samples of a client in memory while the client trains. False reads one batch at a time, for
-            clients larger than memory: slower, with the same bits, and not under the engine ``vectorised``.
+        resident: keep all samples of a client in memory while the client trains, as None does where the data module
+            doesn't decide by itself. False reads one batch at a time, for clients larger than memory: slower, with the
+            same bits, and not under the engine ``vectorised``.
 
     Raises:
         MisconfigurationException: if a value is out of range.
@@ -147,7 +182,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         download: bool = True,
         new_clients: int | float = 0,
         client_split: ClientSplit | None = None,
-        resident: bool = True,
+        resident: bool | None = None,
         drift: dict[int, Partitioner] | None = None,
     ) -> None:
         super().__init__()
@@ -177,7 +212,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.download = download
         self.new_clients = new_clients
         self.client_split: ClientSplit | None = client_split
-        self.resident = resident
+        self.resident = resident is not False
         self.drift = drift
         self.preprocessing: dict[str, Any] = {}
         """How raw values became inputs and targets, known after `setup`: plain values, which checkpoints hold."""

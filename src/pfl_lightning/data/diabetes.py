@@ -1,15 +1,15 @@
 """The diabetes data set of scikit-learn."""
 
-from typing import Any
-
 import numpy as np
 import torch
 
+from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.division import Division
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.preprocessing import FittedOn, standardized
 from pfl_lightning.data.samples import Samples
 from pfl_lightning.data.sources.base import OwnedData
+from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import Regression
 
 BANDS = {35: "under 35", 45: "35 to 44", 55: "45 to 54", 65: "55 to 64", 200: "65 and over"}
@@ -30,7 +30,7 @@ class Diabetes(OwnedData):
 
     input_shape = (10,)
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: Unpack[DataSettings]) -> None:
         super().__init__(Regression(), **kwargs)
 
     def load(self) -> Loaded:

@@ -1,11 +1,18 @@
 """The handwritten digits of scikit-learn."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from pfl_lightning.data.datamodule import FederatedDataModule
+from pfl_lightning.data.datamodule import FederatedDataModule, SplitSettings
+from pfl_lightning.data.partitioners import Partitioner
+from pfl_lightning.settings import Unpack
+
+
+class DigitsSettings(SplitSettings, total=False):
+    """Settings of `FederatedDataModule` but for ``num_clients``, whose default is another here."""
+
+    root: str
+    partitioner: Partitioner
 
 
 class Digits(FederatedDataModule):
@@ -21,7 +28,7 @@ class Digits(FederatedDataModule):
     num_classes = 10
     input_shape = (1, 8, 8)
 
-    def __init__(self, num_clients: int = 10, **kwargs: Any) -> None:
+    def __init__(self, num_clients: int = 10, **kwargs: Unpack[DigitsSettings]) -> None:
         super().__init__(num_clients=num_clients, **kwargs)
 
     def load(self) -> tuple[Tensor, Tensor]:

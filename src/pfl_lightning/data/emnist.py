@@ -5,7 +5,9 @@ from typing import Any, Literal
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.mnist import MNIST
+from pfl_lightning.settings import Unpack
 
 Split = Literal["letters", "balanced", "digits", "mnist", "byclass", "bymerge"]
 """A selection of EMNIST's images, each with its own classes."""
@@ -37,7 +39,7 @@ class EMNIST(MNIST):
 
     folder = "EMNIST/raw"
 
-    def __init__(self, split: Split = "letters", **kwargs: Any) -> None:
+    def __init__(self, split: Split = "letters", **kwargs: Unpack[DataSettings]) -> None:
         super().__init__(**kwargs)
         if split not in tuple(NUM_CLASSES):
             raise MisconfigurationException(f"data.split={split!r} must be one of {', '.join(NUM_CLASSES)}")

@@ -1,15 +1,16 @@
 """Image files, in one folder per class."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.data.datamodule import FederatedDataModule
+from pfl_lightning.data.datamodule import DivisionSettings, FederatedDataModule
 from pfl_lightning.data.images import checked_size, find_images, image_size, read_image
+from pfl_lightning.settings import Unpack
 
 SLOW_FILES = 5000
 """Number of files from which on reading shows a progress bar."""
@@ -40,7 +41,7 @@ class ImageFolder(FederatedDataModule):
         root: str = "data",
         size: int | tuple[int, int] | None = None,
         channels: Literal[1, 3] = 3,
-        **kwargs: Any,
+        **kwargs: Unpack[DivisionSettings],
     ) -> None:
         super().__init__(root=root, **kwargs)
         pixels = checked_size(size)

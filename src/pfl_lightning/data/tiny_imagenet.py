@@ -1,13 +1,22 @@
 """The Tiny ImageNet data set."""
 
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from pfl_lightning.data.datamodule import DivisionSettings
 from pfl_lightning.data.image_folder import ImageFolder
+from pfl_lightning.settings import Unpack
+
+
+class ImageSettings(DivisionSettings, total=False):
+    """Settings of `ImageFolder` but for ``root``."""
+
+    size: int | tuple[int, int] | None
+    channels: Literal[1, 3]
 
 
 class TinyImageNet(ImageFolder):
@@ -32,7 +41,7 @@ class TinyImageNet(ImageFolder):
     labels = "tiny-imagenet-200/val/val_annotations.txt"
     """File with the class of each image in val/images, relative to ``root``."""
 
-    def __init__(self, root: str = "data", **kwargs: Any) -> None:
+    def __init__(self, root: str = "data", **kwargs: Unpack[ImageSettings]) -> None:
         # before ImageFolder looks, whose message would name a folder of class folders and not the archive
         if not (folder := Path(str(root), self.folder)).is_dir():
             raise MisconfigurationException(

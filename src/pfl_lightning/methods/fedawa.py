@@ -5,7 +5,7 @@ client k, tau_k = theta_k - theta_g its client vector, T the logits, lambda = so
 """
 
 import math
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypedDict
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -27,6 +27,19 @@ ROUNDING = 1e-13
 """A difference of squared norms counts as 0 below this share of its terms."""
 SMALLEST_SHARE = 1e-6
 """Replacement of a share of 0 in a logarithm."""
+
+
+class FedAWASettings(TypedDict, total=False):
+    """Settings of `FedAWA`, for the ``**kwargs`` of subclasses."""
+
+    preset: Literal["paper", "official"]
+    init: Init | None
+    reg_term: RegTerm | None
+    apply: Literal["post", "pre"] | None
+    server_steps: int
+    optimizer: OptimizerCallable | None
+    reg_distance: Literal["cosine", "euclidean"]
+    gamma: float
 
 
 class FedAWA(WeightedAverage):

@@ -3,12 +3,13 @@
 Source: FedAWA, CVPR 2025 (https://arxiv.org/abs/2503.15842).
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from pfl_lightning.messages import StateDict, Updates, weighted_mean
-from pfl_lightning.methods.fedawa import FedAWA
+from pfl_lightning.methods.fedawa import FedAWA, FedAWASettings
+from pfl_lightning.settings import Unpack
 
 
 class FedAWAL(FedAWA):
@@ -31,7 +32,9 @@ class FedAWAL(FedAWA):
 
     example_level = True
 
-    def __init__(self, group: Literal["module", "tensor", "block"] = "module", **kwargs: Any) -> None:
+    def __init__(
+        self, group: Literal["module", "tensor", "block"] = "module", **kwargs: Unpack[FedAWASettings]
+    ) -> None:
         super().__init__(**kwargs)
         self.group = group
 

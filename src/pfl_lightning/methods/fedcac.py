@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, inner_products, mean_model
+from pfl_lightning.aggregators.weighted_average import MeanSettings
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
@@ -93,7 +94,7 @@ class CriticalAverage(WeightedAverage):
 
     needs = WeightedAverage.needs | {"critical"}
 
-    def __init__(self, beta: float = 100.0, **kwargs: Any) -> None:
+    def __init__(self, beta: float = 100.0, **kwargs: Unpack[MeanSettings]) -> None:
         super().__init__(**kwargs)
         if not beta > 0:
             raise MisconfigurationException(f"aggregator.beta={beta} must be above 0, such as 100.")

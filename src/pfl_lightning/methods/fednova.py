@@ -16,7 +16,7 @@ from pfl_lightning.aggregators import Aggregator, mean_model, moved_model
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates
-from pfl_lightning.methods.fedopt import FedAvgM
+from pfl_lightning.methods.fedopt import FedAvgM, MomentumSettings
 from pfl_lightning.methods.fedprox import FedProx
 from pfl_lightning.settings import Unpack, check_choices
 
@@ -110,7 +110,9 @@ class NormalizedAverage(FedAvgM):
 
     needs = FedAvgM.needs | {"normalizer", "steps"}
 
-    def __init__(self, effective: Literal["norm", "steps"] = "norm", beta: float = 0.0, **kwargs: Any) -> None:
+    def __init__(
+        self, effective: Literal["norm", "steps"] = "norm", beta: float = 0.0, **kwargs: Unpack[MomentumSettings]
+    ) -> None:
         super().__init__(beta=beta, **kwargs)
         check_choices("aggregator", effective=(effective, ("norm", "steps")))
         self.effective = effective

@@ -5,15 +5,16 @@ Symbols: x is the server's model, :math:`\Delta = \sum_k p_k (y_k - x)` the mean
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.aggregators import Mean, Server, WeightedAverage, Weighting
+from pfl_lightning.aggregators.weighted_average import MeanSettings
 from pfl_lightning.messages import StateDict, Updates
-from pfl_lightning.settings import check_choices
+from pfl_lightning.settings import Unpack, check_choices
 
 
 class ServerSteps(WeightedAverage):
@@ -61,6 +62,19 @@ class ServerSteps(WeightedAverage):
             change: Δ, in float32 or better.
         """
         raise NotImplementedError
+
+
+class MomentumSettings(MeanSettings, total=False):
+    """Settings of `FedAvgM` but for ``beta``, for the ``**kwargs`` of subclasses."""
+
+    nesterov: bool
+
+
+class AdaptiveSettings(MeanSettings, total=False):
+    """Settings of `FedAdagrad` but for ``beta1``, for the ``**kwargs`` of subclasses."""
+
+    tau: float
+    initial: Literal["tau2", "zero"]
 
 
 class FedAvgM(ServerSteps):
@@ -195,7 +209,7 @@ class FedAdam(FedAdagrad):
     sums_only = True
     takes_mean = True
 
-    def __init__(self, beta1: float = 0.9, beta2: float = 0.99, **kwargs: Any) -> None:
+    def __init__(self, beta1: float = 0.9, beta2: float = 0.99, **kwargs: Unpack[AdaptiveSettings]) -> None:
         super().__init__(beta1=beta1, **kwargs)
         check_decays(beta2=beta2)
         self.beta2 = beta2

@@ -6,14 +6,21 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.data.datamodule import FederatedDataModule, net_inputs
+from pfl_lightning.data.datamodule import FederatedDataModule, SplitSettings, net_inputs
 from pfl_lightning.data.partitioners import Natural, Partitioner
 from pfl_lightning.data.trees import Tree, mapped, read, with_leaves
 from pfl_lightning.messages import tree_map
+from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import Task
 
 RESIDENT = 2**30
 """Bytes of inputs up to which files are read once and kept in memory; larger inputs are read one client at a time."""
+
+
+class SourceSettings(SplitSettings, total=False):
+    """Settings of `FederatedDataModule` but for those of a division, which has other defaults here."""
+
+    root: str
 
 
 class OwnedData(FederatedDataModule):
@@ -31,7 +38,7 @@ class OwnedData(FederatedDataModule):
         task: Task,
         num_clients: int | None = None,
         partitioner: Partitioner = Natural(),  # noqa: B008 - immutable, and a literal for --print_config
-        **kwargs: Any,
+        **kwargs: Unpack[SourceSettings],
     ) -> None:
         if not isinstance(task, Task):
             raise MisconfigurationException(

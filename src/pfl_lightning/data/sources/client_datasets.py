@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from pfl_lightning.data.checks import SAMPLES, check_integers, differs
+from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.division import Division
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.samples import Samples, Split
@@ -25,6 +26,7 @@ from pfl_lightning.data.sources.tensor_data import shape_of
 from pfl_lightning.data.sources.vision_data import pixels, random_transform
 from pfl_lightning.data.trees import Tree, as_tensor
 from pfl_lightning.messages import num_bytes
+from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import Task
 
 SMALL = 2**28
@@ -60,9 +62,9 @@ class ClientDatasets(OwnedData):
         collate_fn: makes a batch (inputs, targets) of a list of items; None takes torch's ``default_collate``.
         num_workers: processes that read batches ahead, 0 or more, as in torch's ``DataLoader``; the engine
             ``processes`` reads in its own.
-        resident: True reads all items into memory, False reads a batch at a time, None decides by size and randomness.
-        **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect. If no client has a
-            validation set, ``val_fraction`` of the training samples are drawn, or none from random training sets.
+        **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect. Without ``resident``,
+            size and randomness decide whether items are kept in memory. If no client has a validation set,
+            ``val_fraction`` of the training samples are drawn, or none from random training sets.
 
     Raises:
         MisconfigurationException: a client has no training samples, a Dataset isn't map-style, an item is no pair of
@@ -76,8 +78,7 @@ class ClientDatasets(OwnedData):
         read: Callable[[str], Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
-        resident: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[DataSettings],
     ) -> None:
         check_integers("data.", num_workers=num_workers)
         if num_workers < 0:
@@ -95,6 +96,7 @@ class ClientDatasets(OwnedData):
                     "(train, test), of which train alone has random transforms"
                 )
         changing = reader.changing(index for index, part in enumerate(parts) if part[1] == "train")
+        resident = kwargs.get("resident")
         if changing and resident:
             raise MisconfigurationException(f"data.resident=true reads each item once, but {changing}; leave it out")
         if changing and "val" not in given:
@@ -108,7 +110,8 @@ class ClientDatasets(OwnedData):
         x, _ = reader.read(np.zeros(1, dtype=np.int64))
         if resident is None:
             resident = not changing and num_bytes(x) * len(reader) <= SMALL
-        super().__init__(task, resident=resident, **kwargs)
+        kwargs["resident"] = resident
+        super().__init__(task, **kwargs)
         self.input_shape = shape_of(x)
         self._reader = reader
         sizes = [len(dataset) for *_, dataset in parts]

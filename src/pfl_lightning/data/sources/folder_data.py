@@ -8,11 +8,13 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 
+from pfl_lightning.data.datamodule import DivisionSettings
 from pfl_lightning.data.images import SUFFIXES, checked_size, image_size, read_image
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.sources.base import OwnedData, resident, targets_of
 from pfl_lightning.data.sources.tensor_data import opened
 from pfl_lightning.data.trees import read, with_leaves
+from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import Classification, Task
 
 WANTED = "give a folder with a folder a client, each with folders of images by class, or with x and y as .npy or .pt"
@@ -40,7 +42,7 @@ class FolderData(OwnedData):
         task: Task | None = None,
         size: int | tuple[int, int] | None = None,
         channels: Literal[1, 3] = 3,
-        **kwargs: Any,
+        **kwargs: Unpack[DivisionSettings],
     ) -> None:
         pixels = checked_size(size)
         folders = client_folders(Path(root))

@@ -9,9 +9,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.sources.base import OwnedData, resident, targets_of
 from pfl_lightning.data.sources.columns import check_finite_column, chosen_columns, package
+from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import Task
 
 
@@ -46,7 +48,7 @@ class HFData(OwnedData):
         client: str | None = None,
         time: str | None = None,
         split_column: str | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[DataSettings],
     ) -> None:
         super().__init__(task, **kwargs)
         self._dataset = local_dataset(dataset)

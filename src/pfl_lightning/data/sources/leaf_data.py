@@ -10,10 +10,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from pfl_lightning.data.datamodule import DivisionSettings
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.sources.base import OwnedData, single, targets_of
 from pfl_lightning.data.sources.columns import check_finite_column
 from pfl_lightning.data.words import letter_numbers
+from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import Task
 
 HALVES = ("train", "test")
@@ -46,7 +48,7 @@ class LeafData(OwnedData):
         task: Task,
         input_shape: tuple[int, ...] | None = None,
         letters: str | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[DivisionSettings],
     ) -> None:
         super().__init__(task, root=root, **kwargs)
         self.letters = letters

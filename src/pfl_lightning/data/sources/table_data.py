@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pfl_lightning.data.columns import DATE, NUMBER, is_number, mostly
+from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.division import Division
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.preprocessing import FittedOn, moments_of, standardized, trained_on
 from pfl_lightning.data.samples import Samples
 from pfl_lightning.data.sources.base import OwnedData, targets_of
 from pfl_lightning.data.sources.columns import check_finite_column, chosen_columns, package
-from pfl_lightning.settings import check_choices
+from pfl_lightning.settings import Unpack, check_choices
 from pfl_lightning.tasks import MultiLabel, Task
 
 UNLIKE = 1000
@@ -90,7 +91,7 @@ class TableData(OwnedData):
         categories: dict[str, list[str | int]] | None = None,
         decimal: Literal[".", ","] = ".",
         separator: str = ",",
-        **kwargs: Any,
+        **kwargs: Unpack[DataSettings],
     ) -> None:
         super().__init__(task, **kwargs)
         if standardize is not None and not isinstance(standardize, Mapping):

@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.sources.base import OwnedData, targets_of
 from pfl_lightning.data.trees import Tree, leaves_of, read, with_leaves
+from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import Task
 
 
@@ -44,7 +46,7 @@ class TensorData(OwnedData):
         split: Any = None,
         time: Any = None,
         input_shape: tuple[int, ...] | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[DataSettings],
     ) -> None:
         super().__init__(task, **kwargs)
         self._x, self._y = (numbers_in(name, values) for name, values in (("x", x), ("y", y)))

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from pfl_lightning.data.checks import NO_RANDOM, SAMPLES, differs
+from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.sources.base import OwnedData, resident, targets_of
 from pfl_lightning.data.trees import as_tensor
+from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import Task
 
 HOLDERS = ("transform", "transforms", "dataset", "datasets")
@@ -45,7 +47,7 @@ class VisionData(OwnedData):
         task: Task,
         client: Callable[[int], Any] | Sequence[Any] | None = None,
         targets: Any = None,
-        **kwargs: Any,
+        **kwargs: Unpack[DataSettings],
     ) -> None:
         super().__init__(task, **kwargs)
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset)):
