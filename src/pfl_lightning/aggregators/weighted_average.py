@@ -85,6 +85,7 @@ class WeightedAverage(Aggregator):
         self.state["weights"] = server.weights
         if self.mean is not None:
             self.averaging = Averaging(self.mean, server)
+            # counts means, whose number seeds the rule's random draws, also after a checkpoint
             self.state["means"] = 0
         if self.server_lr != 1:
             # all names of a tied parameter: `average` changes each entry of the state dict by itself
