@@ -42,7 +42,7 @@ class WeightedAverage(Aggregator):
     sums_only = True
 
     takes_mean: bool = True
-    """Whether the setting ``mean`` applies to all that it averages; a class with False refuses the setting.
+    """True if the setting ``mean`` applies to all that it averages; a class with False refuses the setting.
 
     It isn't inherited: each class sets it.
     """
