@@ -28,8 +28,7 @@ from pfl_lightning import AggregatorList, Server, WeightedAverage
 from pfl_lightning.aggregators import Aggregator, client_weights
 from pfl_lightning.messages import weighted_mean
 from pfl_lightning.methods import FedAvg, FedPer, FedProx, Local
-from pfl_lightning.methods.fedrema import FedReMa, is_over
-from pfl_lightning.methods.relevance import probe_similarity, segment
+from pfl_lightning.methods.fedrema import FedReMa, is_over, probe_similarity, segment
 from pfl_lightning.nets import CNN, Net
 
 C, D = 4, 6
@@ -135,8 +134,8 @@ def test_a_row_s_own_noise_goes_with_its_client():
     updates = distinct()
     relevance = server(shared_probe=False).relevance
     every, few = relevance.compare(updates, 0)[0], relevance.compare({k: updates[k] for k in (2, 5)}, 0)[0]
-    # not bit for bit: a product of other size may add up in another order
-    torch.testing.assert_close(few, every[[2, 5]][:, [2, 5]], rtol=0, atol=1e-14)
+    # a matrix product of more rows may round otherwise
+    torch.testing.assert_close(few, every[[2, 5]][:, [2, 5]], rtol=0, atol=1e-12)
     assert not torch.equal(every, server().relevance.compare(updates, 0)[0])
 
 

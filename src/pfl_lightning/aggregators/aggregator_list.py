@@ -70,6 +70,7 @@ class AggregatorList(Aggregator):
         """
         logs: dict[str, float] = {}
         for aggregator in self.aggregators:
+            # checked for each part, so that the error names the part
             logs |= checked_logs(aggregator.aggregate(updates, round), aggregator.name)
         return logs
 

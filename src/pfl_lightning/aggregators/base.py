@@ -112,14 +112,14 @@ class Aggregator:
     """Attributes beside `state` that may change after `setup`, because they are computed from `state` alone."""
 
     sums_only: bool = True
-    """Whether it uses nothing of the updates but sums over clients, of entries or of entries times ``num_samples``.
+    """True if it uses nothing of the updates but sums over clients, of entries or of entries times ``num_samples``.
 
     Secure aggregation gives a server these sums and no client's own update. It isn't inherited: each class sets it,
     since a subclass may look at single updates.
     """
 
     example_level: bool = False
-    """Whether it learns about clients from weights alone, as ``trainer.example_privacy`` needs it; not inherited."""
+    """True if it learns about clients from weights alone, as ``trainer.example_privacy`` needs it; not inherited."""
     publishable: tuple[str, ...] = ()
     """Columns of the record that its privacy guarantee covers, as patterns; columns ``test/global_*`` are of samples
     that no client holds.
@@ -131,9 +131,9 @@ class Aggregator:
     """
 
     fixed_sizes: bool = False
-    """Whether it reads the clients' numbers of samples once, before the first round; refused where they change."""
+    """True if it reads the clients' numbers of samples once, before the first round; refused where they change."""
     meets_newcomers: bool = False
-    """Whether a newcomer's payload depends on an update of the newcomer's own.
+    """True if a newcomer's payload depends on an update of the newcomer's own.
 
     The newcomer then does one round of local work, of which nothing but the update is kept, for `welcome`.
     """

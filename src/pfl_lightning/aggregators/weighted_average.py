@@ -50,7 +50,7 @@ class WeightedAverage(Aggregator):
     sums_only = True
 
     takes_mean: bool = True
-    """Whether the setting ``mean`` applies to all that it averages; a class with False refuses the setting.
+    """True if the setting ``mean`` applies to all that it averages; a class with False refuses the setting.
 
     It isn't inherited: each class sets it.
     """
@@ -93,6 +93,7 @@ class WeightedAverage(Aggregator):
         self.state["weights"] = server.weights
         if self.mean is not None:
             self.averaging = Averaging(self.mean, server)
+            # counts means, whose number seeds the rule's random draws, also after a checkpoint
             self.state["means"] = 0
         if self.server_lr != 1:
             # all names of a tied parameter: `average` changes each entry of the state dict by itself

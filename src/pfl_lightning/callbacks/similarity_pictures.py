@@ -14,8 +14,7 @@ from pfl_lightning.callbacks.pictures import Pictures
 from pfl_lightning.client.common import shared_entries
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.messages import Updates
-from pfl_lightning.methods.fedrema import FedReMa
-from pfl_lightning.methods.relevance import Relevance
+from pfl_lightning.methods.fedrema import FedReMa, Relevance
 from pfl_lightning.plots.similarity import plot_gaps, plot_peer_counts, plot_peers, plot_similarity
 from pfl_lightning.runs.report import PackedRows
 

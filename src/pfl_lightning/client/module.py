@@ -110,12 +110,12 @@ class ClientModule(LightningModule):
     requires: ClassVar[frozenset[str]] = frozenset()
     """Requirements on data and net: ``classes``, one a sample, or ``vector features`` ``[n, d]``."""
     client_level: ClassVar[bool] = False
-    """Whether others learn about this client from its ``weights`` alone, as `DPAverage` needs it.
+    """True if others learn about this client from its ``weights`` alone, as `DPAverage` needs it.
 
     It isn't inherited: each class sets it, since a subclass may send more.
     """
     example_level: ClassVar[bool] = False
-    """Whether others learn about its samples through gradients of single samples alone. It isn't inherited either."""
+    """True if others learn about its samples through gradients of single samples alone. It isn't inherited either."""
     caches: ClassVar[frozenset[str]] = frozenset()
     """Plain attributes that each round computes anew, such as ``gains`` or ``net.mask``.
 

@@ -70,8 +70,8 @@ class FedAWA(WeightedAverage):
             code's ``raw_size``, ``per_client`` and ``pre``.
         init: a client's initial logit: ``log_size``, the logarithm of its number of samples, with which the weights
             begin as `WeightedAverage`'s; ``raw_size``, its share of the samples of the round, with which they begin
-            nearly equal; ``uniform``, 0; ``disco``, the logarithm of its weight in `FedDisco` with the defaults, at
-            least 1e-6.
+            nearly equal; ``uniform``, 0; ``disco``, the logarithm of its weight in `FedDisco` with the defaults,
+            taken as at least 1e-6.
         reg_term: the second term: ``aggregate`` as above, or ``per_client``,
             :math:`\sum_k \lambda_k (1 - \cos(\theta_k, \theta_g))`.
         apply: whether the average takes the weights of ``post``, after the last step, or of ``pre``, before it.
