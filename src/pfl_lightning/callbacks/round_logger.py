@@ -33,7 +33,7 @@ from pfl_lightning.runs.report import (
     write_json,
     write_rows,
 )
-from pfl_lightning.runs.run_status import Standing
+from pfl_lightning.runs.run_status import RunStatus
 from pfl_lightning.tasks import Monitor
 
 
@@ -126,7 +126,7 @@ class RoundLogger(FederatedCallback):
         federation = cast(Federation, pl_module)
         # rounds after the checkpoint are lost, but clients' updates were released: privacy accounting must count both
         if self.rows and (folder := run_folder(trainer)):
-            federation.aggregator.count_lost(lost_rounds(Standing(folder), len(self.rows)))
+            federation.aggregator.count_lost(lost_rounds(RunStatus(folder), len(self.rows)))
         self._write(trainer)
         # taken from the federation, which computes it once: it needs the samples of all clients
         self.fingerprints = {"partition": federation.trained["partition"], **self.fingerprints}
@@ -263,7 +263,7 @@ class RoundLogger(FederatedCallback):
             stamp(folder)
 
 
-def lost_rounds(standing: Standing, kept: int) -> int:
+def lost_rounds(standing: RunStatus, kept: int) -> int:
     """Return how many rounds a run may have made after its checkpoint.
 
     Args:

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from pfl_lightning.cli.usage import Arguments, UsageError
-from pfl_lightning.runs.run_status import MARKS, Standing, is_run
+from pfl_lightning.runs.run_status import MARKS, RunStatus, is_run
 from pfl_lightning.runs.tables import duration, labelled, text_table
 
 DESCRIPTION = """\
@@ -39,18 +39,18 @@ def main(args: list[str]) -> int:
     if not os.path.isdir(folder):
         raise UsageError(f"status: {folder} is no folder; give that of a run, such as runs/METHOD-DATA/version_0.")
     if is_run(folder):
-        print(labelled(described(Standing(folder))))
+        print(labelled(described(RunStatus(folder))))
         return 0
     # any of a run's files marks its folder: a run that has just begun has no summary yet
     runs = sorted({path.parent for mark in MARKS for path in folder.rglob(mark)})
     if not runs:
         raise UsageError(f"status: {folder} holds no run; give the folder of one, or of several.")
-    rows = [row(Standing(run), str(run.relative_to(folder))) for run in runs]
+    rows = [row(RunStatus(run), str(run.relative_to(folder))) for run in runs]
     print(text_table([["run", "round", "validation", "written", "left", "state"], *rows]))
     return 0
 
 
-def described(run: Standing) -> list[tuple[str, str]]:
+def described(run: RunStatus) -> list[tuple[str, str]]:
     """Return a run's description as labels and values."""
     lines = [
         ("run", str(run.folder)),
@@ -68,34 +68,34 @@ def described(run: Standing) -> list[tuple[str, str]]:
     return lines
 
 
-def row(run: Standing, name: str) -> list[str]:
+def row(run: RunStatus, name: str) -> list[str]:
     """Return a run's cells in the table of runs."""
     return [name, rounds(run), validation(run), f"{ago(run)} ago", left(run), state(run)]
 
 
-def state(run: Standing) -> str:
+def state(run: RunStatus) -> str:
     """Return "running", "finished" or "stopped"."""
     return "running" if run.worker else "finished" if run.finished else "stopped"
 
 
-def rounds(run: Standing) -> str:
+def rounds(run: RunStatus) -> str:
     """Return the number of finished rounds, "of" the number of rounds asked for if known."""
     return str(run.round) if run.rounds is None else f"{run.round} of {run.rounds}"
 
 
-def validation(run: Standing) -> str:
+def validation(run: RunStatus) -> str:
     """Return the last validation value: accuracies in per cent, other metrics with their name."""
     if run.validation is None:
         return "none"
     return f"{100 * run.validation:.2f} %" if run.metric == "acc" else f"{run.metric} {run.validation:.4g}"
 
 
-def ago(run: Standing) -> str:
+def ago(run: RunStatus) -> str:
     """Return the time since the run last wrote a file."""
     # clocks of a file server and this machine may differ by a second
     return duration(max(0.0, time.time() - run.written))
 
 
-def left(run: Standing) -> str:
+def left(run: RunStatus) -> str:
     """Return the estimated time for the remaining rounds; empty if unknown."""
     return "" if run.left is None else duration(run.left)

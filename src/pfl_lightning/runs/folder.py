@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
 from pfl_lightning.runs.locks import LOCK, is_alive, is_locked
-from pfl_lightning.runs.run_status import STAMP, Standing
+from pfl_lightning.runs.run_status import STAMP, RunStatus
 from pfl_lightning.runs.whole_files import PARTIAL
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -62,7 +62,7 @@ def leaving_nothing_if_refused(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except MisconfigurationException:
-        if folder is not None and folder in new and not Standing(folder).rows:
+        if folder is not None and folder in new and not RunStatus(folder).rows:
             shutil.rmtree(folder, ignore_errors=True)
             # parents that this run made go too, unless another run has begun in them: rmdir fails on folders that
             # aren't empty

@@ -33,11 +33,11 @@ def is_bare(folder: Path) -> bool:
     if not folder.is_dir() or at_work_in(folder):
         return False
     files = {path for path in folder.rglob("*") if not path.is_dir()}
-    return files <= {folder / name for name in BEGINNING} and not Standing(folder).rows
+    return files <= {folder / name for name in BEGINNING} and not RunStatus(folder).rows
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunStatus:
     """The state of a run according to its files.
 
     Args:
