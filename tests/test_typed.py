@@ -22,13 +22,13 @@ from torch.optim import SGD
 from pfl_lightning import ClientModule, FederatedTrainer, WeightedAverage
 from pfl_lightning.data import Digits, Dirichlet
 from pfl_lightning.messages import Updates
-from pfl_lightning.methods import FedAvg
+from pfl_lightning.methods import FedAvg, FedProx
 from pfl_lightning.nets import MLP
 
 
 class Confident(FedAvg):
-    def __init__(self, weight: float = 0.1, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *args: Any, weight: float = 0.1, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.weight = weight
 
     def is_shared(self, name: str) -> bool:
@@ -57,6 +57,11 @@ run(Confident(net=MLP, input_shape=(64,), num_classes=10, optimizer=partial(SGD,
 '''
 
 WRONG = {
+    "FederatedTrainer(max_round=3)": 'Unexpected keyword argument "max_round"',
+    "FederatedTrainer(max_epochs=3)": 'Unexpected keyword argument "max_epochs"',
+    "Digits(n_clients=3)": 'Unexpected keyword argument "n_clients"',
+    "FedAvg(nett=MLP)": 'Unexpected keyword argument "nett"',
+    "FedProx(MLP, (64,), 10, mu=1, nett=MLP)": 'Unexpected keyword argument "nett"',
     'FederatedTrainer(max_rounds="2")': 'to "FederatedTrainer" has incompatible type "str"; expected "int"',
     "run(Median())": 'Argument 1 to "run" has incompatible type "Median"; expected "ClientModule"',
     'Median().aggregate({"a": {}}, 0)': 'expected "int": "dict[str, Any]"',
