@@ -1,19 +1,23 @@
 """Attacks by what is sent: bad clients train as all do, and then send something else."""
 
+import copy
 import math
+import warnings
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from torch import Generator, Tensor
 
+from pfl_lightning.aggregators import WeightedAverage, client_weights
 from pfl_lightning.callbacks.attacks.base import Attack
 from pfl_lightning.client import ClientModule
 from pfl_lightning.federation.federation import Federation
-from pfl_lightning.messages import StateDict, Updates
+from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.seeds import derive_seed
 
 
@@ -27,6 +31,7 @@ class View(NamedTuple):
         clients: how many send something in the round.
         bad: how many of these are bad.
         generator: for what it draws.
+        outcome: the server's next model, in float64, if all bad clients of the round send the entries it is given.
     """
 
     received: StateDict
@@ -35,6 +40,7 @@ class View(NamedTuple):
     clients: int
     bad: int
     generator: Generator
+    outcome: Callable[[StateDict], StateDict]
 
 
 class UploadAttack(Attack):
@@ -88,6 +94,7 @@ class UploadAttack(Attack):
             return
         names = self.names(federation.client)
         known = [double(updates[client]["weights"], names) for client in self.seen(bad, updates)]
+        outcome = partial(self.outcome, federation, dict(updates), bad)
         model: StateDict | None = None
         for client in bad:
             own = updates[client]["weights"]
@@ -95,9 +102,28 @@ class UploadAttack(Attack):
                 seed = derive_seed(federation.seed or 0, "attack", federation.round, client)
                 received = double(federation.aggregator.download(client)["weights"], names)
                 generator = torch.Generator().manual_seed(seed)
-                model = self.forged(View(received, double(own, names), known, len(updates), len(bad), generator))
-            sent = {name: tensor.to(own[name].dtype) for name, tensor in model.items()}
-            updates[client] = updates[client] | {"weights": {**own, **sent}}
+                view = View(received, double(own, names), known, len(updates), len(bad), generator, outcome)
+                model = self.forged(view)
+            updates[client] = replaced(updates[client], model)
+
+    def outcome(self, federation: Federation, updates: Updates, bad: list[int], entries: StateDict) -> StateDict:
+        """Return the server's next model, in float64, if all bad clients send the same entries.
+
+        Args:
+            federation: the federation, whose server averages models; unchanged.
+            updates: the round's updates, by client id; unchanged.
+            bad: ids of the bad clients.
+            entries: the entries sent in the place of the trained ones.
+        """
+        # a copy draws and remembers for itself, so that the server's own mean of the round is what it is without
+        server = copy.copy(cast(WeightedAverage, federation.aggregator))
+        server.state = dict(server.state)
+        sent = updates | {client: replaced(updates[client], entries) for client in bad}
+        with warnings.catch_warnings():
+            # a rule that warns of an upload would do so for each one that is tried
+            warnings.simplefilter("ignore")
+            found = server.mean_of(sent, client_weights(sent, server.weighting))
+        return double(found, list(entries))
 
     def seen(self, bad: list[int], updates: Updates) -> list[int]:
         """Ids of the clients whose models statistics are taken of; of one, where an attack takes none."""
@@ -239,6 +265,17 @@ class BufferAttack(UploadAttack):
 def double(weights: Mapping[str, Tensor], names: list[str]) -> StateDict:
     """Those of some entries that weights have, in float64."""
     return {name: weights[name].double() for name in names if name in weights}
+
+
+def replaced(update: Message, entries: StateDict) -> Message:
+    """Return an update with other weights for some entries, in the types of the old ones.
+
+    Args:
+        update: with ``weights``; unchanged.
+        entries: the other weights, in any floating type.
+    """
+    own = update["weights"]
+    return update | {"weights": {**own, **{name: tensor.to(own[name].dtype) for name, tensor in entries.items()}}}
 
 
 def drawn(tensor: Tensor, generator: Generator) -> Tensor:
