@@ -1,4 +1,4 @@
-"""The geometric median, by smoothed Weiszfeld steps.
+"""The geometric median of uploads, by smoothed Weiszfeld steps.
 
 Source: Pillutla, Kakade and Harchaoui, 2019, RFA (https://arxiv.org/abs/1912.13445).
 """
