@@ -1,4 +1,4 @@
-"""Attacks: clients that send what they shouldn't, or train on what they shouldn't, to measure what a server bears."""
+"""Attacks: bad clients that send forged updates, or train on forged samples, to measure a server's robustness."""
 
 from pfl_lightning.callbacks.attacks.backdoor import Backdoor
 from pfl_lightning.callbacks.attacks.base import Attack
