@@ -1,106 +1,170 @@
-"""What bad clients do to a federation, by rules in the place of the mean: the runs behind docs/robustness.md.
+"""The accuracy that bad clients leave to benign ones: a grid of rule x attack x share x partition x seed.
 
-    python benchmarks/robustness.py
+    python benchmarks/robustness.py --jobs 2
 
-Digits, 20 clients, FedAvg, 25 rounds: five rules, three seeds of partition, net and run, and a sign flip of 0, 20 and
-40 % of the clients, where clients are unlike (Dirichlet 0.1) and where they are alike. Rules are set for as many bad
-clients as there are, and for 20 % where there are none. The mean, multi-Krum and FLTrust once more where the server has
-samples of its own, 6 % of all. And three rounds of a net with BatchNorm, where one client of the 20 trains as all do
-and sends running means of a million. A run that is there isn't made again. Prints the command of each run before it is
-made; docs/plot_robustness.py makes the tables and the picture of them.
+Digits, 20 clients, FedAvg, 25 rounds of three local epochs. Each run is a `pfl-lightning fit` in a folder of its own;
+the same command, stopped and started again, goes on from the checkpoints, and further values can be added to it. At the
+end it makes a CSV file, tables and heat maps of all runs in the folder, by docs/plot_robustness.py.
+
+Rules are set for as many bad clients as there are; where there are none, for the smallest other share of the command.
+FLTrust takes a partition with -served in its name, where the server holds 6 % of all samples; BufferAttack takes one
+with -normed, whose net has BatchNorm.
 """
 
 import argparse
+import contextlib
+import logging
+import multiprocessing
+import os
+import subprocess
 import sys
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
-from pfl_lightning.cli.main import main
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from pfl_lightning.cli.compare.runs import Run, reason
+from pfl_lightning.cli.configs import resolved
+from pfl_lightning.cli.main import main as command
+from pfl_lightning.engines.parent import end_with
+from pfl_lightning.runs.folder import held
+from pfl_lightning.stopping import Stopped
+
+PLOT = Path(__file__).parents[1] / "docs" / "plot_robustness.py"
 CLIENTS = 20
-UNLIKE, ALIKE = "protocols/digits_dir0.1 --data.partitioner.min_size 10", "protocols/digits_iid"
+UNLIKE, ALIKE = "--config protocols/digits_dir0.1 --data.partitioner.min_size 10", "--config protocols/digits_iid"
 SAMPLES = "--data.central_test 0.2 --data.server_fraction 0.3"
+# sequential, as the engine of small machines would put a process on each core for each of the jobs
+NORMED = "--model.net CifarResNet --model.net.depth 8 --trainer.engine sequential"
 PARTITIONS = {
-    "unlike": UNLIKE,
     "alike": ALIKE,
-    "unlike-served": f"{UNLIKE} {SAMPLES}",
+    "unlike": UNLIKE,
     "alike-served": f"{ALIKE} {SAMPLES}",
+    "unlike-served": f"{UNLIKE} {SAMPLES}",
     "alike-normed": ALIKE,
+    "alike-served-normed": f"{ALIKE} {SAMPLES}",
 }
 RULES = {
     "mean": "--aggregator WeightedAverage",
     "median": "--aggregator.mean CoordinateMedian",
     "trimmed": "--aggregator.mean TrimmedMean --aggregator.mean.trim {f}",
     "geometric": "--aggregator.mean GeometricMedian",
+    "Krum": "--aggregator.mean Krum --aggregator.mean.f {f}",
     "multi-Krum": "--aggregator.mean MultiKrum --aggregator.mean.f {f}",
+    "Bulyan": "--aggregator.mean Bulyan --aggregator.mean.f {f}",
     "clipping": "--aggregator.mean CentredClipping",
     "bound": "--aggregator.mean NormBound",
+    "mixing": "--aggregator.mean NearestNeighbourMixing --aggregator.mean.f {f} "
+    "--aggregator.mean.mean TrimmedMean --aggregator.mean.mean.trim {f}",
+    "bucketing": "--aggregator.mean Bucketing --aggregator.mean.mean CoordinateMedian",
     "FLTrust": "--aggregator.mean FLTrust --aggregator.mean.epochs 3 --aggregator.mean.optimizer SGD "
     "--aggregator.mean.optimizer.lr 0.05",
 }
-WITHOUT_SAMPLES = ("mean", "median", "trimmed", "geometric", "multi-Krum")
-WITH_SAMPLES = ("mean", "multi-Krum", "FLTrust")
-NORMED = (*WITHOUT_SAMPLES, "clipping", "bound")
-"""Which rules are compared where the server has no samples, where it has some, and where nets have BatchNorm."""
-ATTACK = "--trainer.callbacks+=SignFlip --trainer.callbacks.fraction {fraction}"
-BUFFERS = (
-    "--model.net CifarResNet --model.net.depth 8 "
-    "--trainer.callbacks+=BufferAttack --trainer.callbacks.fraction {fraction}"
-)
-QUIET = "--trainer.enable_progress_bar false --trainer.enable_model_summary false --trainer.accelerator cpu"
+ATTACKS = ("SignFlip", "ALIE", "IPM", "MinMax", "MinSum", "AdaptiveAttack", "BufferAttack", "LabelFlip")
 
 
-def command(partition: str, rule: str, percent: int, seed: int, rounds: int, folder: Path) -> str:
-    """The words of a run, behind ``pfl-lightning``.
+def grid(given: argparse.Namespace) -> list[Run]:
+    """Return the runs of the command, seed by seed, so that a grid that is stopped has whole seeds.
 
     Args:
-        partition: of `PARTITIONS`.
-        rule: of `RULES`.
-        percent: how many clients are bad.
-        seed: of the partition, the net and the run.
-        rounds: how many.
-        folder: where it is kept.
+        given: the command's options.
     """
-    bad = round((percent or 20) / 100 * CLIENTS)
-    return " ".join(
-        [
-            f"fit --config {PARTITIONS[partition]} --model FedAvg --data.num_clients {CLIENTS}",
-            RULES[rule].format(f=bad),
-            (BUFFERS if partition == "alike-normed" else ATTACK).format(fraction=percent / 100),
-            f"--trainer.max_rounds {rounds} --trainer.local_epochs 3 --trainer.test_every_round false",
-            f"--seed_everything {seed} --data.seed {seed} --trainer.default_root_dir {folder}",
-        ]
-    )
+    fewest = min((percent for percent in given.percents if percent), default=20)
+    runs = []
+    for seed, partition, percent, attack, rule in product(
+        given.seeds, given.partitions, given.percents, given.attacks, given.rules
+    ):
+        # nobody attacks: one run for all attacks, with one of nobody for the columns on benign clients
+        if not percent and attack != given.attacks[0]:
+            continue
+        label = attack if percent else "nobody"
+        net = f" {NORMED}" if partition.endswith("-normed") else ""
+        words = (
+            f"{PARTITIONS[partition]} --model FedAvg{net} --data.num_clients {CLIENTS} "
+            f"{RULES[rule].format(f=round((percent or fewest) / 100 * CLIENTS))} "
+            f"--trainer.callbacks+={attack if percent else 'LabelFlip'} --trainer.callbacks.fraction {percent / 100} "
+            f"--trainer.max_rounds {given.rounds} --trainer.local_epochs 3 --trainer.test_every_round false "
+            f"--trainer.accelerator cpu --seed_everything {seed} --data.seed {seed}"
+        )
+        folder = given.out / partition / rule / label / str(percent) / str(seed)
+        runs.append(Run(f"{partition} {rule} {label} {percent} %", seed, folder, tuple(resolved(words.split()))))
+    return runs
 
 
-def run() -> None:
-    """Makes the runs that aren't there."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/robustness"))
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--percents", type=int, nargs="+", default=[0, 20, 40])
-    parser.add_argument("--partitions", nargs="+", choices=list(PARTITIONS), default=list(PARTITIONS))
-    parser.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
-    parser.add_argument("--commands", action="store_true", help="print the commands, and run nothing")
-    args = parser.parse_args()
+def make(runs: Sequence[Run], parent: int | None = None) -> None:
+    """Make the runs that have not finished and that no other process is making, and print a line for each.
+
+    Args:
+        runs: the runs.
+        parent: id of the process that started this one, which it ends with; None where nobody did.
+    """
+    if parent is not None:
+        end_with(parent)
+    for name in ("lightning.fabric", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     # Lightning warns where a program's own arguments and explicit ones come together
     sys.argv = sys.argv[:1]
-    for seed in args.seeds:
-        for partition in args.partitions:
-            normed = partition == "alike-normed"
-            rules = NORMED if normed else WITH_SAMPLES if SAMPLES in PARTITIONS[partition] else WITHOUT_SAMPLES
-            rounds = min(args.rounds, 3) if normed else args.rounds
-            for percent in (0, 5) if normed else args.percents:
-                for rule in rules:
-                    if rule not in args.rules:
-                        continue
-                    folder = args.out / partition / rule / str(percent) / str(seed)
-                    words = command(partition, rule, percent, seed, rounds, folder)
-                    if args.commands or not list(folder.rglob("summary.json")):
-                        print(f"pfl-lightning {words}", flush=True)
-                    if not args.commands and not list(folder.rglob("summary.json")):
-                        main(f"{words} {QUIET}".split())
+    for run in runs:
+        if run.finished:
+            continue
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(held(run.folder))
+            except MisconfigurationException:
+                continue
+            code = 0
+            output = stack.enter_context(run.output.open("w"))
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                try:
+                    command(run.command[4:])
+                except Stopped:
+                    raise
+                except SystemExit as ended:
+                    code = int(ended.code or 0)
+            output.flush()
+            print(f"{run.method}, seed {run.seed}: {'done' if run.finished else reason(run, code)}", flush=True)
+
+
+def main() -> int:
+    """Make the grid, its tables and its picture; return 1 if a run failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/robustness"))
+    parser.add_argument("--partitions", nargs="+", choices=list(PARTITIONS), default=["alike", "unlike"])
+    parser.add_argument("--rules", nargs="+", choices=list(RULES), default=["mean", "median", "trimmed", "multi-Krum"])
+    parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS[:6]))
+    parser.add_argument("--percents", nargs="+", type=int, default=[0, 20], help="shares of bad clients")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the partition, the net and the run")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--commands", action="store_true", help="print the commands of the runs, and end")
+    given = parser.parse_args()
+    if given.jobs < 1 or not all(0 <= percent < 100 for percent in given.percents):
+        parser.error(f"--jobs {given.jobs} must be 1 or more, and --percents {given.percents} from 0 to below 100.")
+    runs = grid(given)
+    if given.commands:
+        print("\n".join(run.line for run in runs))
+        return 0
+    try:
+        for run in runs:
+            run.refuse_others()
+    except MisconfigurationException as error:
+        parser.error(str(error))
+    for run in runs:
+        run.claim()
+    print(f"runs: {len(runs)}, of which {sum(run.finished is not None for run in runs)} were made earlier", flush=True)
+    # several runs that took all cores each would wait for one another
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    spawn = multiprocessing.get_context("spawn")
+    others = [spawn.Process(target=make, args=(runs, os.getpid())) for _ in range(given.jobs - 1)]
+    for process in others:
+        process.start()
+    make(runs)
+    for process in others:
+        process.join()
+    subprocess.run([sys.executable, PLOT, given.out / "robustness.png", given.out], check=True)
+    return int(not all(run.finished for run in runs))
 
 
 if __name__ == "__main__":
-    run()
+    sys.exit(main())

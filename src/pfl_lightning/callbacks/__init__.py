@@ -4,6 +4,7 @@ from pfl_lightning.callbacks.aggregation_pictures import AggregationPictures
 from pfl_lightning.callbacks.attacks import (
     ALIE,
     IPM,
+    AdaptiveAttack,
     Attack,
     Backdoor,
     BufferAttack,
@@ -34,6 +35,7 @@ from pfl_lightning.callbacks.wandb_report import WandbReport
 __all__ = [
     "ALIE",
     "IPM",
+    "AdaptiveAttack",
     "AggregationPictures",
     "Attack",
     "Backdoor",

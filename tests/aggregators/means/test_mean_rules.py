@@ -160,6 +160,44 @@ def test_the_geometric_median_of_whole_numbers_of_votes_counts_weights_as_these(
     assert np.allclose(result, taken(GeometricMedian(), [*repeated, origin]), atol=1e-7)
 
 
+def claiming(models, claims):
+    """Uploads of clients who claim to have so many samples."""
+    *sent, origin = models
+    claims = torch.tensor(claims, dtype=torch.float64)
+    return Vectors(sent, origin, list(SIZES), claims / claims.sum())
+
+
+def test_a_claim_of_any_size_counts_as_the_cap_times_the_median_claim():
+    models = drawn(7)
+    honest = [20.0, 30.0, 25.0, 40.0, 35.0, 15.0]
+    for cap in (1.0, 3.0, 4.5):
+        rule = GeometricMedian(weighted=True, cap=cap)
+        # the median of these claims is 30, and a claim at the bound is as good as one far above it
+        capped = [min(claim, cap * 30.0) for claim in honest]
+        ends = [row(rule.of(claiming(models, [claim, *honest])).entries) for claim in (cap * 30.0, 1e15)]
+        expected = GeometricMedian(weighted=True, cap=math.inf).of(claiming(models, [cap * 30.0, *capped])).entries
+        assert np.allclose(ends[0], ends[1], atol=1e-9) and np.allclose(ends[0], row(expected), atol=1e-9)
+
+
+def test_one_who_claims_to_have_most_samples_is_not_the_median_by_that():
+    models = drawn(9)
+    far = [mapped(lambda t: 1e6 + 0 * t, models[:1])[0], *models[1:]]
+    honest = np.mean([row(m) for m in models[1:-1]], axis=0)
+    claims = [1e15, *[30.0] * 8]
+    assert np.abs(row(GeometricMedian(weighted=True).of(claiming(far, claims)).entries) - honest).max() < 3
+    unbound = GeometricMedian(weighted=True, cap=math.inf).of(claiming(far, claims)).entries
+    assert np.abs(row(unbound) - honest).min() > 1e5
+
+
+@pytest.mark.parametrize(("bad", "borne"), [(2, True), (3, False)], ids=["borne", "not"])
+def test_so_many_as_the_cap_bears_may_claim_anything(bad, borne):
+    # 11 clients and a cap of 3: f below 11 / 4
+    models = drawn(11)
+    far = [*mapped(lambda t: 1e6 + 0 * t, models[:bad]), *models[bad:]]
+    found = row(GeometricMedian(weighted=True).of(claiming(far, [1e9] * bad + [30.0] * (11 - bad))).entries)
+    assert (np.abs(found).max() < 5) == borne
+
+
 def test_bucketing_is_the_rule_of_the_means_of_groups():
     *sent, _ = models = drawn(5)
     x = [row(m) for m in sent]
@@ -391,6 +429,8 @@ def test_a_share_is_rounded_down_whatever_its_last_digit(n):
         (lambda: Bulyan(0.25), "below 0.25"),
         (lambda: GeometricMedian(smoothing=0.0), "smoothing=0.0 must be above 0"),
         (lambda: GeometricMedian(passes=0), "passes=0 at least 1"),
+        (lambda: GeometricMedian(cap=0.5), "cap=0.5 at least 1"),
+        (lambda: GeometricMedian(cap=math.nan), "cap=nan at least 1"),
         (lambda: CentredClipping(0.0), "radius=0.0 must be above 0"),
         (lambda: CentredClipping(1.0, 0), "passes=0 must be 1 or more"),
         (lambda: NormBound(math.nan), "bound=nan must be above 0"),

@@ -10,10 +10,21 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from command import QUICKSTART, QUIET, pfl, refusal, summary
 from federations import Pause, Spy, blobs, equal, fit, make_client, make_trainer, noisy, same_end
 from pfl_lightning.aggregators import WeightedAverage
-from pfl_lightning.aggregators.means import CoordinateMedian
+from pfl_lightning.aggregators.means import (
+    Bucketing,
+    CentredClipping,
+    CoordinateMedian,
+    GeometricMedian,
+    Krum,
+    MultiKrum,
+    NearestNeighbourMixing,
+    NormBound,
+    TrimmedMean,
+)
 from pfl_lightning.callbacks.attacks import (
     ALIE,
     IPM,
+    AdaptiveAttack,
     Backdoor,
     BufferAttack,
     FreeRider,
@@ -24,9 +35,10 @@ from pfl_lightning.callbacks.attacks import (
     ModelReplacement,
     SignFlip,
 )
+from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.data import Digits
 from pfl_lightning.engines import Processes, Sequential, Vectorised
-from pfl_lightning.methods import IFCA, FedAvg, FedPer, FedProto, Local
+from pfl_lightning.methods import IFCA, LDAWA, FedAvg, FedPer, FedProto, Local
 from pfl_lightning.nets import Net
 from sweeps import swept
 
@@ -40,6 +52,7 @@ UPLOADS = {
     "ipm": IPM,
     "min_max": MinMax,
     "min_sum": MinSum,
+    "adaptive": AdaptiveAttack,
 }
 EVERY_UPLOAD = pytest.mark.parametrize("attack", list(UPLOADS.values()), ids=list(UPLOADS))
 EVERY = pytest.mark.parametrize(
@@ -136,6 +149,88 @@ def test_what_is_sent_by_who_knows_others(attack, knowledge):
         moved = deviation > 1e-6
         gammas = (mean - forged)[moved] / deviation[moved]
         assert gammas.std() < 1e-2 and gammas.mean() > 0
+
+
+class Replay(FederatedCallback):
+    """Puts random models of a given seed in the place of those that were trained."""
+
+    def __init__(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def on_aggregate_start(self, trainer, federation, updates):
+        for client, update in updates.items():
+            drawn = {n: t + torch.randn(t.shape, generator=self.generator) for n, t in update["weights"].items()}
+            updates[client] = update | {"weights": drawn}
+
+
+def led_astray(attack, rule, seed):
+    """How far the server's model ends from the mean of the benign random models."""
+    watch = Spy()
+    callbacks = [Replay(seed), attack, watch]
+    run = fit(
+        make_client(),
+        blobs(*SIZES),
+        callbacks=callbacks,
+        max_rounds=1,
+        aggregator=WeightedAverage(weighting="uniform", mean=rule),
+    )
+    sent = vectors(watch.updates[0])
+    benign = np.delete(sent, sorted(attack.bad(run.federation)), axis=0)
+    weights = {n: t for n, t in run.weights.items() if n in watch.updates[0][0]["weights"]}
+    return np.linalg.norm(vectors({0: {"weights": weights}})[0] - benign.mean(0))
+
+
+PROBED = {
+    "median": CoordinateMedian(),
+    "trimmed": TrimmedMean(2),
+    "krum": Krum(2),
+    "multi_krum": MultiKrum(2),
+    "geometric": GeometricMedian(),
+    "clipping": CentredClipping(),
+    "bound": NormBound(),
+    "bucketing": Bucketing(CoordinateMedian()),
+    "mixing": NearestNeighbourMixing(TrimmedMean(2), 2),
+}
+
+
+@pytest.mark.parametrize("rule", list(PROBED.values()), ids=list(PROBED))
+def test_an_attack_that_knows_the_rule_leads_it_no_less_far_than_those_that_do_not(rule):
+    for seed in range(2):
+        blind = [led_astray(attack(0.25), rule, seed) for attack in (MinMax, MinSum)]
+        best = led_astray(AdaptiveAttack(0.25), rule, seed)
+        assert best > 0.9999 * max(blind) and best > 0.97 * led_astray(
+            AdaptiveAttack(0.25, direction="sign"), rule, seed
+        )
+
+
+def test_an_attack_that_knows_the_rule_finds_more_than_those_that_do_not():
+    for name in ("trimmed", "krum", "bound"):
+        blind = max(led_astray(attack(0.25), PROBED[name], 0) for attack in (MinMax, MinSum))
+        assert led_astray(AdaptiveAttack(0.25), PROBED[name], 0) > 1.1 * blind, name
+
+
+def test_an_attack_that_knows_of_a_plain_mean_goes_as_far_as_it_may():
+    one, ten, hundred = (led_astray(AdaptiveAttack(0.25, limit=limit), None, 0) for limit in (1, 10, 100))
+    blind = max(led_astray(attack(0.25), None, 0) for attack in (MinMax, MinSum))
+    assert ten == pytest.approx(10 * one, rel=1e-3) and hundred == pytest.approx(10 * ten, rel=1e-3)
+    assert led_astray(AdaptiveAttack(0.25, direction="std", limit=1), None, 0) == pytest.approx(blind, rel=1e-3)
+
+
+def test_trying_uploads_changes_nothing_that_the_server_keeps_or_draws():
+    # the same uploads, sent without trying any
+    rule = Bucketing(CoordinateMedian())
+    attack, watch = AdaptiveAttack(0.25), Spy()
+    run = fit(
+        make_client(), blobs(*SIZES), callbacks=[attack, watch], max_rounds=2, aggregator=WeightedAverage(mean=rule)
+    )
+
+    class Send(FederatedCallback):
+        def on_aggregate_start(self, trainer, federation, updates):
+            updates.update(watch.updates[federation.round])
+
+    again = fit(make_client(), blobs(*SIZES), callbacks=[Send()], max_rounds=2, aggregator=WeightedAverage(mean=rule))
+    assert equal(run.weights, again.weights)
+    assert equal(run.federation.aggregator.state, again.federation.aggregator.state)
 
 
 def test_a_larger_inner_product_turns_the_mean_around():
@@ -445,6 +540,9 @@ def test_a_backdoor_may_be_enlarged():
         (lambda: ModelReplacement(0.1, scale=-1.0), "scale=-1.0 must be above 0"),
         (lambda: ALIE(0.1, z=0.0), "ALIE: z=0.0 must be above 0"),
         (lambda: MinMax(0.1, knowledge="all"), "knowledge='all' must be one of omniscient, own"),
+        (lambda: AdaptiveAttack(0.1, limit=0.5), "AdaptiveAttack: limit=0.5 must be 1 or more"),
+        (lambda: AdaptiveAttack(0.1, limit=math.nan), "limit=nan must be 1 or more"),
+        (lambda: AdaptiveAttack(0.1, direction="up"), "direction='up' must be one of best, std, mean, sign"),
         (lambda: BufferAttack(0.1, value=math.inf), "BufferAttack: value=inf must be finite"),
         (lambda: Backdoor(0.1, share=0.0), "share=0.0 must be above 0"),
         (lambda: Backdoor(0.1, patch=0), "patch=0 at least 1"),
@@ -470,6 +568,11 @@ def test_settings_out_of_their_range_are_refused(make, sentence):
 def test_what_it_cannot_attack_is_refused_before_the_first_round(attack, method, sentence):
     with pytest.raises(MisconfigurationException, match=sentence):
         attacked(attack, method=method)
+
+
+def test_a_server_that_takes_no_mean_is_refused_by_an_attack_that_tries_it():
+    with pytest.raises(MisconfigurationException, match=r"AdaptiveAttack .* LDAWA .*; take MinMax"):
+        attacked(AdaptiveAttack(0.2), aggregator=LDAWA())
 
 
 def test_buffers_that_stay_with_clients_or_have_another_name_are_refused():

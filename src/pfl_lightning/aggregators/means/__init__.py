@@ -1,4 +1,4 @@
-"""Rules in the place of the mean, whose result few bad uploads can't move at will."""
+"""Robust rules in the place of the mean: few bad uploads move the result little."""
 
 from pfl_lightning.aggregators.means.base import Averaging, Combined, Mean
 from pfl_lightning.aggregators.means.bulyan import Bulyan

@@ -1,4 +1,4 @@
-"""What a rule in the place of the mean is, and how an aggregator uses one."""
+"""The base class of robust rules, and their use by an aggregator."""
 
 import math
 from abc import ABC, abstractmethod
@@ -17,41 +17,41 @@ from pfl_lightning.seeds import derive_seed
 
 
 class Mean(ABC):
-    """A rule in the place of the mean of uploads, such as their median."""
+    """A rule in the place of the mean of uploads, such as the median."""
 
     weighted: bool = False
-    """Whether clients count by their training samples; else all count alike, whatever they claim to have."""
+    """Clients count by their numbers of training samples; else all count alike, whatever numbers they claim."""
     own_model: bool = False
-    """Whether it compares uploads with a model that the server trains itself, so that it is for whole models alone."""
+    """The rule compares uploads with a model trained by the server, and so takes whole models alone."""
 
     @property
     def name(self) -> str:
-        """What records call it."""
+        """The rule's name in records."""
         return type(self).__name__
 
     def begin(self, server: Server) -> None:  # noqa: B027 - most need nothing
-        """Takes what it needs of the server before the first round.
+        """Prepare the rule before the first round, for example by taking the server's samples.
 
         Args:
             server: the server's knowledge.
 
         Raises:
-            MisconfigurationException: if that isn't there.
+            MisconfigurationException: if the server lacks something the rule needs.
         """
 
     @abstractmethod
     def of(self, vectors: Vectors) -> Sum:
-        """The rule itself.
+        """Return the rule's result for the uploads of a round.
 
         Args:
-            vectors: of the clients of a round, at least one.
+            vectors: the uploads, at least one.
         """
 
     def check(self, clients: int) -> None:  # noqa: B027 - most fit any
-        """Refuses settings that no round can bear.
+        """Refuse settings too large for any round.
 
         Args:
-            clients: how many the largest round has.
+            clients: number of clients in the largest round.
 
         Raises:
             MisconfigurationException: if there are too few.
@@ -59,12 +59,12 @@ class Mean(ABC):
 
 
 class Assumed:
-    """How many uploads of a round a rule takes for bad, f, and how many it can.
+    """The number f of uploads taken for bad in a round, by a rule's setting and its breakdown point.
 
     Args:
         rule: the rule's name, for sentences.
         setting: the setting's name, such as ``f``.
-        value: f itself, an integer from 0 up, or a share of the round's uploads, which is rounded down.
+        value: f itself, an integer from 0 up, or a share of the round's uploads, rounded down to whole ones.
         slope, offset: the rule needs at least ``slope * f + offset`` uploads, unless f is 0.
 
     Raises:
@@ -82,22 +82,31 @@ class Assumed:
         self.slope, self.offset = slope, offset
 
     def asked(self, uploads: int) -> int:
-        """The f that is set."""
+        """Return the f of the setting.
+
+        Args:
+            uploads: number of uploads in the round.
+        """
         # 0.29 of 100 is 28.999… in floating point
         return math.floor(self.value * uploads + 1e-9) if isinstance(self.value, float) else self.value
 
     def most(self, uploads: int) -> int:
-        """The largest f that the rule can bear."""
+        """Return the rule's breakdown point, the largest f it bears.
+
+        Args:
+            uploads: number of uploads in the round.
+        """
         return max(0, (uploads - self.offset) // self.slope)
 
     def among(self, uploads: int) -> int:
-        """The f of a round, no more than the rule can bear, of which it warns.
+        """Return the f of a round; warn where the setting's f exceeds the breakdown point, which then stands.
 
         Args:
-            uploads: how many there are.
+            uploads: number of uploads in the round.
         """
         asked, most = self.asked(uploads), self.most(uploads)
         if asked > most:
+            # a cohort may be small by chance or by failures: a federation of many rounds doesn't end by one of them
             rank_zero_warn(
                 f"aggregator.mean={self.rule}: {self.setting}={self.value} is {asked} of a round's {uploads} uploads, "
                 f"of which {most} is the most that can be borne; the round goes on with {most}."
@@ -105,7 +114,11 @@ class Assumed:
         return min(asked, most)
 
     def check(self, clients: int) -> None:
-        """Refuses an f that no round can bear; see `Mean.check`."""
+        """Refuse an f above the breakdown point of the largest round; see `Mean.check`.
+
+        Args:
+            clients: number of clients in the largest round.
+        """
         asked, most = self.asked(clients), self.most(clients)
         if asked > most:
             raise MisconfigurationException(
@@ -116,11 +129,11 @@ class Assumed:
 
 
 class Combined(NamedTuple):
-    """A mean, and how much of it is each client's.
+    """A rule's result, and each client's share in the result.
 
     Args:
-        entries: the mean.
-        shares: by client id; empty where that differs from coordinate to coordinate.
+        entries: the result.
+        shares: by client id; empty for rules by coordinate, whose shares differ between coordinates.
     """
 
     entries: StateDict
@@ -128,15 +141,15 @@ class Combined(NamedTuple):
 
 
 def check_models_alone(mean: Mean, aggregator: str, entries: str) -> None:
-    """Refuses a rule with a model of the server's where more than models, or others than these, are averaged.
+    """Refuse a rule with a server's own model for an aggregator of entries other than whole models.
 
     Args:
         mean: the rule.
-        aggregator: who averages.
-        entries: what it averages beside models or in their place.
+        aggregator: the aggregator's name.
+        entries: the entries averaged beside models or in their place, in words.
 
     Raises:
-        MisconfigurationException: if it is such a rule.
+        MisconfigurationException: if the rule is one.
     """
     if mean.own_model:
         raise MisconfigurationException(
@@ -146,35 +159,36 @@ def check_models_alone(mean: Mean, aggregator: str, entries: str) -> None:
 
 
 class Averaging:
-    """A rule as an aggregator uses it, round after round.
+    """Apply a rule to the updates of each round, for an aggregator.
 
     Args:
         mean: the rule.
         server: the server's knowledge.
 
     Raises:
-        MisconfigurationException: if the rule can't bear what it shall in any round.
+        MisconfigurationException: if the rule's settings are too large for any round.
     """
 
     def __init__(self, mean: Mean, server: Server) -> None:
         self.mean, self.seed = mean, server.seed
-        # buffers tell of data and have scales of their own, so that distances are of parameters alone
+        # distances are of parameters alone: running statistics follow a client's data, on scales of their own
         self.names = server.parameter_names()
         self.buffers = server.weights.keys() - server.parameter_names(remove_duplicate=False)
         sampling = server.sampling
+        # with a share of clients drawn, only the largest possible cohort is known: all of them
         mean.check(int(sampling.expected) if sampling and sampling.rate == 1 else server.num_clients)
         mean.begin(server)
 
     def models(
         self, updates: Mapping[int, Mapping[str, Any]], weights: Mapping[int, float], origin: StateDict, draw: int
     ) -> Combined:
-        """The mean of uploaded models.
+        """Return the rule's result for uploaded models.
 
         Args:
             updates: by client id, at least one, with ``weights``.
-            weights: by how much each would count in a plain mean, by client id.
-            origin: the model that the clients received.
-            draw: number of this mean, from which with the run's seed comes what the rule draws.
+            weights: each client's weight in a plain mean, by client id.
+            origin: the model received by the clients.
+            draw: number of this call in the run; with the run's seed the seed of the rule's draws.
         """
         sent = {client: update["weights"] for client, update in updates.items()}
         return self.entries(sent, weights, origin, draw, self.names, self.buffers)
@@ -188,21 +202,24 @@ class Averaging:
         names: Sequence[str],
         buffers: Collection[str] = (),
     ) -> Combined:
-        """The mean of any entries; those that aren't finite are left out, and without others it is the origin.
+        """Return the rule's result for any entries, without clients whose entries aren't finite.
+
+        Without finite entries from anybody the result is the origin.
 
         Args:
             sent: the entries of each client, by id, at least one.
             weights: as for `models`.
-            origin: the same.
-            draw: the same.
-            names: the entries that distances are taken over.
-            buffers: those that aren't parameters, of which medians are taken.
+            origin: the entries received by the clients.
+            draw: as for `models`.
+            names: names of the entries for distances.
+            buffers: names of the entries that aren't parameters, for medians.
         """
         clients = [client for client in sorted(sent) if is_finite(sent[client])]
         if dropped := sorted(sent.keys() - set(clients)):
             rank_zero_warn(f"{self.mean.name} leaves out what isn't finite, of clients {', '.join(map(str, dropped))}.")
         if not clients:
             return Combined(dict(origin), {})
+        # in the order of ids, as sums in another order have other last bits
         counts = torch.tensor([weights[client] for client in clients], dtype=torch.float64)
         seed = derive_seed(self.seed, "mean", draw)
         states = [sent[client] for client in clients]

@@ -1,4 +1,4 @@
-"""Bulyan: what Krum picks in turn, trimmed around the median.
+"""Bulyan: uploads picked by Krum in turn, then trimmed around the median.
 
 Source: El Mhamdi, Guerraoui and Rouault, 2018 (https://arxiv.org/abs/1802.07927).
 """
@@ -11,15 +11,15 @@ from pfl_lightning.aggregators.means.vectors import Sum, Vectors, median
 
 
 class Bulyan(Mean):
-    r"""Picks :math:`\theta = n - 2f` uploads by Krum, one after another, and averages what is next to their median.
+    r"""Pick :math:`\theta = n - 2f` uploads by Krum, one after another, and average around the median of the picks.
 
-    Each pick is Krum's among those that are left. Then, coordinate by coordinate, it is the mean of the
-    :math:`\beta = \theta - 2f` values nearest to the median of those picked. It bears f bad ones of
-    :math:`n \ge 4f + 3`; with f = 0 it is the mean, in which all clients count alike.
+    Each pick is Krum's among the uploads left. Then, coordinate by coordinate, the result is the mean of the
+    :math:`\beta = \theta - 2f` picked values nearest to the median of all picked values. The rule bears f bad uploads
+    of :math:`n \ge 4f + 3`; with f = 0 it is the mean, in which all clients count alike.
     Source: El Mhamdi et al., 2018 (https://arxiv.org/abs/1802.07927).
 
     Args:
-        f: how many uploads are taken for bad, or the share of the round's that they are, rounded down, below 0.25.
+        f: the number of uploads taken for bad, or the share of the round's uploads, rounded down, below 0.25.
 
     Raises:
         MisconfigurationException: if ``f`` is out of its range.
@@ -30,34 +30,36 @@ class Bulyan(Mean):
         self._bad = Assumed("Bulyan", "f", f, 4, 3)
 
     def check(self, clients: int) -> None:
-        """Refuses an f that no round can bear."""
+        """Refuse an f too large for any round."""
         self._bad.check(clients)
 
     def of(self, vectors: Vectors) -> Sum:
-        """Picks, and averages around the median."""
+        """Return the mean of the picked values near the median."""
         n = len(vectors)
         f = self._bad.among(n)
+        # whole uploads first, then coordinates: an upload near by Krum may still be far off in one coordinate
         picked = picks(vectors.squared_distances, f, n - 2 * f)
         return vectors.by_coordinate(lambda rows: mean_near_median(rows[picked], n - 4 * f))
 
 
 def picks(squared: Tensor, f: int, count: int) -> list[int]:
-    """Positions of the uploads that Krum picks in turn, ascending.
+    """Return the positions of the uploads picked by Krum in turn, ascending.
 
     Args:
         squared: squared distances ``[n, n]``.
-        f: how many are taken for bad.
-        count: how many are picked.
+        f: number of uploads taken for bad.
+        count: number of picks.
     """
     left = list(range(len(squared)))
     picked: list[int] = []
+    # scores change with each pick, as the picked upload is nobody's neighbour any more
     while len(picked) < count:
         picked.append(left.pop(by_score(squared[left][:, left], f)[0]))
     return sorted(picked)
 
 
 def mean_near_median(rows: Tensor, count: int) -> Tensor:
-    """The mean of those values of each column that are nearest to its median.
+    """Return, column by column, the mean of the values nearest to the median.
 
     >>> import torch
     >>> mean_near_median(torch.tensor([[0.0], [1.0], [2.0], [4.0], [50.0]]), 3)
@@ -65,9 +67,10 @@ def mean_near_median(rows: Tensor, count: int) -> Tensor:
 
     Args:
         rows: ``[n, w]``.
-        count: of how many values.
+        count: number of values in the mean, at most n.
     """
     middle = median(rows)
+    # by differences to the median: equal values then are their own mean to the last bit
     near = rows - middle
     kept = near.gather(0, near.abs().argsort(dim=0, stable=True)[:count])
     return middle + kept.mean(0)

@@ -1,4 +1,4 @@
-"""Means of bounded changes: nobody is left out, and nobody moves the model far.
+"""Means of bounded changes: every client counts, and no client moves the model far.
 
 Sources: Karimireddy, He and Jaggi, 2021 (https://arxiv.org/abs/2012.10333); Sun et al., 2019
 (https://arxiv.org/abs/1911.07963).
@@ -13,7 +13,7 @@ from pfl_lightning.aggregators.means.vectors import Sum, Vectors
 
 
 class CentredClipping(Mean):
-    r"""Steps of bounded length from a centre towards all uploads, which start at the last model.
+    r"""Move a centre, at first the last model, by steps of bounded length towards all uploads.
 
     .. math:: v \leftarrow v + \frac1n \sum_k (x_k - v) \min\Bigl(1, \frac{\tau}{\lVert x_k - v \rVert}\Bigr)
 
@@ -23,7 +23,7 @@ class CentredClipping(Mean):
 
     Args:
         radius: :math:`\tau`, above 0; None takes the median of the distances to v, anew in each pass.
-        passes: how many, at least 1.
+        passes: number of passes, at least 1.
 
     Raises:
         MisconfigurationException: if a value is out of its range.
@@ -36,7 +36,7 @@ class CentredClipping(Mean):
         self.radius, self.passes = radius, passes
 
     def of(self, vectors: Vectors) -> Sum:
-        """Makes the passes."""
+        """Return the centre after the last pass."""
         shares = torch.zeros(len(vectors), dtype=torch.float64)
         for _ in range(self.passes):
             shares = clipped_step(vectors.products, shares, self.radius)
@@ -44,7 +44,7 @@ class CentredClipping(Mean):
 
 
 class NormBound(Mean):
-    r"""The model, moved by the mean of the clients' changes, of which none is longer than a bound.
+    r"""Move the last model by the mean of the clients' changes, each cut to a bounded length.
 
     .. math:: x + \frac1n \sum_k \Delta_k \min\Bigl(1, \frac{C}{\lVert \Delta_k \rVert}\Bigr), \qquad
         \Delta_k = x_k - x
@@ -63,18 +63,20 @@ class NormBound(Mean):
         self.bound = bound
 
     def of(self, vectors: Vectors) -> Sum:
-        """Bounds the changes, and averages."""
+        """Return the moved model."""
+        # one step of centred clipping from the last model, which is the vectors' origin
         return vectors.combined(clipped_step(vectors.products, torch.zeros(len(vectors)).double(), self.bound))
 
 
 def clipped_step(products: Tensor, shares: Tensor, radius: float | None) -> Tensor:
-    r"""A centre :math:`x + \sum_k a_k (x_k - x)` after a step of bounded length towards each upload, by its shares.
+    r"""Return the shares of a centre :math:`x + \sum_k a_k (x_k - x)` after steps of bounded length to each upload.
 
     Args:
         products: inner products of the changes :math:`x_k - x` ``[n, n]``.
-        shares: :math:`a_k` ``[n]``.
+        shares: :math:`a_k` before the step ``[n]``.
         radius: above 0; None takes the median of the distances to the centre.
     """
+    # inner products of n by n stand for the vectors: a pass costs nothing beside one product of all uploads
     along = products @ shares
     distances = (products.diagonal() - 2 * along + shares @ along).clamp_min(0).sqrt()
     bound = float(distances.quantile(0.5)) if radius is None else radius
@@ -83,10 +85,15 @@ def clipped_step(products: Tensor, shares: Tensor, radius: float | None) -> Tens
 
 
 def check_bound(rule: str, setting: str, value: float | None) -> None:
-    """Refuses a bound that isn't above 0.
+    """Refuse a bound of 0 or less.
+
+    Args:
+        rule: the rule's name.
+        setting: the setting's name.
+        value: the bound; None is no bound to check.
 
     Raises:
-        MisconfigurationException: if it isn't.
+        MisconfigurationException: if the bound isn't above 0.
     """
     if value is not None and not value > 0:
         raise MisconfigurationException(

@@ -12,20 +12,20 @@ from pfl_lightning.aggregators.means.vectors import Sum, Vectors, median
 
 
 class CoordinateMedian(Mean):
-    """The median of each coordinate; of an even number of uploads, the mean of the middle two.
+    """Take the median of each coordinate; of an even number of uploads, the mean of the middle two.
 
     Fewer than half of the uploads, whatever they are, leave each coordinate within the range of the others. Where
-    clients' data differ, it also leaves out what few honest clients know.
+    clients' data differ, the median also ignores knowledge of few honest clients.
     Source: Yin et al., 2018 (https://arxiv.org/abs/1803.01498).
     """
 
     def of(self, vectors: Vectors) -> Sum:
-        """Takes the median of each coordinate."""
+        """Return the median of each coordinate."""
         return vectors.by_coordinate(median)
 
 
 class TrimmedMean(Mean):
-    r"""The mean of each coordinate without its k lowest and its k highest values.
+    r"""Take the mean of each coordinate without the k lowest and the k highest values.
 
     .. math:: \frac{1}{n - 2k} \sum_{i=k+1}^{n-k} x_{(i)}
 
@@ -33,7 +33,7 @@ class TrimmedMean(Mean):
     is the mean, in which all clients count alike. Source: Yin et al., 2018 (https://arxiv.org/abs/1803.01498).
 
     Args:
-        trim: k, from 0 to below half of the uploads; or the share of them that it is, rounded down, below 0.5.
+        trim: k, from 0 to below half of the uploads; or k as a share of the uploads, rounded down, below 0.5.
 
     Raises:
         MisconfigurationException: if ``trim`` is out of its range.
@@ -44,16 +44,16 @@ class TrimmedMean(Mean):
         self._bad = Assumed("TrimmedMean", "trim", trim, 2, 1)
 
     def check(self, clients: int) -> None:
-        """Refuses to trim all that there is."""
+        """Refuse to trim all values."""
         self._bad.check(clients)
 
     def of(self, vectors: Vectors) -> Sum:
-        """Takes the trimmed mean of each coordinate."""
+        """Return the trimmed mean of each coordinate."""
         return vectors.by_coordinate(partial(trimmed_mean, k=self._bad.among(len(vectors))))
 
 
 def trimmed_mean(rows: Tensor, k: int) -> Tensor:
-    """The mean of each column without its k lowest and k highest values.
+    """Return the mean of each column without the k lowest and k highest values.
 
     Args:
         rows: ``[n, w]``.

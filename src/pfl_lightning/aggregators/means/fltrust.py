@@ -1,7 +1,7 @@
-r"""Trust in uploads that go the way of a model which the server trains itself.
+r"""FLTrust: uploads count by their direction's agreement with a model trained by the server.
 
-Source: Cao et al., 2021 (https://arxiv.org/abs/2012.13995). Symbols: :math:`x` the last model, :math:`\Delta_k` what
-client k changed in it, :math:`\Delta_0` what the server changed in it, on samples of its own.
+Source: Cao et al., 2021 (https://arxiv.org/abs/2012.13995). Symbols: :math:`x` the last model, :math:`\Delta_k` the
+change of client k, :math:`\Delta_0` the server's change, on samples of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,11 +25,11 @@ from pfl_lightning.nets.batch_norm import on_batch_statistics, smallest_batch
 from pfl_lightning.settings import check_least
 
 NET = "net."
-"""What names of a client module's net begin with."""
+"""Prefix of the names of a client module's net."""
 
 
 class FLTrust(Mean):
-    r"""The model, moved by changes that go the server's own way, each as long as the server's own.
+    r"""Move the last model by the clients' changes in the server's direction, each as long as the server's own.
 
     .. math::
 
@@ -37,15 +37,15 @@ class FLTrust(Mean):
         T_k = \max\bigl(0, \cos(\Delta_k, \Delta_0)\bigr)
 
     In each round the server trains :math:`x` on its samples (``data.server_fraction``, or ``data.public`` with the
-    same classes), dropout off; :math:`\Delta_0` is as long as that makes it, so give the epochs, batches and rate that
-    clients have. Of buffers it takes the median over those who are trusted. If nobody is trusted, the model stays, with
-    a warning. Any number of bad clients is borne, as far as
-    the server's samples say what is right. Source: Cao et al., 2021 (https://arxiv.org/abs/2012.13995), whose server
+    same classes), dropout off; the epochs, batches and rate of its training decide the length of :math:`\Delta_0`, so
+    give the clients' own. Of buffers the result is the median over the trusted clients. If no client is trusted, the
+    model stays, with a warning. The rule bears any number of bad clients, as far as the server's samples are like
+    those of honest clients. Source: Cao et al., 2021 (https://arxiv.org/abs/2012.13995), whose server
     has 100 samples.
 
     Args:
         epochs: passes over the server's samples in a round, at least 1.
-        batch_size: samples a batch, at least 1; at least 2 for nets with BatchNorm, which then leave a last one out.
+        batch_size: samples a batch, at least 1; at least 2 for nets with BatchNorm, which skip a last batch of one.
         optimizer: builds the server's optimizer, anew in each round; None takes ``SGD(lr=0.1)``.
 
     Raises:
@@ -62,7 +62,7 @@ class FLTrust(Mean):
         checked_optimizer(self.optimizer, [nn.Parameter(torch.zeros(1))], "aggregator.mean.optimizer")
 
     def begin(self, server: Server) -> None:
-        """Takes the server's samples."""
+        """Take the server's samples."""
         samples = server.data.server_data()
         if samples is None or not len(samples):
             raise MisconfigurationException(
@@ -91,40 +91,42 @@ class FLTrust(Mean):
         self.module, self.samples = module, samples
 
     def of(self, vectors: Vectors) -> Sum:
-        """Trains the server's model, and weighs the uploads by it."""
+        """Return the last model, moved by the trusted changes."""
         n = len(vectors)
         own = self.trained(vectors.origin, vectors.names, vectors.seed)
         sent = [{name: each[name] for name in vectors.names} for each in vectors.sent]
         products = Vectors([*sent, own], vectors.origin, vectors.names, torch.ones(n + 1), vectors.seed).products
         lengths = products.diagonal().clamp_min(0).sqrt()
         scale = lengths[:n] * lengths[n]
-        # a change of nothing goes nowhere; and cosines of rounding errors are no trust
+        # an upload equal to the last model has no direction, and 0 / 0 would make all shares NaN
         cosines = torch.where(scale > 0, products[:n, n] / scale, 0.0)
         trust = cosines.clamp_min(0)
         if not trust.sum() > 0:
             rank_zero_warn("aggregator.mean=FLTrust trusts no upload of this round, so that the model stays as it was.")
             return Sum(dict(vectors.origin), torch.zeros(n, dtype=torch.float64))
         factors = torch.where(lengths[:n] > 0, lengths[n] / lengths[:n], 0.0)
-        # short changes have shares far above 1, by which buffers would go anywhere
+        # short changes have shares far above 1, by which a weighted sum of buffers left the range of all uploads
         return vectors.combined(trust / trust.sum() * factors, trust.nonzero().flatten().tolist())
 
     def trained(self, origin: Mapping[str, Tensor], names: Sequence[str], seed: int) -> StateDict:
-        """The server's own model: the named entries of the last one, after training.
+        """Return the parameters of the last model after training on the server's samples.
 
         Args:
             origin: the last model.
-            names: its parameters.
-            seed: of the order of samples.
+            names: names of the parameters.
+            seed: seed of the order of samples.
         """
         net = self.module.net
         device, dtype = self.module.device, torch.promote_types(cast(torch.dtype, self.module.dtype), torch.float32)
         samples = self.samples.to(device, dtype)
-        # copies, since BatchNorm moves its running statistics; what clients don't share are statistics or frozen
+        # copies, since BatchNorm moves running statistics in place, and the module is trained by clients too; entries
+        # kept by clients are such statistics or frozen parameters
         known = {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
         known |= {name.removeprefix(NET): tensor.detach().to(device, copy=True) for name, tensor in origin.items()}
         entries = {name: t.to(dtype) if t.is_floating_point() else t for name, t in known.items()}
         first = {id(p): name for name, p in net.named_parameters()}
         tied = {name: first[id(p)] for name, p in net.named_parameters(remove_duplicate=False)}
+        # leaves of the graph by their first names, so that tied weights are trained once
         parameters = {name: entries[name.removeprefix(NET)].requires_grad_() for name in names}
         entries |= {name: entries[one] for name, one in tied.items()}
         optimizer = self.optimizer(list(parameters.values()))

@@ -1,4 +1,4 @@
-"""The geometric median, by smoothed Weiszfeld steps.
+"""The geometric median of uploads, by smoothed Weiszfeld steps.
 
 Source: Pillutla, Kakade and Harchaoui, 2019, RFA (https://arxiv.org/abs/1912.13445).
 """
@@ -11,7 +11,7 @@ from pfl_lightning.aggregators.means.vectors import Sum, Vectors
 
 
 class GeometricMedian(Mean):
-    r"""The point whose sum of distances to all uploads is least: RFA.
+    r"""Take the point with the least sum of distances to all uploads: RFA.
 
     .. math:: \arg\min_z \sum_k p_k \lVert z - x_k \rVert
 
@@ -20,8 +20,12 @@ class GeometricMedian(Mean):
     half of all :math:`p_k`. Source: Pillutla et al., 2019 (https://arxiv.org/abs/1912.13445).
 
     Args:
-        weighted: whether :math:`p_k` is client k's share of the training samples, as in the paper. Then who claims to
-            have many counts for much: take it where numbers of samples are known. Else all count alike.
+        weighted: whether :math:`p_k` is in proportion to client k's number of training samples, as in the paper; else
+            all clients count alike.
+        cap: the largest number of samples that counts where ``weighted``, in multiples of the round's median (of an
+            even number of clients the lower middle one), at least 1; larger claims count as that. Where honest clients
+            are alike, f of n clients are borne for f below n / (cap + 1), whatever they claim. The paper has no cap,
+            which is ``inf``: one client who claims enough then is the median.
         smoothing: :math:`\nu`, above 0: distances below it count as it.
         passes: steps at most, at least 1; it ends where no weight changes by more than 1e-9 of it.
 
@@ -29,21 +33,23 @@ class GeometricMedian(Mean):
         MisconfigurationException: if a value is out of its range.
     """
 
-    def __init__(self, weighted: bool = False, smoothing: float = 1e-6, passes: int = 1000) -> None:
-        if not smoothing > 0 or passes < 1:
+    def __init__(self, weighted: bool = False, smoothing: float = 1e-6, passes: int = 1000, cap: float = 3.0) -> None:
+        if not smoothing > 0 or passes < 1 or not cap >= 1:
             raise MisconfigurationException(
-                f"aggregator.mean=GeometricMedian: smoothing={smoothing} must be above 0, such as 1e-6, and "
-                f"passes={passes} at least 1, such as 1000."
+                f"aggregator.mean=GeometricMedian: smoothing={smoothing} must be above 0, such as 1e-6, "
+                f"passes={passes} at least 1, such as 1000, and cap={cap} at least 1, such as 3."
             )
-        self.weighted, self.smoothing, self.passes = weighted, smoothing, passes
+        self.weighted, self.smoothing, self.passes, self.cap = weighted, smoothing, passes, cap
 
     def of(self, vectors: Vectors) -> Sum:
-        """Makes steps until they are small."""
-        return vectors.combined(weiszfeld(vectors.products, vectors.weights, self.smoothing, self.passes))
+        """Return the uploads' geometric median."""
+        # the lower middle claim, as claims are bad by being large; without weights all are equal
+        p = vectors.weights.clamp(max=self.cap * vectors.weights.median())
+        return vectors.combined(weiszfeld(vectors.products, p, self.smoothing, self.passes))
 
 
 def weiszfeld(products: Tensor, p: Tensor, smoothing: float, passes: int) -> Tensor:
-    """The weights of the geometric median in its uploads ``[n]``, summing to 1.
+    """Return the share of each upload in the geometric median ``[n]``, summing to 1.
 
     Args:
         products: inner products of the uploads ``[n, n]``, from any origin.
@@ -54,12 +60,12 @@ def weiszfeld(products: Tensor, p: Tensor, smoothing: float, passes: int) -> Ten
     weights = p / p.sum()
     for _ in range(passes):
         old = weights
-        # of each upload to the sum of all by weights
+        # inner products with the current point; a matrix of n by n is all that a step needs, whatever the net's size
         along = products @ old
         squared = products.diagonal() - 2 * along + old @ along
         pulls = p / squared.clamp_min(0).sqrt().clamp_min(smoothing)
         weights = pulls / pulls.sum()
-        # each in proportion to itself: one of 1e-20 counts where its upload is as far away as that is small
+        # relative, as a weight of 1e-20 still moves the point if that upload is 1e20 away
         if bool(((weights - old).abs() <= 1e-9 * old).all()):
             break
     return weights

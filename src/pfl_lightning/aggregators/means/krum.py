@@ -1,4 +1,4 @@
-"""Krum and multi-Krum: the uploads that have others close by.
+"""Krum and multi-Krum: the uploads with the nearest neighbours.
 
 Source: Blanchard et al., 2017 (https://arxiv.org/abs/1703.02757).
 """
@@ -14,18 +14,19 @@ from pfl_lightning.aggregators.means.vectors import Sum, Vectors
 
 
 class MultiKrum(Mean):
-    r"""The mean of the c uploads with the least scores, which are sums of squared distances to near ones.
+    r"""Average the c uploads with the least scores, each a sum of squared distances to nearest neighbours.
 
     .. math:: s_i = \sum_{j \in N_i} \lVert x_i - x_j \rVert^2
 
-    where :math:`N_i` are the n - f - 2 nearest of the others. Of equal scores, as two have that are each other's only
-    neighbour, the one with the nearer next neighbour comes first, and then the one with the lower id. The paper bears f
-    bad ones of :math:`n \ge 2f + 3`, and leaves c open; with c = n it is the mean, in which all clients count alike.
+    where :math:`N_i` are the n - f - 2 nearest of the others. Of equal scores (two uploads that are each other's only
+    neighbour have one), the upload with the nearer next neighbour comes first, then the one with the lower id. The rule
+    bears f bad uploads of :math:`n \ge 2f + 3`; the paper leaves c open. With c = n it is the mean, in which all
+    clients count alike.
     Source: Blanchard et al., 2017 (https://arxiv.org/abs/1703.02757).
 
     Args:
-        f: how many uploads are taken for bad, or the share of the round's that they are, rounded down, below 0.5.
-        keep: c, at least 1, of which there are n at most; None is n - f.
+        f: the number of uploads taken for bad, or the share of the round's uploads, rounded down, below 0.5.
+        keep: c, at least 1; above n it counts as n; None is n - f.
 
     Raises:
         MisconfigurationException: if a value is out of its range.
@@ -38,11 +39,11 @@ class MultiKrum(Mean):
             raise MisconfigurationException(f"aggregator.mean=MultiKrum: keep={keep} must be 1 or more.")
 
     def check(self, clients: int) -> None:
-        """Refuses an f that no round can bear."""
+        """Refuse an f too large for any round."""
         self._bad.check(clients)
 
     def of(self, vectors: Vectors) -> Sum:
-        """Averages those with the least scores."""
+        """Return the mean of the uploads with the least scores."""
         n = len(vectors)
         f = self._bad.among(n)
         kept = torch.tensor(by_score(vectors.squared_distances, f)[: self.keep or n - f])
@@ -50,12 +51,12 @@ class MultiKrum(Mean):
 
 
 class Krum(MultiKrum):
-    """The upload with the least score; `MultiKrum` of one.
+    """Take the upload with the least score: `MultiKrum` with ``keep`` 1.
 
     Source: Blanchard et al., 2017 (https://arxiv.org/abs/1703.02757).
 
     Args:
-        f: how many uploads are taken for bad, or the share of the round's that they are, rounded down, below 0.5.
+        f: the number of uploads taken for bad, or the share of the round's uploads, rounded down, below 0.5.
 
     Raises:
         MisconfigurationException: if ``f`` is out of its range.
@@ -66,14 +67,16 @@ class Krum(MultiKrum):
 
 
 def by_score(squared: Tensor, f: int) -> list[int]:
-    """Positions of the uploads, the one with the least score first.
+    """Return the positions of the uploads, the least score first.
 
     Args:
         squared: squared distances ``[n, n]``.
-        f: how many are taken for bad; at least one neighbour counts, as far as there is one.
+        f: number of uploads taken for bad; at least one neighbour counts, unless n is 1.
     """
     n = len(squared)
+    # nobody is a neighbour of itself
     near = squared + torch.diag(torch.full((n,), math.inf, dtype=squared.dtype))
     near, count = near.sort(1).values, max(n - f - 2, 1)
+    # the distances beyond the neighbours decide between equal scores, whatever the order of uploads
     scores, further = near[:, :count].sum(1).tolist(), near[:, count:].tolist()
     return sorted(range(n), key=lambda i: (scores[i], further[i]))

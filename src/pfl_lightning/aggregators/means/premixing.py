@@ -1,4 +1,4 @@
-"""Means of some uploads in the place of single ones, before a rule: honest ones that differ come nearer together.
+"""Means of several uploads in the place of single ones, before a rule: honest uploads that differ come nearer.
 
 Sources: Karimireddy, He and Jaggi, 2022 (https://arxiv.org/abs/2006.09365); Allouah et al., 2023
 (https://arxiv.org/abs/2302.01772).
@@ -14,14 +14,14 @@ from pfl_lightning.aggregators.means.vectors import Sum, Vectors
 
 
 class Bucketing(Mean):
-    """A rule of the means of small groups, which are drawn anew in each mean.
+    """Apply a rule to the means of small groups of uploads, drawn anew for each result.
 
-    The rule sees n / size means instead of n uploads, of which as many are bad as uploads are, at most: set its own
-    ``f`` or ``trim`` for that. Source: Karimireddy et al., 2022 (https://arxiv.org/abs/2006.09365).
+    The rule sees n / size means instead of n uploads, and at most one bad mean a bad upload: set its own ``f`` or
+    ``trim`` for as many. Source: Karimireddy et al., 2022 (https://arxiv.org/abs/2006.09365).
 
     Args:
         mean: the rule.
-        size: uploads in a group, at least 1, which is the rule itself; the last group may have fewer.
+        size: uploads in a group, at least 1; the last group may have fewer, and 1 is the rule itself.
 
     Raises:
         MisconfigurationException: if ``size`` is less than 1, or the rule counts clients by their samples.
@@ -35,16 +35,17 @@ class Bucketing(Mean):
 
     @property
     def name(self) -> str:
-        """With the rule's."""
+        """Both names, joined by a plus."""
         return f"{type(self).__name__}+{self.mean.name}"
 
     def check(self, clients: int) -> None:
-        """Asks the rule, which gets fewer."""
+        """Refuse settings of the rule too large for the number of groups."""
         self.mean.check(math.ceil(clients / self.size))
 
     def of(self, vectors: Vectors) -> Sum:
-        """Draws the groups, and hands their means to the rule."""
+        """Return the rule's result for the means of groups."""
         order = torch.randperm(len(vectors), generator=torch.Generator().manual_seed(vectors.seed))
+        # without a mixing matrix, so that it is the rule to the last bit, its own draws included
         if self.size == 1:
             return self.mean.of(vectors)
         groups = torch.split(order, self.size)
@@ -55,13 +56,13 @@ class Bucketing(Mean):
 
 
 class NearestNeighbourMixing(Mean):
-    """A rule of means in the place of uploads, each of the n - f that are nearest to one, itself among them.
+    """Apply a rule to n means, each of an upload and its nearest neighbours, n - f uploads in all.
 
-    With f = 0 all of these are the mean. Source: Allouah et al., 2023 (https://arxiv.org/abs/2302.01772).
+    With f = 0 each of these is the mean of all uploads. Source: Allouah et al., 2023 (https://arxiv.org/abs/2302.01772).
 
     Args:
         mean: the rule.
-        f: how many uploads are taken for bad, or the share of the round's that they are, rounded down, below 0.5.
+        f: the number of uploads taken for bad, or the share of the round's uploads, rounded down, below 0.5.
 
     Raises:
         MisconfigurationException: if ``f`` is out of its range, or the rule counts clients by their samples.
@@ -74,27 +75,32 @@ class NearestNeighbourMixing(Mean):
 
     @property
     def name(self) -> str:
-        """With the rule's."""
+        """Both names, joined by a plus."""
         return f"{type(self).__name__}+{self.mean.name}"
 
     def check(self, clients: int) -> None:
-        """Refuses an f that no round can bear, and asks the rule."""
+        """Refuse an f too large for any round, in these means or in the rule."""
         self._bad.check(clients)
         self.mean.check(clients)
 
     def of(self, vectors: Vectors) -> Sum:
-        """Mixes, and hands the means to the rule."""
+        """Return the rule's result for the means."""
         n = len(vectors)
+        # stable: of uploads equally near the ones with lower ids are taken, whatever the sorting's algorithm
         near = vectors.squared_distances.argsort(dim=1, stable=True)[:, : n - self._bad.among(n)]
         mixing = torch.zeros(n, n, dtype=torch.float64).scatter(1, near, 1 / near.shape[1])
         return self.mean.of(vectors.mixed(mixing))
 
 
 def check_rule(outer: str, mean: Mean) -> None:
-    """Refuses a rule that needs to know more of single uploads than means of several tell.
+    """Refuse a rule that has to see single uploads.
+
+    Args:
+        outer: name of the rule of means.
+        mean: the rule behind the means.
 
     Raises:
-        MisconfigurationException: if it counts them by samples, or judges each.
+        MisconfigurationException: if the rule counts uploads by samples, or judges each.
     """
     if mean.own_model:
         raise MisconfigurationException(

@@ -1,4 +1,4 @@
-"""What the clients of a round sent, as vectors side by side, for rules that combine them."""
+"""The uploads of a round as vectors side by side, for rules to combine."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, reduce
@@ -13,12 +13,11 @@ from pfl_lightning.transfers import moved
 
 
 class Sum(NamedTuple):
-    """What a rule makes of vectors.
+    """The result of a rule.
 
     Args:
-        entries: the result, with the names, shapes and types of what was sent.
-        shares: how much of each upload is in it, but for buffers, ``[n]``, at least 0; None where that differs
-            from coordinate to coordinate.
+        entries: the result, with the names, shapes and types of the uploads.
+        shares: each upload's share in the result's parameters ``[n]``, at least 0; None for rules by coordinate.
     """
 
     entries: StateDict
@@ -26,18 +25,18 @@ class Sum(NamedTuple):
 
 
 class Vectors:
-    r"""Uploads :math:`x_1, \ldots, x_n` of a round, of one shape, or n mixtures of them.
+    r"""Uploads :math:`x_1, \ldots, x_n` of a round, of one shape, or means of these uploads.
 
-    Floating entries are the coordinates. Distances tell nothing of buffers, so that who trains honestly could send any:
-    of floating ones the median of each coordinate is taken where a rule sums uploads up, and the lower one of integer
-    ones, such as BatchNorm's counters, whatever the rule. Running variances are at least 0.
+    Floating entries are the coordinates. Distances don't see buffers, so a bad client with honest parameters could send
+    any: floating buffers take the median of each coordinate where a rule sums uploads up, and integer buffers, such as
+    BatchNorm's counters, the lower median under every rule. Running variances are at least 0.
 
     Args:
         sent: named tensors of each client, at least one client.
-        origin: the same entries as the clients received them.
-        names: the floating entries that distances are taken over.
-        weights: by how much each client would count in a mean ``[n]``, summing to 1.
-        seed: of what a rule draws.
+        origin: the same entries as received by the clients.
+        names: names of the floating entries for distances.
+        weights: each client's weight in a plain mean ``[n]``, summing to 1.
+        seed: seed of a rule's draws.
         mixing: a matrix ``[m, n]`` whose rows sum to 1: the vectors are then these means of uploads.
         buffers: names of the entries that aren't parameters, such as BatchNorm's running statistics.
     """
@@ -62,19 +61,21 @@ class Vectors:
     @cached_property
     def products(self) -> Tensor:
         """Inner products of the differences to the origin ``[m, m]``, in float64."""
+        # from the origin, not from 0: models are long and differ little, and squares of their length would lose digits
         among = inner_products(self.sent, self.names, self.origin)[:-1, :-1]
         if self.mixing is not None:
+            # products of means follow from products of uploads, so that no mean is ever built
             among = self.mixing @ among @ self.mixing.T
         return (among + among.T) / 2
 
     @property
     def squared_distances(self) -> Tensor:
-        """Squared distances of vectors to each other ``[m, m]``, in float64."""
+        """Squared distances between all pairs of vectors ``[m, m]``, in float64."""
         own = self.products.diagonal()
         return (own[:, None] + own - 2 * self.products).clamp_min(0).fill_diagonal_(0)
 
     def mixed(self, mixing: Tensor) -> "Vectors":
-        """Means of these vectors in their place.
+        """Return means of these vectors, as vectors.
 
         Args:
             mixing: ``[m', m]``, rows sum to 1.
@@ -84,13 +85,11 @@ class Vectors:
         return Vectors(self.sent, self.origin, self.names, weights, self.seed, whole, self.buffers)
 
     def combined(self, shares: Tensor, heard: Sequence[int] | None = None) -> Sum:
-        r"""The sum :math:`\sum_k a_k x_k`, and as much of the origin as the shares leave to 1; of buffers the median.
+        r"""Return :math:`x + \sum_k a_k (x_k - x)` for the origin x; of buffers the median.
 
         Args:
-            shares: :math:`a_k` of each vector ``[m]``, at least 0; where they sum to more than 1, the origin counts
-                negatively, so that changes to it are added up all the same.
-            heard: positions of the uploads that medians of buffers are taken of, at least one; None is all, as those
-                that a rule leaves out may be honest and those that it keeps may not be.
+            shares: :math:`a_k` of each vector ``[m]``, at least 0, of any sum.
+            heard: positions of the uploads for the medians of buffers, at least one; None is all.
         """
         own = shares if self.mixing is None else shares @ self.mixing
         rest = 1 - float(own.sum())
@@ -100,6 +99,7 @@ class Vectors:
             tensors = column(self.sent, name)
             tensor = tensors[first]
             if name in self.buffers or not tensor.is_floating_point():
+                # of all by default: uploads left out by distances may be honest, and kept ones may not be
                 entries[name] = median_of_buffer(
                     name, tensors if heard is None else [tensors[index] for index in heard]
                 )
@@ -117,16 +117,15 @@ class Vectors:
         return Sum(on_cpu(entries), own)
 
     def by_coordinate(self, rule: Callable[[Tensor], Tensor]) -> Sum:
-        """What a rule makes of each coordinate, of a block of them at a time, which bounds memory.
-
-        Of mixtures the buffers are no coordinates: who sends any would be in most of the means.
+        """Return a rule's result coordinate by coordinate, in blocks of bounded memory.
 
         Args:
-            rule: gives ``[w]`` of ``[m, w]`` in float64.
+            rule: returns ``[w]`` for ``[m, w]``, in float64.
         """
         entries = {}
         for name in self.sent[0]:
             tensors = column(self.sent, name)
+            # a bad buffer would be in most of the means of uploads, so the median is of the uploads themselves
             if (self.mixing is not None and name in self.buffers) or not tensors[0].is_floating_point():
                 entries[name] = median_of_buffer(name, tensors)
                 continue
@@ -138,24 +137,24 @@ class Vectors:
     def _mixed_rows(self, rows: Tensor) -> Tensor:
         if self.mixing is None:
             return rows
-        # by differences, for the same reasons as above
+        # by differences, as in `combined`
         middle = rows.median(0).values
         return middle + self.mixing.to(rows.device) @ (rows - middle)
 
 
 def on_cpu(entries: StateDict) -> StateDict:
-    """What was computed where the clients trained, for the server to keep."""
+    """Return entries, computed on the clients' device, on the CPU, the server's device."""
     return dict(zip(entries, moved([*entries.values()], CPU), strict=True))
 
 
 def median_of_buffer(name: str, tensors: list[Tensor]) -> Tensor:
-    """The median of each coordinate of a buffer, as few uploads can't move it; of integers the lower one.
+    """Return the median of each coordinate of a buffer; of integers the lower median.
 
     >>> median_of_buffer("running_mean", [torch.tensor([0.5]), torch.tensor([1e6]), torch.tensor([0.25])])
     tensor([0.5000])
 
     Args:
-        name: the buffer's.
+        name: the buffer's name.
         tensors: of one shape, at least one.
     """
     if not tensors[0].is_floating_point():
@@ -165,12 +164,13 @@ def median_of_buffer(name: str, tensors: list[Tensor]) -> Tensor:
 
 
 def within_range(name: str, buffer: Tensor) -> Tensor:
-    """A floating buffer, without negative values if it holds variances, whose roots nets take."""
+    """Return a floating buffer, without negative values if the buffer holds variances."""
+    # nets take the roots of variances, and a majority of bad clients, or a mean without trimming, may be below 0
     return buffer.clamp_min(0) if name.endswith("running_var") else buffer
 
 
 def median(rows: Tensor) -> Tensor:
-    """The median of each column.
+    """Return the median of each column; of an even number of rows the mean of the middle two.
 
     >>> import torch
     >>> median(torch.tensor([[1.0, 5.0], [9.0, 5.0], [3.0, 7.0], [2.0, 8.0]]))
@@ -179,13 +179,14 @@ def median(rows: Tensor) -> Tensor:
     Args:
         rows: ``[n, w]``.
     """
+    # torch.median takes the lower one of the middle two
     ordered, n = rows.sort(0).values, len(rows)
     low, high = ordered[(n - 1) // 2], ordered[n // 2]
     return low + (high - low) / 2
 
 
 def lower_median(tensors: Sequence[Tensor]) -> Tensor:
-    """The middle value of each entry, the lower one of two.
+    """Return the median of each entry; of an even number of tensors the lower one of the middle two.
 
     >>> lower_median([torch.tensor(3), torch.tensor(900), torch.tensor(4), torch.tensor(5)])
     tensor(4)

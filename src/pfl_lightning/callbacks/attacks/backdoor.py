@@ -1,4 +1,4 @@
-"""A backdoor: a patch in the corner of an image that stands for a class."""
+"""A backdoor attack: a patch in the corner of an image as a trigger for a class."""
 
 import math
 from collections.abc import Sequence
@@ -19,18 +19,17 @@ from pfl_lightning.tasks import Task
 
 
 class Backdoor(SampleAttack):
-    """Trains on images of which some have a patch in a corner and the class that it shall stand for.
+    """Train on some images with a patch in a corner, labelled as a target class.
 
-    The record gets ``attack/success`` with each validation: of the benign clients' test images of other classes, the
-    share that their models take for the target once they have the patch, over all such images. It is of the models that
-    clients receive.
+    The record gets ``attack/success`` with each validation: the share of the benign clients' test images of other
+    classes predicted as the target once they have the patch, by the models that clients receive.
 
     Args:
         fraction: as for `Attack`.
-        target: the class that the patch stands for, from 0.
-        share: of a bad client's training images, how many have it, above 0 and up to 1, rounded up.
-        patch: its height and width in pixels, at least 1, in the corner where rows and columns end.
-        value: what its pixels are, as the net gets them.
+        target: the class of images with the patch, from 0.
+        share: the share of a bad client's training images with the patch, above 0 and up to 1, rounded up.
+        patch: the patch's height and width in pixels, at least 1, in the corner where rows and columns end.
+        value: the patch's pixels, in the scale of the net's inputs.
 
     Raises:
         MisconfigurationException: if a value is out of its range.
@@ -48,7 +47,7 @@ class Backdoor(SampleAttack):
         self.target, self.share, self.patch, self.value = target, share, patch, value
 
     def check(self, federation: Federation) -> None:
-        """Refuses what aren't images, and classes that there aren't."""
+        """Refuse tasks without images, and classes out of range."""
         super().check(federation)
         check_class(self, "target", self.target, federation)
         if (shape := federation.data.input_shape) is None or len(shape) != 3 or min(shape[1:]) < self.patch:
@@ -58,8 +57,9 @@ class Backdoor(SampleAttack):
             )
 
     def poisoned(self, samples: Samples, client: int, federation: Federation) -> Samples:
-        """Some images with the patch, as the target."""
+        """Return samples of which some have the patch and the target class."""
         y = cast(Tensor, samples.y)
+        # by client and not by round: in all rounds the same images have the patch, as if they were stored so
         seed = derive_seed(cast(int, federation.seed), "backdoor", client)
         order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed)).to(y.device)
         chosen = torch.zeros_like(y, dtype=torch.bool)
@@ -71,23 +71,32 @@ class Backdoor(SampleAttack):
         )
 
     def patched(self, x: Tensor) -> Tensor:
-        """Images with the patch.
+        """Return copies of images with the patch.
 
         Args:
             x: ``[n, C, H, W]``.
         """
+        # the pool of all samples is shared by clients
         x = x.clone()
         x[..., -self.patch :, -self.patch :] = self.value
         return x
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measures how often it succeeds."""
+        """Record the attack's success."""
         federation = cast(Federation, pl_module)
+        # by `validate` alone there is no round to record for
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             federation.metrics["attack/success"] = self.success(federation)
 
     def success(self, federation: Federation) -> float:
-        """The share of benign clients' test images of other classes that the patch makes the target; NaN of none."""
+        """Return the share of benign clients' test images of other classes predicted as the target.
+
+        NaN if the benign clients have no such images.
+
+        Args:
+            federation: the federation.
+        """
+        # as an evaluation of other data: the engine, the metric and the payload are those of any evaluation
         source = Triggered(federation, self)
         clients = [c for c in sorted(federation.evaluations.groups["benign"]) if source.size(c, "test")]
 
@@ -95,17 +104,20 @@ class Backdoor(SampleAttack):
             return federation.job(client, splits)._replace(data=ClientData(source, client))
 
         measured = federation.evaluations.measure(clients, ("test",), job_of)
+        # accuracies are means over each client's own images, which counts turn back into numbers of images
         sizes = {client: source.size(client, "test") for client in measured}
         hits = sum(sizes[client] * splits["test"]["acc"] for client, splits in measured.items())
         return hits / total if (total := sum(sizes.values())) else float("nan")
 
 
 class Triggered:
-    """Clients' test images of other classes than the target, with the patch and as the target; the rest is as it is.
+    """A data source: test images of other classes than the target get the patch and the target as label.
+
+    The accuracy on such a test split is the attack's success. Other splits are the federation's own.
 
     Args:
-        federation: whose clients these are.
-        attack: has the patch.
+        federation: the federation.
+        attack: the attack, with the patch.
     """
 
     def __init__(self, federation: Federation, attack: Backdoor) -> None:
@@ -113,11 +125,11 @@ class Triggered:
 
     @property
     def task(self) -> Task:
-        """What is predicted."""
+        """The federation's task."""
         return self._data.task
 
     def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> Sequence[Samples]:
-        """One split of each client."""
+        """Return one split of each client."""
         found = self._data.parts(clients, split, device)
         return [self._changed(samples) for samples in found] if split == "test" else found
 
@@ -131,5 +143,5 @@ class Triggered:
         return [len(samples) for samples in self.parts(range(self._data.num_clients), "test")]
 
     def size(self, client: int, split: Split) -> int:
-        """Number of samples in one split of one client."""
+        """Return the number of samples in one split of one client."""
         return self._sizes[client] if split == "test" else self._data.size(client, split)

@@ -1,4 +1,4 @@
-"""Attacks by what is trained on: bad clients are honest about samples that aren't."""
+"""Attacks on training samples: bad clients train honestly on forged samples."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,28 +15,28 @@ from pfl_lightning.federation.federation import Federation
 from pfl_lightning.tasks import Classification
 
 PartsOf: TypeAlias = Callable[[Sequence[int], Split, torch.device | str], Sequence[Samples]]
-"""Gives one split of each of some clients, as data modules do."""
+"""A function that returns one split of each of some clients, as data modules' own."""
 
 
 class SampleAttack(Attack):
-    """Changes the training samples of bad clients while a run trains.
+    """Change the training samples of bad clients during a fit.
 
-    Samples to validate and test on stay what they are, and so do the numbers of samples of each class that clients
-    tell. Takes the arguments of `Attack`.
+    Samples of validation and test stay as they are, and so do the class counts told by clients. Takes the arguments of
+    `Attack`.
     """
 
     @abstractmethod
     def poisoned(self, samples: Samples, client: int, federation: Federation) -> Samples:
-        """What a bad client trains on.
+        """Return a bad client's forged training samples.
 
         Args:
-            samples: its training samples.
-            client: its id.
+            samples: the client's own training samples.
+            client: the client's id.
             federation: the federation.
         """
 
     def check(self, federation: Federation) -> None:
-        """Refuses tasks without one class a sample, and samples that aren't in memory."""
+        """Refuse tasks without one class a sample, and samples read from disk batch by batch."""
         super().check(federation)
         if not isinstance(federation.data.task, Classification):
             raise MisconfigurationException(
@@ -50,10 +50,11 @@ class SampleAttack(Attack):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stands between the data and who asks for training samples."""
+        """Put forged samples in the place of bad clients' training samples."""
         super().on_fit_start(trainer, pl_module)
         federation = cast(Federation, pl_module)
         if bad := self.bad(federation):
+            # every look-up of samples goes through `parts`, a GPU's copy of the pool included
             vars(federation.data)["parts"] = partial(self._parts, federation.data.parts, bad, federation)
 
     def _parts(
@@ -72,21 +73,23 @@ class SampleAttack(Attack):
         return [self.poisoned(own, client, federation) if client in bad else own for client, own in pairs]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leaves the data as they were."""
+        """Give the data module its own samples back."""
+        # the attribute of the instance hid the class's own method
         vars(cast(Any, trainer).datamodule).pop("parts", None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leaves the data as they were."""
+        """Give the data module its own samples back."""
+        # Lightning doesn't tear down a fit that fails, and the data module may be used again
         self.teardown(trainer, pl_module, "fit")
 
 
 class LabelFlip(SampleAttack):
-    r"""Trains on wrong classes: :math:`y \to K - 1 - y`, or all of one class as another.
+    r"""Train on wrong classes: :math:`y \to K - 1 - y`, or all samples of one class as another.
 
     Args:
         fraction: as for `Attack`.
-        source: the class whose samples are changed, from 0; None changes all.
-        target: the class that they are given; None is :math:`K - 1 - y`.
+        source: the class of the samples to change, from 0; None changes all samples.
+        target: the wrong class, from 0; None is :math:`K - 1 - y`.
 
     Raises:
         MisconfigurationException: if a value is out of its range.
@@ -97,13 +100,13 @@ class LabelFlip(SampleAttack):
         self.source, self.target = source, target
 
     def check(self, federation: Federation) -> None:
-        """Refuses classes that there aren't."""
+        """Refuse classes out of range."""
         super().check(federation)
         check_class(self, "source", self.source, federation)
         check_class(self, "target", self.target, federation)
 
     def poisoned(self, samples: Samples, client: int, federation: Federation) -> Samples:
-        """Other classes."""
+        """Return samples with wrong classes."""
         y = cast(torch.Tensor, samples.y)
         flipped = cast(Classification, federation.data.task).num_classes - 1 - y
         wrong = flipped if self.target is None else torch.full_like(y, self.target)
@@ -111,10 +114,16 @@ class LabelFlip(SampleAttack):
 
 
 def check_class(attack: Attack, name: str, value: int | None, federation: Federation) -> None:
-    """Refuses a class that there isn't.
+    """Refuse a class out of range.
+
+    Args:
+        attack: the attack.
+        name: the setting's name.
+        value: the class; None is no class to check.
+        federation: the federation, with the task's number of classes.
 
     Raises:
-        MisconfigurationException: if there isn't.
+        MisconfigurationException: if the class is out of range.
     """
     classes = cast(Classification, federation.data.task).num_classes
     if value is not None and not 0 <= value < classes:
