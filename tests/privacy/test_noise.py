@@ -1,11 +1,13 @@
 """Where noise comes from, and the grid that it lies on."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
-from scipy.stats import kstest, norm
+from scipy.stats import binom, kstest, norm
 
-from pfl_lightning.privacy.noise import grid_of, nearest, secure_normal, seeded_normal, towards_zero
+from pfl_lightning.privacy.noise import grid_of, nearest, secure_members, secure_normal, seeded_normal, towards_zero
 
 
 def test_secure_numbers_are_normal_and_never_the_same():
@@ -17,9 +19,24 @@ def test_secure_numbers_are_normal_and_never_the_same():
 
 
 def test_the_extremes_are_finite(monkeypatch):
-    for word, expected in ((b"\x00" * 8, 9.16), (b"\xff" * 8, 0.0), (b"\x01" + b"\x00" * 7, -9.16)):
-        monkeypatch.setattr("os.urandom", lambda size, word=word: word)
+    for word, expected in ((b"\x00" * 8, 12.95), (b"\xff" * 8, 0.0), (b"\x01" + b"\x00" * 7, -12.95)):
+        monkeypatch.setattr("os.urandom", lambda size, word=word: 2 * word)
         assert secure_normal(1).item() == pytest.approx(expected, abs=0.1)
+
+
+def test_secure_members_are_drawn_with_their_rate():
+    sizes = [len(secure_members(2000, 0.3)) for _ in range(50)]
+    assert binom.ppf(1e-6, 100_000, 0.3) <= sum(sizes) <= binom.ppf(1 - 1e-6, 100_000, 0.3) and len(set(sizes)) > 10
+    rows = secure_members(2000, 0.3)
+    assert rows.dtype == torch.int64 and torch.equal(rows, rows.unique())
+    assert torch.equal(secure_members(7, 1.0), torch.arange(7)) and secure_members(0, 0.5).shape == (0,)
+
+
+def test_a_rate_is_never_larger_than_it_is_counted(monkeypatch):
+    for rate in (0.5, 1 / 3, 1 - 2**-53, 2**-64):
+        words = np.array([math.floor(rate * 2**64) - 1, math.floor(rate * 2**64)], dtype=np.uint64)
+        monkeypatch.setattr("os.urandom", lambda size, words=words: words.tobytes())
+        assert secure_members(2, rate).tolist() == [0]
 
 
 def test_seeded_numbers_are_of_their_key():

@@ -119,7 +119,7 @@ class RoundLogger(FederatedCallback):
         self._start = time.perf_counter()
         federation = cast(Federation, pl_module)
         if self.rows and (folder := run_folder(trainer)):
-            federation.aggregator.count_lost(lost_rounds(Standing(folder), len(self.rows)))
+            federation.count_lost(lost_cohorts(Standing(folder), len(self.rows), federation.data.num_clients))
         self._write(trainer)
         # made once, by the federation: it counts the samples of all clients
         self.fingerprints = {"partition": federation.trained["partition"], **self.fingerprints}
@@ -247,17 +247,20 @@ class RoundLogger(FederatedCallback):
             stamp(folder)
 
 
-def lost_rounds(standing: Standing, kept: int) -> int:
-    """Return how many rounds a run may have made that its checkpoint doesn't have.
+def lost_cohorts(standing: Standing, kept: int, clients: int) -> list[list[int]]:
+    """Return the clients of each round that a run may have made and that its checkpoint lacks.
 
     Args:
-        standing: what the run's folder tells of it.
+        standing: the files in the run's folder.
         kept: rounds of the checkpoint.
+        clients: number of all clients.
     """
-    recorded = len(standing.rows)
-    # one more may have been in the middle, unless the run had come to its end
-    ended = standing.summary.get("final", {}).get("round") == recorded
-    return max(recorded - kept, 0) + (not ended)
+    everybody = [*range(clients)]
+    told = [row.get("cohort") for row in standing.rows[kept:]]
+    lost = [everybody if text is None else [*map(int, text.split())] for text in told]
+    # one more may have been in the middle, unless the run had come to its end; nobody knows its clients
+    ended = standing.summary.get("final", {}).get("round") == len(standing.rows)
+    return lost if ended else [*lost, everybody]
 
 
 def covered(row: Row, patterns: Sequence[str]) -> Row:

@@ -256,6 +256,10 @@ class Engine(ABC):
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Train each job's client and yield its outcome, in any order; `complete` counts them."""
 
+    def times_asked(self, client: int) -> int:
+        """Return how often a client of the round was asked to train, as each time spends privacy anew."""
+        return 1
+
     @abstractmethod
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
         """Trains the module, which is the job's client already, and keeps nothing else of it."""

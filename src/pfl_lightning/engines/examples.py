@@ -18,6 +18,8 @@ from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import step_values
 from pfl_lightning.messages import StateDict, tree_map
 from pfl_lightning.privacy.accountant import Release
+from pfl_lightning.privacy.dp_sgd import DPSGD
+from pfl_lightning.privacy.noise import towards_zero
 
 Values = dict[str, Tensor]
 
@@ -107,8 +109,8 @@ class ExampleGradients:
         module: the client module.
         slots: the module's.
         trained: names of the entries that gradients are taken to.
-        clip: the largest norm of a sample's gradient, over all trained entries together.
-        at_once: samples whose gradients are held at a time; None holds all.
+        privacy: the bound of a sample's gradient over all trained entries together, how many are held at a time, and
+            the grid to which each is rounded, towards zero.
         forward_context: gives the context for a forward pass, such as autocast; nothing else is computed in it.
     """
 
@@ -117,15 +119,14 @@ class ExampleGradients:
         module: ClientModule,
         slots: Slots,
         trained: list[str],
-        clip: float,
-        at_once: int | None,
+        privacy: DPSGD,
         forward_context: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.module = module
         self.slots = slots
         self.trained = trained
-        self.clip = clip
-        self.at_once = at_once
+        self.privacy = privacy
+        self.grid = privacy.grid
         self.forward_context = forward_context
 
     def sums(self, entries: StateDict, batch: Batch, taken: Tensor, index: int) -> tuple[StateDict, Values]:
@@ -149,7 +150,7 @@ class ExampleGradients:
         gradients_of = vmap(grad(loss, has_aux=True), in_dims=(None, 0), randomness="different")
         sums: StateDict = {}
         totals: Values = {}
-        for *part, own in split((*batch, taken), self.at_once or len(taken)):
+        for *part, own in split((*batch, taken), self.privacy.samples_at_once or len(taken)):
             gradients, values = gradients_of(leaves, tuple(part))
             sums = added(sums, self._bounded(gradients, own))
             # a sample that only fills up may be one that isn't finite
@@ -164,9 +165,14 @@ class ExampleGradients:
         parts = [torch.linalg.vector_norm(exact(gradient.flatten(1)), dim=1) for gradient in gradients.values()]
         norms = torch.linalg.vector_norm(torch.stack(parts), dim=0)
         finite = norms.isfinite()
-        factors = torch.where(finite, taken * (self.clip / norms).clamp(max=1), 0)
+        factors = torch.where(finite, taken * (self.privacy.clip / norms).clamp(max=1), 0)
+        wholes = {name: exact(whole(gradient, finite)) for name, gradient in gradients.items()}
+        if self.grid is None:
+            return {name: torch.tensordot(factors, gradient, 1) for name, gradient in wholes.items()}
+        # one by one: the rounding is of each sample's own gradient, or the sum would have as many grids as samples
         return {
-            name: torch.tensordot(factors, exact(whole(gradient, finite)), 1) for name, gradient in gradients.items()
+            name: towards_zero(factors.view(-1, *[1] * (gradient.dim() - 1)) * gradient, self.grid).sum(0)
+            for name, gradient in wholes.items()
         }
 
 

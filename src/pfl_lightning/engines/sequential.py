@@ -29,6 +29,7 @@ from pfl_lightning.engines.steps import adjusted_gradients, step_values
 from pfl_lightning.engines.threads import is_for_one_thread, one_thread
 from pfl_lightning.messages import detached, is_finite
 from pfl_lightning.privacy.dp_sgd import DPSGD
+from pfl_lightning.privacy.noise import secure_seed
 
 Step: TypeAlias = tuple[int, dict[str, Tensor]]
 
@@ -185,15 +186,16 @@ class Sequential(Engine):
         """Steps by bounded gradients of single samples and noise; a batch of nobody returns nothing."""
         slots = Slots(self.module)
         draws = Draws.of(self.work, phase, len(part))
-        gradients = ExampleGradients(
-            self.module, slots, list(parameters), privacy.clip, privacy.samples_at_once, self.forward_context
-        )
+        gradients = ExampleGradients(self.module, slots, list(parameters), privacy, self.forward_context)
+        if privacy.is_secure:
+            # dropout's masks go by places in the batch, so that one sample more would change the others' known masks
+            self._seed(secure_seed())
         # of the same memory as what the optimizer steps in
         entries = slots.current()
         steps: list[Step] = []
         for index in range(draws.steps):
             rows = privacy.drawn(len(part), draws.rate, generator)
-            noise = privacy.noise(parameters.values(), generator)
+            noise = privacy.drawn_noise(parameters.values(), generator)
             sums: dict[str, Tensor] = {}
             totals: dict[str, Tensor] = {}
             if count := len(rows):

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,7 @@ from pfl_lightning.contract.messages import check_payload, sound_updates
 from pfl_lightning.engines import ClientState, Job, Outcome
 from pfl_lightning.engines.base import given_modes, release
 from pfl_lightning.engines.evaluation import own_values
+from pfl_lightning.engines.examples import releases_of
 from pfl_lightning.federation.base import FederationBase
 from pfl_lightning.federation.checkpoint import storable
 from pfl_lightning.federation.evaluation import undisturbed
@@ -75,10 +76,8 @@ class Federation(FederationBase):
                     for ended in listeners:
                         ended(self.trainer, self, outcome.client, outcome)
         self.metrics["time/train"] = time.perf_counter() - start + choosing
-        for client, outcome in sorted(outcomes.items()):
-            if outcome.releases:
-                self.spent[client] = composed(self.spent.get(client, []), outcome.releases)
         if (private := self.options.example_privacy) is not None:
+            self._spend(cohort, outcomes)
             # before the server gets it
             private.check_spent(self.spent, self.sizes(self.spent, "train"), self.round)
         taken = self._taken(outcomes, len(cohort))
@@ -90,6 +89,33 @@ class Federation(FederationBase):
             self.trainer.optimizers[0].step()
             scheduler.step()  # type: ignore[union-attr]
             self._read_rate()
+
+    def _spend(self, cohort: Sequence[int], outcomes: Mapping[int, Outcome]) -> None:
+        """Count the private steps of a round, of each client as often as it was asked for them.
+
+        Args:
+            cohort: the clients of the round.
+            outcomes: of the clients that answered; of others nobody knows how far they came, so that all counts.
+        """
+        for engine, own in self.engines_of(cohort):
+            for client in own:
+                told = outcomes[client].releases if client in outcomes else ()
+                once = told or releases_of(engine.work, engine.module.local_phases(), self.data.size(client, "train"))
+                times = engine.times_asked(client)
+                made = [release._replace(steps=times * release.steps) for release in once]
+                if made:
+                    self.spent[client] = composed(self.spent.get(client, []), made)
+
+    def count_lost(self, cohorts: Sequence[Sequence[int]]) -> None:
+        """Count rounds that the checkpoint lacks, but whose models others may have seen.
+
+        Args:
+            cohorts: the clients of each of these rounds.
+        """
+        self.aggregator.count_lost(len(cohorts))
+        if self.options.example_privacy is not None and self.options.example_privacy.is_secure:
+            for cohort in cohorts:
+                self._spend(cohort, {})
 
     def _jobs(self, clients: list[int]) -> Iterator[Job]:
         listeners = self._listeners("on_client_fit_start")

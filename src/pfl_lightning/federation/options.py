@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
@@ -109,10 +109,7 @@ class FederationOptions:
                 "samples; leave it out."
             )
         if not isinstance(self.engine, (str, type)):
-            raise MisconfigurationException(
-                "trainer.example_privacy draws its noise from the run's seed, which everybody in a deployment knows; "
-                "leave it out."
-            )
+            cast(DPSGD, self.example_privacy).deployed()
 
     def _check_precision(self, precision: str) -> None:
         if precision in ("32-true", "64-true", "bf16-mixed"):
@@ -189,6 +186,11 @@ class FederationOptions:
         precision, engine = trainer.precision_plugin, self.engine_class
         if self.example_privacy is not None:
             self._check_precision(precision.precision)
+            if self.example_privacy.is_secure and any(module.device.type == "mps" for module in modules):
+                raise MisconfigurationException(
+                    "trainer.example_privacy.noise=secure needs float64, which Apple's GPUs lack; take seeded, or "
+                    "trainer.accelerator=cpu."
+                )
         sizes = (data.size(client, "train") for client in range(data.num_clients))
         ranks = trainer.world_size
         stays = stay_on_device(self.client_states, modules, data.num_clients, ranks)

@@ -112,6 +112,10 @@ class Remote(Engine):
                     f"median is {middle:.3g}, and counts; max-norm={FAR / 2 * middle:.1g}, say, leaves such ones out."
                 )
 
+    def times_asked(self, client: int) -> int:
+        """Return how often a client's site was asked, more than once where the site was gone in between."""
+        return self.link.times_asked[client]
+
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
         """Yields metrics as sites answer; clients whose aren't as they should be are left out with a warning."""
         asked = {job.client: job for job in jobs}

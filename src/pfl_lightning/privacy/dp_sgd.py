@@ -1,4 +1,4 @@
-"""Differential privacy of samples: which of them a step sees, and how much noise hides them."""
+"""Differential privacy of samples: batches, bounds and noise of local steps."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -9,7 +9,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from pfl_lightning.choices import check_choices
 from pfl_lightning.privacy.accountant import Release, check_range, epsilon, least_noise
+from pfl_lightning.privacy.noise import Source, grid_of, nearest, secure_members, secure_normal
 from pfl_lightning.privacy.settings import check_one, check_spent
 
 OWNER = "trainer.example_privacy"
@@ -25,9 +27,9 @@ NOT_COVERED = "; ".join(
         "how many samples clients have; phases that stay with their client, and evaluation",
         *NOT_COVERED_COLUMNS,
         "clients.csv; checkpoints, which hold personal states",
-        "who knows the run's seed, from which batches and noise are drawn",
     ]
 )
+SEEDED = "; who knows the run's seed, from which batches and noise are drawn"
 PUBLISHABLE = ("round", "clients", "clients_diverged", "cohort*", "bytes/*", "server/*", "privacy/*", "test/global_*")
 """Columns of the record that the guarantee covers, as patterns; who has how many samples counts as public."""
 
@@ -47,7 +49,12 @@ class DPSGD:
     samples, against the server as well. Source: Abadi et al., 2016 (https://arxiv.org/abs/1607.00133).
 
     With a target ``epsilon`` z is the least noise, the same for all, with which no client goes beyond it, even if it is
-    in every round of ``trainer.max_rounds``. Mostly who has the fewest samples decides, and others spend less.
+    in every round of ``trainer.max_rounds``. Mostly the client with the fewest samples decides, and others spend less.
+
+    ``noise="seeded"`` draws batches and noise from the run's seed, so that a run can be repeated: a simulation, as
+    everybody who knows the seed knows the noise. ``secure`` draws both from the operating system and keeps neither;
+    gradients and noise then lie on a grid (`pfl_lightning.privacy.noise`), and a run that goes on counts the rounds
+    that no checkpoint has.
 
     Args:
         noise_multiplier: z, at least 0, such as 1; 0 is no noise and no guarantee. Either it or ``epsilon``.
@@ -55,6 +62,7 @@ class DPSGD:
         delta: above 0 and below one over the samples of any client; None is a tenth of one over each client's own.
         samples_at_once: gradients of single samples that are held at a time, at least 1; None holds those of a batch.
         epsilon: the :math:`\epsilon` that each client's samples may have of all rounds together, above 0.
+        noise: ``seeded`` or ``secure``; None is ``secure`` in a deployment, and else ``seeded``.
 
     Raises:
         MisconfigurationException: if a value is out of its range.
@@ -65,6 +73,7 @@ class DPSGD:
     delta: float | None = None
     samples_at_once: int | None = None
     epsilon: float | None = None
+    noise: Source | None = None
 
     def __post_init__(self) -> None:
         z, target, clip = self.noise_multiplier, self.epsilon, self.clip
@@ -79,6 +88,36 @@ class DPSGD:
             check_range(f"{OWNER}.delta", delta, 0 < delta < 1, "above 0 and below 1, such as 1e-5")
         if at_once is not None:
             check_range(f"{OWNER}.samples_at_once", at_once, at_once >= 1, "at least 1")
+        if self.noise is not None:
+            check_choices(OWNER, noise=(self.noise, ("seeded", "secure")))
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether batches and noise come from the operating system."""
+        return self.noise == "secure"
+
+    @property
+    def grid(self) -> float | None:
+        """Step of the grid on which bounded gradients and their noise lie; None leaves both as they are."""
+        return grid_of(self.noise_multiplier * self.clip) if self.is_secure and self.noise_multiplier else None
+
+    def deployed(self) -> "DPSGD":
+        """Return the settings for clients at sites, whose noise nobody else may know.
+
+        Raises:
+            MisconfigurationException: if the noise shall be from a seed, or depends on clients of other sites.
+        """
+        if self.noise == "seeded":
+            raise MisconfigurationException(
+                f"{OWNER}.noise=seeded draws noise from the run's seed, which everybody in a deployment knows; take "
+                "secure."
+            )
+        if self.epsilon is not None:
+            raise MisconfigurationException(
+                f"{OWNER}.epsilon={self.epsilon} asks for noise by the sizes of all clients, and a site knows its own; "
+                "give noise_multiplier, such as the one that a simulation with this target records."
+            )
+        return replace(self, noise="secure")
 
     def check(self, sizes: Iterable[int]) -> None:
         """Refuses a delta with which a sample could be given away whole.
@@ -129,23 +168,29 @@ class DPSGD:
         return max((self.epsilon_of(releases, sizes[client]) for client, releases in spent.items()), default=0.0)
 
     def drawn(self, samples: int, rate: float, generator: torch.Generator) -> Tensor:
-        """The rows of a client's samples that are in a batch, rising.
+        """Return the rows of a client's samples that are in a batch, rising, int64.
 
         Args:
             samples: n.
             rate: q.
-            generator: the client's, on the CPU.
+            generator: the client's, on the CPU; of no use to secure batches.
         """
+        if self.is_secure:
+            return secure_members(samples, rate)
         return (torch.rand(samples, generator=generator) < rate).nonzero().flatten()
 
-    def noise(self, entries: Collection[Tensor], generator: torch.Generator) -> Tensor:
-        """Draw the noise of a step, flat ``[numbers of all entries]``; in float64 where entries are, else in float32.
+    def drawn_noise(self, entries: Collection[Tensor], generator: torch.Generator) -> Tensor:
+        """Draw the noise of a step, flat ``[numbers of all entries]``.
+
+        Seeded noise is in float64 where entries are, else in float32; secure noise is in float64 always.
 
         Args:
             entries: the trained entries.
-            generator: the client's, on the CPU.
+            generator: the client's, on the CPU; of no use to secure noise.
         """
         size = sum(entry.numel() for entry in entries)
+        if self.grid is not None:
+            return nearest(secure_normal(size) * (cast(float, self.noise_multiplier) * self.clip), self.grid)
         # a float64 sum would show its last digits beneath noise of float32
         dtype = torch.float64 if any(entry.dtype == torch.float64 for entry in entries) else torch.float32
         drawn = torch.randn(size, generator=generator, dtype=dtype)
@@ -181,8 +226,8 @@ class DPSGD:
             "noise_multiplier": min((z for releases in spent.values() for z, _, _ in releases), default=None),
             "releases": max((sum(release.steps for release in releases) for releases in spent.values()), default=0),
             "accountant": "Rényi" if amplified else "Gaussian, exact",
-            "noise": "seeded: a simulation",
-            "not_covered": NOT_COVERED,
+            "noise": "secure" if self.is_secure else "seeded: a simulation",
+            "not_covered": NOT_COVERED if self.is_secure else NOT_COVERED + SEEDED,
         }
 
 

@@ -71,7 +71,7 @@ class PoissonPlan:
             for row in range(rows):
                 generator = self.block.members[row].generator
                 drawn.append(self.privacy.drawn(self.block.sizes[row], self.draws[row].rate, generator))
-                noise.append(self.privacy.noise(self.trained.values(), generator))
+                noise.append(self.privacy.drawn_noise(self.trained.values(), generator))
             widest = max(map(len, drawn))
             samples = torch.zeros(rows, widest, dtype=torch.int64)
             taken = torch.zeros(rows, widest)
@@ -106,9 +106,7 @@ class PrivateDifferentiator:
         self.block = block
         self.trained = list(trained)
         module = sequential.module
-        self.examples = ExampleGradients(
-            module, slots, list(trained), privacy.clip, privacy.samples_at_once, sequential.forward_context
-        )
+        self.examples = ExampleGradients(module, slots, list(trained), privacy, sequential.forward_context)
 
     def gradients(self, step: PrivateStep, index: int) -> StateDict:
         """Gradients of the trained entries, a row for each client; what ``training_step`` returns is kept in the block.
