@@ -1,5 +1,6 @@
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -289,6 +290,21 @@ def test_a_target_is_reached_with_the_last_round(cohort):
     run = fit(make_client(), aggregator=DPAverage(epsilon=3.0), cohort=cohort, max_rounds=4)
     values = [row["privacy/epsilon"] for row in run.rows]
     assert values == sorted(values) and 2.999 < values[-1] <= 3.0 < 2 * values[1]
+
+
+def test_a_target_by_privacy_loss_distributions_needs_less_noise_and_says_so(tmp_path, monkeypatch):
+    pytest.importorskip("dp_accounting", reason="the extra privacy")
+    private = {"cohort": Poisson(0.5), "max_rounds": 4}
+    run = fit(make_client(), blobs(), tmp_path / "tight", DPAverage(epsilon=3.0), **private)
+    told = run.logger.summary["privacy"]
+    assert told["accountant"].startswith("privacy loss distributions") and told["epsilon"] == 3.0
+    assert 2.999 < told["epsilon_tight"] <= 3.0
+    with pytest.raises(MisconfigurationException, match=r"epsilon=3\.0 is spent after 4 rounds"):
+        fit(make_client(), blobs(), tmp_path / "tight", DPAverage(epsilon=3.0), "last", **private | {"max_rounds": 5})
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    coarse = fit(make_client(), blobs(), tmp_path / "coarse", DPAverage(epsilon=3.0), **private)
+    assert coarse.logger.summary["privacy"]["accountant"] == "Rényi"
+    assert coarse.federation.aggregator.z > 1.05 * run.federation.aggregator.z
 
 
 def test_a_spent_target_ends_a_longer_run(tmp_path):

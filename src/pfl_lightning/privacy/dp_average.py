@@ -1,6 +1,5 @@
 """Averaging with differential privacy of clients."""
 
-import importlib.util
 import math
 from typing import Any, Literal, cast
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from pfl_lightning.aggregators.base import Aggregator, Server
 from pfl_lightning.choices import check_choices
 from pfl_lightning.messages import Message, StateDict, Updates
-from pfl_lightning.privacy.accountant import Release, epsilon, noise_for, tight_epsilon
+from pfl_lightning.privacy.accountant import Release, accountant_of, bounded_epsilon, has_pld, noise_for, tight_epsilon
 from pfl_lightning.privacy.clipping import clipped, next_clip, noise_beside_counts
 from pfl_lightning.privacy.dp_sgd import composed
 from pfl_lightning.privacy.noise import Source, grid_of, nearest, secure_normal, seeded_normal, towards_zero
@@ -236,7 +235,7 @@ class DPAverage(Aggregator):
         return composed(self._releases(), [Release(float(self.z), float(self.sampling.rate), rounds)])
 
     def _epsilon(self, releases: list[Release]) -> float:
-        return epsilon(releases, self.bound_delta)
+        return bounded_epsilon(releases, self.bound_delta, self.epsilon)
 
     def privacy(self, final: bool = False) -> dict[str, Any]:
         """What is guaranteed of the rounds so far, and what isn't.
@@ -254,11 +253,11 @@ class DPAverage(Aggregator):
             "sampling": "no amplification" if rate == 1 else f"Poisson, rate {rate:g}",
             "noise_multiplier": self.z,
             "releases": sum(release.steps for release in releases),
-            "accountant": "Gaussian, exact" if rate == 1 else "Rényi",
+            "accountant": accountant_of(rate < 1, value, self.epsilon),
             "noise": "secure" if self.is_secure else "seeded: a simulation",
             "not_covered": NOT_COVERED if self.is_secure else NOT_COVERED + SEEDED,
         }
-        if final and math.isfinite(value) and rate < 1 and importlib.util.find_spec("dp_accounting"):
+        if final and math.isfinite(value) and rate < 1 and has_pld(0.0):
             statement["epsilon_tight"] = tight_epsilon(releases, self.bound_delta)
         return statement
 

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.choices import check_choices
-from pfl_lightning.privacy.accountant import Release, check_range, epsilon, least_noise
+from pfl_lightning.privacy.accountant import Release, accountant_of, bounded_epsilon, check_range, least_noise, within
 from pfl_lightning.privacy.noise import Source, grid_of, nearest, secure_members, secure_normal
 from pfl_lightning.privacy.settings import check_one, check_spent
 
@@ -146,7 +146,7 @@ class DPSGD:
         target, z = cast(float, self.epsilon), 0.0
         for samples, releases in plans:
             noised = [Release(z, rate, steps) for _, rate, steps in releases]
-            if self.epsilon_of(noised, samples) > target:
+            if not within(target, self.delta_of(samples), noised):
                 z = least_noise(target, self.delta_of(samples), releases)
         return replace(self, noise_multiplier=z, epsilon=None)
 
@@ -203,7 +203,7 @@ class DPSGD:
             releases: the client's steps so far.
             samples: how many it has.
         """
-        return epsilon(releases, self.delta_of(samples))
+        return bounded_epsilon(releases, self.delta_of(samples), self.epsilon)
 
     def delta_of(self, samples: int) -> float:
         r"""The :math:`\delta` of a client's samples, by how many it has."""
@@ -217,15 +217,16 @@ class DPSGD:
             sizes: samples of each of them.
         """
         amplified = any(release.rate < 1 for releases in spent.values() for release in releases)
+        value = self._largest(spent, sizes)
         return {
             "unit": "sample",
-            "epsilon": self._largest(spent, sizes),
+            "epsilon": value,
             "delta": max((self.delta_of(sizes[client]) for client in spent), default=self.delta),
             "adjacency": ADJACENCY,
             "sampling": "Poisson, rate batch_size over a client's samples",
             "noise_multiplier": min((z for releases in spent.values() for z, _, _ in releases), default=None),
             "releases": max((sum(release.steps for release in releases) for releases in spent.values()), default=0),
-            "accountant": "Rényi" if amplified else "Gaussian, exact",
+            "accountant": accountant_of(amplified, value, self.epsilon),
             "noise": "secure" if self.is_secure else "seeded: a simulation",
             "not_covered": NOT_COVERED if self.is_secure else NOT_COVERED + SEEDED,
         }
