@@ -102,13 +102,20 @@ class WeightedAverage(Aggregator):
             updates: by client id, at least one.
             weights: the weight of each of them, by client id; used as they are.
         """
-        mean = self.mean_of(updates, weights)
+        self.move(self.mean_of(updates, weights))
+
+    def move(self, target: StateDict) -> None:
+        """Moves the global model to a mean, or towards it.
+
+        Args:
+            target: the mean, with buffers; changed in place.
+        """
         if self.server_lr != 1:
             w = self.state["weights"]
             for name in self.learnable:
                 # the initial model is of another type than the uploads under precision=64-true
-                mean[name] = torch.lerp(w[name].to(mean[name]), mean[name], self.server_lr)
-        self.state["weights"] = mean
+                target[name] = torch.lerp(w[name].to(target[name]), target[name], self.server_lr)
+        self.state["weights"] = target
 
     def mean_of(self, updates: Updates, weights: Mapping[int, float]) -> StateDict:
         """The mean of uploads, or what the rule takes in its place; keeps each client's part as ``state["shares"]``.

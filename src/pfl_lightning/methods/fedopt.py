@@ -4,7 +4,6 @@ Symbols: x is the server's model, :math:`\Delta = \sum_k p_k (y_k - x)` the mean
 that -Δ stands for the gradient, and :math:`\eta_s` the server's learning rate. All arithmetic is entry by entry.
 """
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from pfl_lightning.aggregators import Mean, Server, WeightedAverage, Weighting
 from pfl_lightning.choices import check_choices
-from pfl_lightning.messages import StateDict, Updates
+from pfl_lightning.messages import StateDict
 
 
 class ServerSteps(WeightedAverage):
@@ -28,20 +27,11 @@ class ServerSteps(WeightedAverage):
         self.learnable = server.parameter_names(remove_duplicate=False)
         self.state |= {"m": {}, "v": {}}
 
-    def average(self, updates: Updates, weights: Mapping[int, float]) -> None:
-        """Makes a step by what the mean of the uploads is away from the global model.
-
-        Args:
-            updates: by client id, at least one.
-            weights: the weight of each of them, by client id; used as they are.
-        """
-        self.move(self.mean_of(updates, weights))
-
     def move(self, target: StateDict) -> None:
-        """Makes a step.
+        """Make a step by the difference of a mean from the global model.
 
         Args:
-            target: where a server that only averages would go: x + Δ, with buffers.
+            target: the mean of the uploads, with buffers: x + Δ.
         """
         x, moved = self.state["weights"], dict(target)
         for name in self.learnable:
