@@ -9,8 +9,8 @@ pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or n
 from deployments import deploy, grid_of
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from federations import equal, fit, make_client
-from pfl_lightning.methods import FedPer
+from federations import Spy, equal, fit, make_client
+from pfl_lightning.methods import FedDisco, FedPer
 from pfl_lightning.privacy import DPSGD
 
 SECURE = {"example_privacy": DPSGD(1.0, 0.5)}
@@ -47,6 +47,16 @@ def test_a_target_that_sites_would_share_out_otherwise_is_refused(tmp_path):
     target = {"example_privacy": DPSGD(epsilon=8.0)}
     with pytest.raises(MisconfigurationException, match=r"example_privacy\.epsilon=8\.0 .* give noise_multiplier"):
         deploy(grid_of(make_client, tmp_path, **SECURE), make_client, **target)
+
+
+def test_sites_add_noise_to_class_counts(tmp_path):
+    counted, spy = {"example_privacy": DPSGD(1.0, 0.5, counts_epsilon=0.3)}, Spy()
+    grid = grid_of(make_client, tmp_path, **counted)
+    remote = deploy(grid, make_client, aggregator=FedDisco(), callbacks=[spy], **counted)
+    here = fit(make_client(), aggregator=FedDisco(), **counted)
+    assert remote.federation.spent == here.federation.spent
+    sums = [int(u["class_counts"].sum()) - int(u["num_samples"]) for round in spy.updates for u in round.values()]
+    assert len(sums) == 12 and any(sums)
 
 
 def test_who_trains_and_does_not_answer_in_time_has_spent(tmp_path):

@@ -50,16 +50,18 @@ from pfl_lightning.methods import (
     FedClassAvg,
     FedDisco,
     FedLAW,
+    FedNH,
     FedPer,
     FedProx,
     FedRep,
     FedSAM,
     FedUV,
     Local,
+    NormalizedHead,
 )
 from pfl_lightning.nets import Net
 from pfl_lightning.privacy import DPSGD, DPAverage, Release, epsilon
-from pfl_lightning.privacy.accountant import has_pld, within
+from pfl_lightning.privacy.accountant import gaussian_delta, has_pld, within
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.selection import PowerOfChoice
 from pfl_lightning.tasks import Classification
@@ -608,6 +610,72 @@ def test_other_noise_after_resuming_is_added(tmp_path):
     assert [release.noise_multiplier for release in run.federation.spent[0]] == [1.0, 2.0]
 
 
+# Class counts
+
+
+COUNTED = DPSGD(2.0, counts_epsilon=0.7)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_class_counts_have_noise_that_no_one_but_the_client_draws(engine):
+    spy, plain = Spy(), Spy()
+    run = fit(make_client(), aggregator=FedDisco(), engine=engine, callbacks=[spy], example_privacy=COUNTED)
+    fit(make_client(), aggregator=FedDisco(), engine=engine, callbacks=[plain])
+    told, true = (
+        torch.stack([updates[k]["class_counts"] for updates in each.updates for k in sorted(updates)])
+        for each in (spy, plain)
+    )
+    assert told.dtype == torch.int64 and told.min() >= 0 and not torch.equal(told, true)
+    # rounds and clients have noise of their own
+    assert len({tuple(row) for row in (told - true).tolist()}) > 6
+    again = fit(make_client(), aggregator=FedDisco(), example_privacy=COUNTED)
+    assert [row["privacy/epsilon"] for row in again.rows] == [row["privacy/epsilon"] for row in run.rows]
+    assert torch.allclose(flat(again.weights, sorted(again.weights)), flat(run.weights, sorted(run.weights)), atol=1e-4)
+
+
+def test_secure_counts_are_others_in_each_run():
+    secure = DPSGD(2.0, counts_epsilon=0.5, noise="secure")
+    one, other = (torch.stack([secure.noisy_counts(torch.tensor([5, 0, 30]), 1) for _ in range(20)]) for _ in range(2))
+    assert not torch.equal(one, other) and one.min() == 0
+    seeded = DPSGD(2.0, counts_epsilon=0.5)
+    drawn = [seeded.noisy_counts(torch.tensor([5, 0, 30]), seed) for seed in (1, 1, 2)]
+    assert torch.equal(*drawn[:2]) and not torch.equal(*drawn[1:])
+
+
+def test_epsilon_covers_the_class_counts(tmp_path):
+    run = fit(make_client(), root=tmp_path, aggregator=FedDisco(), example_privacy=COUNTED, max_rounds=3)
+    told = run.logger.summary["privacy"]
+    assert (told["counts_epsilon"], told["counts_epsilon_total"]) == (0.7, pytest.approx(2.1))
+    assert told["noise_multiplier"] == 2.0
+    steps = fit(make_client(), example_privacy=DPSGD(2.0), max_rounds=3)
+    assert told["releases"] == steps.federation.privacy()["releases"]
+    alone = steps.rows[-1]["privacy/epsilon"]
+    # for few rounds both one after the other, and for many less
+    assert told["epsilon"] == pytest.approx(alone + 2.1)
+    many = [Release(2.0, 1.0, 100), Release(DPSGD(2.0, counts_epsilon=0.1).counts_release.noise_multiplier, 1.0, 100)]
+    assert DPSGD(2.0, counts_epsilon=0.1).epsilon_of(many, 30) < epsilon(many[:1], 0.1 / 30) + 10
+    for client, own in run.federation.spent.items():
+        assert own == [*steps.federation.spent[client], COUNTED.counts_release._replace(steps=3)]
+
+
+@pytest.mark.parametrize("pure", [0.01, 0.7, 3.0, 20.0])
+def test_a_pure_epsilon_is_no_worse_than_the_gaussian_that_is_counted_for_it(pure):
+    z = DPSGD(1.0, counts_epsilon=pure).counts_release.noise_multiplier
+    for share in (0.0, 0.2, 0.5, 0.9, 0.99):
+        eps = share * pure
+        # of randomized response, the worst of this epsilon
+        worst = (math.exp(pure) - math.exp(eps)) / (1 + math.exp(pure))
+        assert worst <= gaussian_delta(eps, z) * (1 + 1e-9)
+    assert gaussian_delta(0.0, z) == pytest.approx((math.exp(pure) - 1) / (1 + math.exp(pure)))
+
+
+def test_class_counts_without_noise_and_noise_without_counts_are_refused():
+    refused("class_counts, .* or add noise to the counts by example_privacy.counts_epsilon", aggregator=FedDisco())
+    refused("counts_epsilon is of class counts, for which .*WeightedAverage", example_privacy=COUNTED)
+    refused("directions", make_client(NormalizedHead), aggregator=FedNH(), example_privacy=COUNTED)
+    assert fit(make_client(), aggregator=FedAWA(init="disco"), example_privacy=COUNTED, max_rounds=1).rows
+
+
 # Refusals
 
 
@@ -626,6 +694,8 @@ def test_other_noise_after_resuming_is_added(tmp_path):
         ({"noise_multiplier": 1.0, "clip": 0.0}, "clip=0.0 must be above 0"),
         ({"noise_multiplier": 1.0, "clip": math.inf}, "clip=inf must be above 0"),
         ({"noise_multiplier": 1.0, "delta": 1.0}, "delta=1.0 must be above 0 and below 1"),
+        ({"noise_multiplier": 1.0, "counts_epsilon": 0.0}, "counts_epsilon=0.0 must be from 1e-6"),
+        ({"epsilon": 8.0, "counts_epsilon": 1.0}, "counts_epsilon=1.0 and .*give noise_multiplier"),
         ({"noise_multiplier": 1.0, "noise": "hidden"}, "noise='hidden' must be one of"),
         ({"noise_multiplier": 1.0, "samples_at_once": 0}, "samples_at_once=0 must be at least 1"),
     ],

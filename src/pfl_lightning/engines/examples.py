@@ -16,7 +16,7 @@ from pfl_lightning.data.trees import split
 from pfl_lightning.engines.base import LocalWork
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import step_values
-from pfl_lightning.messages import StateDict, tree_map
+from pfl_lightning.messages import Message, StateDict, tree_map
 from pfl_lightning.privacy.accountant import Release
 from pfl_lightning.privacy.dp_sgd import DPSGD
 from pfl_lightning.privacy.noise import towards_zero
@@ -76,8 +76,23 @@ def releases_of(work: LocalWork, phases: Sequence[Phase], samples: int) -> list[
     """
     if work.example_privacy is None:
         return []
-    z = cast(float, work.example_privacy.noise_multiplier)
-    return [Release(z, drawn.rate, drawn.steps) for drawn in private_draws(work, phases, samples)]
+    z, counts = cast(float, work.example_privacy.noise_multiplier), work.example_privacy.counts_release
+    made = [Release(z, drawn.rate, drawn.steps) for drawn in private_draws(work, phases, samples)]
+    return made if counts is None else [*made, counts]
+
+
+def with_noisy_counts(work: LocalWork, seed: int, update: Message) -> Message:
+    """Return an update with noise in its class counts, where these are private.
+
+    Args:
+        work: how much each client trains.
+        seed: of the client's round.
+        update: the upload.
+    """
+    private = work.example_privacy
+    if private is None or private.counts_epsilon is None or "class_counts" not in update:
+        return update
+    return {**update, "class_counts": private.noisy_counts(update["class_counts"], seed)}
 
 
 def calibrated(work: LocalWork, modules: Sequence[ClientModule], sizes: Iterable[int], rounds: int) -> LocalWork:

@@ -20,7 +20,7 @@ from pfl_lightning.data import ClientData, Samples, epoch_order
 from pfl_lightning.data.trees import rows_in
 from pfl_lightning.engines.base import ClientState, Engine, Job, Outcome
 from pfl_lightning.engines.errors import computed, during
-from pfl_lightning.engines.examples import Draws, ExampleGradients, noised, releases_of
+from pfl_lightning.engines.examples import Draws, ExampleGradients, noised, releases_of, with_noisy_counts
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.leaks import Leaks
 from pfl_lightning.engines.local_optimizer import local_optimizer
@@ -114,7 +114,7 @@ class Sequential(Engine):
         """
         self.set_mode(training=False)
         with torch.no_grad(), self.leaks.of("upload"), during("upload", job.round, job.client):
-            update = detached(self.module.upload(data))
+            update = with_noisy_counts(self.work, job.seed, detached(self.module.upload(data)))
         if layout.personal:
             own = self.module.state_dict()
             state.personal = self.work.kept({name: own[name] for name in layout.personal})

@@ -89,7 +89,8 @@ class FederationBase(LightningModule):
         check_finite(client, self.aggregator)
         check_guarantee(client, self.aggregator, options.min_clients)
         if options.example_privacy is not None:
-            check_example_level(client, self.aggregator, options.cohort)
+            noisy_counts = options.example_privacy.counts_epsilon is not None
+            check_example_level(client, self.aggregator, options.cohort, noisy_counts)
         check_pair(client, self.aggregator)
         check_requirements(client, self.aggregator)
         check_tells(client, options.cohort)

@@ -221,7 +221,8 @@ class Remote(Engine):
             like = self.look(job)
             limit = 2 * num_bytes(like)
             update = unpack(content, f"{client}/update", like, self._sketches.keys(self.link.clients), limit)
-            check_counts(update, samples)
+            private = self.work.example_privacy
+            check_counts(update, samples, private is not None and private.counts_epsilon is not None)
             if self.max_norm is not None:
                 check_norm(update, job.payload, self.max_norm)
         # of a client with whom nothing stays there is nothing to keep

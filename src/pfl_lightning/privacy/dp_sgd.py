@@ -1,8 +1,11 @@
 """Differential privacy of samples: batches, bounds and noise of local steps."""
 
 import math
+import random
+import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Any, cast
 
 import torch
@@ -11,8 +14,9 @@ from torch import Tensor
 
 from pfl_lightning.choices import check_choices
 from pfl_lightning.privacy.accountant import Release, accountant_of, bounded_epsilon, check_range, least_noise, within
-from pfl_lightning.privacy.noise import Source, grid_of, nearest, secure_members, secure_normal
+from pfl_lightning.privacy.noise import Source, discrete_laplace, grid_of, nearest, secure_members, secure_normal
 from pfl_lightning.privacy.settings import check_one, check_spent
+from pfl_lightning.seeds import derive_seed
 
 OWNER = "trainer.example_privacy"
 ADJACENCY = "add or remove: a sample of one client is there or isn't; how many samples clients have is public"
@@ -63,9 +67,12 @@ class DPSGD:
         samples_at_once: gradients of single samples that are held at a time, at least 1; None holds those of a batch.
         epsilon: the :math:`\epsilon` that each client's samples may have of all rounds together, above 0.
         noise: ``seeded`` or ``secure``; None is ``secure`` in a deployment, and else ``seeded``.
+        counts_epsilon: the :math:`\epsilon` of the class counts that a client sends in a round, above 0, for servers
+            that need them: discrete Laplace noise at the client, of the probability :math:`\propto e^{-\epsilon|k|}`;
+            negative counts become 0. None refuses such servers.
 
     Raises:
-        MisconfigurationException: if a value is out of its range.
+        MisconfigurationException: if a value is out of range.
     """
 
     noise_multiplier: float | None = None
@@ -74,6 +81,7 @@ class DPSGD:
     samples_at_once: int | None = None
     epsilon: float | None = None
     noise: Source | None = None
+    counts_epsilon: float | None = None
 
     def __post_init__(self) -> None:
         z, target, clip = self.noise_multiplier, self.epsilon, self.clip
@@ -90,6 +98,13 @@ class DPSGD:
             check_range(f"{OWNER}.samples_at_once", at_once, at_once >= 1, "at least 1")
         if self.noise is not None:
             check_choices(OWNER, noise=(self.noise, ("seeded", "secure")))
+        if (counts := self.counts_epsilon) is not None:
+            check_range(f"{OWNER}.counts_epsilon", counts, 1e-6 <= counts <= 100, "from 1e-6 to 100, such as 0.5")
+            if target is not None:
+                raise MisconfigurationException(
+                    f"{OWNER}.counts_epsilon={counts} and {OWNER}.epsilon={target}: a target is shared out to steps "
+                    "alone; give noise_multiplier."
+                )
 
     @property
     def is_secure(self) -> bool:
@@ -196,36 +211,77 @@ class DPSGD:
         drawn = torch.randn(size, generator=generator, dtype=dtype)
         return drawn * (cast(float, self.noise_multiplier) * self.clip)
 
-    def epsilon_of(self, releases: Sequence[Release], samples: int) -> float:
-        r"""The :math:`\epsilon` of a client's samples.
+    @property
+    def counts_release(self) -> Release | None:
+        r"""The release that stands for a round's class counts; None where these aren't sent.
+
+        A pure :math:`\epsilon` is no worse than a Gaussian mechanism of noise multiplier
+        :math:`1 / 2\Phi^{-1}(1 / (1 + e^{-\epsilon}))`: both have the same worst error where type I and II are equal,
+        and the Gaussian's curve of errors, which is convex, lies below the two straight lines of the other one (Dong,
+        Roth and Su, 2022, https://arxiv.org/abs/1905.02383).
+        """
+        if self.counts_epsilon is None:
+            return None
+        return Release(-1 / (2 * NormalDist().inv_cdf(1 / (1 + math.exp(self.counts_epsilon)))))
+
+    def noisy_counts(self, counts: Tensor, seed: int) -> Tensor:
+        """Return class counts with discrete Laplace noise, negative ones as 0, int64 ``[num_classes]``.
 
         Args:
-            releases: the client's steps so far.
-            samples: how many it has.
+            counts: samples of each class.
+            seed: of the client's round; of no use to secure noise.
         """
-        return bounded_epsilon(releases, self.delta_of(samples), self.epsilon)
+        below = secrets.randbelow if self.is_secure else random.Random(derive_seed(seed, "class counts")).randrange
+        drawn = [discrete_laplace(cast(float, self.counts_epsilon), below) for _ in range(len(counts))]
+        return (counts + torch.tensor(drawn, dtype=counts.dtype, device=counts.device)).clamp(min=0)
+
+    def epsilon_of(self, releases: Sequence[Release], samples: int) -> float:
+        r"""Return the :math:`\epsilon` of a client's samples.
+
+        Args:
+            releases: the client's steps and class counts so far.
+            samples: how many the client has.
+        """
+        delta = self.delta_of(samples)
+        value = bounded_epsilon(releases, delta, self.epsilon)
+        steps, told = self._apart(releases)
+        # for few rounds the plain sum is less than by Gaussians in the place of the counts
+        return min(value, bounded_epsilon(steps, delta, self.epsilon) + told) if told else value
 
     def delta_of(self, samples: int) -> float:
-        r"""The :math:`\delta` of a client's samples, by how many it has."""
+        r"""Return the :math:`\delta` of a client's samples, by their number."""
         return 0.1 / samples if self.delta is None else self.delta
 
+    def _apart(self, releases: Sequence[Release]) -> tuple[list[Release], float]:
+        """Return the steps of a client, and the epsilon of the class counts by themselves."""
+        counts = self.counts_release
+        told = sum(release.steps for release in releases if release._replace(steps=1) == counts)
+        steps = [release for release in releases if release._replace(steps=1) != counts]
+        return steps, told * (self.counts_epsilon or 0.0)
+
     def statement(self, spent: Mapping[int, Sequence[Release]], sizes: Mapping[int, int]) -> dict[str, Any]:
-        r"""What is guaranteed of the steps so far, and what isn't; :math:`\epsilon` is the largest of all clients.
+        r"""Return the guarantee of the steps so far, and a list of all outside; :math:`\epsilon` is the largest.
 
         Args:
             spent: the steps of each client.
-            sizes: samples of each of them.
+            sizes: samples of each client.
         """
+        apart = [self._apart(releases) for releases in spent.values()]
         amplified = any(release.rate < 1 for releases in spent.values() for release in releases)
         value = self._largest(spent, sizes)
+        counts = {
+            "counts_epsilon": self.counts_epsilon,
+            "counts_epsilon_total": max((told for _, told in apart), default=0.0),
+        }
         return {
             "unit": "sample",
             "epsilon": value,
             "delta": max((self.delta_of(sizes[client]) for client in spent), default=self.delta),
             "adjacency": ADJACENCY,
             "sampling": "Poisson, rate batch_size over a client's samples",
-            "noise_multiplier": min((z for releases in spent.values() for z, _, _ in releases), default=None),
-            "releases": max((sum(release.steps for release in releases) for releases in spent.values()), default=0),
+            "noise_multiplier": min((z for steps, _ in apart for z, _, _ in steps), default=None),
+            "releases": max((sum(release.steps for release in steps) for steps, _ in apart), default=0),
+            **(counts if self.counts_epsilon is not None else {}),
             "accountant": accountant_of(amplified, value, self.epsilon),
             "noise": "secure" if self.is_secure else "seeded: a simulation",
             "not_covered": NOT_COVERED if self.is_secure else NOT_COVERED + SEEDED,

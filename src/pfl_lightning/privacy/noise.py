@@ -2,6 +2,8 @@
 
 import math
 import os
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Literal
 
 import numpy as np
@@ -52,6 +54,43 @@ def secure_members(samples: int, rate: float) -> Tensor:
     words = np.frombuffer(os.urandom(8 * samples), dtype=np.uint64)
     # never a larger probability than the accountant counts
     return torch.from_numpy(np.flatnonzero(words < np.uint64(math.floor(math.ldexp(rate, 64)))))
+
+
+def discrete_laplace(epsilon: float, below: Callable[[int], int]) -> int:
+    r"""Draw an integer with probability proportional to :math:`e^{-\epsilon |k|}`, exactly, by integers alone.
+
+    Source: Canonne, Kamath and Steinke, 2020, Algorithm 2 (https://arxiv.org/abs/2004.00010).
+
+    Args:
+        epsilon: from 1e-6; rounded down to a multiple of 2^-32, which is more noise and never less.
+        below: draws a uniform integer from 0 to below an integer.
+    """
+    rate = Fraction(math.floor(math.ldexp(epsilon, 32)), 1 << 32)
+    s, t = rate.numerator, rate.denominator
+    while True:
+        part = below(t)
+        if not exponential_coin(Fraction(part, t), below):
+            continue
+        whole = 0
+        while exponential_coin(Fraction(1), below):
+            whole += 1
+        size, negative = (part + t * whole) // s, below(2)
+        # zero would count twice
+        if size or not negative:
+            return -size if negative else size
+
+
+def exponential_coin(gamma: Fraction, below: Callable[[int], int]) -> bool:
+    r"""Return heads with the probability :math:`e^{-\gamma}`, exactly.
+
+    Args:
+        gamma: from 0 to 1.
+        below: draws a uniform integer from 0 to below an integer.
+    """
+    k = 1
+    while below(gamma.denominator * k) < gamma.numerator:
+        k += 1
+    return k % 2 == 1
 
 
 def secure_seed() -> int:
