@@ -387,14 +387,32 @@ def test_rounds_that_were_lost_count_where_their_noise_was_another(noise, lost, 
             if federation.round == 3:
                 raise ZeroDivisionError
 
-    every = ModelCheckpoint(every_n_epochs=2, save_top_k=-1, filename="{epoch}", save_last=False)
+    def every(rounds):
+        return ModelCheckpoint(every_n_epochs=rounds, save_top_k=-1, filename="{epoch}", save_last=False)
+
     with pytest.raises(ZeroDivisionError):
-        fit(make_client(), blobs(), tmp_path, private(), callbacks=[Ends(), every], max_rounds=4)
+        fit(make_client(), blobs(), tmp_path / "once", private(), callbacks=[Ends(), every(2)], max_rounds=4)
     (checkpoint,) = tmp_path.rglob("epoch=1*.ckpt")
-    resumed = fit(make_client(), blobs(), tmp_path, private(), checkpoint, max_rounds=4)
+    resumed = fit(make_client(), blobs(), tmp_path / "once", private(), checkpoint, max_rounds=4)
     # of two rounds: the third, which is recorded, and the fourth, which had begun
     assert resumed.rows[-1]["privacy/epsilon"] == epsilon([Release(2.0, 1.0, 4 + lost)], 0.025)
-    longer = fit(make_client(), blobs(), tmp_path, private(), "last", max_rounds=5)
+    # a second interruption, from which the same checkpoint goes on: the record has been cut back, and all counts
+    with pytest.raises(ZeroDivisionError):
+        fit(make_client(), blobs(), tmp_path / "twice", private(), callbacks=[Ends(), every(2)], max_rounds=4)
+    (checkpoint,) = (tmp_path / "twice").rglob("epoch=1*.ckpt")
+    with pytest.raises(ZeroDivisionError):
+        fit(
+            make_client(),
+            blobs(),
+            tmp_path / "twice",
+            private(),
+            checkpoint,
+            callbacks=[Ends(), every(9)],
+            max_rounds=4,
+        )
+    twice = fit(make_client(), blobs(), tmp_path / "twice", private(), checkpoint, max_rounds=4)
+    assert twice.rows[-1]["privacy/epsilon"] == epsilon([Release(2.0, 1.0, 4 + 2 * lost)], 0.025)
+    longer = fit(make_client(), blobs(), tmp_path / "once", private(), "last", max_rounds=5)
     # one that had come to its end has lost nothing
     assert longer.rows[-1]["privacy/epsilon"] == epsilon([Release(2.0, 1.0, 5 + lost)], 0.025)
 

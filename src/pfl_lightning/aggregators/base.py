@@ -110,8 +110,8 @@ class Aggregator:
     more."""
 
     example_level: bool = False
-    """Whether it learns of clients by weights alone, or class counts beside, as ``trainer.example_privacy`` needs; each says so
-    itself."""
+    """Whether it learns of clients by weights alone, or by class counts too, as ``trainer.example_privacy`` needs it;
+    each class says so itself."""
     publishable: tuple[str, ...] = ()
     """Columns of the record that its guarantee covers, as patterns; those of ``test/global_`` are of samples that no
     client holds."""

@@ -1,10 +1,12 @@
 """The record of a run: one row a round, a table of clients, a summary."""
 
+import json
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
+from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, cast
 
@@ -68,6 +70,10 @@ def plain_entry(column: str, value: Any) -> Any:
     return value
 
 
+LOST = "lost.json"
+"""The file with the clients of rounds that no checkpoint of the run has, in runs with a guarantee of privacy."""
+
+
 class RoundLogger(FederatedCallback):
     """Writes ``rounds.csv``, ``clients.csv`` and ``summary.json`` into the run's folder; logs one record a round.
 
@@ -84,19 +90,22 @@ class RoundLogger(FederatedCallback):
         self.fingerprints: dict[str, str] = {}
         self._packed = PackedRows()
         self._columns: set[str] = set()
+        self._lost = 0
         self._seconds = 0.0
         self._start = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rows so far, the seconds that they took, and fingerprints of partition and initial nets."""
         packed = self._packed.state(self.rows)
-        return {"rows": packed, "seconds": self._elapsed(), "fingerprints": self.fingerprints}
+        return {"rows": packed, "seconds": self._elapsed(), "fingerprints": self.fingerprints, "lost": self._lost}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from earlier rows."""
         self.rows, self._packed = PackedRows.unpacked(state_dict["rows"]), PackedRows()
         self._seconds = state_dict["seconds"]
         self.fingerprints = dict(state_dict["fingerprints"])
+        # earlier versions counted without this file
+        self._lost = state_dict.get("lost", 0)
 
     def _elapsed(self) -> float:
         return self._seconds + time.perf_counter() - self._start
@@ -118,8 +127,8 @@ class RoundLogger(FederatedCallback):
         """
         self._start = time.perf_counter()
         federation = cast(Federation, pl_module)
-        if self.rows and (folder := run_folder(trainer)):
-            federation.count_lost(lost_cohorts(Standing(folder), len(self.rows), federation.data.num_clients))
+        if self.rows and federation.publishable and (folder := run_folder(trainer)):
+            self._count_lost(federation, folder)
         self._write(trainer)
         # made once, by the federation: it counts the samples of all clients
         self.fingerprints = {"partition": federation.trained["partition"], **self.fingerprints}
@@ -239,6 +248,20 @@ class RoundLogger(FederatedCallback):
         if test not in tested and best.get("round") == row["round"]:
             tested = row | best
         return {"round": row["round"], validation: row[validation], test: tested.get(test), **shown(tested, monitor)}
+
+    def _count_lost(self, federation: Federation, folder: Path) -> None:
+        """Count the rounds made after the checkpoint, also those before an earlier interruption since.
+
+        The record is about to be cut back to the checkpoint, so that a file of its own keeps the lost cohorts; the
+        checkpoint says how many of these it has counted.
+        """
+        path = folder / LOST
+        earlier = json.loads(path.read_text(encoding="utf-8"))["cohorts"] if path.is_file() else []
+        lost = earlier + lost_cohorts(Standing(folder), len(self.rows), federation.data.num_clients)
+        if lost:
+            write_json(path, {"cohorts": lost})
+        federation.count_lost(lost[self._lost :])
+        self._lost = len(lost)
 
     def _write(self, trainer: Trainer) -> None:
         self._columns = set(columns_of(self.rows))

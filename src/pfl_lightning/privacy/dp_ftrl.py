@@ -41,8 +41,7 @@ class DPFTRL(DPAverage):
     (https://arxiv.org/abs/2306.08153); Kalinin and Lampert, 2024 (https://arxiv.org/abs/2405.13763).
 
     The last p - 1 of the :math:`w_t` are in `state`, and so in checkpoints, whatever ``noise`` is: a resumed run goes
-    on with them. Of a run with secure noise each lost stretch of l rounds counts as further ⌈(l + p - 1) / b⌉ times of
-    each client.
+    on with these numbers. With secure noise each lost round adds 1 to the sum over j.
 
     Args:
         separation: b, at least 1: a client comes in round t + b at the earliest after round t.
@@ -192,15 +191,16 @@ class DPFTRL(DPAverage):
             rounds: how many, at least 0.
         """
         if self.is_secure and rounds:
-            # also of those who came shortly before, on whom the lost noise numbers depend
-            self.state["lost"] += -(-(rounds + len(self.coefficients) - 1) // self.separation)
+            # their fresh noise numbers are others than those of the rounds made again
+            self.state["lost"] += rounds
             self.state["releases"] = [list(release) for release in self._with_further(0)]
 
     def _with_further(self, rounds: int) -> list[Release]:
         """Return the one Gaussian mechanism of all rounds so far and further ones."""
         made = self.state["rounds"] + rounds
         squared = squared_sensitivity(self.coefficients, made, self.times, self.separation)
-        squared += self.state["lost"] * sum(weight**2 for weight in self.coefficients)
+        # a client is in a round's number by one time at most, its own or one of the bands before, weighted by 1 at most
+        squared += self.state["lost"]
         return [Release(float(self.z) / math.sqrt(squared), 1.0, 1)] if squared else []
 
     def privacy(self, final: bool = False) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class DPFTRL(DPAverage):
             final: as for `DPAverage`.
         """
         statement = super().privacy(final)
-        lost = f", and lost rounds as {self.state['lost']} further times" if self.state["lost"] else ""
+        lost = f", and {self.state['lost']} lost rounds" if self.state["lost"] else ""
         return statement | {
             "sampling": f"no sampling, each client at most {self.times} times, {self.separation} rounds apart{lost}",
             "releases": self.state["rounds"],
