@@ -1,4 +1,4 @@
-"""Gradients of single samples, bounded and added up: what one step of differentially private training is made of."""
+"""Bounded gradients of single samples and their sums, for steps of differentially private training."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ Values = dict[str, Tensor]
 
 
 class Draws(NamedTuple):
-    """How a client's batches of a phase are drawn.
+    """The number and the size of a client's batches in a phase.
 
     Args:
         steps: how many there are.
@@ -39,13 +39,14 @@ class Draws(NamedTuple):
 
     @classmethod
     def of(cls, work: LocalWork, phase: Phase, samples: int) -> "Draws":
-        """The draws of a client in a phase: as many as it would have batches.
+        """Return the draws of a client in a phase, as many as plain training has batches.
 
         Args:
             work: how much each client trains.
             phase: the phase.
             samples: how many the client has.
         """
+        # the last, smaller batch of an epoch has no part in it: each batch is drawn anew
         size, _, epochs, steps = work.extent(phase)
         if not samples:
             return cls(0, 1.0, 1.0)
@@ -55,7 +56,7 @@ class Draws(NamedTuple):
 
 
 def private_draws(work: LocalWork, phases: Sequence[Phase], samples: int) -> list[Draws]:
-    """The draws of a client's round that spend something: of each phase that doesn't stay with it.
+    """Return the draws of a client's round in phases with an influence on the upload.
 
     Args:
         work: how much each client trains.
@@ -67,7 +68,7 @@ def private_draws(work: LocalWork, phases: Sequence[Phase], samples: int) -> lis
 
 
 def releases_of(work: LocalWork, phases: Sequence[Phase], samples: int) -> list[Release]:
-    """What a client's training of a round spends: the steps of each phase that doesn't stay with it.
+    """Return the releases of a client's round: private steps, and class counts where these are sent.
 
     Args:
         work: how much each client trains.
@@ -76,13 +77,14 @@ def releases_of(work: LocalWork, phases: Sequence[Phase], samples: int) -> list[
     """
     if work.example_privacy is None:
         return []
+    # a phase that stays with its client reaches nobody
     z, counts = cast(float, work.example_privacy.noise_multiplier), work.example_privacy.counts_release
     made = [Release(z, drawn.rate, drawn.steps) for drawn in private_draws(work, phases, samples)]
     return made if counts is None else [*made, counts]
 
 
 def with_noisy_counts(work: LocalWork, seed: int, update: Message) -> Message:
-    """Return an update with noise in its class counts, where these are private.
+    """Return an update with noise in the class counts, if the settings ask for noise.
 
     Args:
         work: how much each client trains.
@@ -96,7 +98,7 @@ def with_noisy_counts(work: LocalWork, seed: int, update: Message) -> Message:
 
 
 def calibrated(work: LocalWork, modules: Sequence[ClientModule], sizes: Iterable[int], rounds: int) -> LocalWork:
-    """The same work, with the noise that its target of privacy asks for where it has one.
+    """Return the work with noise for the target of privacy, where one is given.
 
     Args:
         work: how much each client trains.
@@ -145,7 +147,7 @@ class ExampleGradients:
         self.forward_context = forward_context
 
     def sums(self, entries: StateDict, batch: Batch, taken: Tensor, index: int) -> tuple[StateDict, Values]:
-        """Sums over a batch in float64, of the bounded gradients and of what ``training_step`` returns.
+        """Return sums over a batch in float64: of bounded gradients, and of the values of ``training_step``.
 
         Args:
             entries: the client's parameters and buffers by name.
@@ -153,6 +155,7 @@ class ExampleGradients:
             taken: 1 for the samples that count, 0 for the others ``[m]``.
             index: the batch's number.
         """
+        # frozen entries need no gradient of each sample
         leaves = {name: entries[name] for name in self.trained}
         others = {name: entry for name, entry in entries.items() if name not in leaves}
 
@@ -174,7 +177,7 @@ class ExampleGradients:
         return sums, totals
 
     def _bounded(self, gradients: StateDict, taken: Tensor) -> StateDict:
-        """The sum over samples of gradients whose norm is at most the bound; of one that isn't finite nothing."""
+        """Return the sum of the samples' bounded gradients; one with NaN or infinity counts as zero."""
         # in float64, as a float32 sum of 4,096 samples moves by up to 1.0004 times the bound, squares of 1e20 overflow,
         # and products of float32 may be made in TF32
         parts = [torch.linalg.vector_norm(exact(gradient.flatten(1)), dim=1) for gradient in gradients.values()]
@@ -192,22 +195,22 @@ class ExampleGradients:
 
 
 def exact(tensor: Tensor) -> Tensor:
-    """The tensor in float64, or in float32 on Apple's GPUs, which have no more."""
+    """Return the tensor in float64, or in float32 on Apple's GPUs, which have no more."""
     return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
 
 
 def added(one: StateDict, other: StateDict) -> StateDict:
-    """Sums by name, where one may have none yet."""
+    """Return sums by name, where one side may have none yet."""
     return {name: one[name] + tensor if name in one else tensor for name, tensor in other.items()}
 
 
 def whole(gradients: Tensor, finite: Tensor) -> Tensor:
-    """Gradients of samples ``[m, ...]``, with zeros for those that aren't finite, as zero times infinity is none."""
+    """Return gradients of samples ``[m, ...]``, with zeros for samples with NaN or infinity."""
     return torch.where(finite.view(-1, *[1] * (gradients.dim() - 1)), gradients, 0)
 
 
 def noised(sums: StateDict, noise: Tensor, entries: Mapping[str, Tensor], expected: float | Tensor) -> StateDict:
-    """The gradients of a step, of one client or a row for each of many: rounded to the entries' type after the noise.
+    """Return a step's gradients, of one client or a row for each of many, rounded to the entries' type after the noise.
 
     Args:
         sums: of bounded gradients, by name; empty where no sample was drawn.
@@ -216,6 +219,7 @@ def noised(sums: StateDict, noise: Tensor, entries: Mapping[str, Tensor], expect
         expected: samples that a batch has on average, of all or ``[clients]``.
     """
     rows = noise.shape[:-1]
+    # one draw for all entries, so that engines draw alike
     drawn = torch.split(noise, [entry[0].numel() if rows else entry.numel() for entry in entries.values()], dim=-1)
     gradients = {}
     for (name, entry), own in zip(entries.items(), drawn, strict=True):

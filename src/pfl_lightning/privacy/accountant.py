@@ -57,7 +57,9 @@ def epsilon(releases: Iterable[Release], delta: float) -> float:
     """
     check_range("delta", delta, 0 < delta < 1, "above 0 and below 1, such as 1e-5")
     made = [checked(release) for release in releases]
+    # no step, no noise multiplier that would count
     made = [release for release in made if release.steps]
+    # without noise nothing is hidden, whatever the sampling
     if any(release.noise_multiplier == 0 for release in made):
         return math.inf
     if all(release.rate == 1 for release in made):
@@ -83,6 +85,7 @@ def tight_epsilon(releases: Iterable[Release], delta: float) -> float:
 @lru_cache(maxsize=256)
 def _tight_epsilon(made: tuple[Release, ...], delta: float) -> float:
     least = epsilon(made, delta)
+    # exact already, or hopeless
     if not math.isfinite(least) or all(release.rate == 1 for release in made):
         return least
     try:
@@ -185,6 +188,7 @@ def least_noise(target: float, delta: float, releases: Sequence[Release], tight:
         MisconfigurationException: if an argument is out of range, or no noise reaches the target.
     """
     check_range("epsilon", target, 0 < target < math.inf, "above 0, such as 8")
+    # also where the other accountant decides: its search begins there
     coarse = _least_by_renyi(target, delta, releases)
     sampled = any(release.rate < 1 for release in releases)
     if not sampled or not (has_pld(target) if tight is None else tight):
@@ -197,7 +201,7 @@ def _scaled(releases: Sequence[Release], factor: float) -> list[Release]:
 
 
 def _least_by_pld(target: float, delta: float, releases: Sequence[Release], coarse: float) -> float:
-    """Return the least factor by privacy loss distributions, from that by Rényi divergences down."""
+    """Return the least factor by privacy loss distributions, beginning from the one by Rényi divergences."""
 
     def power(factor: float) -> float:
         """Return the exponent with which epsilon falls in the noise, by the quick accountant."""
@@ -223,6 +227,7 @@ def _least_by_renyi(target: float, delta: float, releases: Sequence[Release]) ->
     def within(factor: float) -> bool:
         return epsilon(_scaled(releases, factor), delta) <= target
 
+    # doubling first, as the least noise may be anywhere
     low, high = 0.0, 1.0
     while not within(high):
         low, high = high, 2 * high
@@ -272,7 +277,7 @@ def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
 
 
 def together(releases: Sequence[Release]) -> float:
-    """Return the noise multiplier of the one Gaussian mechanism that equals rounds without sampling."""
+    """Return the noise multiplier of the one Gaussian mechanism with the same guarantee as rounds without sampling."""
     precision = sum(release.steps / release.noise_multiplier**2 for release in releases)
     return 1 / math.sqrt(precision) if precision else math.inf
 
@@ -307,8 +312,10 @@ def by_quadrature(z: float, rate: float, orders: Sequence[float]) -> NDArray[np.
     The integrand is analytic within :math:`\pi z^2` of the real line and falls like a Gaussian, so the error falls
     exponentially in :math:`z^2` over the step, here to below 1e-12.
     """
+    # fine enough for the density and for the strip in which the integrand is analytic
     step = min(z / 8, z**2 / 2)
     x = np.arange(-12 * z, max(orders) + 12 * z, step)
+    # by logarithms: the ratio overflows for little noise
     ratio = np.logaddexp(math.log1p(-rate), math.log(rate) + (2 * x - 1) / (2 * z**2))
     log_density = -(x**2) / (2 * z**2) + math.log(step) - math.log(z * math.sqrt(2 * math.pi))
     return np.array([log_of_sum(log_density + order * ratio) for order in orders])

@@ -130,6 +130,7 @@ class DPAverage(Aggregator):
         self.quantile, self.clip_lr, self.count_noise = quantile, clip_lr, count_noise
         self.sample_cap, self.server_lr = sample_cap, server_lr
         self.noise = noise
+        # under the argument's name, by which settings of a resumed run are compared
         self.server = checked_server(server, server_lr)
         if sample_cap is not None:
             self.needs = self.needs | {"num_samples"}
@@ -148,6 +149,7 @@ class DPAverage(Aggregator):
         self.sampling = self._checked_sampling(server)
         self.entries = Entries(server)
         self.seed = server.seed
+        # every site of a deployment is given the seed
         self.is_secure = self.noise == "secure" or (self.noise is None and server.deployed)
         self.bound_delta = 0.1 / server.num_clients if self.delta is None else self.delta
         if not self.bound_delta < 1 / server.num_clients:
@@ -155,6 +157,7 @@ class DPAverage(Aggregator):
                 f"aggregator.delta={self.delta} must be below 1 / {server.num_clients}, one over data.num_clients: "
                 "what gives one client away whole would pass; leave it out to take a tenth of that."
             )
+        # needs delta
         self.z = self._noise(server)
         self.count_std = self.sampling.expected / 20 if self.count_noise is None else self.count_noise
         if self.quantile is not None and not self.z < 2 * self.count_std:
@@ -195,23 +198,28 @@ class DPAverage(Aggregator):
         releases = self._with_further(1)
         if self.epsilon is not None:
             check_spent("aggregator", self.epsilon, self._epsilon(releases), round)
+        # never by the number of updates, which one client changes
         clip, expected = self.state["clip"], self.sampling.expected
         x = self.entries.vector(self.state["weights"])
         sizes = self.entries.sizes if self.clip_by == "entry" else None
         adaptive = self.quantile is not None
+        # sum and count have one guarantee together
         z = noise_beside_counts(self.z, self.count_std) if adaptive else self.z
         grid = grid_of(z * clip) if z and self.is_secure else None
         total, within = torch.zeros_like(x), 0.0
         for update in updates.values():
+            # in float64, as norms of float32 are off by more than an accountant knows
             change = self.entries.vector(update["weights"]) - x
             counted = self._weight(update) * clipped(change, clip, sizes)
             total += counted if grid is None else towards_zero(counted, grid)
             within += float(torch.linalg.vector_norm(change) <= clip) - 0.5
         if z:
+            # also without updates: a round of nobody must look like any other
             drawn = z * clip * self._drawn("dp", round, len(x))
             total += drawn if grid is None else nearest(drawn, grid)
         weights = self.entries.model(x + self.server_lr / expected * total, self.state["weights"], updates)
         if self.server is not None:
+            # the checkpoint has replaced the state, and the server has none of its own in between
             self.server.state = {"weights": self.state["weights"], **self.state["server"]}
             self.server.move(weights)
             weights = self.server.state["weights"]
@@ -225,6 +233,7 @@ class DPAverage(Aggregator):
                 noise = nearest(noise, grid_of(min(self.count_std, 1.0)))
             share = 0.5 + (within + float(noise)) / expected
             self.state["clip"] = next_clip(clip, share, self.quantile, self.clip_lr)
+            # by the noisy share, as the exact one tells of clients
             logs["clipped"] = 1 - share
         return logs
 
@@ -243,7 +252,7 @@ class DPAverage(Aggregator):
         return secure_normal(size) if self.is_secure else seeded_normal(size, self.seed, name, round)
 
     def count_lost(self, rounds: int) -> None:
-        """Count rounds that no checkpoint has, and models that others may have seen.
+        """Count rounds without a checkpoint, whose models may have been seen.
 
         Noise from a seed is drawn again as before: the same releases, which count once.
 
@@ -257,7 +266,8 @@ class DPAverage(Aggregator):
         return [Release(*release) for release in self.state["releases"]]
 
     def _with_further(self, rounds: int) -> list[Release]:
-        """Return the releases so far and those of further rounds."""
+        """Return the releases so far with those of further rounds."""
+        # a resumed run may go on with other noise
         return composed(self._releases(), [Release(float(self.z), float(self.sampling.rate), rounds)])
 
     def _epsilon(self, releases: list[Release]) -> float:
@@ -298,7 +308,7 @@ class DPAverage(Aggregator):
 
 
 def checked_server(server: WeightedAverage | None, server_lr: float) -> WeightedAverage | None:
-    """Return the server behind the noise, or refuse one that would not act as its name says.
+    """Return the server behind the noise, or refuse one that would not act by its name.
 
     Args:
         server: makes steps by a mean; None without.

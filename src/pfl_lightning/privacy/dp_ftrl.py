@@ -21,7 +21,7 @@ HISTORY = "; checkpoints, which also hold the noise of the last rounds, a part o
 
 
 class DPFTRL(DPAverage):
-    r"""Average bounded changes with noise that later rounds take back in part, for clients that come seldom.
+    r"""Average bounded changes with noise correlated over rounds, for clients with few rounds in turn.
 
     .. math::
 
@@ -110,6 +110,7 @@ class DPFTRL(DPAverage):
                 "aggregator.participations=null counts a client's rounds up to trainer.max_rounds, which isn't given; "
                 "give either."
             )
+        # a bound for each client, whichever rounds they are
         self.times = self.participations or -(-cast(int, server.rounds) // self.separation)
         self.coefficients = square_root(self.bands or self.separation)
         super().setup(server)
@@ -137,6 +138,7 @@ class DPFTRL(DPAverage):
     def _noise(self, server: Server) -> float:
         if self.epsilon is None or server.rounds is None:
             return super()._noise(server)
+        # of all rounds, as the target is
         whole = squared_sensitivity(self.coefficients, server.rounds, self.times, self.separation)
         return math.sqrt(whole) * noise_for(self.epsilon, self.bound_delta, 1)
 
@@ -152,6 +154,7 @@ class DPFTRL(DPAverage):
                 "aggregator=DPFTRL goes on from rounds with noise_multiplier, clip, bands, separation, participations "
                 f"{self.state['plan']}, and has {self.plan} now; resume with the former, or begin anew."
             )
+        # before anything changes: a refused round leaves the state
         taken = {client: self._counted(client, round) for client in updates}
         logs = super().aggregate(updates, round)
         self.state["taken"] |= taken
@@ -177,15 +180,17 @@ class DPFTRL(DPAverage):
 
     def _drawn(self, name: str, round: int, size: int) -> Tensor:
         """Draw the correlated noise of a round, in units of a round's fresh noise."""
+        # in units of fresh noise, so that clip and multiplier stay out of the history
         drawn, history = super()._drawn(name, round, size), self.state["noise"]
         for weight, earlier in zip(self.coefficients[1:], reversed(history), strict=False):
             drawn = drawn - weight * earlier
+        # older ones have no weight in what follows
         kept = len(self.coefficients) - 1
         self.state["noise"] = [*history, drawn][-kept:] if kept else []
         return drawn
 
     def count_lost(self, rounds: int) -> None:
-        """Count rounds that no checkpoint has, and models that others may have seen.
+        """Count rounds without a checkpoint, whose models may have been seen.
 
         Args:
             rounds: how many, at least 0.
@@ -197,6 +202,7 @@ class DPFTRL(DPAverage):
 
     def _with_further(self, rounds: int) -> list[Release]:
         """Return the one Gaussian mechanism of all rounds so far and further ones."""
+        # rounds that made noise: the count of columns of the encoder
         made = self.state["rounds"] + rounds
         squared = squared_sensitivity(self.coefficients, made, self.times, self.separation)
         # a client is in a round's number by one time at most, its own or one of the bands before, weighted by 1 at most
@@ -220,7 +226,7 @@ class DPFTRL(DPAverage):
 
 @lru_cache(maxsize=8)
 def square_root(bands: int) -> tuple[float, ...]:
-    r"""Return the first coefficients of :math:`(1 - x)^{-1/2}`, whose square sums up: 1, 1/2, 3/8, 5/16, ….
+    """Return the first coefficients of :math:`(1 - x)^{-1/2}`, the square root of summing: 1, 1/2, 3/8, 5/16, ….
 
     >>> square_root(4)
     (1.0, 0.5, 0.375, 0.3125)
@@ -236,7 +242,7 @@ def square_root(bands: int) -> tuple[float, ...]:
 
 @lru_cache(maxsize=8)
 def inverse(coefficients: Sequence[float], rounds: int) -> tuple[float, ...]:
-    """Return the weights with which fresh noise of a round is in that round and in the following ones.
+    """Return the weights of one round's fresh noise in this round and in the following ones.
 
     Args:
         coefficients: c, the first one 1.
@@ -249,7 +255,7 @@ def inverse(coefficients: Sequence[float], rounds: int) -> tuple[float, ...]:
 
 
 def squared_sensitivity(coefficients: Sequence[float], rounds: int, times: int, separation: int) -> float:
-    r"""Return the square of the most that one client can move all noised numbers by, for changes of norm 1 at most.
+    """Return the largest square by which one client can move all noised numbers, for changes of norm 1 at most.
 
     Columns of the matrix of coefficients don't overlap where a client's rounds are a band apart, and later columns are
     cut off by the last round, so that the earliest rounds are the worst case.

@@ -108,16 +108,16 @@ class DPSGD:
 
     @property
     def is_secure(self) -> bool:
-        """Whether batches and noise come from the operating system."""
+        """Return whether batches and noise come from the operating system."""
         return self.noise == "secure"
 
     @property
     def grid(self) -> float | None:
-        """Step of the grid on which bounded gradients and their noise lie; None leaves both as they are."""
+        """Return the grid's step for bounded gradients and their noise; None rounds neither."""
         return grid_of(self.noise_multiplier * self.clip) if self.is_secure and self.noise_multiplier else None
 
     def deployed(self) -> "DPSGD":
-        """Return the settings for clients at sites, whose noise nobody else may know.
+        """Return the settings for clients at sites, with noise from the operating system.
 
         Raises:
             MisconfigurationException: if the noise shall be from a seed, or depends on clients of other sites.
@@ -135,7 +135,7 @@ class DPSGD:
         return replace(self, noise="secure")
 
     def check(self, sizes: Iterable[int]) -> None:
-        """Refuses a delta with which a sample could be given away whole.
+        """Refuse a delta at which a whole sample could be given away.
 
         Args:
             sizes: samples of each client.
@@ -150,7 +150,7 @@ class DPSGD:
             )
 
     def calibrated(self, plans: Iterable[tuple[int, Sequence[Release]]]) -> "DPSGD":
-        """These settings, which have a target, with the noise that it asks for in its place.
+        """Return the settings with noise in the place of the target.
 
         Args:
             plans: how many samples a client has and what it would spend at a noise multiplier of 1, for each client.
@@ -158,6 +158,7 @@ class DPSGD:
         Raises:
             MisconfigurationException: if no noise reaches the target.
         """
+        # one search mostly: the smallest client comes first, and the others stay within
         target, z = cast(float, self.epsilon), 0.0
         for samples, releases in plans:
             noised = [Release(z, rate, steps) for _, rate, steps in releases]
@@ -166,7 +167,7 @@ class DPSGD:
         return replace(self, noise_multiplier=z, epsilon=None)
 
     def check_spent(self, spent: Mapping[int, Sequence[Release]], sizes: Mapping[int, int], round: int) -> None:
-        """Refuses what would go beyond the target.
+        """Refuse steps beyond the target.
 
         Args:
             spent: the steps of each client, with those that nobody has seen yet.
@@ -176,6 +177,7 @@ class DPSGD:
         Raises:
             MisconfigurationException: if it does.
         """
+        # epsilon is known only after a round, and its uploads aren't taken then
         if self.epsilon is not None:
             check_spent(OWNER, self.epsilon, self._largest(spent, sizes), round)
 
@@ -183,7 +185,7 @@ class DPSGD:
         return max((self.epsilon_of(releases, sizes[client]) for client, releases in spent.items()), default=0.0)
 
     def drawn(self, samples: int, rate: float, generator: torch.Generator) -> Tensor:
-        """Return the rows of a client's samples that are in a batch, rising, int64.
+        """Return the rows of a client's batch, rising, int64.
 
         Args:
             samples: n.
@@ -204,6 +206,7 @@ class DPSGD:
             generator: the client's, on the CPU; of no use to secure noise.
         """
         size = sum(entry.numel() for entry in entries)
+        # noise finer than the grid would show in the last bits of a sum
         if self.grid is not None:
             return nearest(secure_normal(size) * (cast(float, self.noise_multiplier) * self.clip), self.grid)
         # a float64 sum would show its last digits beneath noise of float32
@@ -213,7 +216,7 @@ class DPSGD:
 
     @property
     def counts_release(self) -> Release | None:
-        r"""The release that stands for a round's class counts; None where these aren't sent.
+        r"""Return the release by which a round's class counts are counted; None without class counts.
 
         A pure :math:`\epsilon` is no worse than a Gaussian mechanism of noise multiplier
         :math:`1 / 2\Phi^{-1}(1 / (1 + e^{-\epsilon}))`: both have the same worst error where type I and II are equal,
@@ -231,6 +234,7 @@ class DPSGD:
             counts: samples of each class.
             seed: of the client's round; of no use to secure noise.
         """
+        # integers alone: a sum of doubles would tell of the count by its last bits
         below = secrets.randbelow if self.is_secure else random.Random(derive_seed(seed, "class counts")).randrange
         drawn = [discrete_laplace(cast(float, self.counts_epsilon), below) for _ in range(len(counts))]
         return (counts + torch.tensor(drawn, dtype=counts.dtype, device=counts.device)).clamp(min=0)
@@ -250,12 +254,14 @@ class DPSGD:
 
     def delta_of(self, samples: int) -> float:
         r"""Return the :math:`\delta` of a client's samples, by their number."""
+        # one over the samples would let one sample be given away whole
         return 0.1 / samples if self.delta is None else self.delta
 
     def _apart(self, releases: Sequence[Release]) -> tuple[list[Release], float]:
         """Return the steps of a client, and the epsilon of the class counts by themselves."""
         counts = self.counts_release
         told = sum(release.steps for release in releases if release._replace(steps=1) == counts)
+        # earlier counts with another counts_epsilon stay Gaussian: a larger epsilon, never a smaller
         steps = [release for release in releases if release._replace(steps=1) != counts]
         return steps, told * (self.counts_epsilon or 0.0)
 
@@ -289,7 +295,7 @@ class DPSGD:
 
 
 def composed(releases: Sequence[Release], further: Sequence[Release]) -> list[Release]:
-    """Releases in a row, with those that are alike counted together.
+    """Return releases in a row, with equal ones counted together.
 
     >>> composed([Release(1.0, 0.5, 4)], [Release(1.0, 0.5, 2), Release(1.0, 1.0, 1)])
     [Release(noise_multiplier=1.0, rate=0.5, steps=6), Release(noise_multiplier=1.0, rate=1.0, steps=1)]

@@ -1,4 +1,4 @@
-"""Draw Gaussian noise for sums: from a seed, so that a run can be repeated, or from the operating system."""
+"""Draw noise for sums and counts: repeatable from a seed, or from the operating system."""
 
 import math
 import os
@@ -71,6 +71,7 @@ def discrete_laplace(epsilon: float, below: Callable[[int], int]) -> int:
         part = below(t)
         if not exponential_coin(Fraction(part, t), below):
             continue
+        # the size is drawn in units of 1 / epsilon first
         whole = 0
         while exponential_coin(Fraction(1), below):
             whole += 1
@@ -99,12 +100,13 @@ def secure_seed() -> int:
 
 
 def seeded_normal(size: int, *key: int | str) -> Tensor:
-    """Return standard normal numbers that are the same for the same key, float64 [size].
+    """Return standard normal numbers by a key, the same for the same key, float64 [size].
 
     Args:
         size: how many, at least 0.
         *key: seed of the run, purpose and round.
     """
+    # in float64 too, so that seeded runs show what secure ones do
     generator = torch.Generator().manual_seed(derive_seed(*key))
     return torch.randn(size, generator=generator, dtype=torch.float64)
 
