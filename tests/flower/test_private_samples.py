@@ -8,8 +8,10 @@ pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or n
 
 from deployments import deploy, grid_of
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from federations import Spy, equal, fit, make_client
+from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.methods import FedDisco, FedPer
 from pfl_lightning.privacy import DPSGD
 
@@ -76,6 +78,26 @@ def test_who_trains_and_does_not_answer_in_time_has_spent(tmp_path):
     with pytest.warns(UserWarning, match="2 of the round's clients gave nothing"):
         remote = deploy(grid, make_client, max_rounds=1, serving={"timeout": 0.5}, **SECURE)
     assert remote.federation.spent == here.federation.spent
+
+
+def test_lost_rounds_of_a_deployment_count(tmp_path):
+    class Ends(FederatedCallback):
+        """In the third round, before there is a checkpoint of the second."""
+
+        def on_round_start(self, trainer, federation, cohort):
+            if federation.round == 2:
+                raise ZeroDivisionError
+
+    first = ModelCheckpoint(every_n_epochs=1, save_top_k=-1, filename="{epoch}", save_last=False)
+    grid = grid_of(make_client, tmp_path / "sites", **SECURE)
+    with pytest.raises(ZeroDivisionError):
+        deploy(grid, make_client, tmp_path, callbacks=[Ends(), first], **SECURE)
+    checkpoint = next(tmp_path.rglob("epoch=0*.ckpt"))
+    remote = deploy(grid, make_client, tmp_path, ckpt_path=str(checkpoint), **SECURE)
+    here = fit(make_client(), **SECURE)
+    for client, (own,) in here.federation.spent.items():
+        # three rounds, one that was recorded and lost, and one that had begun
+        assert remote.federation.spent[client] == [own._replace(steps=own.steps // 3 * 5)]
 
 
 def test_who_is_asked_twice_has_spent_twice(tmp_path):

@@ -90,18 +90,19 @@ class Federation(FederationBase):
             scheduler.step()  # type: ignore[union-attr]
             self._read_rate()
 
-    def _spend(self, cohort: Sequence[int], outcomes: Mapping[int, Outcome]) -> None:
-        """Count the private steps of a round, of each client as often as it was asked for them.
+    def _spend(self, cohort: Sequence[int], outcomes: Mapping[int, Outcome], lost: bool = False) -> None:
+        """Count the private steps of a round, of each client as often as the engine asked for them.
 
         Args:
             cohort: the clients of the round.
             outcomes: of the clients that answered; of others nobody knows how far they came, so that all counts.
+            lost: whether another process made the round, of which this engine knows nothing.
         """
         for engine, own in self.engines_of(cohort):
             for client in own:
                 told = outcomes[client].releases if client in outcomes else ()
                 once = told or releases_of(engine.work, engine.module.local_phases(), self.data.size(client, "train"))
-                times = engine.times_asked(client)
+                times = 1 if lost else engine.times_asked(client)
                 made = [release._replace(steps=times * release.steps) for release in once]
                 if made:
                     self.spent[client] = composed(self.spent.get(client, []), made)
@@ -115,7 +116,7 @@ class Federation(FederationBase):
         self.aggregator.count_lost(len(cohorts))
         if self.options.example_privacy is not None and self.options.example_privacy.is_secure:
             for cohort in cohorts:
-                self._spend(cohort, {})
+                self._spend(cohort, {}, lost=True)
 
     def _jobs(self, clients: list[int]) -> Iterator[Job]:
         listeners = self._listeners("on_client_fit_start")
