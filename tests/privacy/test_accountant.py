@@ -10,12 +10,16 @@ from scipy.stats import norm
 from pfl_lightning.privacy import Release, epsilon, noise_for, tight_epsilon
 from pfl_lightning.privacy.accountant import (
     ORDERS,
+    PLD,
+    accountant_of,
+    bounded_epsilon,
     by_binomials,
     by_quadrature,
     converted,
     gaussian_delta,
     gaussian_epsilon,
     renyi,
+    within,
 )
 
 SAMPLED = [(1.0, 0.01, 1000, 1e-5), (2.0, 0.1, 100, 1e-5)]
@@ -142,13 +146,57 @@ def test_rounds_one_by_one_are_rounds_at_once():
 @pytest.mark.parametrize(("z", "q", "steps"), [(1.0, 0.1, 100), (0.4, 0.01, 10), (3.0, 1.0, 25)])
 def test_noise_for_an_epsilon_is_the_noise_that_it_is_of(z, q, steps):
     target = epsilon([Release(z, q, steps)], 1e-5)
-    found = noise_for(target, 1e-5, steps, q)
+    found = noise_for(target, 1e-5, steps, q, tight=False)
     assert found == pytest.approx(z, rel=1e-4)
     assert epsilon([Release(found, q, steps)], 1e-5) <= target
 
 
 def test_calibration_as_others_have_it():
-    assert noise_for(2.0, 1e-5, 1000, 0.01) == pytest.approx(1.0223, rel=0.01)
+    assert noise_for(2.0, 1e-5, 1000, 0.01, tight=False) == pytest.approx(1.0223, rel=0.01)
+
+
+@pytest.mark.parametrize(("target", "steps", "rate", "expected"), [(2.0, 1000, 0.01, 0.9591), (2.3374, 100, 0.1, 2.0)])
+def test_calibration_by_privacy_loss_distributions_as_google_has_it(target, steps, rate, expected):
+    pytest.importorskip("dp_accounting", reason="the extra privacy")
+    found = noise_for(target, 1e-5, steps, rate)
+    assert found == pytest.approx(expected, rel=1e-3)
+    assert target * (1 - 1e-4) <= tight_epsilon([Release(found, rate, steps)], 1e-5) <= target
+    assert 1.05 * found < noise_for(target, 1e-5, steps, rate, tight=False)
+    # rounds so far within the target, and one more beyond it
+    rounds = [Release(found, rate, count) for count in (steps, steps + max(1, steps // 50))]
+    assert within(target, 1e-5, rounds[:1]) and not within(target, 1e-5, rounds[1:])
+    assert bounded_epsilon(rounds[:1], 1e-5, target) == target < epsilon(rounds[:1], 1e-5)
+    assert bounded_epsilon(rounds[1:], 1e-5, target) == epsilon(rounds[1:], 1e-5)
+
+
+def test_calibration_needs_no_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    assert noise_for(2.0, 1e-5, 1000, 0.01) == noise_for(2.0, 1e-5, 1000, 0.01, tight=False)
+    with pytest.raises(MisconfigurationException, match=r"pfl-lightning\[privacy\]"):
+        noise_for(2.5, 1e-5, 1000, 0.01, tight=True)
+    assert not within(1.9, 1e-5, [Release(1.0, 0.01, 1000)])
+
+
+def test_privacy_loss_distributions_are_left_out_where_they_are_exact_or_too_large(monkeypatch):
+    def refused(*settings):
+        raise AssertionError(settings)
+
+    monkeypatch.setattr("pfl_lightning.privacy.accountant.tight_epsilon", refused)
+    assert noise_for(2.0, 1e-5, 10) == noise_for(2.0, 1e-5, 10, tight=True)
+    assert noise_for(200.0, 1e-5, 10, 0.1) > 0 and not within(60.0, 1e-5, [Release(0.1, 0.1, 50)])
+
+
+@pytest.mark.parametrize(
+    ("amplified", "value", "target", "name"),
+    [
+        (False, 2.0, 2.0, "Gaussian, exact"),
+        (True, 1.9, 2.0, "Rényi"),
+        (True, 3.0, None, "Rényi"),
+        (True, 2.0, 2.0, PLD),
+    ],
+)
+def test_the_accountant_has_a_name(amplified, value, target, name):
+    assert accountant_of(amplified, value, target) == name
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 import json
 import math
+import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,9 +12,10 @@ from scipy.stats import chi2
 
 from federations import Pause, blobs, drawn_update, equal, fit, flat, make_client, noisy, read_csv, same_end
 from pfl_lightning import Server, WeightedAverage
+from pfl_lightning.aggregators.means import TrimmedMean
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.engines import Sequential, Vectorised
-from pfl_lightning.methods import Ditto, FedAvg, FedPer
+from pfl_lightning.methods import Ditto, FedAdagrad, FedAdam, FedAvg, FedAvgM, FedAWA, FedPer, FedYogi
 from pfl_lightning.privacy import DPAverage, Release, epsilon
 from pfl_lightning.privacy.noise import grid_of
 from pfl_lightning.selection import Poisson, Sampling, Uniform
@@ -118,6 +121,53 @@ def test_tied_parameters_count_once_and_stay_tied():
     aggregator.aggregate({}, 0)
     one, other = aggregator.state["weights"].values()
     assert torch.equal(one, other) and aggregator.entries.sizes == [36]
+
+
+# A server's step behind the noise
+
+
+STEPS = [partial(FedAvgM, server_lr=0.5), FedAdagrad, FedAdam, FedYogi]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_without_noise_and_bound_it_is_that_server_with_the_uniform_mean(step):
+    """To rounding: changes are added up in float64 here, and models in float32 there."""
+    whole = fit(make_client(), aggregator=DPAverage(noise_multiplier=0.0, clip=1e9, server=step()))
+    usual = fit(make_client(), aggregator=step(weighting="uniform"))
+    assert all(torch.allclose(whole.weights[n], usual.weights[n], atol=1e-4) for n in usual.weights)
+    plain = fit(make_client(), aggregator=DPAverage(noise_multiplier=0.0, clip=1e9))
+    assert not all(torch.allclose(whole.weights[n], plain.weights[n], atol=1e-3) for n in usual.weights)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_step_is_of_the_noisy_mean_and_of_nothing_else(step):
+    """Post-processing: from the models of a run without a server behind the noise, its models follow."""
+    changes = directions(2, 3.0)
+    behind, shared = started(noise_multiplier=1.0, server=step())
+    mean, _ = started(noise_multiplier=1.0)
+    alone = step()
+    alone.setup(Server(CLIENTS, shared, make_client(), None, 0))
+    for round in range(3):
+        mean.state["weights"] = dict(behind.state["weights"])
+        mean.aggregate(moved_by(behind.state["weights"], *changes), round)
+        alone.move(dict(mean.state["weights"]))
+        behind.aggregate(moved_by(behind.state["weights"], *changes), round)
+        assert equal(behind.state["weights"], alone.state["weights"])
+    assert behind.privacy()["epsilon"] == mean.privacy()["epsilon"]
+
+
+@pytest.mark.parametrize("step", [FedAvgM, FedAdam])
+def test_moments_resume_bit_for_bit(step, tmp_path):
+    def private():
+        return DPAverage(noise_multiplier=0.5, server=step())
+
+    settings = {"cohort": Poisson(0.5), "max_rounds": 4}
+    whole = fit(make_client(), blobs(), tmp_path / "whole", private(), **settings)
+    fit(make_client(), blobs(), tmp_path / "halves", private(), callbacks=[Pause(2)], **settings)
+    resumed = fit(make_client(), blobs(), tmp_path / "halves", private(), "last", **settings)
+    assert same_end(whole, resumed)
+    assert equal(whole.federation.aggregator.state["server"]["m"], resumed.federation.aggregator.state["server"]["m"])
+    assert resumed.federation.aggregator.name == f"DPAverage+{step.__name__}"
 
 
 # Sensitivity and noise
@@ -291,6 +341,21 @@ def test_a_target_is_reached_with_the_last_round(cohort):
     assert values == sorted(values) and 2.999 < values[-1] <= 3.0 < 2 * values[1]
 
 
+def test_a_target_by_privacy_loss_distributions_needs_less_noise_and_says_so(tmp_path, monkeypatch):
+    pytest.importorskip("dp_accounting", reason="the extra privacy")
+    private = {"cohort": Poisson(0.5), "max_rounds": 4}
+    run = fit(make_client(), blobs(), tmp_path / "tight", DPAverage(epsilon=3.0), **private)
+    told = run.logger.summary["privacy"]
+    assert told["accountant"].startswith("privacy loss distributions") and told["epsilon"] == 3.0
+    assert 2.999 < told["epsilon_tight"] <= 3.0
+    with pytest.raises(MisconfigurationException, match=r"epsilon=3\.0 is spent after 4 rounds"):
+        fit(make_client(), blobs(), tmp_path / "tight", DPAverage(epsilon=3.0), "last", **private | {"max_rounds": 5})
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    coarse = fit(make_client(), blobs(), tmp_path / "coarse", DPAverage(epsilon=3.0), **private)
+    assert coarse.logger.summary["privacy"]["accountant"] == "Rényi"
+    assert coarse.federation.aggregator.z > 1.05 * run.federation.aggregator.z
+
+
 def test_a_spent_target_ends_a_longer_run(tmp_path):
     fit(make_client(), blobs(), tmp_path, aggregator=DPAverage(epsilon=3.0), max_rounds=2)
     with pytest.raises(MisconfigurationException, match=r"epsilon=3.0 is spent after 2 rounds"):
@@ -322,14 +387,32 @@ def test_rounds_that_were_lost_count_where_their_noise_was_another(noise, lost, 
             if federation.round == 3:
                 raise ZeroDivisionError
 
-    every = ModelCheckpoint(every_n_epochs=2, save_top_k=-1, filename="{epoch}", save_last=False)
+    def every(rounds):
+        return ModelCheckpoint(every_n_epochs=rounds, save_top_k=-1, filename="{epoch}", save_last=False)
+
     with pytest.raises(ZeroDivisionError):
-        fit(make_client(), blobs(), tmp_path, private(), callbacks=[Ends(), every], max_rounds=4)
+        fit(make_client(), blobs(), tmp_path / "once", private(), callbacks=[Ends(), every(2)], max_rounds=4)
     (checkpoint,) = tmp_path.rglob("epoch=1*.ckpt")
-    resumed = fit(make_client(), blobs(), tmp_path, private(), checkpoint, max_rounds=4)
+    resumed = fit(make_client(), blobs(), tmp_path / "once", private(), checkpoint, max_rounds=4)
     # of two rounds: the third, which is recorded, and the fourth, which had begun
     assert resumed.rows[-1]["privacy/epsilon"] == epsilon([Release(2.0, 1.0, 4 + lost)], 0.025)
-    longer = fit(make_client(), blobs(), tmp_path, private(), "last", max_rounds=5)
+    # a second interruption, from which the same checkpoint goes on: the record has been cut back, and all counts
+    with pytest.raises(ZeroDivisionError):
+        fit(make_client(), blobs(), tmp_path / "twice", private(), callbacks=[Ends(), every(2)], max_rounds=4)
+    (checkpoint,) = (tmp_path / "twice").rglob("epoch=1*.ckpt")
+    with pytest.raises(ZeroDivisionError):
+        fit(
+            make_client(),
+            blobs(),
+            tmp_path / "twice",
+            private(),
+            checkpoint,
+            callbacks=[Ends(), every(9)],
+            max_rounds=4,
+        )
+    twice = fit(make_client(), blobs(), tmp_path / "twice", private(), checkpoint, max_rounds=4)
+    assert twice.rows[-1]["privacy/epsilon"] == epsilon([Release(2.0, 1.0, 4 + 2 * lost)], 0.025)
+    longer = fit(make_client(), blobs(), tmp_path / "once", private(), "last", max_rounds=5)
     # one that had come to its end has lost nothing
     assert longer.rows[-1]["privacy/epsilon"] == epsilon([Release(2.0, 1.0, 5 + lost)], 0.025)
 
@@ -419,6 +502,10 @@ def test_wider_weights_of_clients_make_a_wider_model():
         ({"epsilon": 8.0, "count_noise": -1.0}, "count_noise=-1.0 must be"),
         ({"epsilon": 8.0, "sample_cap": 0}, "sample_cap=0 must be"),
         ({"epsilon": 8.0, "server_lr": 0.0}, "server_lr=0.0 must be"),
+        ({"epsilon": 8.0, "server": WeightedAverage()}, "server=WeightedAverage makes no step"),
+        ({"epsilon": 8.0, "server": FedAWA()}, "server=FedAWA makes no step"),
+        ({"epsilon": 8.0, "server": FedAdam(mean=TrimmedMean(0.1))}, r"server\.mean=TrimmedMean"),
+        ({"epsilon": 8.0, "server": FedAdam(), "server_lr": 0.1}, "server_lr=0.1 beside aggregator.server=FedAdam"),
     ],
     ids=str,
 )

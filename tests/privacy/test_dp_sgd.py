@@ -1,11 +1,13 @@
 import json
 import math
+from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from scipy.stats import chi2
 from torch import nn
@@ -29,6 +31,7 @@ from federations import (
     same_end,
 )
 from pfl_lightning import WeightedAverage
+from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.client import Phase
 from pfl_lightning.data import Natural, Samples, TensorData
 from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised, sequential
@@ -47,15 +50,18 @@ from pfl_lightning.methods import (
     FedClassAvg,
     FedDisco,
     FedLAW,
+    FedNH,
     FedPer,
     FedProx,
     FedRep,
     FedSAM,
     FedUV,
     Local,
+    NormalizedHead,
 )
 from pfl_lightning.nets import Net
 from pfl_lightning.privacy import DPSGD, DPAverage, Release, epsilon
+from pfl_lightning.privacy.accountant import gaussian_delta, has_pld, within
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.selection import PowerOfChoice
 from pfl_lightning.tasks import Classification
@@ -63,11 +69,10 @@ from pfl_lightning.tasks import Classification
 PLAIN = partial(SGD, lr=0.5)
 
 
-def sums_of(client, samples, taken=None, clip=1.0, at_once=None):
+def sums_of(client, samples, taken=None, clip=1.0, at_once=None, **settings):
     slots = Slots(client)
-    gradients = ExampleGradients(
-        client, slots, [name for name, _ in client.named_parameters()], clip, at_once, nullcontext
-    )
+    privacy = DPSGD(**{"noise_multiplier": 1.0} | settings, clip=clip, samples_at_once=at_once)
+    gradients = ExampleGradients(client, slots, [name for name, _ in client.named_parameters()], privacy, nullcontext)
     taken = torch.ones(len(samples), dtype=torch.float64) if taken is None else taken
     return gradients.sums(slots.current(), (samples.x, samples.y), taken, 0)
 
@@ -177,7 +182,7 @@ def test_a_further_sample_moves_the_sum_by_the_bound_at_most_in_each_precision(e
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_noise_is_as_fine_as_what_it_hides(dtype):
-    noise = DPSGD(1.0).noise([torch.zeros(2, 3), torch.zeros(4, dtype=dtype)], torch.Generator().manual_seed(0))
+    noise = DPSGD(1.0).drawn_noise([torch.zeros(2, 3), torch.zeros(4, dtype=dtype)], torch.Generator().manual_seed(0))
     assert noise.shape == (10,) and noise.dtype == dtype
     assert torch.equal(noise.float().to(dtype), noise) == (dtype is torch.float32)
 
@@ -232,6 +237,108 @@ def test_the_clip_is_of_a_whole_sample(engine):
     moved = flat(run.weights, sorted(run.weights)) - start
     # some five samples of each, divided by five
     assert 0 < float(moved.norm()) < 3e-3
+
+
+# Noise that nobody else can know
+
+
+ENGINES = [Sequential, Vectorised, Processes]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_secure_noise_is_another_in_each_run_and_seeded_noise_the_same(engine):
+    ends = {}
+    for noise in ("secure", "seeded", None):
+        privacy = DPSGD(1.0, 0.5, noise=noise)
+        ends[noise] = [fit(make_client(), engine=engine, example_privacy=privacy, max_rounds=2) for _ in range(2)]
+    assert same_end(*ends["seeded"]) and same_end(ends["seeded"][0], ends[None][0])
+    one, other = ends["secure"]
+    assert all(not torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
+    # the same privacy is spent
+    assert one.federation.spent == other.federation.spent == ends["seeded"][0].federation.spent
+    assert one.rows[-1]["privacy/epsilon"] == ends["seeded"][0].rows[-1]["privacy/epsilon"]
+    for noise, (run, _) in ends.items():
+        told = run.federation.privacy()
+        assert ("simulation" in told["noise"], "seed" in told["not_covered"]) == (noise != "secure",) * 2
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_secure_batches_are_of_no_seed(engine, monkeypatch):
+    """Without noise and bound, two runs differ by their batches alone."""
+    loud = {"engine": engine, "example_privacy": DPSGD(0.0, 1e9, noise="secure"), "max_rounds": 1}
+    one, other = (fit(make_client(), **loud) for _ in range(2))
+    assert not equal(one.weights, other.weights)
+
+
+@pytest.mark.parametrize("engine", ENGINES[:2])
+def test_secure_noise_has_the_variance_that_is_counted(engine):
+    z, clip, steps = 1.5, 0.4, 200
+    client = make_client(Silent, optimizer=partial(SGD, lr=1.0))
+    start = {name: tensor.clone() for name, tensor in client.state_dict().items()}
+    privacy = DPSGD(z, clip, noise="secure")
+    run = fit(client, blobs(30, 30), engine=engine, local_steps=steps, max_rounds=1, example_privacy=privacy)
+    moved = torch.cat([(run.weights[name] - start[name]).flatten() for name in start if name.startswith("net.")])
+    # as of seeded noise above
+    std = z * clip / 5 * math.sqrt(steps / 2)
+    low, high = chi2.ppf([1e-6, 1 - 1e-6], len(moved))
+    assert low < float((moved / std).square().sum()) < high
+
+
+@pytest.mark.parametrize("at_once", [None, 5])
+def test_what_gets_secure_noise_lies_on_its_grid_and_within_the_bound(at_once):
+    client, samples = make_client().double(), drawn()
+    secure = {"noise": "secure", "noise_multiplier": 0.8, "clip": 0.7, "at_once": at_once}
+    step = DPSGD(0.8, 0.7, noise="secure").grid
+    sums, _ = sums_of(client, samples, **secure)
+    steps = flat(sums, sums) / step
+    assert torch.equal(steps, steps.round()) and math.log2(step) % 1 == 0 and step < 1e-9
+    usual, _ = sums_of(client, samples, clip=0.7)
+    # each sample's own gradient is rounded, by less than a step
+    assert 0 < (flat(sums, sums) - flat(usual, usual)).abs().max() < len(samples.y) * step
+    alone, _ = sums_of(client, samples.take(slice(1)), **secure)
+    assert 0.7 * (1 - 1e-6) < float(flat(alone, alone).norm()) <= 0.7
+    noise = DPSGD(0.8, 0.7, noise="secure").drawn_noise([torch.zeros(50)], torch.Generator()) / step
+    assert torch.equal(noise, noise.round()) and noise.dtype == torch.float64
+
+
+def test_secure_steps_draw_dropout_from_no_seed():
+    """Known masks would move with a sample's place in its batch."""
+    quiet = DPSGD(0.0, 1e9, noise="secure")
+    data = partial(blobs, 24, batch_size=30, test_fraction=0, val_fraction=0)
+    settings = {"example_privacy": quiet, "local_steps": 1, "max_rounds": 1, "limit_val_batches": 0}
+    # a rate of 1, so that batches are the same
+    one, other = (fit(make_client(net=dropped), data(), **settings) for _ in range(2))
+    assert not equal(one.weights, other.weights)
+    one, other = (fit(make_client(), data(), **settings) for _ in range(2))
+    assert equal(one.weights, other.weights)
+
+
+@pytest.mark.parametrize(("noise", "counted"), [("seeded", False), ("secure", True)])
+def test_steps_of_lost_rounds_count_where_their_noise_was_another(noise, counted, tmp_path):
+    class Ends(FederatedCallback):
+        """In the fourth round, before there is a checkpoint of the third."""
+
+        def on_round_start(self, trainer, federation, cohort):
+            if federation.round == 3:
+                raise ZeroDivisionError
+
+    settings = {"example_privacy": DPSGD(2.0, noise=noise), "clients_per_round": 2, "max_rounds": 4}
+    every = ModelCheckpoint(every_n_epochs=2, save_top_k=-1, filename="{epoch}", save_last=False)
+    with pytest.raises(ZeroDivisionError):
+        fit(make_client(), root=tmp_path, callbacks=[Ends(), every], **settings)
+    recorded = read_csv(next(tmp_path.rglob("rounds.csv")))
+    (checkpoint,) = tmp_path.rglob("epoch=1*.ckpt")
+    run = fit(make_client(), root=tmp_path, ckpt_path=checkpoint, **settings)
+    sizes, rounds = run.federation.sizes(range(4), "train"), Counter()
+    for row in run.rows:
+        rounds.update(map(int, row["cohort"].split()))
+    if counted:
+        # the third, which is recorded, and the fourth, whose clients nobody knows
+        rounds.update([*map(int, recorded[2]["cohort"].split()), *range(4)])
+    expected = {k: [Release(2.0, min(1, 5 / sizes[k]), rounds[k] * math.ceil(sizes[k] / 5))] for k in rounds}
+    assert run.federation.spent == expected
+    assert run.rows[-1]["privacy/epsilon"] == max(epsilon(own, 0.1 / sizes[k]) for k, own in expected.items())
+    assert run.logger.summary["privacy"]["noise"].startswith(noise)
 
 
 # Engines
@@ -452,16 +559,17 @@ def test_a_target_gets_the_least_noise_that_keeps_every_client_within_it(method,
     sizes = run.federation.sizes(range(4), "train")
     ((z,),) = {tuple({release.noise_multiplier for release in own}) for own in run.federation.spent.values()}
 
-    def spent(factor):
-        own = {
-            k: epsilon([Release(factor * z, q, steps) for z, q, steps in releases], 0.1 / sizes[k])
+    def all_within(factor):
+        return all(
+            within(3.0, 0.1 / sizes[k], [Release(factor * z, q, steps) for z, q, steps in releases])
             for k, releases in run.federation.spent.items()
-        }
-        return max(own.values())
+        )
 
-    assert 3 * (1 - 1e-3) < spent(1) <= 3 < spent(1 - 1e-4)
+    assert all_within(1) and not all_within(1 - 2e-4)
     told = json.loads((run.folder / "summary.json").read_text())["privacy"]
-    assert (told["epsilon"], told["noise_multiplier"]) == (pytest.approx(spent(1)), z)
+    assert (told["epsilon"], told["noise_multiplier"]) == (pytest.approx(3, rel=1e-3), z)
+    tight = told["accountant"].startswith("privacy loss distributions")
+    assert tight == has_pld(3.0) and tight == (told["epsilon"] == 3.0)
     # the noise of the steps is this one
     again = fit(make_client(method), blobs(), tmp_path, example_privacy=DPSGD(z), max_rounds=3)
     assert equal(run.federation.aggregator.state, again.federation.aggregator.state)
@@ -502,6 +610,72 @@ def test_other_noise_after_resuming_is_added(tmp_path):
     assert [release.noise_multiplier for release in run.federation.spent[0]] == [1.0, 2.0]
 
 
+# Class counts
+
+
+COUNTED = DPSGD(2.0, counts_epsilon=0.7)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_class_counts_have_noise_that_no_one_but_the_client_draws(engine):
+    spy, plain = Spy(), Spy()
+    run = fit(make_client(), aggregator=FedDisco(), engine=engine, callbacks=[spy], example_privacy=COUNTED)
+    fit(make_client(), aggregator=FedDisco(), engine=engine, callbacks=[plain])
+    told, true = (
+        torch.stack([updates[k]["class_counts"] for updates in each.updates for k in sorted(updates)])
+        for each in (spy, plain)
+    )
+    assert told.dtype == torch.int64 and told.min() >= 0 and not torch.equal(told, true)
+    # rounds and clients have noise of their own
+    assert len({tuple(row) for row in (told - true).tolist()}) > 6
+    again = fit(make_client(), aggregator=FedDisco(), example_privacy=COUNTED)
+    assert [row["privacy/epsilon"] for row in again.rows] == [row["privacy/epsilon"] for row in run.rows]
+    assert torch.allclose(flat(again.weights, sorted(again.weights)), flat(run.weights, sorted(run.weights)), atol=1e-4)
+
+
+def test_secure_counts_are_others_in_each_run():
+    secure = DPSGD(2.0, counts_epsilon=0.5, noise="secure")
+    one, other = (torch.stack([secure.noisy_counts(torch.tensor([5, 0, 30]), 1) for _ in range(20)]) for _ in range(2))
+    assert not torch.equal(one, other) and one.min() == 0
+    seeded = DPSGD(2.0, counts_epsilon=0.5)
+    drawn = [seeded.noisy_counts(torch.tensor([5, 0, 30]), seed) for seed in (1, 1, 2)]
+    assert torch.equal(*drawn[:2]) and not torch.equal(*drawn[1:])
+
+
+def test_epsilon_covers_the_class_counts(tmp_path):
+    run = fit(make_client(), root=tmp_path, aggregator=FedDisco(), example_privacy=COUNTED, max_rounds=3)
+    told = run.logger.summary["privacy"]
+    assert (told["counts_epsilon"], told["counts_epsilon_total"]) == (0.7, pytest.approx(2.1))
+    assert told["noise_multiplier"] == 2.0
+    steps = fit(make_client(), example_privacy=DPSGD(2.0), max_rounds=3)
+    assert told["releases"] == steps.federation.privacy()["releases"]
+    alone = steps.rows[-1]["privacy/epsilon"]
+    # for few rounds both one after the other, and for many less
+    assert told["epsilon"] == pytest.approx(alone + 2.1)
+    many = [Release(2.0, 1.0, 100), Release(DPSGD(2.0, counts_epsilon=0.1).counts_release.noise_multiplier, 1.0, 100)]
+    assert DPSGD(2.0, counts_epsilon=0.1).epsilon_of(many, 30) < epsilon(many[:1], 0.1 / 30) + 10
+    for client, own in run.federation.spent.items():
+        assert own == [*steps.federation.spent[client], COUNTED.counts_release._replace(steps=3)]
+
+
+@pytest.mark.parametrize("pure", [0.01, 0.7, 3.0, 20.0])
+def test_a_pure_epsilon_is_no_worse_than_the_gaussian_that_is_counted_for_it(pure):
+    z = DPSGD(1.0, counts_epsilon=pure).counts_release.noise_multiplier
+    for share in (0.0, 0.2, 0.5, 0.9, 0.99):
+        eps = share * pure
+        # of randomized response, the worst of this epsilon
+        worst = (math.exp(pure) - math.exp(eps)) / (1 + math.exp(pure))
+        assert worst <= gaussian_delta(eps, z) * (1 + 1e-9)
+    assert gaussian_delta(0.0, z) == pytest.approx((math.exp(pure) - 1) / (1 + math.exp(pure)))
+
+
+def test_class_counts_without_noise_and_noise_without_counts_are_refused():
+    refused("class_counts, .* or add noise to the counts by example_privacy.counts_epsilon", aggregator=FedDisco())
+    refused("counts_epsilon is of class counts, for which .*WeightedAverage", example_privacy=COUNTED)
+    refused("directions", make_client(NormalizedHead), aggregator=FedNH(), example_privacy=COUNTED)
+    assert fit(make_client(), aggregator=FedAWA(init="disco"), example_privacy=COUNTED, max_rounds=1).rows
+
+
 # Refusals
 
 
@@ -520,6 +694,9 @@ def test_other_noise_after_resuming_is_added(tmp_path):
         ({"noise_multiplier": 1.0, "clip": 0.0}, "clip=0.0 must be above 0"),
         ({"noise_multiplier": 1.0, "clip": math.inf}, "clip=inf must be above 0"),
         ({"noise_multiplier": 1.0, "delta": 1.0}, "delta=1.0 must be above 0 and below 1"),
+        ({"noise_multiplier": 1.0, "counts_epsilon": 0.0}, "counts_epsilon=0.0 must be from 1e-6"),
+        ({"epsilon": 8.0, "counts_epsilon": 1.0}, "counts_epsilon=1.0 and .*give noise_multiplier"),
+        ({"noise_multiplier": 1.0, "noise": "hidden"}, "noise='hidden' must be one of"),
         ({"noise_multiplier": 1.0, "samples_at_once": 0}, "samples_at_once=0 must be at least 1"),
     ],
     ids=str,

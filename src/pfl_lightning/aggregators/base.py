@@ -119,7 +119,9 @@ class Aggregator:
     """
 
     example_level: bool = False
-    """True if it learns about clients from weights alone, as ``trainer.example_privacy`` needs it; not inherited."""
+    """True if it learns about clients from weights alone, or from class counts too; not inherited.
+
+    ``trainer.example_privacy`` needs it."""
     publishable: tuple[str, ...] = ()
     """Columns of the record that its privacy guarantee covers, as patterns; columns ``test/global_*`` are of samples
     that no client holds.

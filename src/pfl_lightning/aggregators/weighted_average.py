@@ -121,13 +121,20 @@ class WeightedAverage(Aggregator):
             updates: updates by client id, at least one.
             weights: weight of each client, by id; used as they are.
         """
-        mean = self.mean_of(updates, weights)
+        self.move(self.mean_of(updates, weights))
+
+    def move(self, target: StateDict) -> None:
+        """Moves the global model to a mean, or towards it.
+
+        Args:
+            target: the mean, with buffers; changed in place.
+        """
         if self.server_lr != 1:
             w = self.state["weights"]
             for name in self.learnable:
                 # with precision=64-true the initial model is float32 and uploads are float64
-                mean[name] = torch.lerp(w[name].to(mean[name]), mean[name], self.server_lr)
-        self.state["weights"] = mean
+                target[name] = torch.lerp(w[name].to(target[name]), target[name], self.server_lr)
+        self.state["weights"] = target
 
     def mean_of(self, updates: Updates, weights: Mapping[int, float]) -> StateDict:
         """Return the mean of uploads, or the rule's result, and keep each client's part as ``state["shares"]``.

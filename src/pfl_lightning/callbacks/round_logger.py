@@ -1,10 +1,12 @@
 """The record of a run: one row per round, a table of clients, a summary."""
 
+import json
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
+from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, cast
 
@@ -68,6 +70,10 @@ def plain_entry(column: str, value: Any) -> Any:
     return value
 
 
+LOST = "lost.json"
+"""The file with the clients of rounds that no checkpoint of the run has, in runs with a guarantee of privacy."""
+
+
 class RoundLogger(FederatedCallback):
     """Write ``rounds.csv``, ``clients.csv`` and ``summary.json`` into the run's folder, and log one row per round.
 
@@ -88,19 +94,22 @@ class RoundLogger(FederatedCallback):
         self.fingerprints: dict[str, str] = {}
         self._packed = PackedRows()
         self._columns: set[str] = set()
+        self._lost = 0
         self._seconds = 0.0
         self._start = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rows so far, the elapsed seconds, and fingerprints of partition and initial nets."""
         packed = self._packed.state(self.rows)
-        return {"rows": packed, "seconds": self._elapsed(), "fingerprints": self.fingerprints}
+        return {"rows": packed, "seconds": self._elapsed(), "fingerprints": self.fingerprints, "lost": self._lost}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the record of a resumed run."""
         self.rows, self._packed = PackedRows.unpacked(state_dict["rows"]), PackedRows()
         self._seconds = state_dict["seconds"]
         self.fingerprints = dict(state_dict["fingerprints"])
+        # earlier versions counted without this file
+        self._lost = state_dict.get("lost", 0)
 
     def _elapsed(self) -> float:
         return self._seconds + time.perf_counter() - self._start
@@ -125,8 +134,8 @@ class RoundLogger(FederatedCallback):
         self._start = time.perf_counter()
         federation = cast(Federation, pl_module)
         # rounds after the checkpoint are lost, but clients' updates were released: privacy accounting must count both
-        if self.rows and (folder := run_folder(trainer)):
-            federation.aggregator.count_lost(lost_rounds(RunStatus(folder), len(self.rows)))
+        if self.rows and federation.publishable and (folder := run_folder(trainer)):
+            self._count_lost(federation, folder)
         self._write(trainer)
         # taken from the federation, which computes it once: it needs the samples of all clients
         self.fingerprints = {"partition": federation.trained["partition"], **self.fingerprints}
@@ -256,6 +265,20 @@ class RoundLogger(FederatedCallback):
             tested = row | best
         return {"round": row["round"], validation: row[validation], test: tested.get(test), **shown(tested, monitor)}
 
+    def _count_lost(self, federation: Federation, folder: Path) -> None:
+        """Count the rounds made after the checkpoint, also those before an earlier interruption since.
+
+        The record is about to be cut back to the checkpoint, so that a file of its own keeps the lost cohorts; the
+        checkpoint says how many of these it has counted.
+        """
+        path = folder / LOST
+        earlier = json.loads(path.read_text(encoding="utf-8"))["cohorts"] if path.is_file() else []
+        lost = earlier + lost_cohorts(RunStatus(folder), len(self.rows), federation.data.num_clients)
+        if lost:
+            write_json(path, {"cohorts": lost})
+        federation.count_lost(lost[self._lost :])
+        self._lost = len(lost)
+
     def _write(self, trainer: Trainer) -> None:
         self._columns = set(columns_of(self.rows))
         if folder := run_folder(trainer):
@@ -263,17 +286,20 @@ class RoundLogger(FederatedCallback):
             stamp(folder)
 
 
-def lost_rounds(standing: RunStatus, kept: int) -> int:
-    """Return how many rounds a run may have made after its checkpoint.
+def lost_cohorts(status: RunStatus, kept: int, clients: int) -> list[list[int]]:
+    """Return the clients of each round that a run may have made and its checkpoint lacks.
 
     Args:
-        standing: state of the run, read from its folder.
+        status: state of the run, read from its folder.
         kept: number of rounds in the checkpoint.
+        clients: number of all clients.
     """
-    recorded = len(standing.rows)
-    # plus one that may have been under way, unless the run had finished
-    ended = standing.summary.get("final", {}).get("round") == recorded
-    return max(recorded - kept, 0) + (not ended)
+    everybody = [*range(clients)]
+    told = [row.get("cohort") for row in status.rows[kept:]]
+    lost = [everybody if text is None else [*map(int, text.split())] for text in told]
+    # one more may have been under way, unless the run had finished; nobody knows its clients
+    ended = status.summary.get("final", {}).get("round") == len(status.rows)
+    return lost if ended else [*lost, everybody]
 
 
 def covered(row: Row, patterns: Sequence[str]) -> Row:

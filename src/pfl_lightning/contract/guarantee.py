@@ -8,6 +8,7 @@ from pfl_lightning.contract.aggregator_memory import parts_of
 from pfl_lightning.privacy import DPAverage
 from pfl_lightning.selection import Selection
 
+COUNTS = ", or add noise to the counts by example_privacy.counts_epsilon"
 BOUNDED = frozenset({"weights", "num_samples"})
 """Entries of updates that are safe with `DPAverage`: its noise covers ``weights``, and it withholds ``num_samples``."""
 
@@ -53,18 +54,26 @@ def check_guarantee(client: ClientModule, aggregator: Aggregator, min_clients: i
         )
 
 
-def check_example_level(client: ClientModule, aggregator: Aggregator, cohort: Selection) -> None:
+def check_example_level(
+    client: ClientModule, aggregator: Aggregator, cohort: Selection, noisy_counts: bool = False
+) -> None:
     """Refuse settings against ``trainer.example_privacy``: samples may count through noisy steps alone.
 
     Args:
         client: the client module.
         aggregator: the aggregator.
         cohort: ``trainer.cohort``.
+        noisy_counts: whether clients add noise to class counts.
 
     Raises:
         MisconfigurationException: if a setting would break it.
     """
     setting = "trainer.example_privacy"
+    if noisy_counts and "class_counts" not in aggregator.needs:
+        raise MisconfigurationException(
+            f"{setting}.counts_epsilon is of class counts, for which aggregator={aggregator.name} doesn't ask; leave "
+            "it out."
+        )
     parts = list(parts_of(aggregator))
     if any(part.guarantee or isinstance(part, DPAverage) for part in parts):
         raise MisconfigurationException(
@@ -77,12 +86,12 @@ def check_example_level(client: ClientModule, aggregator: Aggregator, cohort: Se
             f"model={name} sends nothing, so there is nothing to protect; leave {setting} out."
         )
     # an aggregator's needs too: the client's `offers` are sent on demand, and aren't in `sends`
-    needed = aggregator.needs - BOUNDED
+    needed = aggregator.needs - BOUNDED - ({"class_counts"} if noisy_counts else set())
     if further := sorted((client.sends - BOUNDED) | needed):
         raise MisconfigurationException(
             f"{setting} adds noise to training alone, and {' and '.join(further)}, which model={name} sends to "
             f"aggregator={aggregator.name}, tells of samples as they are; take a method that sends weights, such as "
-            "FedAvg, FedPer or Ditto."
+            f"FedAvg, FedPer or Ditto{COUNTS if further == ['class_counts'] else ''}."
         )
     if cohort.asks:
         raise MisconfigurationException(

@@ -266,6 +266,10 @@ class Engine(ABC):
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Train each job's client and yield outcomes in any order; `complete` checks for missing ones."""
 
+    def times_asked(self, client: int) -> int:
+        """Return how often a client of the round was asked to train, as each time spends privacy anew."""
+        return 1
+
     @abstractmethod
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
         """Train the module, which holds the job's client already, through some phases; keep no other state."""

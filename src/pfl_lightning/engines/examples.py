@@ -1,4 +1,4 @@
-"""Gradients of single samples, bounded and added up: what one step of differentially private training is made of."""
+"""Bounded gradients of single samples and their sums, for steps of differentially private training."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,14 +16,16 @@ from pfl_lightning.data.trees import split
 from pfl_lightning.engines.base import LocalWork
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import step_values
-from pfl_lightning.messages import StateDict, tree_map
+from pfl_lightning.messages import Message, StateDict, tree_map
 from pfl_lightning.privacy.accountant import Release
+from pfl_lightning.privacy.dp_sgd import DPSGD
+from pfl_lightning.privacy.noise import towards_zero
 
 Values = dict[str, Tensor]
 
 
 class Draws(NamedTuple):
-    """How a client's batches of a phase are drawn.
+    """The number and the size of a client's batches in a phase.
 
     Args:
         steps: how many there are.
@@ -37,13 +39,14 @@ class Draws(NamedTuple):
 
     @classmethod
     def of(cls, work: LocalWork, phase: Phase, samples: int) -> "Draws":
-        """The draws of a client in a phase: as many as it would have batches.
+        """Return the draws of a client in a phase, as many as plain training has batches.
 
         Args:
             work: how much each client trains.
             phase: the phase.
             samples: how many the client has.
         """
+        # the last, smaller batch of an epoch has no part in it: each batch is drawn anew
         size, _, epochs, steps = work.extent(phase)
         if not samples:
             return cls(0, 1.0, 1.0)
@@ -53,7 +56,7 @@ class Draws(NamedTuple):
 
 
 def private_draws(work: LocalWork, phases: Sequence[Phase], samples: int) -> list[Draws]:
-    """The draws of a client's round that spend something: of each phase that doesn't stay with it.
+    """Return the draws of a client's round in phases with an influence on the upload.
 
     Args:
         work: how much each client trains.
@@ -65,7 +68,7 @@ def private_draws(work: LocalWork, phases: Sequence[Phase], samples: int) -> lis
 
 
 def releases_of(work: LocalWork, phases: Sequence[Phase], samples: int) -> list[Release]:
-    """What a client's training of a round spends: the steps of each phase that doesn't stay with it.
+    """Return the releases of a client's round: private steps, and class counts where these are sent.
 
     Args:
         work: how much each client trains.
@@ -74,12 +77,28 @@ def releases_of(work: LocalWork, phases: Sequence[Phase], samples: int) -> list[
     """
     if work.example_privacy is None:
         return []
-    z = cast(float, work.example_privacy.noise_multiplier)
-    return [Release(z, drawn.rate, drawn.steps) for drawn in private_draws(work, phases, samples)]
+    # a phase that stays with its client reaches nobody
+    z, counts = cast(float, work.example_privacy.noise_multiplier), work.example_privacy.counts_release
+    made = [Release(z, drawn.rate, drawn.steps) for drawn in private_draws(work, phases, samples)]
+    return made if counts is None else [*made, counts]
+
+
+def with_noisy_counts(work: LocalWork, seed: int, update: Message) -> Message:
+    """Return an update with noise in the class counts, if the settings ask for noise.
+
+    Args:
+        work: how much each client trains.
+        seed: of the client's round.
+        update: the upload.
+    """
+    private = work.example_privacy
+    if private is None or private.counts_epsilon is None or "class_counts" not in update:
+        return update
+    return {**update, "class_counts": private.noisy_counts(update["class_counts"], seed)}
 
 
 def calibrated(work: LocalWork, modules: Sequence[ClientModule], sizes: Iterable[int], rounds: int) -> LocalWork:
-    """The same work, with the noise that its target of privacy asks for where it has one.
+    """Return the work with noise for the target of privacy, where one is given.
 
     Args:
         work: how much each client trains.
@@ -107,8 +126,8 @@ class ExampleGradients:
         module: the client module.
         slots: the module's.
         trained: names of the entries that gradients are taken to.
-        clip: the largest norm of a sample's gradient, over all trained entries together.
-        at_once: samples whose gradients are held at a time; None holds all.
+        privacy: the bound of a sample's gradient over all trained entries together, how many are held at a time, and
+            the grid to which each is rounded, towards zero.
         forward_context: gives the context for a forward pass, such as autocast; nothing else is computed in it.
     """
 
@@ -117,19 +136,18 @@ class ExampleGradients:
         module: ClientModule,
         slots: Slots,
         trained: list[str],
-        clip: float,
-        at_once: int | None,
+        privacy: DPSGD,
         forward_context: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.module = module
         self.slots = slots
         self.trained = trained
-        self.clip = clip
-        self.at_once = at_once
+        self.privacy = privacy
+        self.grid = privacy.grid
         self.forward_context = forward_context
 
     def sums(self, entries: StateDict, batch: Batch, taken: Tensor, index: int) -> tuple[StateDict, Values]:
-        """Sums over a batch in float64, of the bounded gradients and of what ``training_step`` returns.
+        """Return sums over a batch in float64: of bounded gradients, and of the values of ``training_step``.
 
         Args:
             entries: the client's parameters and buffers by name.
@@ -137,6 +155,7 @@ class ExampleGradients:
             taken: 1 for the samples that count, 0 for the others ``[m]``.
             index: the batch's number.
         """
+        # frozen entries need no gradient of each sample
         leaves = {name: entries[name] for name in self.trained}
         others = {name: entry for name, entry in entries.items() if name not in leaves}
 
@@ -149,7 +168,7 @@ class ExampleGradients:
         gradients_of = vmap(grad(loss, has_aux=True), in_dims=(None, 0), randomness="different")
         sums: StateDict = {}
         totals: Values = {}
-        for *part, own in split((*batch, taken), self.at_once or len(taken)):
+        for *part, own in split((*batch, taken), self.privacy.samples_at_once or len(taken)):
             gradients, values = gradients_of(leaves, tuple(part))
             sums = added(sums, self._bounded(gradients, own))
             # a sample that only fills up may be one that isn't finite
@@ -158,35 +177,40 @@ class ExampleGradients:
         return sums, totals
 
     def _bounded(self, gradients: StateDict, taken: Tensor) -> StateDict:
-        """The sum over samples of gradients whose norm is at most the bound; of one that isn't finite nothing."""
+        """Return the sum of the samples' bounded gradients; one with NaN or infinity counts as zero."""
         # in float64, as a float32 sum of 4,096 samples moves by up to 1.0004 times the bound, squares of 1e20 overflow,
         # and products of float32 may be made in TF32
         parts = [torch.linalg.vector_norm(exact(gradient.flatten(1)), dim=1) for gradient in gradients.values()]
         norms = torch.linalg.vector_norm(torch.stack(parts), dim=0)
         finite = norms.isfinite()
-        factors = torch.where(finite, taken * (self.clip / norms).clamp(max=1), 0)
+        factors = torch.where(finite, taken * (self.privacy.clip / norms).clamp(max=1), 0)
+        wholes = {name: exact(whole(gradient, finite)) for name, gradient in gradients.items()}
+        if self.grid is None:
+            return {name: torch.tensordot(factors, gradient, 1) for name, gradient in wholes.items()}
+        # one by one: the rounding is of each sample's own gradient, or the sum would have as many grids as samples
         return {
-            name: torch.tensordot(factors, exact(whole(gradient, finite)), 1) for name, gradient in gradients.items()
+            name: towards_zero(factors.view(-1, *[1] * (gradient.dim() - 1)) * gradient, self.grid).sum(0)
+            for name, gradient in wholes.items()
         }
 
 
 def exact(tensor: Tensor) -> Tensor:
-    """The tensor in float64, or in float32 on Apple's GPUs, which have no more."""
+    """Return the tensor in float64, or in float32 on Apple's GPUs, which have no more."""
     return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
 
 
 def added(one: StateDict, other: StateDict) -> StateDict:
-    """Sums by name, where one may have none yet."""
+    """Return sums by name, where one side may have none yet."""
     return {name: one[name] + tensor if name in one else tensor for name, tensor in other.items()}
 
 
 def whole(gradients: Tensor, finite: Tensor) -> Tensor:
-    """Gradients of samples ``[m, ...]``, with zeros for those that aren't finite, as zero times infinity is none."""
+    """Return gradients of samples ``[m, ...]``, with zeros for samples with NaN or infinity."""
     return torch.where(finite.view(-1, *[1] * (gradients.dim() - 1)), gradients, 0)
 
 
 def noised(sums: StateDict, noise: Tensor, entries: Mapping[str, Tensor], expected: float | Tensor) -> StateDict:
-    """The gradients of a step, of one client or a row for each of many: rounded to the entries' type after the noise.
+    """Return a step's gradients, of one client or a row for each of many, rounded to the entries' type after the noise.
 
     Args:
         sums: of bounded gradients, by name; empty where no sample was drawn.
@@ -195,6 +219,7 @@ def noised(sums: StateDict, noise: Tensor, entries: Mapping[str, Tensor], expect
         expected: samples that a batch has on average, of all or ``[clients]``.
     """
     rows = noise.shape[:-1]
+    # one draw for all entries, so that engines draw alike
     drawn = torch.split(noise, [entry[0].numel() if rows else entry.numel() for entry in entries.values()], dim=-1)
     gradients = {}
     for (name, entry), own in zip(entries.items(), drawn, strict=True):

@@ -20,7 +20,7 @@ from pfl_lightning.data import ClientData, Samples, epoch_order
 from pfl_lightning.data.trees import rows_in
 from pfl_lightning.engines.base import ClientState, Engine, Job, Outcome
 from pfl_lightning.engines.errors import computed, during
-from pfl_lightning.engines.examples import Draws, ExampleGradients, noised, releases_of
+from pfl_lightning.engines.examples import Draws, ExampleGradients, noised, releases_of, with_noisy_counts
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.local_optimizer import local_optimizer
 from pfl_lightning.engines.slots import Slots
@@ -29,6 +29,7 @@ from pfl_lightning.engines.steps import adjusted_gradients, step_values
 from pfl_lightning.engines.threads import is_for_one_thread, one_thread
 from pfl_lightning.messages import detached, is_finite
 from pfl_lightning.privacy.dp_sgd import DPSGD
+from pfl_lightning.privacy.noise import secure_seed
 
 Step: TypeAlias = tuple[int, dict[str, Tensor]]
 
@@ -121,7 +122,7 @@ class Sequential(Engine):
         """
         self.set_mode(training=False)
         with torch.no_grad(), self.leaks.of("upload"), during("upload", job.round, job.client):
-            update = detached(self.module.upload(data))
+            update = with_noisy_counts(self.work, job.seed, detached(self.module.upload(data)))
         if layout.personal:
             own = self.module.state_dict()
             state.personal = self.work.kept({name: own[name] for name in layout.personal})
@@ -217,9 +218,10 @@ class Sequential(Engine):
         """
         slots = Slots(self.module)
         draws = Draws.of(self.work, phase, len(part))
-        gradients = ExampleGradients(
-            self.module, slots, list(parameters), privacy.clip, privacy.samples_at_once, self.forward_context
-        )
+        gradients = ExampleGradients(self.module, slots, list(parameters), privacy, self.forward_context)
+        if privacy.is_secure:
+            # dropout's masks go by places in the batch, so that one sample more would change the others' known masks
+            self._seed(secure_seed())
         # Views of the parameters' memory, so each step sees the optimizer's changes.
         entries = slots.current()
         steps: list[Step] = []
@@ -227,7 +229,7 @@ class Sequential(Engine):
             # Poisson sampling: each sample joins independently, so batches vary in size and may be empty.
             rows = privacy.drawn(len(part), draws.rate, generator)
             # Drawn for an empty batch too: a step without noise would reveal that no sample was drawn.
-            noise = privacy.noise(parameters.values(), generator)
+            noise = privacy.drawn_noise(parameters.values(), generator)
             sums: dict[str, Tensor] = {}
             totals: dict[str, Tensor] = {}
             if count := len(rows):

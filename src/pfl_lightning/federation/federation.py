@@ -35,6 +35,7 @@ from pfl_lightning.data.description import fingerprint
 from pfl_lightning.engines import ClientState, Engine, Job, Outcome
 from pfl_lightning.engines.base import given_modes, release
 from pfl_lightning.engines.evaluation import own_values
+from pfl_lightning.engines.examples import releases_of
 from pfl_lightning.engines.threads import threads_for
 from pfl_lightning.federation.accepted_updates import enough, finite, unrefused
 from pfl_lightning.federation.checkpoint import check_same, pair_clients, saved_states, storable
@@ -105,7 +106,8 @@ class Federation(LightningModule):
         check_finite(client, self.aggregator)
         check_guarantee(client, self.aggregator, options.min_clients)
         if options.example_privacy is not None:
-            check_example_level(client, self.aggregator, options.cohort)
+            noisy_counts = options.example_privacy.counts_epsilon is not None
+            check_example_level(client, self.aggregator, options.cohort, noisy_counts)
         check_pair(client, self.aggregator)
         check_requirements(client, self.aggregator)
         check_tells(client, options.cohort)
@@ -409,10 +411,8 @@ class Federation(LightningModule):
                     for ended in listeners:
                         ended(self.trainer, self, outcome.client, outcome)
         self.metrics["time/train"] = time.perf_counter() - start + choosing
-        for client, outcome in sorted(outcomes.items()):
-            if outcome.releases:
-                self.spent[client] = composed(self.spent.get(client, []), outcome.releases)
         if (private := self.options.example_privacy) is not None:
+            self._spend(cohort, outcomes)
             # Stop before the server sees an update that would exceed the privacy budget.
             private.check_spent(self.spent, self.sizes(self.spent, "train"), self.round)
         taken = self._taken(outcomes, len(cohort))
@@ -425,6 +425,34 @@ class Federation(LightningModule):
             self.trainer.optimizers[0].step()
             scheduler.step()  # type: ignore[union-attr]
             self._read_rate()
+
+    def _spend(self, cohort: Sequence[int], outcomes: Mapping[int, Outcome], lost: bool = False) -> None:
+        """Count the private steps of a round, of each client as often as the engine asked for them.
+
+        Args:
+            cohort: the clients of the round.
+            outcomes: of the clients that answered; of others nobody knows how far they came, so that all counts.
+            lost: whether another process made the round, of which this engine knows nothing.
+        """
+        for engine, own in self.engines_of(cohort):
+            for client in own:
+                told = outcomes[client].releases if client in outcomes else ()
+                once = told or releases_of(engine.work, engine.module.local_phases(), self.data.size(client, "train"))
+                times = 1 if lost else engine.times_asked(client)
+                made = [release._replace(steps=times * release.steps) for release in once]
+                if made:
+                    self.spent[client] = composed(self.spent.get(client, []), made)
+
+    def count_lost(self, cohorts: Sequence[Sequence[int]]) -> None:
+        """Count rounds that the checkpoint lacks, but whose models others may have seen.
+
+        Args:
+            cohorts: the clients of each of these rounds.
+        """
+        self.aggregator.count_lost(len(cohorts))
+        if self.options.example_privacy is not None and self.options.example_privacy.is_secure:
+            for cohort in cohorts:
+                self._spend(cohort, {}, lost=True)
 
     def _jobs(self, clients: list[int]) -> Iterator[Job]:
         """Yield the job of each client of a cohort, and count the bytes sent."""

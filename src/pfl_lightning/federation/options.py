@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
@@ -111,10 +111,7 @@ class FederationOptions:
                 "samples; leave it out."
             )
         if not isinstance(self.engine, (str, type)):
-            raise MisconfigurationException(
-                "trainer.example_privacy draws noise from the run's seed, which every site of a deployment knows; "
-                "leave it out."
-            )
+            cast(DPSGD, self.example_privacy).deployed()
 
     def _check_precision(self, precision: str) -> None:
         """Refuse precisions in which per-sample bounds or noise would not hold."""
@@ -197,6 +194,11 @@ class FederationOptions:
         precision, engine = trainer.precision_plugin, self.engine_class
         if self.example_privacy is not None:
             self._check_precision(precision.precision)
+            if self.example_privacy.is_secure and any(module.device.type == "mps" for module in modules):
+                raise MisconfigurationException(
+                    "trainer.example_privacy.noise=secure needs float64, which Apple's GPUs lack; take seeded, or "
+                    "trainer.accelerator=cpu."
+                )
         sizes = (data.size(client, "train") for client in range(data.num_clients))
         ranks = trainer.world_size
         stays = stay_on_device(self.client_states, modules, data.num_clients, ranks)

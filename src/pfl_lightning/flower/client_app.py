@@ -58,6 +58,9 @@ class Worker:
     """
 
     def __init__(self, trainer: FederatedTrainer, client: ClientModule, site: Site, states: StateVersions) -> None:
+        # whatever the server's configuration says: here is where noise is drawn
+        private = trainer.rounds.example_privacy and trainer.rounds.example_privacy.deployed()
+        trainer.rounds = replace(trainer.rounds, example_privacy=private)
         self.trainer, self.site, self.states = trainer, site, states
         self.modules = client.architectures()
         for module in self.modules:

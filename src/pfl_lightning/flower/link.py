@@ -1,6 +1,7 @@
 """The sites as the server knows them: which node has which client, and what is asked of them."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -72,6 +73,8 @@ class Link:
         self.timeout, self.poll = timeout, poll
         self.sizes: dict[int, dict[str, int]] = {}
         """Numbers of samples by client and split, as they were told first."""
+        self.times_asked: Counter[int] = Counter()
+        """Messages of the last phase by client: a site that comes back is asked again."""
         self._node_of: dict[int, int] = {}
         self._key_of: dict[int, str] = {}
         self._greeted: set[int] = set()
@@ -107,6 +110,7 @@ class Link:
             payloads: what each client is sent.
         """
         open_ = set(jobs)
+        self.times_asked.clear()
         end = time.monotonic() + self.timeout
         while open_ and time.monotonic() < end:
             alive = self._nodes()
@@ -120,6 +124,7 @@ class Link:
                 records = {"jobs": {client: jobs[client] for client in clients}}
                 records |= {f"{client}/payload": payloads[client] for client in clients}
                 self._push(Sent(node, clients), pack(records), kind, group)
+                self.times_asked.update(clients)
             heard = False
             for sent, reply in self._replies():
                 heard = True

@@ -112,6 +112,10 @@ class Remote(Engine):
                     f"median is {middle:.3g}, and counts; max-norm={FAR / 2 * middle:.1g}, say, leaves such ones out."
                 )
 
+    def times_asked(self, client: int) -> int:
+        """Return how often a client's site was asked, more than once where the site was gone in between."""
+        return self.link.times_asked[client]
+
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
         """Yields metrics as sites answer; clients whose aren't as they should be are left out with a warning."""
         asked = {job.client: job for job in jobs}
@@ -217,7 +221,8 @@ class Remote(Engine):
             like = self.look(job)
             limit = 2 * num_bytes(like)
             update = unpack(content, f"{client}/update", like, self._sketches.keys(self.link.clients), limit)
-            check_counts(update, samples)
+            private = self.work.example_privacy
+            check_counts(update, samples, private is not None and private.counts_epsilon is not None)
             if self.max_norm is not None:
                 check_norm(update, job.payload, self.max_norm)
         # of a client with whom nothing stays there is nothing to keep

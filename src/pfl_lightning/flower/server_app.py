@@ -114,6 +114,7 @@ def serve(
         MisconfigurationException: if it can't be deployed, or clients have no site.
     """
     refuse_what_acts_here_alone(trainer)
+    private = trainer.rounds.example_privacy and trainer.rounds.example_privacy.deployed()
     # other networks of a list are made when they are asked for
     with isolate_rng():
         initial = initial_of(client.architectures())
@@ -127,7 +128,7 @@ def serve(
         engine = Remote(modules, work, precision, link, federation.architecture_of, states.live, max_norm)
         return [engine for _ in modules]
 
-    trainer.rounds = replace(trainer.rounds, engine=engines, compile=False)
+    trainer.rounds = replace(trainer.rounds, engine=engines, compile=False, example_privacy=private)
     trainer.callbacks.insert(0, states)  # type: ignore[attr-defined]
     trainer.fit(client, datamodule=data, aggregator=aggregator, ckpt_path=ckpt_path)
     return cast(Federation, trainer.lightning_module)

@@ -190,12 +190,13 @@ def norms(record: Any, base: Any) -> list[float]:
     return []
 
 
-def check_counts(update: Message, samples: int) -> None:
+def check_counts(update: Message, samples: int, noisy: bool = False) -> None:
     """Refuses an update that counts other samples than its client said that it has.
 
     Args:
         update: what a client sent; ``num_samples`` and ``class_counts`` are looked at where they are.
         samples: the client's training samples, as its site told at first.
+        noisy: whether class counts have noise, and so another sum.
 
     Raises:
         Refused: if it does.
@@ -203,5 +204,5 @@ def check_counts(update: Message, samples: int) -> None:
     if "num_samples" in update and int(update["num_samples"]) != samples:
         raise Refused(f"num_samples is {int(update['num_samples'])}, and was {samples} at first.")
     counts = update.get("class_counts")
-    if counts is not None and (int(counts.min()) < 0 or int(counts.sum()) != samples):
+    if counts is not None and (int(counts.min()) < 0 or (not noisy and int(counts.sum()) != samples)):
         raise Refused(f"class_counts are no counts of the {samples} samples that there were at first.")

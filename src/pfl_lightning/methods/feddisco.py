@@ -42,6 +42,7 @@ class FedDisco(WeightedAverage):
         MisconfigurationException: if ``a`` is negative, or one of ``a`` and ``b`` isn't finite.
     """
 
+    example_level = True
     needs = WeightedAverage.needs | {"class_counts"}
 
     def __init__(self, a: float = 0.5, b: float = 0.1, metric: Discrepancy = "kl") -> None:

@@ -4,7 +4,6 @@ Symbols: x is the server's model, :math:`\Delta = \sum_k p_k (y_k - x)` the mean
 -Δ takes the gradient's place, and :math:`\eta_s` the server's learning rate. All arithmetic is entry by entry.
 """
 
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from pfl_lightning.aggregators import Mean, Server, WeightedAverage, Weighting
 from pfl_lightning.aggregators.weighted_average import MeanSettings
-from pfl_lightning.messages import StateDict, Updates
+from pfl_lightning.messages import StateDict
 from pfl_lightning.settings import Unpack, check_choices
 
 
@@ -29,18 +28,8 @@ class ServerSteps(WeightedAverage):
         self.learnable = server.parameter_names(remove_duplicate=False)
         self.state |= {"m": {}, "v": {}}
 
-    def average(self, updates: Updates, weights: Mapping[int, float]) -> None:
-        """Make a step towards the mean of the uploads.
-
-        Args:
-            updates: updates by client id, at least one.
-            weights: weight of each client, by id; used as they are.
-        """
-        # with a `mean`, Δ is the change to the rule's result
-        self.move(self.mean_of(updates, weights))
-
     def move(self, target: StateDict) -> None:
-        """Make a step.
+        """Make a step by the difference of a mean, or of a rule's result, from the global model.
 
         Args:
             target: the model of a server that only averages: x + Δ, with buffers.

@@ -1,4 +1,4 @@
-"""Bounds on what one client can move, and how a bound follows the clients' own norms."""
+"""Bound the change of one client, and let the bound follow the clients' norms."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def clipped(change: Tensor, clip: float, sizes: Sequence[int] | None = None) -> Tensor:
-    r"""A change of no more than a norm: :math:`\Delta \min(1, C / \|\Delta\|)`; zero where it isn't finite.
+    r"""Return a change within a norm, :math:`\Delta \min(1, C / \|\Delta\|)`, and zero for one with NaN or infinity.
 
     >>> clipped(torch.tensor([3.0, 4.0], dtype=torch.float64), 1.0)
     tensor([0.6000, 0.8000], dtype=torch.float64)
@@ -20,16 +20,18 @@ def clipped(change: Tensor, clip: float, sizes: Sequence[int] | None = None) -> 
             :math:`C / \sqrt{L}`, so that all together have C; None bounds it as a whole.
     """
     if sizes is not None:
+        # squares add up to C squared
         bound = clip / math.sqrt(len(sizes))
         return torch.cat([clipped(part, bound) for part in torch.split(change, list(sizes))])
     norm = float(torch.linalg.vector_norm(change))
+    # zero is within any bound, and NaN times zero is NaN
     if not math.isfinite(norm):
         return torch.zeros_like(change)
     return change * (clip / norm) if norm > clip else change
 
 
 def noise_beside_counts(noise_multiplier: float, count_noise: float) -> float:
-    r"""What is left for the sum where it shares its noise multiplier with a count of clients.
+    r"""Return the noise multiplier of the sum, where sum and count of clients share one.
 
     .. math::
 

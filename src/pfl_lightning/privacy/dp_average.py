@@ -1,6 +1,5 @@
-"""Averaging with differential privacy of clients."""
+"""Average updates with differential privacy of clients."""
 
-import importlib.util
 import math
 from typing import Any, Literal, cast
 
@@ -9,8 +8,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.aggregators.base import Aggregator, Server
+from pfl_lightning.aggregators.weighted_average import WeightedAverage
 from pfl_lightning.messages import Message, StateDict, Updates
-from pfl_lightning.privacy.accountant import Release, epsilon, noise_for, tight_epsilon
+from pfl_lightning.privacy.accountant import Release, accountant_of, bounded_epsilon, has_pld, noise_for, tight_epsilon
 from pfl_lightning.privacy.clipping import clipped, next_clip, noise_beside_counts
 from pfl_lightning.privacy.dp_sgd import composed
 from pfl_lightning.privacy.noise import Source, grid_of, nearest, secure_normal, seeded_normal, towards_zero
@@ -44,32 +44,35 @@ SEEDED = "; who knows the run's seed, from which the noise is drawn"
 
 
 class DPAverage(Aggregator):
-    r"""Averages changes of bounded norm with Gaussian noise: differential privacy of whole clients.
+    r"""Average changes of bounded norm with Gaussian noise: differential privacy of whole clients.
 
     .. math::
 
         x \leftarrow x + \frac{\eta_s}{m} \left( \sum_{k \in S} v_k \Delta_k \min(1, C / \|\Delta_k\|) + z C \xi
         \right), \qquad \xi \sim \mathcal{N}(0, I)
 
-    where x is the model, :math:`\Delta_k = w_k - x` client k's change of it, and m how many clients are expected: the
-    rate times all of them, or the size of the cohort. It is never how many came: a client that diverged counts as zero,
-    and a round of nobody is noise. What follows from it on :math:`(\epsilon, \delta)` is in each row of the record and
-    in the summary, with what it doesn't cover.
+    where x is the model, :math:`\Delta_k = w_k - x` client k's change, and m the expected number of clients: the rate
+    times all clients, or the size of the cohort, however many came. A client that diverged counts as zero, and a round
+    of nobody is noise. Each row of the record and the summary have :math:`(\epsilon, \delta)`, and a list of all that
+    the guarantee leaves out.
 
     With a ``quantile`` the bound C is learnt: :math:`C \leftarrow C e^{-\eta_C (\tilde b - \gamma)}`, where
-    :math:`\tilde b` is the share of clients within it, with noise of its own, which :math:`\epsilon` includes.
+    :math:`\tilde b` is the share of clients within C, with further noise that :math:`\epsilon` includes.
     Sources: McMahan et al., 2018 (https://arxiv.org/abs/1710.06963); Andrew et al., 2021
     (https://arxiv.org/abs/1905.03871).
 
-    ``noise="seeded"`` draws the noise from the run's seed, so that a run can be repeated: a simulation, as who knows
-    the seed knows the noise. ``secure`` draws it from the operating system and keeps it nowhere; sums and noise then
-    lie on a grid (`pfl_lightning.privacy.noise`), and a run that goes on counts the rounds that no checkpoint has.
+    With a ``server``, such as `FedAdam`, the noisy mean is the mean by which that server makes its step: noise comes
+    first, so that momentum and adaptive steps cost no privacy. The server's ``weighting`` has no effect.
+
+    ``noise="seeded"`` draws the noise from the run's seed, so that a run can be repeated: a simulation, as everybody
+    with the seed knows the noise. ``secure`` draws noise from the operating system and keeps it nowhere; sums and noise
+    then lie on a grid (`pfl_lightning.privacy.noise`), and a run that goes on counts the rounds that no checkpoint has.
 
     Args:
-        noise_multiplier: z, at least 0; 0 gives no guarantee. Either it or ``epsilon``.
-        epsilon: the :math:`\epsilon` that all rounds of ``trainer.max_rounds`` may have together, above 0; z is then
-            the least one for it.
-        delta: :math:`\delta`, above 0 and below one over all clients; None is a tenth of that.
+        noise_multiplier: z, at least 0; 0 gives no guarantee. Either z or ``epsilon``.
+        epsilon: the :math:`\epsilon` of all rounds of ``trainer.max_rounds`` together, above 0, for which z is the
+            least.
+        delta: :math:`\delta`, above 0 and below one over all clients; None is a tenth of one over all clients.
         clip: C, above 0; with a ``quantile`` that of the first round.
         clip_by: ``model`` bounds each change as a whole, ``entry`` each of its L tensors by :math:`C / \sqrt{L}`.
         quantile: :math:`\gamma`, the share of changes that C shall not bound, between 0 and 1; None leaves C.
@@ -77,12 +80,13 @@ class DPAverage(Aggregator):
         count_noise: standard deviation of the noise in the number of clients within the bound, above z / 2; None is
             m / 20.
         sample_cap: training samples from which a client counts in full, :math:`v_k = \min(n_k / \text{cap}, 1)`; None
-            counts all alike, and nobody sends how many samples it has.
+            counts all alike, and no client sends its number of samples.
         server_lr: :math:`\eta_s`, above 0.
         noise: ``seeded`` or ``secure``; None is ``secure`` in a deployment, and else ``seeded``.
+        server: FedAvgM, FedAdagrad, FedAdam or FedYogi, or another server with a ``move``; None goes to the noisy mean.
 
     Raises:
-        MisconfigurationException: if a setting is out of its range, or two don't go together.
+        MisconfigurationException: if a setting is out of range, or two don't go together.
     """
 
     needs = frozenset({"weights"})
@@ -103,6 +107,7 @@ class DPAverage(Aggregator):
         sample_cap: int | None = None,
         server_lr: float = 1.0,
         noise: Source | None = None,
+        server: WeightedAverage | None = None,
     ) -> None:
         super().__init__()
         check_choices("aggregator", clip_by=(clip_by, ("model", "entry")))
@@ -125,18 +130,26 @@ class DPAverage(Aggregator):
         self.quantile, self.clip_lr, self.count_noise = quantile, clip_lr, count_noise
         self.sample_cap, self.server_lr = sample_cap, server_lr
         self.noise = noise
+        # under the argument's name, by which settings of a resumed run are compared
+        self.server = checked_server(server, server_lr)
         if sample_cap is not None:
             self.needs = self.needs | {"num_samples"}
 
+    @property
+    def name(self) -> str:
+        """The class's name, with the server's behind the noise."""
+        return super().name if self.server is None else f"{super().name}+{self.server.name}"
+
     def setup(self, server: Server) -> None:
-        """Starts from the common initial model, with the noise that the target and the number of rounds ask for.
+        """Start from the common initial model, with noise by the target and the number of rounds.
 
         Raises:
-            MisconfigurationException: if it can't guarantee anything of this federation.
+            MisconfigurationException: if nothing can be guaranteed of this federation.
         """
         self.sampling = self._checked_sampling(server)
         self.entries = Entries(server)
         self.seed = server.seed
+        # every site of a deployment is given the seed
         self.is_secure = self.noise == "secure" or (self.noise is None and server.deployed)
         self.bound_delta = 0.1 / server.num_clients if self.delta is None else self.delta
         if not self.bound_delta < 1 / server.num_clients:
@@ -144,6 +157,7 @@ class DPAverage(Aggregator):
                 f"aggregator.delta={self.delta} must be below 1 / {server.num_clients}, one over data.num_clients: "
                 "what gives one client away whole would pass; leave it out to take a tenth of that."
             )
+        # needs delta
         self.z = self._noise(server)
         self.count_std = self.sampling.expected / 20 if self.count_noise is None else self.count_noise
         if self.quantile is not None and not self.z < 2 * self.count_std:
@@ -152,6 +166,9 @@ class DPAverage(Aggregator):
                 "the count would spend more than there is; give more, or leave aggregator.quantile out."
             )
         self.state = {"weights": server.weights, "clip": float(self.clip), "releases": []}
+        if self.server is not None:
+            self.server.setup(server)
+            self._keep_server()
 
     def _checked_sampling(self, server: Server) -> Sampling:
         if server.sampling is None:
@@ -162,7 +179,7 @@ class DPAverage(Aggregator):
         return server.sampling
 
     def _noise(self, server: Server) -> float:
-        """The noise multiplier z."""
+        """Return the noise multiplier z."""
         if self.epsilon is None:
             return cast(float, self.noise_multiplier)
         if server.rounds is None:
@@ -173,7 +190,7 @@ class DPAverage(Aggregator):
         return noise_for(self.epsilon, self.bound_delta, server.rounds, self.sampling.rate)
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Moves the global model by the noisy mean of bounded changes.
+        """Move the global model by the noisy mean of bounded changes.
 
         Raises:
             MisconfigurationException: if the round would go beyond ``epsilon``.
@@ -181,22 +198,32 @@ class DPAverage(Aggregator):
         releases = self._with_further(1)
         if self.epsilon is not None:
             check_spent("aggregator", self.epsilon, self._epsilon(releases), round)
+        # never by the number of updates, which one client changes
         clip, expected = self.state["clip"], self.sampling.expected
         x = self.entries.vector(self.state["weights"])
         sizes = self.entries.sizes if self.clip_by == "entry" else None
         adaptive = self.quantile is not None
+        # sum and count have one guarantee together
         z = noise_beside_counts(self.z, self.count_std) if adaptive else self.z
         grid = grid_of(z * clip) if z and self.is_secure else None
         total, within = torch.zeros_like(x), 0.0
         for update in updates.values():
+            # in float64, as norms of float32 are off by more than an accountant knows
             change = self.entries.vector(update["weights"]) - x
             counted = self._weight(update) * clipped(change, clip, sizes)
             total += counted if grid is None else towards_zero(counted, grid)
             within += float(torch.linalg.vector_norm(change) <= clip) - 0.5
         if z:
+            # also without updates: a round of nobody must look like any other
             drawn = z * clip * self._drawn("dp", round, len(x))
             total += drawn if grid is None else nearest(drawn, grid)
         weights = self.entries.model(x + self.server_lr / expected * total, self.state["weights"], updates)
+        if self.server is not None:
+            # the checkpoint has replaced the state, and the server has none of its own in between
+            self.server.state = {"weights": self.state["weights"], **self.state["server"]}
+            self.server.move(weights)
+            weights = self.server.state["weights"]
+            self._keep_server()
         self.state |= {"weights": weights, "releases": [list(release) for release in releases]}
         logs = {"noise_std": self.server_lr * z * clip / expected if z else 0.0, "clip": clip}
         if self.quantile is not None:
@@ -206,21 +233,28 @@ class DPAverage(Aggregator):
                 noise = nearest(noise, grid_of(min(self.count_std, 1.0)))
             share = 0.5 + (within + float(noise)) / expected
             self.state["clip"] = next_clip(clip, share, self.quantile, self.clip_lr)
+            # by the noisy share, as the exact one tells of clients
             logs["clipped"] = 1 - share
         return logs
 
+    def _keep_server(self) -> None:
+        """Take the state of the server behind the noise, as checkpoints have this aggregator's own state alone."""
+        server = cast(WeightedAverage, self.server)
+        self.state["server"] = {name: part for name, part in server.state.items() if name != "weights"}
+        server.state = {}
+
     def _weight(self, update: Message) -> float:
-        """How much a client counts, 1 at most."""
+        """Return the weight of a client, 1 at most."""
         return 1.0 if self.sample_cap is None else min(float(update["num_samples"]) / self.sample_cap, 1.0)
 
     def _drawn(self, name: str, round: int, size: int) -> Tensor:
-        """Standard normal numbers of a round."""
+        """Draw standard normal numbers of a round."""
         return secure_normal(size) if self.is_secure else seeded_normal(size, self.seed, name, round)
 
     def count_lost(self, rounds: int) -> None:
-        """Count rounds that no checkpoint has, but whose models others may have seen.
+        """Count rounds without a checkpoint, whose models may have been seen.
 
-        Noise from a seed is drawn again as it was then, so that they are the same releases and count once.
+        Noise from a seed is drawn again as before: the same releases, which count once.
 
         Args:
             rounds: how many, at least 0.
@@ -232,14 +266,15 @@ class DPAverage(Aggregator):
         return [Release(*release) for release in self.state["releases"]]
 
     def _with_further(self, rounds: int) -> list[Release]:
-        """The releases so far and those of further rounds."""
+        """Return the releases so far with those of further rounds."""
+        # a resumed run may go on with other noise
         return composed(self._releases(), [Release(float(self.z), float(self.sampling.rate), rounds)])
 
     def _epsilon(self, releases: list[Release]) -> float:
-        return epsilon(releases, self.bound_delta)
+        return bounded_epsilon(releases, self.bound_delta, self.epsilon)
 
     def privacy(self, final: bool = False) -> dict[str, Any]:
-        """What is guaranteed of the rounds so far, and what isn't.
+        """Return the guarantee of the rounds so far, and a list of all outside of the guarantee.
 
         Args:
             final: whether to add the tighter bound too, where dp-accounting is installed.
@@ -254,19 +289,50 @@ class DPAverage(Aggregator):
             "sampling": "no amplification" if rate == 1 else f"Poisson, rate {rate:g}",
             "noise_multiplier": self.z,
             "releases": sum(release.steps for release in releases),
-            "accountant": "Gaussian, exact" if rate == 1 else "Rényi",
+            "accountant": accountant_of(rate < 1, value, self.epsilon),
             "noise": "secure" if self.is_secure else "seeded: a simulation",
             "not_covered": NOT_COVERED if self.is_secure else NOT_COVERED + SEEDED,
         }
-        if final and math.isfinite(value) and rate < 1 and importlib.util.find_spec("dp_accounting"):
+        if final and math.isfinite(value) and rate < 1 and has_pld(0.0):
             statement["epsilon_tight"] = tight_epsilon(releases, self.bound_delta)
         return statement
 
     def download(self, client: int) -> Message:
-        """The global model."""
+        """Return the global model."""
         return {"weights": self.state["weights"]}
 
     def global_model(self) -> StateDict:
-        """The global model."""
+        """Return the global model."""
         weights: StateDict = self.state["weights"]
         return weights
+
+
+def checked_server(server: WeightedAverage | None, server_lr: float) -> WeightedAverage | None:
+    """Return the server behind the noise, or refuse one that would not act by its name.
+
+    Args:
+        server: makes steps by a mean; None without.
+        server_lr: of the aggregator in front.
+
+    Raises:
+        MisconfigurationException: if the server has no step, another mean, or a second learning rate.
+    """
+    if server is None:
+        return None
+    name = type(server).__name__
+    # a class that combines updates by a rule of its own inherits the plain step, and would be a plain average here
+    if type(server).move is WeightedAverage.move:
+        raise MisconfigurationException(
+            f"aggregator.server={name} makes no step by a mean; take FedAvgM, FedAdagrad, FedAdam or FedYogi, or leave "
+            "it out and set aggregator.server_lr."
+        )
+    if server.mean is not None:
+        raise MisconfigurationException(
+            f"aggregator.server.mean={server.mean.name}: the noisy mean stands in its place; leave it out."
+        )
+    if server_lr != 1:
+        raise MisconfigurationException(
+            f"aggregator.server_lr={server_lr} beside aggregator.server={name}, which has a learning rate of its own; "
+            "set aggregator.server.server_lr."
+        )
+    return server

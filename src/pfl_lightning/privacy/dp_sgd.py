@@ -1,16 +1,22 @@
-"""Differential privacy of samples: which of them a step sees, and how much noise hides them."""
+"""Differential privacy of samples: batches, bounds and noise of local steps."""
 
 import math
+import random
+import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.privacy.accountant import Release, check_range, epsilon, least_noise
+from pfl_lightning.privacy.accountant import Release, accountant_of, bounded_epsilon, check_range, least_noise, within
+from pfl_lightning.privacy.noise import Source, discrete_laplace, grid_of, nearest, secure_members, secure_normal
 from pfl_lightning.privacy.settings import check_one, check_spent
+from pfl_lightning.seeds import derive_seed
+from pfl_lightning.settings import check_choices
 
 OWNER = "trainer.example_privacy"
 ADJACENCY = "add or remove: a sample of one client is there or isn't; how many samples clients have is public"
@@ -25,9 +31,9 @@ NOT_COVERED = "; ".join(
         "how many samples clients have; phases that stay with their client, and evaluation",
         *NOT_COVERED_COLUMNS,
         "clients.csv; checkpoints, which hold personal states",
-        "who knows the run's seed, from which batches and noise are drawn",
     ]
 )
+SEEDED = "; who knows the run's seed, from which batches and noise are drawn"
 PUBLISHABLE = ("round", "clients", "clients_diverged", "cohort*", "bytes/*", "server/*", "privacy/*", "test/global_*")
 """Columns of the record that the guarantee covers, as patterns; who has how many samples counts as public."""
 
@@ -47,7 +53,12 @@ class DPSGD:
     samples, against the server as well. Source: Abadi et al., 2016 (https://arxiv.org/abs/1607.00133).
 
     With a target ``epsilon`` z is the least noise, the same for all, with which no client goes beyond it, even if it is
-    in every round of ``trainer.max_rounds``. Mostly who has the fewest samples decides, and others spend less.
+    in every round of ``trainer.max_rounds``. Mostly the client with the fewest samples decides, and others spend less.
+
+    ``noise="seeded"`` draws batches and noise from the run's seed, so that a run can be repeated: a simulation, as
+    everybody who knows the seed knows the noise. ``secure`` draws both from the operating system and keeps neither;
+    gradients and noise then lie on a grid (`pfl_lightning.privacy.noise`), and a run that goes on counts the rounds
+    that no checkpoint has.
 
     Args:
         noise_multiplier: z, at least 0, such as 1; 0 is no noise and no guarantee. Either it or ``epsilon``.
@@ -55,9 +66,13 @@ class DPSGD:
         delta: above 0 and below one over the samples of any client; None is a tenth of one over each client's own.
         samples_at_once: gradients of single samples that are held at a time, at least 1; None holds those of a batch.
         epsilon: the :math:`\epsilon` that each client's samples may have of all rounds together, above 0.
+        noise: ``seeded`` or ``secure``; None is ``secure`` in a deployment, and else ``seeded``.
+        counts_epsilon: the :math:`\epsilon` of the class counts that a client sends in a round, above 0, for servers
+            that need them: discrete Laplace noise at the client, of the probability :math:`\propto e^{-\epsilon|k|}`;
+            negative counts become 0. None refuses such servers.
 
     Raises:
-        MisconfigurationException: if a value is out of its range.
+        MisconfigurationException: if a value is out of range.
     """
 
     noise_multiplier: float | None = None
@@ -65,6 +80,8 @@ class DPSGD:
     delta: float | None = None
     samples_at_once: int | None = None
     epsilon: float | None = None
+    noise: Source | None = None
+    counts_epsilon: float | None = None
 
     def __post_init__(self) -> None:
         z, target, clip = self.noise_multiplier, self.epsilon, self.clip
@@ -79,9 +96,46 @@ class DPSGD:
             check_range(f"{OWNER}.delta", delta, 0 < delta < 1, "above 0 and below 1, such as 1e-5")
         if at_once is not None:
             check_range(f"{OWNER}.samples_at_once", at_once, at_once >= 1, "at least 1")
+        if self.noise is not None:
+            check_choices(OWNER, noise=(self.noise, ("seeded", "secure")))
+        if (counts := self.counts_epsilon) is not None:
+            check_range(f"{OWNER}.counts_epsilon", counts, 1e-6 <= counts <= 100, "from 1e-6 to 100, such as 0.5")
+            if target is not None:
+                raise MisconfigurationException(
+                    f"{OWNER}.counts_epsilon={counts} and {OWNER}.epsilon={target}: a target is shared out to steps "
+                    "alone; give noise_multiplier."
+                )
+
+    @property
+    def is_secure(self) -> bool:
+        """Return whether batches and noise come from the operating system."""
+        return self.noise == "secure"
+
+    @property
+    def grid(self) -> float | None:
+        """Return the grid's step for bounded gradients and their noise; None rounds neither."""
+        return grid_of(self.noise_multiplier * self.clip) if self.is_secure and self.noise_multiplier else None
+
+    def deployed(self) -> "DPSGD":
+        """Return the settings for clients at sites, with noise from the operating system.
+
+        Raises:
+            MisconfigurationException: if the noise shall be from a seed, or depends on clients of other sites.
+        """
+        if self.noise == "seeded":
+            raise MisconfigurationException(
+                f"{OWNER}.noise=seeded draws noise from the run's seed, which everybody in a deployment knows; take "
+                "secure."
+            )
+        if self.epsilon is not None:
+            raise MisconfigurationException(
+                f"{OWNER}.epsilon={self.epsilon} asks for noise by the sizes of all clients, and a site knows its own; "
+                "give noise_multiplier, such as the one that a simulation with this target records."
+            )
+        return replace(self, noise="secure")
 
     def check(self, sizes: Iterable[int]) -> None:
-        """Refuses a delta with which a sample could be given away whole.
+        """Refuse a delta at which a whole sample could be given away.
 
         Args:
             sizes: samples of each client.
@@ -96,7 +150,7 @@ class DPSGD:
             )
 
     def calibrated(self, plans: Iterable[tuple[int, Sequence[Release]]]) -> "DPSGD":
-        """These settings, which have a target, with the noise that it asks for in its place.
+        """Return the settings with noise in the place of the target.
 
         Args:
             plans: how many samples a client has and what it would spend at a noise multiplier of 1, for each client.
@@ -104,15 +158,16 @@ class DPSGD:
         Raises:
             MisconfigurationException: if no noise reaches the target.
         """
+        # one search mostly: the smallest client comes first, and the others stay within
         target, z = cast(float, self.epsilon), 0.0
         for samples, releases in plans:
             noised = [Release(z, rate, steps) for _, rate, steps in releases]
-            if self.epsilon_of(noised, samples) > target:
+            if not within(target, self.delta_of(samples), noised):
                 z = least_noise(target, self.delta_of(samples), releases)
         return replace(self, noise_multiplier=z, epsilon=None)
 
     def check_spent(self, spent: Mapping[int, Sequence[Release]], sizes: Mapping[int, int], round: int) -> None:
-        """Refuses what would go beyond the target.
+        """Refuse steps beyond the target.
 
         Args:
             spent: the steps of each client, with those that nobody has seen yet.
@@ -122,6 +177,7 @@ class DPSGD:
         Raises:
             MisconfigurationException: if it does.
         """
+        # epsilon is known only after a round, and its uploads aren't taken then
         if self.epsilon is not None:
             check_spent(OWNER, self.epsilon, self._largest(spent, sizes), round)
 
@@ -129,65 +185,117 @@ class DPSGD:
         return max((self.epsilon_of(releases, sizes[client]) for client, releases in spent.items()), default=0.0)
 
     def drawn(self, samples: int, rate: float, generator: torch.Generator) -> Tensor:
-        """The rows of a client's samples that are in a batch, rising.
+        """Return the rows of a client's batch, rising, int64.
 
         Args:
             samples: n.
             rate: q.
-            generator: the client's, on the CPU.
+            generator: the client's, on the CPU; of no use to secure batches.
         """
+        if self.is_secure:
+            return secure_members(samples, rate)
         return (torch.rand(samples, generator=generator) < rate).nonzero().flatten()
 
-    def noise(self, entries: Collection[Tensor], generator: torch.Generator) -> Tensor:
-        """Draw the noise of a step, flat ``[numbers of all entries]``; in float64 where entries are, else in float32.
+    def drawn_noise(self, entries: Collection[Tensor], generator: torch.Generator) -> Tensor:
+        """Draw the noise of a step, flat ``[numbers of all entries]``.
+
+        Seeded noise is in float64 where entries are, else in float32; secure noise is in float64 always.
 
         Args:
             entries: the trained entries.
-            generator: the client's, on the CPU.
+            generator: the client's, on the CPU; of no use to secure noise.
         """
         size = sum(entry.numel() for entry in entries)
+        # noise finer than the grid would show in the last bits of a sum
+        if self.grid is not None:
+            return nearest(secure_normal(size) * (cast(float, self.noise_multiplier) * self.clip), self.grid)
         # a float64 sum would show its last digits beneath noise of float32
         dtype = torch.float64 if any(entry.dtype == torch.float64 for entry in entries) else torch.float32
         drawn = torch.randn(size, generator=generator, dtype=dtype)
         return drawn * (cast(float, self.noise_multiplier) * self.clip)
 
-    def epsilon_of(self, releases: Sequence[Release], samples: int) -> float:
-        r"""The :math:`\epsilon` of a client's samples.
+    @property
+    def counts_release(self) -> Release | None:
+        r"""Return the release by which a round's class counts are counted; None without class counts.
+
+        A pure :math:`\epsilon` is no worse than a Gaussian mechanism of noise multiplier
+        :math:`1 / 2\Phi^{-1}(1 / (1 + e^{-\epsilon}))`: both have the same worst error where type I and II are equal,
+        and the Gaussian's curve of errors, which is convex, lies below the two straight lines of the other one (Dong,
+        Roth and Su, 2022, https://arxiv.org/abs/1905.02383).
+        """
+        if self.counts_epsilon is None:
+            return None
+        return Release(-1 / (2 * NormalDist().inv_cdf(1 / (1 + math.exp(self.counts_epsilon)))))
+
+    def noisy_counts(self, counts: Tensor, seed: int) -> Tensor:
+        """Return class counts with discrete Laplace noise, negative ones as 0, int64 ``[num_classes]``.
 
         Args:
-            releases: the client's steps so far.
-            samples: how many it has.
+            counts: samples of each class.
+            seed: of the client's round; of no use to secure noise.
         """
-        return epsilon(releases, self.delta_of(samples))
+        # integers alone: a sum of doubles would tell of the count by its last bits
+        below = secrets.randbelow if self.is_secure else random.Random(derive_seed(seed, "class counts")).randrange
+        drawn = [discrete_laplace(cast(float, self.counts_epsilon), below) for _ in range(len(counts))]
+        return (counts + torch.tensor(drawn, dtype=counts.dtype, device=counts.device)).clamp(min=0)
+
+    def epsilon_of(self, releases: Sequence[Release], samples: int) -> float:
+        r"""Return the :math:`\epsilon` of a client's samples.
+
+        Args:
+            releases: the client's steps and class counts so far.
+            samples: how many the client has.
+        """
+        delta = self.delta_of(samples)
+        value = bounded_epsilon(releases, delta, self.epsilon)
+        steps, told = self._apart(releases)
+        # for few rounds the plain sum is less than by Gaussians in the place of the counts
+        return min(value, bounded_epsilon(steps, delta, self.epsilon) + told) if told else value
 
     def delta_of(self, samples: int) -> float:
-        r"""The :math:`\delta` of a client's samples, by how many it has."""
+        r"""Return the :math:`\delta` of a client's samples, by their number."""
+        # one over the samples would let one sample be given away whole
         return 0.1 / samples if self.delta is None else self.delta
 
+    def _apart(self, releases: Sequence[Release]) -> tuple[list[Release], float]:
+        """Return the steps of a client, and the epsilon of the class counts by themselves."""
+        counts = self.counts_release
+        told = sum(release.steps for release in releases if release._replace(steps=1) == counts)
+        # earlier counts with another counts_epsilon stay Gaussian: a larger epsilon, never a smaller
+        steps = [release for release in releases if release._replace(steps=1) != counts]
+        return steps, told * (self.counts_epsilon or 0.0)
+
     def statement(self, spent: Mapping[int, Sequence[Release]], sizes: Mapping[int, int]) -> dict[str, Any]:
-        r"""What is guaranteed of the steps so far, and what isn't; :math:`\epsilon` is the largest of all clients.
+        r"""Return the guarantee of the steps so far, and a list of all outside; :math:`\epsilon` is the largest.
 
         Args:
             spent: the steps of each client.
-            sizes: samples of each of them.
+            sizes: samples of each client.
         """
+        apart = [self._apart(releases) for releases in spent.values()]
         amplified = any(release.rate < 1 for releases in spent.values() for release in releases)
+        value = self._largest(spent, sizes)
+        counts = {
+            "counts_epsilon": self.counts_epsilon,
+            "counts_epsilon_total": max((told for _, told in apart), default=0.0),
+        }
         return {
             "unit": "sample",
-            "epsilon": self._largest(spent, sizes),
+            "epsilon": value,
             "delta": max((self.delta_of(sizes[client]) for client in spent), default=self.delta),
             "adjacency": ADJACENCY,
             "sampling": "Poisson, rate batch_size over a client's samples",
-            "noise_multiplier": min((z for releases in spent.values() for z, _, _ in releases), default=None),
-            "releases": max((sum(release.steps for release in releases) for releases in spent.values()), default=0),
-            "accountant": "Rényi" if amplified else "Gaussian, exact",
-            "noise": "seeded: a simulation",
-            "not_covered": NOT_COVERED,
+            "noise_multiplier": min((z for steps, _ in apart for z, _, _ in steps), default=None),
+            "releases": max((sum(release.steps for release in steps) for steps, _ in apart), default=0),
+            **(counts if self.counts_epsilon is not None else {}),
+            "accountant": accountant_of(amplified, value, self.epsilon),
+            "noise": "secure" if self.is_secure else "seeded: a simulation",
+            "not_covered": NOT_COVERED if self.is_secure else NOT_COVERED + SEEDED,
         }
 
 
 def composed(releases: Sequence[Release], further: Sequence[Release]) -> list[Release]:
-    """Releases in a row, with those that are alike counted together.
+    """Return releases in a row, with equal ones counted together.
 
     >>> composed([Release(1.0, 0.5, 4)], [Release(1.0, 0.5, 2), Release(1.0, 1.0, 1)])
     [Release(noise_multiplier=1.0, rate=0.5, steps=6), Release(noise_multiplier=1.0, rate=1.0, steps=1)]

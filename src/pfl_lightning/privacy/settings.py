@@ -1,4 +1,4 @@
-"""Which settings of noise and bounds there can be."""
+"""Check settings of noise and bounds."""
 
 import math
 
@@ -6,7 +6,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 
 def check_one(owner: str, noise_multiplier: float | None, epsilon: float | None) -> None:
-    """Refuses noise beside a target for it, and neither of them.
+    """Refuse noise beside a target, and neither of the two.
 
     Args:
         owner: the settings' place, such as ``aggregator``.
@@ -24,7 +24,7 @@ def check_one(owner: str, noise_multiplier: float | None, epsilon: float | None)
 
 
 def check_spent(owner: str, target: float, spent: float, round: int) -> None:
-    """Refuses what would go beyond a target.
+    """Refuse rounds beyond a target.
 
     Args:
         owner: the place of its setting, such as ``aggregator``.
@@ -35,6 +35,7 @@ def check_spent(owner: str, target: float, spent: float, round: int) -> None:
     Raises:
         MisconfigurationException: if it does.
     """
+    # noise is found to a relative 1e-6
     if spent > target * (1 + 1e-6):
         raise MisconfigurationException(
             f"{owner}.epsilon={target} is spent after {round} rounds; end there by trainer.max_rounds, or begin anew "
@@ -45,7 +46,7 @@ def check_spent(owner: str, target: float, spent: float, round: int) -> None:
 def check_noise(
     noise_multiplier: float | None, epsilon: float | None, clip: float, clip_by: str, quantile: float | None
 ) -> None:
-    """Refuses settings that don't go together.
+    """Refuse settings in contradiction to each other.
 
     Raises:
         MisconfigurationException: if they don't.
@@ -63,7 +64,7 @@ def check_noise(
 
 
 def check_numbers(**settings: float | None) -> None:
-    """Refuses numbers out of their ranges; None is in each of them.
+    """Refuse numbers out of range; None is in each range.
 
     Raises:
         MisconfigurationException: if one is.

@@ -1,4 +1,4 @@
-"""A model as one vector, and back."""
+"""Turn a model into one vector, and back."""
 
 from collections.abc import Mapping
 from functools import reduce
@@ -12,7 +12,7 @@ from pfl_lightning.messages import StateDict, Updates
 
 
 class Entries:
-    """The parameters that clients share, each once, in their order.
+    """The parameters shared by clients, each once, in a fixed order.
 
     Args:
         server: the server's knowledge.
@@ -23,6 +23,7 @@ class Entries:
 
     def __init__(self, server: Server) -> None:
         self.first = server.first_names()
+        # a tied parameter would count twice in the norm
         self.names = list(dict.fromkeys(self.first.values()))
         client = type(server.module).__name__
         if buffers := sorted(server.weights.keys() - self.first.keys()):
@@ -34,14 +35,15 @@ class Entries:
             raise MisconfigurationException(
                 f"aggregator=DPAverage averages models, and {client} shares none; take a client module that does."
             )
+        # in the common model's shapes, which sites can't change
         self.sizes = [server.weights[name].numel() for name in self.names]
 
     def vector(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """Them as ``[d]``, a copy in float64."""
+        """Return the parameters as ``[d]``, a copy in float64."""
         return torch.cat([weights[name].reshape(-1).double() for name in self.names])
 
     def model(self, vector: Tensor, weights: StateDict, updates: Updates) -> StateDict:
-        """A vector as a model, tied parameters under all their names.
+        """Return a vector as a model, tied parameters under all their names.
 
         Args:
             vector: ``[d]``.

@@ -2,9 +2,20 @@
 
 from pfl_lightning.selection.availability import Availability
 from pfl_lightning.selection.base import RoundStart, Sampling, Selection
+from pfl_lightning.selection.cyclic import Cyclic
 from pfl_lightning.selection.oort import Oort
 from pfl_lightning.selection.poisson import Poisson
 from pfl_lightning.selection.power_of_choice import PowerOfChoice
 from pfl_lightning.selection.uniform import Uniform
 
-__all__ = ["Availability", "Oort", "Poisson", "PowerOfChoice", "RoundStart", "Sampling", "Selection", "Uniform"]
+__all__ = [
+    "Availability",
+    "Cyclic",
+    "Oort",
+    "Poisson",
+    "PowerOfChoice",
+    "RoundStart",
+    "Sampling",
+    "Selection",
+    "Uniform",
+]

@@ -17,7 +17,7 @@ from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import put_together
 from pfl_lightning.engines.base import ClientState, Job, Outcome
 from pfl_lightning.engines.errors import during
-from pfl_lightning.engines.examples import releases_of
+from pfl_lightning.engines.examples import releases_of, with_noisy_counts
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
@@ -229,8 +229,11 @@ class BlockIO:
                 self.sequential.set_turn(member.job, member.steps)
                 # No copies needed: apart from the row, `ClientModule.upload` makes its tensors anew for each update.
                 with during("upload", member.job.round, member.job.client):
-                    updates.append(self.module.upload(member.data))
+                    updates.append(self._uploaded(member))
         return arrived_together(updates, self.sequential.device)
+
+    def _uploaded(self, member: Member) -> Message:
+        return with_noisy_counts(self.sequential.work, member.job.seed, self.module.upload(member.data))
 
     def _upload_one_by_one(self, block: Block, slots: Slots) -> list[Message]:
         """Build every client's update by the overridden hooks; unchanged weights stay rows of one stack."""
@@ -244,7 +247,7 @@ class BlockIO:
             with slots.holding(entries):
                 job = member.job
                 with self.sequential.leaks.of("upload"), during("upload", job.round, job.client):
-                    update = dict(self.module.upload(member.data))
+                    update = dict(self._uploaded(member))
                 member.caches = self.attributes.caches
                 take_over(slots.current(), entries)
             weights = update.get("weights")

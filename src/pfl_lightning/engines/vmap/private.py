@@ -1,4 +1,4 @@
-"""Differentially private steps of many clients: each has its own batches, bound, and noise."""
+"""Differentially private steps of many clients at once, with batches, bound and noise of each client's own."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from pfl_lightning.privacy.dp_sgd import DPSGD
 
 
 class PrivateStep(NamedTuple):
-    """What the first rows of a block learn from in a step.
+    """The samples and the noise of a step, for the first rows of a block.
 
     Args:
         samples: of each row, numbers of samples of the block ``[rows, widest]``; what is beyond a row's own repeats.
@@ -39,7 +39,7 @@ class PrivateStep(NamedTuple):
 
 
 class PoissonPlan:
-    """The batches and the noise of a phase, of all clients of a block, as `Sequential` draws them.
+    """The batches and the noise of a phase for all clients of a block, drawn as by `Sequential`.
 
     Args:
         privacy: how training is private.
@@ -59,7 +59,7 @@ class PoissonPlan:
         self.counts: NDArray[np.int64] = np.array([draws.steps for draws in self.draws], dtype=np.int64)
 
     def steps(self, device: torch.device) -> Iterator[PrivateStep]:
-        """Step by step, what the clients learn from that make it: the first rows, as larger ones have more steps.
+        """Yield each step's samples and noise, for the first rows only, as larger clients have more steps.
 
         Args:
             device: where the tensors shall be.
@@ -69,9 +69,11 @@ class PoissonPlan:
             rows = int((self.counts > index).sum())
             drawn, noise = [], []
             for row in range(rows):
+                # the client's own, in the order in which `Sequential` draws
                 generator = self.block.members[row].generator
                 drawn.append(self.privacy.drawn(self.block.sizes[row], self.draws[row].rate, generator))
-                noise.append(self.privacy.noise(self.trained.values(), generator))
+                noise.append(self.privacy.drawn_noise(self.trained.values(), generator))
+            # clients draw batches of different sizes, and a stack has one
             widest = max(map(len, drawn))
             samples = torch.zeros(rows, widest, dtype=torch.int64)
             taken = torch.zeros(rows, widest)
@@ -84,7 +86,7 @@ class PoissonPlan:
 
 
 class PrivateDifferentiator:
-    """Computes a private step of many clients, in a phase of a block.
+    """Compute private steps of many clients, in a phase of a block.
 
     Args:
         sequential: the engine of one client.
@@ -106,12 +108,10 @@ class PrivateDifferentiator:
         self.block = block
         self.trained = list(trained)
         module = sequential.module
-        self.examples = ExampleGradients(
-            module, slots, list(trained), privacy.clip, privacy.samples_at_once, sequential.forward_context
-        )
+        self.examples = ExampleGradients(module, slots, list(trained), privacy, sequential.forward_context)
 
     def gradients(self, step: PrivateStep, index: int) -> StateDict:
-        """Gradients of the trained entries, a row for each client; what ``training_step`` returns is kept in the block.
+        """Return gradients of the trained entries, a row for each client; values of steps are kept in the block.
 
         Args:
             step: what is learnt from.
@@ -119,8 +119,10 @@ class PrivateDifferentiator:
         """
         rows, widest = step.samples.shape
         sums: StateDict = {}
+        # batches of nobody are noise alone
         if widest:
             sums, totals = self._sums(step, index)
+            # means over the drawn samples, for the record; gradients are divided by the expected number
             counts = step.taken.sum(1)
             means = {name: total / counts.clamp(min=1) for name, total in totals.items()}
             self.block.steps.append((slice(0, rows), counts.cpu().numpy().astype(np.int64), means))
@@ -128,7 +130,7 @@ class PrivateDifferentiator:
         return noised(sums, step.noise, entries, step.expected)
 
     def _sums(self, step: PrivateStep, index: int) -> tuple[StateDict, Values]:
-        """Sums of bounded gradients, and of what ``training_step`` returns, a row for each client."""
+        """Return sums of bounded gradients and of the values of ``training_step``, a row for each client."""
         entries = {name: stack[: len(step.samples)].detach() for name, stack in self.block.entries.items()}
 
         def one(entries: StateDict, batch: Batch, taken: Tensor) -> tuple[StateDict, Values]:
