@@ -86,6 +86,8 @@ class FederationBase(LightningModule):
         self._met: FederatedDataModule | None = None
         self.resume_changed = self.changed = False
         self.spent: dict[int, list[Release]] = {}
+        self.audit: dict[str, Any] = {}
+        """Result of an audit of the guarantee, for the summary; empty where no callback audits."""
         check_finite(client, self.aggregator)
         check_guarantee(client, self.aggregator, options.min_clients)
         if options.example_privacy is not None:
