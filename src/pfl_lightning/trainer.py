@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from pfl_lightning.aggregators.base import Aggregator
 from pfl_lightning.callbacks import best_checkpoint
 from pfl_lightning.client.module import ClientModule
+from pfl_lightning.compression import Compression
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine
 from pfl_lightning.engines.client_parallel import ended_together
@@ -74,6 +75,7 @@ class FederatedTrainer(RunFolders):
         cohort: what chooses the clients that take part in a round, such as ``PowerOfChoice``; None is `Uniform`, which
             draws ``clients_per_round`` of them, all as likely.
         example_privacy: what makes clients' training differentially private in each sample; None trains as ever.
+        compression: what compresses clients' updates, such as ``TopK``; None sends whole weights.
         default_root_dir: where runs are kept, each in a folder ``METHOD-DATA/version_N``.
         **kwargs: Lightning's Trainer's arguments. Without a logger a CSVLogger writes beside the record. The round
             with the best ``monitor`` is kept as ``best.ckpt`` and the last one as ``last.ckpt``, whatever other
@@ -102,6 +104,7 @@ class FederatedTrainer(RunFolders):
         client_states: ClientStates = "memory",
         cohort: Selection | None = None,
         example_privacy: DPSGD | None = None,
+        compression: Compression | None = None,
         default_root_dir: str = "runs",
         **kwargs: Any,
     ) -> None:
@@ -127,6 +130,7 @@ class FederatedTrainer(RunFolders):
             client_states=client_states,
             cohort=cohort or Uniform(),
             example_privacy=example_privacy,
+            compression=compression,
         )
         self._joining: Callable[[Federation], dict[str, float]] | None = None
         self.own_logger = kwargs.get("logger") in (None, True) and not kwargs.get("fast_dev_run")

@@ -84,6 +84,7 @@ class ClientState:
         scaler: state of the loss scaler under ``16-mixed``.
         kept: name that the client's site has given to all of this, where it is kept there and not here.
         once: entries of a payload that travel once, where the client is at a site; elsewhere each payload has them.
+        residual: parts of its changes that compressed updates still owe the server, by parameter.
     """
 
     personal: StateDict = field(default_factory=dict)
@@ -91,6 +92,7 @@ class ClientState:
     scaler: dict[str, Any] = field(default_factory=dict)
     kept: str | None = None
     once: Message = field(default_factory=dict)
+    residual: StateDict = field(default_factory=dict)
 
 
 class Job(NamedTuple):

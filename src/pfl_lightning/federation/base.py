@@ -86,6 +86,7 @@ class FederationBase(LightningModule):
         self._met: FederatedDataModule | None = None
         self.resume_changed = self.changed = False
         self.spent: dict[int, list[Release]] = {}
+        self._given: dict[int, Job] = {}
         self.audit: dict[str, Any] = {}
         """Result of an audit of the guarantee, for the summary; empty where no callback audits."""
         check_finite(client, self.aggregator)
@@ -95,6 +96,8 @@ class FederationBase(LightningModule):
         check_pair(client, self.aggregator)
         check_requirements(client, self.aggregator)
         check_tells(client, options.cohort)
+        if options.compression is not None:
+            options.compression.check(client, self.aggregator)
         for module in self._architectures:
             module.settle_common()
             check_tied(module)
