@@ -28,15 +28,7 @@ from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.compression import EightBits, Sign, TopK
 from pfl_lightning.engines import Sequential
 from pfl_lightning.messages import num_bytes
-from pfl_lightning.methods import (
-    SCAFFOLD,
-    Ditto,
-    FedAMP,
-    FedAvg,
-    FedPer,
-    LGFedAvg,
-    Local,
-)
+from pfl_lightning.methods import SCAFFOLD, ControlVariates, Ditto, FedAMP, FedAvg, FedPer, LGFedAvg, Local
 from pfl_lightning.privacy import DPSGD, DPAverage
 
 KINDS = {"top-k": TopK(0.25), "sign": Sign(), "8 bits": EightBits()}
@@ -234,8 +226,8 @@ def test_in_wider_types_what_is_kept_is_wider_too():
 
 @each_kind
 def test_it_learns(kind):
-    run = fit(make_client(), compression=kind, max_rounds=12)
-    assert run.rows[-1]["val/loss"] < 0.6 * run.rows[0]["val/loss"]
+    run = fit(make_client(), compression=kind, max_rounds=8)
+    assert run.rows[-1]["val/loss"] < 0.7 * run.rows[0]["val/loss"]
 
 
 def test_a_client_whose_update_does_not_count_keeps_what_it_owed():

@@ -72,7 +72,7 @@ class Compression(ABC):
 
     @torch.no_grad()
     def applied(self, outcome: Outcome, job: Job, module: ClientModule) -> Outcome:
-        """Return a client's outcome with compressed weights, and with the residual among its state.
+        """Return a client's outcome with compressed weights, and with the residual in the state.
 
         Args:
             outcome: of its training.
