@@ -19,6 +19,7 @@ ORDER = (
     ("methods", "privacy"),
     ("contract",),
     ("engines",),
+    ("compression",),
     ("runs",),
     ("plots",),
     ("federation",),

@@ -117,6 +117,22 @@ class Row(Mapping[str, Tensor]):
         return dict, (dict(self),)
 
 
+class Restored(dict[str, Tensor]):
+    """Weights as they were restored from a compressed form, with the form that travelled.
+
+    Args:
+        weights: restored, by name.
+        travelled: the compressed form.
+    """
+
+    def __init__(self, weights: StateDict, travelled: dict[str, Any]) -> None:
+        super().__init__(weights)
+        self.travelled = travelled
+
+    def __reduce__(self) -> Any:
+        return Restored, (dict(self), self.travelled)
+
+
 def tensors(record: Any) -> Iterator[Tensor]:
     """Yield every tensor of a record, at any depth, in the record's order.
 
@@ -147,6 +163,8 @@ def num_bytes(record: Any) -> int:
         return record.nbytes
     if type(record) is Row:
         return record.stack.bytes_of_a_row
+    if type(record) is Restored:
+        return num_bytes(record.travelled)
     if isinstance(record, (dict, Mapping)):
         return sum(map(num_bytes, record.values()))
     return sum(map(num_bytes, record)) if isinstance(record, (list, tuple)) else 0

@@ -32,6 +32,7 @@ from pfl_lightning.callbacks import (
     best_checkpoint,
 )
 from pfl_lightning.client.module import ClientModule
+from pfl_lightning.compression import Compression
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine, EngineMaker, Processes
 from pfl_lightning.engines.client_parallel import ClientParallel, ended_together
@@ -121,6 +122,7 @@ class FederatedTrainer(RunFolders):
             ``clients_per_round`` clients with equal probability.
         example_privacy: DP-SGD for clients' training, which makes it differentially private for each sample; None
             trains without.
+        compression: compression of clients' updates, such as ``TopK``; None sends whole weights.
         default_root_dir: the folder of runs, each in a folder ``METHOD-DATA/version_N``.
         **kwargs: further arguments of Lightning's Trainer. Without a logger, a CSVLogger writes beside the record. The
             round with the best ``monitor`` is kept as ``best.ckpt`` and the last round as ``last.ckpt``, beside any
@@ -148,6 +150,7 @@ class FederatedTrainer(RunFolders):
         client_states: ClientStates = "memory",
         cohort: Selection | None = None,
         example_privacy: DPSGD | None = None,
+        compression: Compression | None = None,
         default_root_dir: str = "runs",
         **kwargs: Unpack[TrainerSettings],
     ) -> None:
@@ -175,6 +178,7 @@ class FederatedTrainer(RunFolders):
             client_states=client_states,
             cohort=cohort or Uniform(),
             example_privacy=example_privacy,
+            compression=compression,
         )
         # Set while join() runs Lightning's test, in which _run_stage then joins instead.
         self._joining: Callable[[Federation], dict[str, float]] | None = None

@@ -157,7 +157,12 @@ def test_with_a_separation_of_one_it_is_an_average_without_amplification():
 ROUNDS = {"cohort": Cyclic(), "clients_per_round": 1, "max_rounds": 6}
 
 
-@pytest.mark.parametrize("settings", [{"epsilon": 4.0}, {"noise_multiplier": 0.5, "server": FedAdam()}], ids=["mean", "FedAdam"])
+SETTINGS = {"mean": {"epsilon": 4.0}, "FedAdam": {"noise_multiplier": 0.5, "server": FedAdam()}}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+    "settings", [{"epsilon": 4.0}, {"noise_multiplier": 0.5, "server": FedAdam()}], ids=["mean", "FedAdam"]
+)
 def test_it_resumes_bit_for_bit_with_its_noise(settings, tmp_path):
     def private():
         return DPFTRL(3, clip=0.3, **settings)

@@ -17,6 +17,7 @@ from pfl_lightning.callbacks.attacks import (
     SignFlip,
 )
 from pfl_lightning.callbacks.base import FederatedCallback
+from pfl_lightning.callbacks.canary_audit import CanaryAudit
 from pfl_lightning.callbacks.channels_last import ChannelsLast
 from pfl_lightning.callbacks.checkpoints import BestCheckpoint, LastCheckpoint, best_checkpoint
 from pfl_lightning.callbacks.class_pictures import ClassPictures
@@ -41,6 +42,7 @@ __all__ = [
     "Backdoor",
     "BestCheckpoint",
     "BufferAttack",
+    "CanaryAudit",
     "ChannelsLast",
     "ClassPictures",
     "DistributionEstimate",

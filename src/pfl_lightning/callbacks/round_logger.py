@@ -205,6 +205,7 @@ class RoundLogger(FederatedCallback):
             **({"best_global": self._best(monitor, server) | self._ten_best(monitor, server)} if central else {}),
             **({"new": self._new(monitor, final[column], tested.new.metrics)} if new else {}),
             **({"privacy": privacy} if (privacy := federation.privacy(final=True)) else {}),
+            **({"audit": federation.audit} if federation.audit else {}),
             "seed": federation.seed,
             **self.fingerprints,
             "seconds": round(self._elapsed(), 3),

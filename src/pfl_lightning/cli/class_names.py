@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pfl_lightning.aggregators import Aggregator, Mean
 from pfl_lightning.client import ClientModule
+from pfl_lightning.compression import Compression
 from pfl_lightning.data import FederatedDataModule, Partitioner
 from pfl_lightning.nets import Net
 from pfl_lightning.selection import Selection
@@ -23,6 +24,7 @@ KINDS: dict[str, type] = {
     "mean": Mean,
     "partitioner": Partitioner,
     "cohort": Selection,
+    "compression": Compression,
     "net": Net,
     "optimizer": Optimizer,
     "lr_scheduler": LRScheduler,

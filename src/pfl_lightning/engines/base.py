@@ -90,6 +90,7 @@ class ClientState:
         scaler: the state of the loss scaler under ``16-mixed``.
         kept: the name under which the client's site stores the state; then the state isn't here.
         once: payload entries that travel once, for a client at a site; elsewhere each payload includes them.
+        residual: parts of the client's changes that compressed updates still owe the server, by parameter.
     """
 
     personal: StateDict = field(default_factory=dict)
@@ -97,6 +98,7 @@ class ClientState:
     scaler: dict[str, Any] = field(default_factory=dict)
     kept: str | None = None
     once: Message = field(default_factory=dict)
+    residual: StateDict = field(default_factory=dict)
 
 
 class Job(NamedTuple):

@@ -103,6 +103,9 @@ class Federation(LightningModule):
         self._met: FederatedDataModule | None = None
         self.resume_changed = self.changed = False
         self.spent: dict[int, list[Release]] = {}
+        self._given: dict[int, Job] = {}
+        self.audit: dict[str, Any] = {}
+        """Result of an audit of the guarantee, for the summary; empty unless a callback audits."""
         check_finite(client, self.aggregator)
         check_guarantee(client, self.aggregator, options.min_clients)
         if options.example_privacy is not None:
@@ -111,6 +114,8 @@ class Federation(LightningModule):
         check_pair(client, self.aggregator)
         check_requirements(client, self.aggregator)
         check_tells(client, options.cohort)
+        if options.compression is not None:
+            options.compression.check(client, self.aggregator)
         for module in self._architectures:
             module.settle_common()
             check_tied(module)
@@ -404,7 +409,8 @@ class Federation(LightningModule):
         listeners = self._listeners("on_client_fit_end")
         start = time.perf_counter()
         for engine, own in self.engines_of(cohort):
-            for outcome in engine.complete("training", self._jobs(own)):
+            for trained in engine.complete("training", self._jobs(own)):
+                outcome = self._compressed(trained)
                 outcomes[outcome.client] = outcome
                 # Refused clients gave no usable result; callbacks shall not record it.
                 if not outcome.refused:
@@ -454,6 +460,14 @@ class Federation(LightningModule):
             for cohort in cohorts:
                 self._spend(cohort, {}, lost=True)
 
+    def _compressed(self, outcome: Outcome) -> Outcome:
+        """Return a client's outcome with the weights that the server gets, where updates are compressed here."""
+        compression = self.options.compression
+        if compression is None or self.data.at_sites:
+            return outcome
+        client = outcome.client
+        return compression.applied(outcome, self._given.pop(client), self._architectures[self.architecture_of(client)])
+
     def _jobs(self, clients: list[int]) -> Iterator[Job]:
         """Yield the job of each client of a cohort, and count the bytes sent."""
         listeners = self._listeners("on_client_fit_start")
@@ -469,6 +483,8 @@ class Federation(LightningModule):
                 check_payload(job.payload, client, self.aggregator, self._shared)
                 known, size = sent, num_bytes(sent)
             self.metrics["bytes/down"] += size
+            if self.options.compression is not None:
+                self._given[client] = job
             yield job
 
     def _read_rate(self) -> None:
@@ -517,6 +533,9 @@ class Federation(LightningModule):
     def _aggregate(self, taken: dict[int, Outcome]) -> None:
         """Aggregate the updates, and commit the new client states."""
         updates = {client: outcome.update for client, outcome in taken.items()}
+        if self.options.compression is not None:
+            # servers may keep weights in their state, where checkpoints take no class of ours
+            updates = {client: update | {"weights": dict(update["weights"])} for client, update in updates.items()}
         self.call("on_aggregate_start", updates)
         start = time.perf_counter()
         with self._remembered.aggregation():

@@ -9,6 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
 from pfl_lightning.client.module import ClientModule
+from pfl_lightning.compression import Compression
 from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ENGINES, Engine, EngineMaker, LocalWork, Sharded, Vectorised
 from pfl_lightning.engines.evaluation import measured_names, metrics_of
@@ -53,6 +54,7 @@ class FederationOptions:
     min_clients: int = 1
     cohort: Selection = field(default_factory=Uniform)
     example_privacy: DPSGD | None = None
+    compression: Compression | None = None
 
     def __post_init__(self) -> None:
         per_round = self.clients_per_round
@@ -71,6 +73,11 @@ class FederationOptions:
             raise MisconfigurationException(
                 f"trainer.cohort={self.cohort!r} doesn't choose clients; give an instance of pfl_lightning.selection, "
                 "such as Uniform()."
+            )
+        if self.compression is not None and not isinstance(self.compression, Compression):
+            raise MisconfigurationException(
+                f"trainer.compression={self.compression!r} compresses nothing; give an instance of a class of "
+                "pfl_lightning.compression, such as TopK(0.01)."
             )
         for name in ("local_epochs", "local_steps", "workers", "min_clients"):
             if (value := getattr(self, name)) is not None and not is_count(value):

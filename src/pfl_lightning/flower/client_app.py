@@ -25,6 +25,7 @@ from pfl_lightning.flower.site import Site
 from pfl_lightning.flower.states import StateVersions
 from pfl_lightning.flower.template import Refused
 from pfl_lightning.flower.wire import pack, unpack
+from pfl_lightning.messages import Restored
 from pfl_lightning.trainer import FederatedTrainer
 
 JOB = {
@@ -91,7 +92,8 @@ class Worker:
         with self.trainer.precision_plugin.train_step_context(), torch.autocast(device, enabled=False):
             for job, outcome in self._results(told, content, records, "training"):
                 with failing(records, [job.client]):
-                    records |= self._trained(job, outcome, told[job.client]["live"].split())
+                    row = told[job.client]
+                    records |= self._trained(job, outcome, self.modules[row["architecture"]], row["live"].split())
                     trained.append(job)
         # the last ones, where a server never asks for an evaluation; who can't keep one has trained all the same
         for job in trained:
@@ -99,12 +101,15 @@ class Worker:
                 self._keep_model(job, told)
         return records
 
-    def _trained(self, job: Job, outcome: Outcome, live: list[str]) -> Records:
+    def _trained(self, job: Job, outcome: Outcome, module: ClientModule, live: list[str]) -> Records:
         """What goes to the server of a client that has trained; what stays is on the disk then."""
-        client, state, name = job.client, replace(outcome.state, once=job.state.once), ""
+        client, name = job.client, ""
+        if (compression := self.trainer.rounds.compression) is not None:
+            outcome = compression.applied(outcome, job, module)
+        state = replace(outcome.state, once=job.state.once)
         if outcome.finite:
             self.site.check_update(outcome.update, type(self.modules[0]).__name__)
-            if state.personal or state.optimizers or state.scaler or state.once:
+            if state.personal or state.optimizers or state.scaler or state.once or state.residual:
                 name = self.states.keep(client, state, job.state.kept, live)
         answer = {
             "round": job.round,
@@ -114,8 +119,11 @@ class Worker:
             "metrics": outcome.metrics,
             "after": outcome.after,
         }
+        sent = outcome.update
+        if type(weights := sent.get("weights")) is Restored:
+            sent = sent | {"weights": weights.travelled}
         # what isn't finite the server would not take
-        return {f"{client}/answer": answer} | ({f"{client}/update": outcome.update} if outcome.finite else {})
+        return {f"{client}/answer": answer} | ({f"{client}/update": sent} if outcome.finite else {})
 
     def evaluate(self, content: RecordDict) -> Records:
         """Metrics of the models that the clients whom a message is about receive now; the models are kept."""

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from reprlib import repr as shown
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from flwr.app import MessageType, RecordDict
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,15 +13,25 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.client import ClientModule, Phase
+from pfl_lightning.compression import Compression
 from pfl_lightning.data import ClientData
 from pfl_lightning.engines import ClientState, Engine, Evaluated, Job, LocalWork, Outcome
 from pfl_lightning.flower.link import Link, check_failure
 from pfl_lightning.flower.measured import NAMED, Measured, bounded
 from pfl_lightning.flower.sketch import Sketches
 from pfl_lightning.flower.states import TOKEN
-from pfl_lightning.flower.template import Refused, check, check_counts, check_norm, check_type, norm_of, plain
+from pfl_lightning.flower.template import (
+    Refused,
+    check,
+    check_counts,
+    check_finite,
+    check_norm,
+    check_type,
+    norm_of,
+    plain,
+)
 from pfl_lightning.flower.wire import unpack
-from pfl_lightning.messages import Message, num_bytes
+from pfl_lightning.messages import Message, Restored, StateDict, num_bytes
 
 ANSWER_BYTES = 1 << 20
 """Bytes of tensors that a client's metrics take at most."""
@@ -46,6 +56,7 @@ class Remote(Engine):
         live: the states that sites must keep.
         max_norm: how far an update may be from the payload at most, as a norm over all of its tensors; None refuses
             none, and warns of one that is far above the others.
+        compression: what sites compress updates by; None where they send whole weights.
     """
 
     may_miss_clients = True
@@ -59,8 +70,10 @@ class Remote(Engine):
         architecture_of: Callable[[int], int],
         live: Live,
         max_norm: float | None = None,
+        compression: Compression | None = None,
     ) -> None:
         super().__init__(modules[0], work, precision)
+        self.modules, self.compression = modules, compression
         self.link, self.architecture_of, self.live, self.max_norm = link, architecture_of, live, max_norm
         self._sketches = Sketches(modules)
         self._measured = Measured(modules[0])
@@ -153,6 +166,23 @@ class Remote(Engine):
         """
         return self._sketches.update(self.architecture_of(job.client), job)
 
+    def _compressed_look(self, job: Job, like: Message) -> Message:
+        """Return what a job's update looks like as it travels."""
+        return cast(Compression, self.compression).look(like, self.modules[self.architecture_of(job.client)])
+
+    def _restored(self, job: Job, travelled: Message, like: StateDict) -> Restored:
+        """Return the weights that a site's compressed ones stand for.
+
+        Raises:
+            Refused: if they stand for none, or for some that aren't finite.
+        """
+        try:
+            weights = cast(Compression, self.compression).restored(travelled, job.payload["weights"], like)
+        except ValueError as error:
+            raise Refused(f"update.weights can't be restored: {error}.") from error
+        check_finite(weights, "update.weights")
+        return weights
+
     def _ask(self, kind: str, asked: Mapping[int, Job]) -> Iterator[tuple[int, RecordDict]]:
         if not asked:
             return
@@ -219,8 +249,12 @@ class Remote(Engine):
         if answer["finite"]:
             samples = self.link.sizes[client]["train"]
             like = self.look(job)
-            limit = 2 * num_bytes(like)
-            update = unpack(content, f"{client}/update", like, self._sketches.keys(self.link.clients), limit)
+            compressed = self.compression is not None and "weights" in job.payload
+            travelling = self._compressed_look(job, like) if compressed else like
+            limit = 2 * num_bytes(travelling)
+            update = unpack(content, f"{client}/update", travelling, self._sketches.keys(self.link.clients), limit)
+            if compressed:
+                update["weights"] = self._restored(job, update["weights"], like["weights"])
             private = self.work.example_privacy
             check_counts(update, samples, private is not None and private.counts_epsilon is not None)
             if self.max_norm is not None:

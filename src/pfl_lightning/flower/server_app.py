@@ -125,7 +125,8 @@ def serve(
 
     def engines(modules: Sequence[ClientModule], work: LocalWork, precision: Precision) -> list[Engine]:
         federation = cast(Federation, trainer.lightning_module)
-        engine = Remote(modules, work, precision, link, federation.architecture_of, states.live, max_norm)
+        compression = trainer.rounds.compression
+        engine = Remote(modules, work, precision, link, federation.architecture_of, states.live, max_norm, compression)
         return [engine for _ in modules]
 
     trainer.rounds = replace(trainer.rounds, engine=engines, compile=False, example_privacy=private)

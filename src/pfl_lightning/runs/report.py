@@ -181,6 +181,9 @@ def summary_table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequ
         simulated = "simulated " if "simulation" in privacy.get("noise", "") else ""
         spent = f"{simulated}epsilon {privacy['epsilon']:.4g}, delta {privacy['delta']:.2g}, {privacy['sampling']}"
         lines.append((f"differential privacy of a {privacy['unit']}", spent))
+    if audit := summary.get("audit"):
+        found = f"epsilon at least {audit['audited_epsilon']:.4g} by {audit['canaries']} canaries"
+        lines.append((f"audit of a {audit['unit']}, which changes the model", found))
     lines += [
         ("sent up and down a round", " and ".join(size(rows[-1][f"bytes/{way}"]) for way in ("up", "down"))),
         ("seconds", f"{summary['seconds']:.1f}"),

@@ -1,0 +1,219 @@
+"""Compression of clients' updates with error feedback: fewer bytes travel, and a residual stays with the client."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.client import ClientModule
+from pfl_lightning.engines import Job, Outcome
+from pfl_lightning.messages import Message, Restored, StateDict, promoted
+
+Packed = dict[str, Any]
+"""Weights as they travel, by name: a record of tensors for a parameter, and any other entry as it is."""
+
+
+class Compression(ABC):
+    r"""Compresses the change of each parameter in a client's update, and keeps the error for the next round.
+
+    .. math::
+
+        p = w - x + e, \qquad e \leftarrow p - C(p)
+
+    where x is the parameter as the client received it, w as it trained it and e its residual, 0 at first. The server
+    restores :math:`x + C(p)`, and aggregates that. The residual stays with the client, in checkpoints, or at its site.
+    Buffers and all other entries of updates travel whole, and so do weights in rounds without received ones. Sums,
+    means and residuals are in float32 or wider. Source: Karimireddy et al., 2019 (https://arxiv.org/abs/1901.09847).
+    """
+
+    @abstractmethod
+    def pack(self, change: Tensor) -> StateDict:
+        """Return the record of a parameter's change; names, types and shapes depend on the length alone.
+
+        Args:
+            change: p, flat ``[n]``, finite, on the CPU; n is at least 1.
+        """
+
+    @abstractmethod
+    def unpack(self, packed: StateDict, size: int) -> Tensor:
+        """Return the change :math:`C(p)` ``[n]`` of a record.
+
+        Args:
+            packed: as from `pack`.
+            size: n.
+
+        Raises:
+            ValueError: if the record is of no change of this size.
+        """
+
+    def check(self, client: ClientModule, aggregator: Aggregator) -> None:
+        """Refuse methods without weights in both directions.
+
+        Args:
+            client: the client module.
+            aggregator: the server side.
+
+        Raises:
+            MisconfigurationException: if weights don't travel up or don't travel down.
+        """
+        if "weights" not in client.sends or "weights" not in aggregator.sends:
+            raise MisconfigurationException(
+                f"trainer.compression={type(self).__name__} compresses the difference of sent and received weights, "
+                f"and {type(client).__name__} with {aggregator.name} doesn't exchange them both ways; leave it out, or "
+                "take a method such as FedAvg."
+            )
+
+    @torch.no_grad()
+    def applied(self, outcome: Outcome, job: Job, module: ClientModule) -> Outcome:
+        """Return a client's outcome with compressed weights, and with the residual in the state.
+
+        Args:
+            outcome: of its training.
+            job: has the received weights and the residual so far.
+            module: the client module, of the client's architecture.
+        """
+        received = job.payload.get("weights")
+        if received is None or not outcome.finite or outcome.refused:
+            return outcome._replace(state=replace(outcome.state, residual=job.state.residual))
+        weights = outcome.update["weights"]
+        # on the CPU for every engine, so that a deployment has the bits of a simulation
+        packed, residual = {}, {}
+        for name in self.compressed_names(weights, module):
+            change = difference(weights[name], received[name]).flatten()
+            if name in job.state.residual:
+                change = change + job.state.residual[name].flatten()
+            packed[name] = self.pack(change)
+            left = change - self.unpack(packed[name], len(change))
+            residual[name] = left.view(weights[name].shape)
+        # copies, as rows of a stack would keep the whole stack alive
+        travelling = {name: packed[name] if name in packed else weights[name].clone() for name in weights}
+        update = {**outcome.update, "weights": self.restored(travelling, received, weights)}
+        return outcome._replace(update=update, state=replace(outcome.state, residual=residual))
+
+    def compressed_names(self, weights: Mapping[str, Tensor], module: ClientModule) -> list[str]:
+        """Return the names of compressed weights: parameters of floating types.
+
+        Args:
+            weights: that a client sends.
+            module: the client module.
+        """
+        parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        return [n for n, t in weights.items() if n in parameters and t.is_floating_point() and t.numel()]
+
+    def restored(self, travelling: Packed, received: StateDict, like: Mapping[str, Tensor]) -> Restored:
+        """Return restored weights, beside the compressed form.
+
+        Args:
+            travelling: what travelled.
+            received: the weights that the client had received.
+            like: weights with the types and shapes of what it trained.
+
+        Raises:
+            ValueError: if a record is of no change of its parameter.
+        """
+        weights = {}
+        for name, part in travelling.items():
+            if isinstance(part, Tensor):
+                weights[name] = part
+                continue
+            start = received[name].detach().to("cpu", promoted(like[name]))
+            change = self.unpack(part, like[name].numel()).view(like[name].shape)
+            weights[name] = (start + change).to(like[name].dtype)
+        return Restored(weights, travelling)
+
+    def look(self, like: Message, module: ClientModule) -> Message:
+        """Return the look of a compressed update, for a comparison with updates from elsewhere.
+
+        Args:
+            like: what it looks like uncompressed.
+            module: the client module.
+        """
+        weights = like["weights"]
+        packed = {
+            name: self.pack(torch.zeros(weights[name].numel(), dtype=promoted(weights[name])))
+            for name in self.compressed_names(weights, module)
+        }
+        return {**like, "weights": {name: packed.get(name, weights[name]) for name in weights}}
+
+
+class TopK(Compression):
+    """Sends the largest changes of each parameter, with places: 8 bytes an entry.
+
+    Source: Stich, Cordonnier and Jaggi, 2018 (https://arxiv.org/abs/1809.07599).
+
+    Args:
+        share: of each parameter's entries, above 0 and up to 1, rounded up; above ½ more travels than without.
+
+    Raises:
+        MisconfigurationException: if ``share`` is out of its range.
+    """
+
+    def __init__(self, share: float = 0.01) -> None:
+        if not 0 < share <= 1:
+            raise MisconfigurationException(f"TopK: share={share} must be above 0 and up to 1, such as 0.01.")
+        self.share = share
+
+    def pack(self, change: Tensor) -> StateDict:
+        """Return the largest entries ``values`` and their places ``indices``, ascending."""
+        # 0.07 * 100 is a little above 7 in floating point
+        count = max(1, math.ceil(round(self.share * len(change), 6)))
+        indices = change.abs().topk(count, sorted=False).indices.sort().values
+        kind = torch.int32 if len(change) < 1 << 31 else torch.int64
+        return {"indices": indices.to(kind), "values": change[indices]}
+
+    def unpack(self, packed: StateDict, size: int) -> Tensor:
+        """Return the entries in their places, and zeros."""
+        indices = packed["indices"].long()
+        # from a site they may be anything
+        if int(indices[0]) < 0 or int(indices[-1]) >= size or bool((indices.diff() <= 0).any()):
+            raise ValueError(f"indices are not ascending from 0 to {size - 1}")
+        return packed["values"].new_zeros(size).index_copy(0, indices, packed["values"])
+
+
+class Sign(Compression):
+    r"""Sends the sign of each entry, times the mean size of a parameter's: :math:`\frac{\|p\|_1}{n} \text{sign}(p)`.
+
+    A bit an entry, and 4 bytes a parameter. Source: Karimireddy et al., 2019 (https://arxiv.org/abs/1901.09847).
+    """
+
+    def pack(self, change: Tensor) -> StateDict:
+        """Return the signs ``bits``, eight a byte, 1 for entries from 0 up, and the mean size ``scale``."""
+        return {"bits": torch.from_numpy(np.packbits((change >= 0).numpy())), "scale": change.abs().mean()}
+
+    def unpack(self, packed: StateDict, size: int) -> Tensor:
+        """Return the signs times the scale."""
+        positive = torch.from_numpy(np.unpackbits(packed["bits"].numpy(), count=size)).bool()
+        scale = packed["scale"]
+        return torch.where(positive, scale, -scale)
+
+
+class EightBits(Compression):
+    r"""Sends each entry as the nearest of 255 steps, multiples of a parameter's largest change over 127.
+
+    A byte an entry, and 4 bytes a parameter. Rounding is to the nearest and not by chance, since the residual makes up
+    for its error. Source of quantisation: Alistarh et al., 2017 (https://arxiv.org/abs/1610.02132).
+    """
+
+    def pack(self, change: Tensor) -> StateDict:
+        """Return the steps ``values`` and their size ``scale``."""
+        scale = change.abs().max() / 127
+        # of a change of nothing, and of one so small that a step is no number above 0
+        steps = torch.where(scale > 0, change / scale, torch.zeros_like(change))
+        return {"values": steps.round().clamp(-127, 127).to(torch.int8), "scale": scale}
+
+    def unpack(self, packed: StateDict, size: int) -> Tensor:
+        """Return the steps times their size."""
+        return packed["values"].to(packed["scale"].dtype) * packed["scale"]
+
+
+def difference(one: Tensor, other: Tensor) -> Tensor:
+    """Return the difference of two tensors in float32 or wider, on the CPU."""
+    wide = promoted(one)
+    return one.detach().to("cpu", wide) - other.detach().to("cpu", wide)

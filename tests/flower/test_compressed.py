@@ -1,0 +1,57 @@
+"""Compressed updates of clients at sites."""
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
+
+from deployments import deploy, grid_of, rewrite
+
+from federations import Pause, equal, fit, make_client
+from pfl_lightning.compression import EightBits, Sign, TopK
+from pfl_lightning.methods import FedPer
+
+
+def make():
+    return make_client(FedPer, optimizer_lifetime="run")
+
+
+@pytest.mark.parametrize("kind", [TopK(0.25), Sign(), EightBits()], ids=["top-k", "sign", "8 bits"])
+def test_a_deployment_has_the_bits_and_bytes_of_a_simulation(kind, tmp_path):
+    remote = deploy(grid_of(make, tmp_path, compression=kind), make, compression=kind)
+    here = fit(make(), compression=kind)
+    assert equal(remote.weights, here.weights)
+    assert [row["bytes/up"] for row in remote.rows] == [row["bytes/up"] for row in here.rows]
+    assert here.rows[0]["bytes/up"] < fit(make(), max_rounds=1).rows[0]["bytes/up"]
+
+
+def test_residuals_stay_at_sites_and_a_resumed_deployment_goes_on_with_them(tmp_path):
+    kind = TopK(0.25)
+    grid = grid_of(make_client, tmp_path / "sites", compression=kind)
+    deploy(grid, make_client, tmp_path / "runs", compression=kind, callbacks=[Pause(1)])
+    run = deploy(grid, make_client, tmp_path / "runs", compression=kind, ckpt_path="last")
+    assert equal(run.weights, fit(make_client(), compression=kind).weights)
+    assert all(state.kept and not state.residual for state in run.federation.clients.values())
+
+
+@pytest.mark.parametrize("wrong", ["place", "length", "scale"])
+def test_what_cannot_be_restored_is_refused(wrong, tmp_path):
+    kind = EightBits() if wrong == "scale" else TopK(0.25)
+    grid = grid_of(make_client, tmp_path, compression=kind)
+
+    def spoil(node, asked, content):
+        def change(records):
+            for name in [name for name in records if name == "2/update"]:
+                part = next(iter(records[name]["weights"].values()))
+                if wrong == "place":
+                    part["indices"] = part["indices"] + 10_000
+                elif wrong == "length":
+                    part["values"] = part["values"][:-1].clone()
+                else:
+                    part["scale"] = torch.tensor(3e38)
+
+        rewrite(content, change)
+
+    grid.spoil = spoil
+    rows = deploy(grid, make_client, compression=kind, max_rounds=1).rows
+    assert rows[0]["clients_refused"] == 1 and rows[0]["clients"] == 3
