@@ -161,8 +161,6 @@ SETTINGS = {"mean": {"epsilon": 4.0}, "FedAdam": {"noise_multiplier": 0.5, "serv
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-    "settings", [{"epsilon": 4.0}, {"noise_multiplier": 0.5, "server": FedAdam()}], ids=["mean", "FedAdam"]
-)
 def test_it_resumes_bit_for_bit_with_its_noise(settings, tmp_path):
     def private():
         return DPFTRL(3, clip=0.3, **settings)
