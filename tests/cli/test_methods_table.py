@@ -11,8 +11,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from command import CONFIGS, pfl, refusal
 from pfl_lightning import Aggregator, WeightedAverage, methods
-from pfl_lightning.cli.measuring import describe, quiet, works
-from pfl_lightning.cli.methods_table import CLIENTS, FORMATS, STORED, stored
+from pfl_lightning.cli.measuring import CLIENTS, describe, quiet, works
+from pfl_lightning.cli.methods_table import FORMATS, NOTE, STORED, stored
 from pfl_lightning.messages import digest
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.registry import METHODS, Method
@@ -174,6 +174,10 @@ def test_formats(rows):
     assert f"{link} `FedAvg` | `WeightedAverage` |" in FORMATS["markdown"](rows)
     assert f"{link} 1.00 weights | nothing |" in FORMATS["short"](rows)
     assert all(row["method"] in FORMATS["text"](rows) for row in rows)
+
+
+def test_the_note_says_how_many_clients_are_measured():
+    assert f" {CLIENTS} clients " in NOTE
 
 
 def test_the_command_prints_it(monkeypatch, capsys):

@@ -1,11 +1,26 @@
 """The base class of callbacks with hooks into a round."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from lightning.pytorch import Callback, Trainer
 
 from pfl_lightning.engines import Outcome
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import FinalTest
 from pfl_lightning.messages import Updates
+
+Hook = TypeVar("Hook", bound=Callable[..., None])
+
+
+def empty(hook: Hook) -> Hook:
+    """Mark a hook that does nothing, so that the federation spends no call per client on the hook.
+
+    Args:
+        hook: the hook; a subclass overrides the mark together with the hook.
+    """
+    vars(hook)["does_nothing"] = True
+    return hook
 
 
 class FederatedCallback(Callback):
@@ -15,6 +30,7 @@ class FederatedCallback(Callback):
     method with a name from below is called on any callback.
     """
 
+    @empty
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
         """Called once the cohort is drawn.
 
@@ -24,17 +40,22 @@ class FederatedCallback(Callback):
             cohort: sorted ids of the participating clients.
         """
 
+    @empty
     def on_client_fit_start(self, trainer: Trainer, federation: Federation, client: int) -> None:
         """Called when a client's job is handed to the engine."""
 
+    @empty
     def on_client_fit_end(self, trainer: Trainer, federation: Federation, client: int, outcome: Outcome) -> None:
         """Called after a client's training; engines may finish clients in any order."""
 
+    @empty
     def on_aggregate_start(self, trainer: Trainer, federation: Federation, updates: Updates) -> None:
         """Called before aggregation, with the clients' updates by id."""
 
+    @empty
     def on_aggregate_end(self, trainer: Trainer, federation: Federation, logs: dict[str, float]) -> None:
         """Called after aggregation, with the aggregator's logged values; payloads and client states are already new."""
 
+    @empty
     def on_final_test(self, trainer: Trainer, federation: Federation, tested: FinalTest) -> None:
         """Called at the end of ``fit``, after the test of the last and of the selected models."""

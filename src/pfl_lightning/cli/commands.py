@@ -9,34 +9,26 @@ TRAINER = {
 """Commands that Lightning's command line runs: each is the Trainer's method with the same name."""
 
 OTHERS = {
-    "compare": "pfl_lightning.cli.compare",
-    "configs": "pfl_lightning.cli.configs",
-    "flower": "pfl_lightning.flower.command",
-    "methods": "pfl_lightning.cli.methods_table",
-    "status": "pfl_lightning.cli.status",
-}
-"""All other commands, each with the module whose ``main(args)`` runs the command; imported on demand."""
-
-ABOUT = TRAINER | {
     "compare": "run several methods with several seeds, and write one table",
     "configs": "list the packaged configurations, or copy one to change it",
     "flower": "deploy a federation at sites that keep their data, over Flower",
     "methods": "list all methods, with the bytes that each sends and keeps",
     "status": "show the progress of runs, from the files in their folders",
 }
-"""One line on each command, in the order of ``pfl-lightning --help``."""
+"""All other commands; `cli.main` knows the module of each."""
 
 
 def overview() -> str:
     """Return the text of ``pfl-lightning --help``."""
-    width = max(map(len, ABOUT))
+    about = TRAINER | OTHERS
+    width = max(map(len, about))
     return "\n".join(
         [
             "usage: pfl-lightning COMMAND [options]",
             "",
             "Personalized federated learning, on Lightning.",
             "",
-            *(f"  {name:<{width}}  {line}" for name, line in ABOUT.items()),
+            *(f"  {name:<{width}}  {line}" for name, line in about.items()),
             "",
             "pfl-lightning --version prints the version.",
             "pfl-lightning COMMAND --help lists its options; fit --model.help FedProx lists the settings of a class.",

@@ -28,8 +28,14 @@ class Configured(PflCLI):
         if self.check is not None:
             self.check(self.config[self.subcommand].as_dict())
 
-    def _run_subcommand(self, subcommand: str) -> None:
-        self.aggregator = self._get(self.config_init, "aggregator")
+    def fit(self, aggregator: Any = None, **kwargs: Any) -> None:
+        """Keep the aggregator in the place of training; Lightning prefers this method to the trainer's.
+
+        Args:
+            aggregator: the server side; None if the command line names none.
+            **kwargs: the other arguments of the trainer's ``fit``, unused.
+        """
+        self.aggregator = aggregator
 
 
 def configured(args: list[str], check: Check | None = None) -> Configured:

@@ -4,11 +4,9 @@ Nothing heavy is imported here: importing torch and Lightning takes seconds, and
 needs either. A command imports both when it starts.
 """
 
-import logging
 import os
 import shlex
 import sys
-import warnings
 from functools import partial
 from importlib import import_module
 
@@ -17,8 +15,18 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 import pfl_lightning
 from pfl_lightning.cli.commands import OTHERS, overview
 from pfl_lightning.cli.refusals import refuse_at_sight
+from pfl_lightning.cli.silence import silence
 from pfl_lightning.cli.usage import UsageError, fail
 from pfl_lightning.stopping import RankLost, Stopped, ending_at_once, stoppable
+
+MODULES = {
+    "compare": "pfl_lightning.cli.compare",
+    "configs": "pfl_lightning.cli.configs",
+    "flower": "pfl_lightning.flower.command",
+    "methods": "pfl_lightning.cli.methods_table",
+    "status": "pfl_lightning.cli.status",
+}
+"""The module whose ``main(args)`` runs a command of `OTHERS`, imported on demand."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -45,7 +53,7 @@ def main(args: list[str] | None = None) -> None:
             other = words[0] in OTHERS
             # A signal ends the process at once here: an exception within an import would surface as another error.
             with ending_at_once(partial(tell, words)):
-                command = import_module(OTHERS[words[0]] if other else "pfl_lightning.cli.trainer_commands")
+                command = import_module(MODULES[words[0]] if other else "pfl_lightning.cli.trainer_commands")
             if other:
                 sys.exit(command.main(words[1:]))
             command.main(args)
@@ -100,21 +108,6 @@ def way_on(words: list[str], stop: RankLost | Stopped) -> str:
         words = words if words[-2:] == ["--ckpt_path", "last"] else [*words, "--ckpt_path", "last"]
         return f"; go on with: pfl-lightning {shlex.join(words)}"
     return f" before there was a checkpoint; start again with: pfl-lightning {shlex.join(words)}"
-
-
-def silence() -> None:
-    """Filter warnings and log lines on which a user of the command line can't act."""
-    # Lightning's own use of a name that torch deprecates
-    warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_news)
-
-
-def is_news(record: logging.LogRecord) -> bool:
-    """Return False for Lightning's advertisements and for the line after the last epoch."""
-    # Lightning advertises packages of its own (litlogger, litmodels), and ends every run with "stopped: max_epochs",
-    # which reads like a failure.
-    said = record.getMessage()
-    return not any(part in said for part in ("/litlogger/", "/litmodels/", "stopped: `max_epochs="))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim import SGD
 
 from pfl_lightning.callbacks import FederatedCallback
-from pfl_lightning.cli.methods_table import CLIENTS
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule, Pathological, Samples, Split
 from pfl_lightning.federation.federation import Federation
@@ -24,6 +23,9 @@ from pfl_lightning.methods.fedbn import FedBN
 from pfl_lightning.methods.registry import METHODS, Method
 from pfl_lightning.nets import CNN, MLP, CifarResNet
 from pfl_lightning.trainer import FederatedTrainer
+
+CLIENTS = 4
+"""Number of clients in the measured federations, which `methods_table.NOTE` names too."""
 
 NETS: dict[type[ClientModule], Any] = {FedBN: CifarResNet}
 """Nets for client modules that need layers missing in the CNN, such as BatchNorm."""

@@ -6,6 +6,7 @@ import re
 from pfl_lightning.cli.commands import TRAINER
 from pfl_lightning.cli.load_config import new_parser
 from pfl_lightning.cli.refusals import Options, installed
+from pfl_lightning.internals.of_jsonargparse import commands_of, options_of, type_of
 from pfl_lightning.trainer import MEANINGLESS
 
 PLAIN = re.compile(r"(typing\.|Optional|Union|Literal\[[^]]*\]|NoneType|None|int|float|str|bool|[\[\],|' ]|<class|>)*")
@@ -15,15 +16,14 @@ PLAIN = re.compile(r"(typing\.|Optional|Union|Literal\[[^]]*\]|NoneType|None|int
 def measured() -> Options:
     """Return the options of the installed parser, with the installed versions."""
     parser = new_parser()
-    # argparse has no public way from a parser to its subcommands' parsers.
-    (commands,) = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
+    commands = commands_of(parser)
     taken = {command: set(commands[command].own_names()) for command in TRAINER}
     names = sorted(parser.option_names())
-    actions = [action for command in TRAINER for action in commands[command]._actions]
+    options = [option for command in TRAINER for option in options_of(commands[command])]
     return Options(
         versions=installed(),
         commands={name: " ".join(command for command in TRAINER if name in taken[command]) for name in names},
-        open=sorted({action.dest for action in actions if not PLAIN.fullmatch(str(getattr(action, "_typehint", "")))}),
+        open=sorted({option.dest for option in options if not PLAIN.fullmatch(str(type_of(option)))}),
         # the parser refuses these with advice, such as "means nothing in a federation"; a suggestion would mislead
         explained=sorted({f"trainer.{name}" for name in MEANINGLESS} - set(names)),
     )

@@ -25,6 +25,7 @@ from pfl_lightning.cli.yaml_text import check
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.federation.federation import Federation
+from pfl_lightning.internals.of_jsonargparse import commands_of, options_of
 from pfl_lightning.runs.folder import run_folder
 from pfl_lightning.trainer import FederatedTrainer
 
@@ -94,13 +95,12 @@ class Parser(LightningArgumentParser):
 
     def option_names(self) -> list[str]:
         """Return the options of this parser and of all subcommands, without dashes."""
-        commands = [action.choices for action in self._actions if isinstance(action.choices, dict)]
-        parsers = [self, *(parser for choices in commands for parser in choices.values())]
+        parsers = [self, *commands_of(self).values()]
         return list({name for parser in parsers for name in parser.own_names()})
 
     def own_names(self) -> list[str]:
         """Return this parser's options with two dashes, without the dashes."""
-        strings = [string for action in self._actions for string in action.option_strings]
+        strings = [string for option in options_of(self) for string in option.option_strings]
         # "--name+" is jsonargparse's way to append to a list, not another option
         return [string[2:] for string in strings if string.startswith("--") and not string.endswith("+")]
 

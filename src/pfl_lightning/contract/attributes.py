@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pfl_lightning.internals.of_torch import version
+
 Look: TypeAlias = dict[str, Any]
 """A snapshot: contents of attributes by displayed name, such as ``FedDyn.h``."""
 
@@ -123,18 +125,6 @@ def tensors_of(module: nn.Module) -> Iterable[Tensor]:
     """Yield a module's parameters and buffers."""
     yield from module.parameters()
     yield from module.buffers()
-
-
-def version(tensor: Tensor) -> int:
-    """Return PyTorch's count of in-place changes of a tensor; -1 for tensors without a count.
-
-    Args:
-        tensor: the tensor.
-    """
-    try:
-        return tensor._version
-    except RuntimeError:  # a tensor of inference mode, or of a vmap that has ended
-        return -1
 
 
 def drawn(value: Any) -> Any:

@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any
 
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
+from pfl_lightning.internals.of_lightning import ScriptLauncher, limit_threads, set_launcher, start_ranks
 from pfl_lightning.stopping import POLL, STARTED_BY, RankLost, Stopped, stoppable
 
 ASKED = 1.0
@@ -28,7 +27,7 @@ FORCED = 3.0
 rank."""
 
 
-class RankLauncher(_SubprocessScriptLauncher):
+class RankLauncher(ScriptLauncher):
     """Start ranks as Lightning does, without Lightning's observer, which kills all ranks without a message."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
@@ -43,10 +42,10 @@ class RankLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             os.environ[STARTED_BY] = str(os.getpid())
-            self._call_children_scripts()
+            start_ranks(self)
             # Later child processes are no ranks, and may outlive this process.
             del os.environ[STARTED_BY]
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        limit_threads(self.num_processes)
         return function(*args, **kwargs)
 
 
@@ -73,9 +72,9 @@ class ClientParallel(DDPStrategy):
     def _configure_launcher(self) -> None:
         """Replace Lightning's launcher of scripts."""
         super()._configure_launcher()
-        if isinstance(self._launcher, _SubprocessScriptLauncher):
+        if isinstance(self.launcher, ScriptLauncher):
             assert self.cluster_environment is not None
-            self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            set_launcher(self, RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes))
 
     def setup_environment(self) -> None:
         """Watch the parent process of a forked or spawned rank, and join the other ranks."""
@@ -93,7 +92,7 @@ class ClientParallel(DDPStrategy):
     @property
     def started(self) -> list[Any]:
         """Processes of the ranks started by this process."""
-        return getattr(self._launcher, "procs", [])
+        return getattr(self.launcher, "procs", [])
 
     def end_ranks(self) -> None:
         """End the ranks started by this process, by force after a second."""

@@ -34,6 +34,7 @@ from torchmetrics.utilities import dim_zero_cat
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import CHUNK, Samples
 from pfl_lightning.data.trees import Tree, rows_in
+from pfl_lightning.internals.of_torchmetrics import count_updates
 from pfl_lightning.messages import StateDict, tensors
 from pfl_lightning.nets.modes import kept_modes
 from pfl_lightning.tasks import Classification, Task
@@ -190,7 +191,7 @@ def own_values(values: Mapping[str, Any]) -> dict[str, float]:
 
 def state_of(metric: Metric) -> StateDict:
     """Return the accumulated state of a metric, on the CPU."""
-    return {name: getattr(metric, name).detach().cpu() for name in metric._defaults}
+    return {name: getattr(metric, name).detach().cpu() for name in metric.metric_state}
 
 
 def pooled_value(metric: Metric, states: Iterable[Mapping[str, Tensor]]) -> float:
@@ -202,10 +203,9 @@ def pooled_value(metric: Metric, states: Iterable[Mapping[str, Tensor]]) -> floa
     """
     states = list(states)
     metric.reset()
-    for name in metric._defaults:
+    for name in metric.metric_state:
         setattr(metric, name, torch.stack([state[name] for state in states]).sum(0).to(metric.device))
-    # Otherwise torchmetrics warns that compute was called before update.
-    metric._update_count = len(states)
+    count_updates(metric, len(states))
     value = float(metric.compute())
     metric.reset()
     return value

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from pfl_lightning.client.module import ClientModule
+from pfl_lightning.internals.of_torch import entry_tables
 from pfl_lightning.messages import StateDict
 
 Result = TypeVar("Result")
@@ -52,7 +53,7 @@ class Slots:
             f"{path}.{key}".lstrip("."): (table, key, tensor)
             # A shared submodule appears under each of its paths.
             for path, m in module.named_modules(remove_duplicate=False)
-            for table in (m._parameters, m._buffers)
+            for table in entry_tables(m)
             for key, tensor in table.items()
         }
         slots = [

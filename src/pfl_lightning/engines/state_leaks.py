@@ -10,12 +10,25 @@ from torch import Tensor
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import common_parameters
-from pfl_lightning.contract.attributes import Attributes, version
+from pfl_lightning.contract.attributes import Attributes
+from pfl_lightning.internals.of_lightning import KEPT_ARGUMENTS
+from pfl_lightning.internals.of_torch import version
 
 ENGINES_OWN = {
     *vars(LightningModule()),
-    *("_hparams_initial", "_hparams_name", "_made_with", "_architecture"),
-    *("_given_modes", "_logged", "client_id", "learning_rate", "phase", "relied_on", "round", "steps_done"),
+    *KEPT_ARGUMENTS,
+    *(
+        "_made_with",
+        "_architecture",
+        "_given_modes",
+        "_logged",
+        "client_id",
+        "learning_rate",
+        "phase",
+        "relied_on",
+        "round",
+        "steps_done",
+    ),
     *("training_follows", "evaluation_follows"),
 }
 """Attributes of client modules that Lightning, constructors or engines set, and so may change."""

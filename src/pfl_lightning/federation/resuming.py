@@ -21,6 +21,8 @@ from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.optimizers import Configured
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.federation.options import FederationOptions
+from pfl_lightning.internals.of_lightning import COMMAND_LINE_NOTES
+from pfl_lightning.internals.of_torch import LAST_RATES
 
 Settings: TypeAlias = dict[str, Any]
 """Numbers, texts, booleans, None, and lists of these, by dotted names as on the command line."""
@@ -35,9 +37,8 @@ UNTOLD = {
     "params",
     "initial_lr",
     "base_lrs",
-    "_last_lr",
-    "_class_path",
-    "_instantiator",
+    LAST_RATES,
+    *COMMAND_LINE_NOTES,
 }
 """Last parts of names of settings that can't change a result, or repeat another setting."""
 MANY = 10

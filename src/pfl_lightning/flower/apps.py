@@ -16,7 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from pfl_lightning.cli.configs import find
 from pfl_lightning.cli.errors import mistake
 from pfl_lightning.cli.load_config import Configured, configured
-from pfl_lightning.cli.main import silence
+from pfl_lightning.cli.silence import silence
 from pfl_lightning.cli.yaml_text import load
 from pfl_lightning.flower.class_paths import check_arguments, check_class_paths, texts
 from pfl_lightning.flower.client_app import Worker, app_of

@@ -3,9 +3,9 @@
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from pfl_lightning.client import ClientSettings
+from pfl_lightning.internals.of_torch import BatchNorm
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.settings import Unpack
 
@@ -26,7 +26,7 @@ class FedBN(FedAvg):
     def __init__(self, *args: Any, **kwargs: Unpack[ClientSettings]) -> None:
         super().__init__(*args, **kwargs)
         # by type and not by name: in a Sequential, a layer's name is a number
-        layers = [(name, layer) for name, layer in self.net.named_modules() if isinstance(layer, _BatchNorm)]
+        layers = [(name, layer) for name, layer in self.net.named_modules() if isinstance(layer, BatchNorm)]
         self.normalising = frozenset(f"net.{name}.{own}" for name, layer in layers for own in layer.state_dict())
         if not layers:
             rank_zero_warn(f"model.net={type(self.net).__name__} has no BatchNorm layer, so that FedBN is FedAvg.")

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from pfl_lightning.internals.of_torch import BatchNorm
 from pfl_lightning.nets.modes import kept_modes
 
 
@@ -18,8 +18,7 @@ def smallest_batch(module: nn.Module) -> int:
     Args:
         module: any module.
     """
-    # the base class of all BatchNorm layers, of one to three dimensions and synchronised
-    return 2 if any(isinstance(layer, _BatchNorm) for layer in module.modules()) else 1
+    return 2 if any(isinstance(layer, BatchNorm) for layer in module.modules()) else 1
 
 
 @contextmanager
@@ -32,5 +31,5 @@ def on_batch_statistics(module: nn.Module) -> Iterator[None]:
     with kept_modes(module):
         # layer by layer: `train()` of a container would set its BatchNorm layers and its dropout alike
         for layer in module.modules():
-            layer.training = isinstance(layer, _BatchNorm)
+            layer.training = isinstance(layer, BatchNorm)
         yield

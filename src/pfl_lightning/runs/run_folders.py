@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
+from pfl_lightning.internals.of_lightning import continue_run
 from pfl_lightning.runs.run_status import is_bare
 
 
@@ -52,7 +53,7 @@ class RunFolders(Trainer):
     def go_on_in(self, ckpt_path: str | None) -> None:
         """Continue a resumed run in the folder of its checkpoint, so that one run lies in one place.
 
-        The user's logger continues with the run in this folder.
+        The user's logger continues with the run in this folder, unless the user has named a run.
 
         Args:
             ckpt_path: the checkpoint, or None.
@@ -61,7 +62,8 @@ class RunFolders(Trainer):
         # a checkpoint from elsewhere, such as a copy on another machine, starts a new run
         if run is not None and run.parent == self.run_root.resolve():
             self.name_run(run.parent.name, run.name)
-            go_on_logging(self.logger, run.name)
+            if isinstance(self.logger, (CSVLogger, TensorBoardLogger, WandbLogger)):
+                continue_run(self.logger, run.name)
 
     def take_over(self) -> None:
         """Give a new run the folder of the last run, if the last run was killed before its first round."""
@@ -71,20 +73,3 @@ class RunFolders(Trainer):
         last = self.run_root / f"version_{int(self.logger.version) - 1}"  # type: ignore[union-attr, arg-type]
         if is_bare(last):
             self.name_run(last.parent.name, last.name)
-
-
-def go_on_logging(logger: Logger | None, version: str) -> None:
-    """Make a logger continue an earlier run, unless the user has named a run.
-
-    Lightning's loggers take the run only when they are made, before the checkpoint is known. Other loggers stay as they
-    are.
-
-    Args:
-        logger: the user's logger, without a run yet.
-        version: name of the earlier run; for Weights & Biases the run's id.
-    """
-    if isinstance(logger, WandbLogger) and logger.version is None:
-        logger._id = logger._wandb_init["id"] = version
-    # the private attribute, since reading ``version`` would create a new one
-    elif isinstance(logger, (CSVLogger, TensorBoardLogger)) and logger._version is None:
-        logger._version = version

@@ -20,7 +20,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from pfl_lightning.engines import die_with_parent
 from pfl_lightning.runs.folder import held
 
-PROGRAM = "pfl_lightning.cli.main"
+PROGRAM = "pfl_lightning"
 QUIET = ("--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false")
 GRACE = 5.0
 """Seconds for a run to end by itself before it is killed; the last checkpoint exists in any case."""

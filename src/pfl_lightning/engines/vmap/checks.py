@@ -17,6 +17,7 @@ from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.state_leaks import attributes_of
 from pfl_lightning.engines.vmap.block import Member
+from pfl_lightning.internals.of_torch import entry_tables
 from pfl_lightning.messages import StateDict
 
 Result = TypeVar("Result")
@@ -98,9 +99,10 @@ class SharedAttributes:
         """
         entries = {id(tensor) for tensor in tensors if tensor is not None}
         for m in self.module.modules():
+            tables = entry_tables(m)
             for name, value in vars(m).items():
                 held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-                if held and name not in ("_parameters", "_buffers") and any(id(item) in entries for item in held):
+                if held and not any(value is table for table in tables) and any(id(item) in entries for item in held):
                     reason = f"{type(m).__name__}.{name} holds parameters or buffers themselves, not their names"
                     raise Unvectorisable(self.module, reason)
 

@@ -8,13 +8,12 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch._dynamo import lookup_backend
-from torch._inductor import config
 from torch.func import grad, vmap
 
 from pfl_lightning.client import Batch, ClientModule
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import reason_of
+from pfl_lightning.internals.of_torch import compiler_backend, inductor_settings
 from pfl_lightning.messages import StateDict
 
 Values: TypeAlias = tuple[dict[str, Tensor], StateDict]
@@ -82,8 +81,8 @@ class Compiled:
     def _compile(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         """Compile a graph, and record which version runs."""
         # The setting is global to the compiler, so change it for this compilation alone.
-        with config.patch({"triton.cudagraphs": self._captured}):
-            compiled, version = lookup_backend(self.backend)(graph, inputs), Version()
+        with inductor_settings({"triton.cudagraphs": self._captured}):
+            compiled, version = compiler_backend(self.backend)(graph, inputs), Version()
 
         # The compiler calls _compile once per version, and this function at each step.
         def used(*args: Any) -> Any:

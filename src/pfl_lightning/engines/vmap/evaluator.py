@@ -6,7 +6,6 @@ from itertools import chain
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import Samples, gather
@@ -17,6 +16,7 @@ from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.vmap.block import Member
 from pfl_lightning.engines.vmap.checks import SharedAttributes
 from pfl_lightning.engines.vmap.layers import Layers
+from pfl_lightning.internals.of_torch import BatchNorm
 from pfl_lightning.messages import StateDict
 
 CLIENTS = 8
@@ -39,7 +39,7 @@ class BlockEvaluator:
         self.module = sequential.module
         self.attributes = attributes
         # Such a layer normalises over a batch, which padding would change.
-        normalises = any(isinstance(m, _BatchNorm) and m.running_mean is None for m in self.module.modules())
+        normalises = any(isinstance(m, BatchNorm) and m.running_mean is None for m in self.module.modules())
         self.usable = not normalises and not overrides(self.module, "evaluation_phases")
         """Whether clients can be evaluated at once, as far as known."""
 

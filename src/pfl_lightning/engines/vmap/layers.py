@@ -5,17 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import (
-    _add_batch_dim,
-    get_unwrapped,
-    is_functorch_wrapped_tensor,
-    maybe_get_bdim,
-    maybe_get_level,
-)
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from pfl_lightning.internals.of_torch import is_wrapped, level_of, outside_vmap, row_dimension, row_of, unwrapped
 from pfl_lightning.messages import tree_map
 
 CONVOLUTIONS = {
@@ -104,10 +97,10 @@ def stacks_of(tensors: Sequence[Tensor]) -> list[Tensor] | None:
     Args:
         tensors: tensors inside a step under ``vmap``.
     """
-    if any(maybe_get_bdim(tensor) != 0 for tensor in tensors):
+    if any(row_dimension(tensor) != 0 for tensor in tensors):
         return None
-    stacks = [get_unwrapped(tensor) for tensor in tensors]
-    return None if any(map(is_functorch_wrapped_tensor, stacks)) else stacks
+    stacks = [unwrapped(tensor) for tensor in tensors]
+    return None if any(map(is_wrapped, stacks)) else stacks
 
 
 def applied(function: type[torch.autograd.Function], stacks: list[Tensor], like: Tensor) -> Tensor:
@@ -119,9 +112,9 @@ def applied(function: type[torch.autograd.Function], stacks: list[Tensor], like:
         like: any tensor under ``vmap``, for the level.
     """
     # Outside of vmap's levels autograd uses the function's own backward, instead of a rule for each level.
-    with temporarily_clear_interpreter_stack():
+    with outside_vmap():
         stack = function.apply(*stacks)
-    rows: Tensor = _add_batch_dim(stack, 0, maybe_get_level(like))
+    rows: Tensor = row_of(stack, 0, level_of(like))
     return rows
 
 

@@ -3,15 +3,9 @@
 from collections.abc import Callable
 
 from torch import Tensor
-from torch._C._functorch import (
-    _add_batch_dim,
-    _remove_batch_dim,
-    _vmap_decrement_nesting,
-    _vmap_increment_nesting,
-)
-from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-defined]
 
 from pfl_lightning.client.module import Batch
+from pfl_lightning.internals.of_torch import enter_vmap, leave_vmap, load_decompositions, row_of, stack_of
 from pfl_lightning.messages import StateDict, tree_map
 
 Step = Callable[[StateDict, Batch], dict[str, Tensor]]
@@ -28,16 +22,16 @@ def mapped(step: Step, entries: StateDict, batch: Batch, count: int) -> dict[str
         count: the number of clients.
     """
     # Some operations have a rule for vmap only after this call, which does nothing when repeated.
-    lazy_load_decompositions()
+    load_decompositions()
     # "error" refuses random functions, apart from those that `Streams` replaces.
-    level = _vmap_increment_nesting(count, "error")
+    level = enter_vmap(count, "error")
 
     def row(stack: Tensor) -> Tensor:
-        return _add_batch_dim(stack, 0, level)
+        return row_of(stack, 0, level)
 
     try:
         values = step({name: row(stack) for name, stack in entries.items()}, tree_map(row, batch))
         # A value without a row per client is repeated for each.
-        return {name: _remove_batch_dim(value, level, count, 0) for name, value in values.items()}
+        return {name: stack_of(value, level, count, 0) for name, value in values.items()}
     finally:
-        _vmap_decrement_nesting()
+        leave_vmap()

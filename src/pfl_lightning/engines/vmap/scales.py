@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from pfl_lightning.engines.vmap.block import Rows
+from pfl_lightning.internals.of_torch import GROWTH_TRACKER
 from pfl_lightning.messages import StateDict
 
-COLUMNS = ("scale", "_growth_tracker", "growth_factor", "backoff_factor", "growth_interval")
+COLUMNS = ("scale", GROWTH_TRACKER, "growth_factor", "backoff_factor", "growth_interval")
 """Entries of a scaler's ``state_dict``."""
 
 
@@ -66,4 +67,4 @@ class Scales:
         """Yield the ``state_dict`` of a scaler of each client's own."""
         scales, good = torch.stack([self._scale, self._good]).tolist()
         for state, scale, steps in zip(self._saved, scales, good, strict=True):
-            yield {**state, "scale": scale, "_growth_tracker": int(steps)}
+            yield {**state, "scale": scale, GROWTH_TRACKER: int(steps)}

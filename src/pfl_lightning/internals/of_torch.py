@@ -1,0 +1,94 @@
+"""Private names of torch."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+from torch._C import _functorch
+from torch._functorch import pyfunctorch
+from torch._functorch import vmap as functorch_vmap
+from torch.nn.modules import batchnorm
+
+BatchNorm = batchnorm._BatchNorm
+"""The base class of all BatchNorm layers. Layers of other packages derive from this class alone, so the public classes
+would miss such layers."""
+
+# `torch.func.vmap` checks all arguments at each call, which takes as long as a small net's layer. These functions are
+# what remains. They are other names of torch's own functions, because a wrapper would cost a call per tensor.
+load_decompositions = functorch_vmap.lazy_load_decompositions  # type: ignore[attr-defined]
+"""Make all of torch's operations known to ``vmap``; does nothing when repeated."""
+enter_vmap = _functorch._vmap_increment_nesting
+"""Begin a level of ``vmap``, from the number of rows and the treatment of random functions; returns the level."""
+leave_vmap = _functorch._vmap_decrement_nesting
+"""End the innermost level of ``vmap``."""
+row_of = _functorch._add_batch_dim
+"""Return one row of a stack under ``vmap``, from the stack, the dimension of the rows, and the level."""
+stack_of = _functorch._remove_batch_dim
+"""Return the stack behind a row, from the row, the level, the number of rows, and the dimension of the rows."""
+
+# A layer reads the stack behind its row, computes all rows by a kernel of its own, and returns a row.
+unwrapped = _functorch.get_unwrapped
+"""Return the tensor behind a row, without copying."""
+is_wrapped = _functorch.is_functorch_wrapped_tensor
+"""Return True for a row under ``vmap``, and for a tensor under ``grad``."""
+row_dimension = _functorch.maybe_get_bdim
+"""Return the dimension of the rows in the stack behind a row; -1 for other tensors."""
+level_of = _functorch.maybe_get_level
+"""Return the level of a row."""
+outside_vmap = pyfunctorch.temporarily_clear_interpreter_stack
+"""Leave all levels of ``vmap`` and ``grad`` inside this context, so that autograd sees the stacks."""
+
+GROWTH_TRACKER = "_growth_tracker"
+"""Name of the number of good steps in the ``state_dict`` of ``torch.amp.GradScaler``."""
+LAST_RATES = "_last_lr"
+"""Name of the current learning rates in the ``state_dict`` of a schedule."""
+
+
+def entry_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a module's own dicts of parameters and of buffers; a changed value changes the module.
+
+    torch's public functions skip entries that are None, and write only by slow checked assignments.
+
+    Args:
+        module: any module; submodules have dicts of their own.
+    """
+    return module._parameters, module._buffers
+
+
+def version(tensor: Tensor) -> int:
+    """Return PyTorch's count of in-place changes of a tensor; -1 for tensors without a count.
+
+    Args:
+        tensor: the tensor.
+    """
+    try:
+        return tensor._version
+    except RuntimeError:  # a tensor of inference mode, or of a vmap that has ended
+        return -1
+
+
+def compiler_backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
+    """Return a backend of ``torch.compile`` as a function of a graph and example inputs.
+
+    A backend that calls this function learns of each compiled version, which ``torch.compile`` doesn't report.
+
+    Args:
+        backend: the name, or the function itself.
+    """
+    # importing the compiler takes seconds
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend(backend)
+
+
+def inductor_settings(settings: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """Return a context with other settings of the default compiler, for graphs given to `compiler_backend`.
+
+    Args:
+        settings: values by dotted names, such as ``triton.cudagraphs``.
+    """
+    from torch._inductor import config
+
+    context: AbstractContextManager[Any] = config.patch(dict(settings))
+    return context

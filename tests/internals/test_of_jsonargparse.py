@@ -1,0 +1,42 @@
+"""Each private name of jsonargparse and argparse that the package uses."""
+
+from typing import Literal
+
+import pytest
+from jsonargparse import ArgumentParser
+from lightning.pytorch.cli import LightningArgumentParser
+
+from pfl_lightning.internals.of_jsonargparse import commands_of, options_of, type_of
+
+
+def train(rate: float = 0.1, mode: Literal["slow", "fast"] = "slow", size: int | None = None) -> None:
+    """Train."""
+
+
+@pytest.fixture(params=[ArgumentParser, LightningArgumentParser])
+def parser(request):
+    parser = request.param()
+    below = request.param()
+    below.add_function_arguments(train, "trainer")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_subcommands().add_subcommand("fit", below)
+    return parser
+
+
+def test_options_are_listed_with_their_names(parser):
+    names = {string for option in options_of(parser) for string in option.option_strings}
+    assert {"--seed", "--help"} <= names and "--trainer.rate" not in names
+    below = [option.dest for option in options_of(commands_of(parser)["fit"])]
+    assert {"trainer.rate", "trainer.mode", "trainer.size"} <= set(below)
+
+
+def test_commands_are_listed_with_their_parsers(parser):
+    assert list(commands_of(parser)) == ["fit"]
+    assert commands_of(commands_of(parser)["fit"]) == {}
+
+
+def test_options_know_their_types(parser):
+    types = {option.dest: str(type_of(option)) for option in options_of(commands_of(parser)["fit"])}
+    assert types["trainer.mode"] == "typing.Literal['slow', 'fast']"
+    assert "int" in types["trainer.size"] and "None" in types["trainer.size"]
+    assert types["help"] == ""
