@@ -1,7 +1,11 @@
-"""The plan of the package: which way its imports go."""
+"""The plan of the package: which way its imports go, and where other packages' private names are."""
 
 import ast
+import importlib
+import inspect
+import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -10,8 +14,9 @@ import pytest
 import pfl_lightning
 
 PACKAGE = Path(pfl_lightning.__file__).parent
+GUIDE = Path(__file__).parents[1] / "CONTRIBUTING.md"
 ORDER = (
-    ("seeds", "settings", "stopping", "transfers"),
+    ("internals", "seeds", "settings", "stopping", "transfers"),
     ("messages", "nets", "tasks"),
     ("data",),
     ("client", "selection"),
@@ -27,9 +32,10 @@ ORDER = (
     ("trainer",),
     ("cli",),
     ("flower",),
+    ("cli.main",),
     ("__main__",),
 )
-"""Rooms from the ground up: each imports from those below it, and from its own."""
+"""Rooms from the ground up: each imports from those below it, and from its own. A file above its room stands alone."""
 
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
@@ -40,24 +46,40 @@ def module_of(path: Path) -> str:
 
 
 MODULES = {module_of(path): path for path in FILES}
+TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 
-def imports(path: Path) -> Iterator[str]:
-    """The modules of the package that one imports, at its top or anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(tree: ast.Module) -> Iterator[str]:
+    """The modules of the package that a file imports, at its top or anywhere in it, or has the name of in a text."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pfl_lightning"):
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
                 yield whole if whole in MODULES else str(node.module)
+        # for import_module, here or in a file that reads it from this one
+        elif isinstance(node, ast.Constant) and node.value in MODULES:
+            yield str(node.value)
 
 
-GRAPH = {name: set(imports(path)) - {name} for name, path in MODULES.items()}
+GRAPH = {name: set(imports(tree)) - {name} for name, tree in TREES.items()}
 
 
 def room(name: str) -> str:
-    return name.split(".")[1]
+    inside = name.removeprefix("pfl_lightning.")
+    return inside if inside in LEVEL else inside.split(".")[0]
+
+
+def test_imports_by_name_count():
+    assert set(imports(ast.parse('import_module("pfl_lightning.cli.errors")'))) == {"pfl_lightning.cli.errors"}
+    assert {"pfl_lightning.flower.command", "pfl_lightning.cli.trainer_commands"} <= GRAPH["pfl_lightning.cli.main"]
+
+
+def test_the_guide_lists_the_order():
+    (listed,) = re.findall(r"From the top: (.+?)\.\s+`tests/test_house", GUIDE.read_text(), re.DOTALL)
+    levels = [set(re.findall(r"`([\w.]+)`", level)) for level in listed.split(";")]
+    assert levels == [set(rooms) for rooms in reversed(ORDER)]
 
 
 def test_every_room_has_its_place():
@@ -81,7 +103,7 @@ def test_imports_go_one_way(name):
 def test_nothing_is_hidden_from_the_graph(name):
     hidden = [
         ast.unparse(line)
-        for node in ast.walk(ast.parse(MODULES[name].read_text()))
+        for node in ast.walk(TREES[name])
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
         for line in node.body
         if "pfl_lightning" in ast.unparse(line)
@@ -91,3 +113,127 @@ def test_nothing_is_hidden_from_the_graph(name):
 
 def test_the_root_is_short():
     assert len(list(PACKAGE.glob("*.py"))) <= 10
+
+
+# Private names of other packages
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and name.strip("_") != "" and not name.endswith("__")
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Names that a file gives to functions, classes and variables, and to attributes of its own objects."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_itself(node):
+            found.add(node.attr)
+    return found
+
+
+def of_itself(node: ast.Attribute) -> bool:
+    return ast.unparse(node.value) in ("self", "cls", "super()")
+
+
+OWN = set().union(*map(defined, TREES.values()))
+PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit"}
+"""Documented names, of named tuples and of ``os``."""
+
+
+def foreign(tree: ast.Module) -> Iterator[str]:
+    """Private names in a file that can't be its own, or for ``self`` the package's own."""
+    here = defined(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if any(map(is_private, alias.name.split("."))))
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name for name in names if any(map(is_private, name.split("."))))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in PUBLIC:
+            if node.attr not in (OWN if of_itself(node) else here):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            if is_private(name) and name not in here:
+                yield ast.unparse(node)
+
+
+@cache
+def privates_of(base: type) -> frozenset[str]:
+    """Private attributes and methods of a class of another package, by its source."""
+    try:
+        read = re.findall(r"\bself\.(\w+)", inspect.getsource(base))
+    except (OSError, TypeError):
+        read = []
+    return frozenset(filter(is_private, {*vars(base), *read}))
+
+
+def taken_from_bases(name: str) -> Iterator[str]:
+    """Private names that classes of a module share with their bases of other packages."""
+    module = importlib.import_module(name)
+    for node in ast.walk(TREES[name]):
+        made = getattr(module, node.name, None) if isinstance(node, ast.ClassDef) else None
+        if not isinstance(made, type):
+            continue
+        bases = [base for base in made.__mro__ if not base.__module__.startswith(("pfl_lightning", "builtins"))]
+        known = frozenset().union(*map(privates_of, bases))
+        used = defined(ast.Module(node.body, [])) | {
+            each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute) and of_itself(each)
+        }
+        yield from sorted(used & known)
+
+
+ALLOWED = {
+    "pfl_lightning.trainer": {"_run_stage"},
+    "pfl_lightning.engines.client_parallel": {"_configure_launcher"},
+    "pfl_lightning.cli.trainer_commands": {"_parse_ckpt_path"},
+}
+"""Private methods that only a subclass can override; ``internals/of_lightning.py`` says why."""
+OUTSIDE = [name for name in MODULES if room(name) != "internals"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch._dynamo import lookup_backend",
+        "import torch._C",
+        "from torch.nn.modules.batchnorm import _BatchNorm",
+        "tensor._version",
+        "logger._id = 3",
+        "getattr(action, '_typehint')",
+        "self._no_such_name()",
+    ],
+)
+def test_private_names_are_found(line):
+    assert list(foreign(ast.parse(line)))
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_private_names_of_others_are_in_one_room(name):
+    assert not list(foreign(TREES[name]))
+
+
+def test_texts_name_no_private_name_of_the_room():
+    trees = [tree for name, tree in TREES.items() if name not in OUTSIDE]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    names = {text for text in texts if text.isidentifier() and is_private(text)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and is_private(node.attr)}
+    assert {"_last_lr", "_growth_tracker", "_parameters"} <= names
+    for name in OUTSIDE:
+        assert not names & {node.value for node in ast.walk(TREES[name]) if isinstance(node, ast.Constant)}, name
+
+
+def test_classes_share_no_private_name_with_a_base_of_others():
+    for name in OUTSIDE:
+        if room(name) == "flower":
+            # needs a package that isn't there for each version of Python
+            pytest.importorskip("flwr")
+        if room(name) != "__main__":
+            assert set(taken_from_bases(name)) <= ALLOWED.get(name, set()), name
+    # names that are allowed and not used would hide a new use
+    assert {name: set(taken_from_bases(name)) for name in ALLOWED} == ALLOWED
