@@ -25,7 +25,7 @@ from pfl_lightning.nets import CNN, MLP, CifarResNet
 from pfl_lightning.trainer import FederatedTrainer
 
 CLIENTS = 4
-"""Number of clients in the measured federations, which `methods_table.NOTE` names too."""
+"""Number of clients in the measured federations, which ``methods_table.NOTE`` names too."""
 
 NETS: dict[type[ClientModule], Any] = {FedBN: CifarResNet}
 """Nets for client modules that need layers missing in the CNN, such as BatchNorm."""
