@@ -20,7 +20,7 @@ from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import final_test
 from pfl_lightning.federation.joining import joined_row
 from pfl_lightning.federation.options import ClientStates, FederationOptions
-from pfl_lightning.privacy import DPSGD
+from pfl_lightning.privacy import DPSGD, SecureSum
 from pfl_lightning.runs.folder import at_work, leaving_nothing_if_refused
 from pfl_lightning.runs.run_folders import RunFolders
 from pfl_lightning.selection import Selection, Uniform
@@ -74,6 +74,7 @@ class FederatedTrainer(RunFolders):
         cohort: what chooses the clients that take part in a round, such as ``PowerOfChoice``; None is `Uniform`, which
             draws ``clients_per_round`` of them, all as likely.
         example_privacy: what makes clients' training differentially private in each sample; None trains as ever.
+        secure_sum: how updates become whole numbers of which the server learns sums alone; None gives it each update.
         default_root_dir: where runs are kept, each in a folder ``METHOD-DATA/version_N``.
         **kwargs: Lightning's Trainer's arguments. Without a logger a CSVLogger writes beside the record. The round
             with the best ``monitor`` is kept as ``best.ckpt`` and the last one as ``last.ckpt``, whatever other
@@ -102,6 +103,7 @@ class FederatedTrainer(RunFolders):
         client_states: ClientStates = "memory",
         cohort: Selection | None = None,
         example_privacy: DPSGD | None = None,
+        secure_sum: SecureSum | None = None,
         default_root_dir: str = "runs",
         **kwargs: Any,
     ) -> None:
@@ -127,6 +129,7 @@ class FederatedTrainer(RunFolders):
             client_states=client_states,
             cohort=cohort or Uniform(),
             example_privacy=example_privacy,
+            secure_sum=secure_sum,
         )
         self._joining: Callable[[Federation], dict[str, float]] | None = None
         self.own_logger = kwargs.get("logger") in (None, True) and not kwargs.get("fast_dev_run")

@@ -172,6 +172,9 @@ class Engine(ABC):
 
     may_miss_clients: ClassVar[bool] = False
     """Whether clients may be gone, as those at sites; elsewhere one without a result is an error."""
+    sums: dict[str, float] | None = None
+    """Record of the last round's sum, of an engine whose updates are stand-ins by ``trainer.secure_sum`` already; None
+    of one that gives updates as they are."""
     when_clients_miss: ClassVar[str] = "let its run() and evaluate_all() give each job's client once"
     """Advice for the message about clients that have no result."""
 

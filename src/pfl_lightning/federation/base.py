@@ -20,6 +20,7 @@ from pfl_lightning.contract.aggregator_memory import Remembered
 from pfl_lightning.contract.guarantee import check_example_level, check_guarantee
 from pfl_lightning.contract.messages import check_entries, check_payload
 from pfl_lightning.contract.pairing import check_common, check_finite, check_pair, check_split, check_tied
+from pfl_lightning.contract.sums import check_sums
 from pfl_lightning.contract.task import check_requirements, check_task
 from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.data.description import fingerprint
@@ -90,6 +91,8 @@ class FederationBase(LightningModule):
         check_guarantee(client, self.aggregator, options.min_clients)
         if options.example_privacy is not None:
             check_example_level(client, self.aggregator, options.cohort)
+        if options.secure_sum is not None:
+            check_sums(client, self.aggregator)
         check_pair(client, self.aggregator)
         check_requirements(client, self.aggregator)
         check_tells(client, options.cohort)
@@ -159,6 +162,11 @@ class FederationBase(LightningModule):
         self.client.check_optimizers(cast(int, self.trainer.max_epochs) if self._fitting else 0)
         rounds = rounds_of(self.options, self.trainer, self.data.num_clients)
         self.settings = settings_of(self._architectures, self.aggregator, self.data, rounds)
+        if self.options.secure_sum is not None and rounds["attacks"]:
+            raise MisconfigurationException(
+                f"trainer.callbacks={rounds['attacks'][0].split()[0]} changes single updates, and trainer.secure_sum "
+                "has summed them by then; leave one of the two out."
+            )
         if self.seed is not None:
             if self.data is not self._met:
                 self._meet(self.trained)
@@ -264,11 +272,18 @@ class FederationBase(LightningModule):
     def _set_up_server(self, seed: int) -> None:
         clients, rounds = self.data.num_clients, self.trainer.max_epochs or -1
         known, sampling = None if rounds < 0 else rounds, self.options.sampling(clients)
-        deployed = not isinstance(self.options.engine, (str, type))
-        self.aggregator.setup(Server(clients, self._shared, self.client, self.data, seed, known, sampling, deployed))
+        summed = self.options.secure_sum is not None
+        self.aggregator.setup(
+            Server(clients, self._shared, self.client, self.data, seed, known, sampling, self._deployed, summed)
+        )
         self._remembered = Remembered(self.aggregator, self.architectures)
         self.options.cohort.setup(self.sizes(range(self.data.num_clients), "train"))
         self._keep_storable()
+
+    @property
+    def _deployed(self) -> bool:
+        """Whether clients are at sites, of which an engine is made that no name or class says."""
+        return not isinstance(self.options.engine, (str, type))
 
     def _keep_storable(self) -> None:
         """Turn NumPy's numbers in what server and cohort remember; refuse what no checkpoint could give back.

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
 
 from pfl_lightning.aggregators.base import checked_logs
 from pfl_lightning.client.common import shared_entries, trained_parameters
@@ -19,9 +20,11 @@ from pfl_lightning.federation.base import FederationBase
 from pfl_lightning.federation.checkpoint import storable
 from pfl_lightning.federation.evaluation import undisturbed
 from pfl_lightning.federation.metrics import new_row, training_metrics
-from pfl_lightning.federation.outcomes import enough, finite, unrefused
+from pfl_lightning.federation.outcomes import enough, finite, summed, unrefused
 from pfl_lightning.messages import StateDict, is_finite, keep_own, num_bytes
+from pfl_lightning.privacy import DPAverage
 from pfl_lightning.privacy.dp_sgd import PUBLISHABLE, composed
+from pfl_lightning.privacy.secure_sum import NoiseShare, drawn_share
 
 
 class Federation(FederationBase):
@@ -81,7 +84,9 @@ class Federation(FederationBase):
         if (private := self.options.example_privacy) is not None:
             # before the server gets it
             private.check_spent(self.spent, self.sizes(self.spent, "train"), self.round)
+        outcomes, sums = self._summed(outcomes, cohort)
         taken = self._taken(outcomes, len(cohort))
+        self.metrics |= sums | {"bytes/down": self.metrics["bytes/down"] + sums.get("bytes/down", 0)}
         self.evaluations.keep_initial(clients, taken)
         self._aggregate(taken)
         self.round += 1
@@ -90,6 +95,23 @@ class Federation(FederationBase):
             self.trainer.optimizers[0].step()
             scheduler.step()  # type: ignore[union-attr]
             self._read_rate()
+
+    def _summed(self, outcomes: dict[int, Outcome], cohort: list[int]) -> tuple[dict[int, Outcome], dict[str, Any]]:
+        """Return the outcomes with sums in the place of updates, where the server learns these alone, and a record."""
+        settings, engine = self.options.secure_sum, self.engines[0]
+        if settings is None or not cohort:
+            return outcomes, {}
+        if engine.sums is not None:
+            return outcomes, engine.sums
+        private = self.aggregator.find(DPAverage)
+        noise = None if private is None else private.noise_share(self._deployed)
+
+        def draw(client: int, count: int) -> Tensor:
+            return drawn_share(cast(NoiseShare, noise), count, self.job(client).seed)
+
+        sizes, weighted = self.sizes(cohort, "train"), "num_samples" in self.aggregator.needs
+        received = self.aggregator.download(cohort[0])
+        return summed(outcomes, settings, sizes, weighted, received, noise, draw, self.round + 1)
 
     def _jobs(self, clients: list[int]) -> Iterator[Job]:
         listeners = self._listeners("on_client_fit_start")
@@ -179,7 +201,12 @@ class Federation(FederationBase):
         """
         if (private := self.options.example_privacy) is not None:
             return private.statement(self.spent, self.sizes(self.spent, "train"))
-        return self.aggregator.privacy(final)
+        statement = self.aggregator.privacy(final)
+        if statement and (summed := self.options.secure_sum) is not None:
+            statement["assumes"] = (
+                f"in each round, {summed.honest:.3g} of the clients stay until its end and tell nobody their noise"
+            )
+        return statement
 
     @property
     def publishable(self) -> tuple[str, ...]:

@@ -81,6 +81,7 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int) ->
         "local_steps": options.local_steps,
         "min_clients": options.min_clients,
         "example_privacy": options.example_privacy,
+        "secure_sum": options.secure_sum,
         "attacks": attacks_of(trainer),
         "evaluate": options.evaluate,
         "test_every_round": options.test_every_round,

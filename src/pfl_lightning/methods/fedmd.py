@@ -95,6 +95,7 @@ class Consensus(Aggregator):
 
     def setup(self, server: Server) -> None:
         """Takes the public samples; nobody has answered yet."""
+        self.summed = server.summed
         self.public = travelling_inputs(server.data, self.name)
         self.state["consensus"] = {}
 
@@ -104,6 +105,9 @@ class Consensus(Aggregator):
             return {}
         answers = [{"targets": update["predictions"]} for update in updates.values()]
         self.state["consensus"] = mean = weighted_mean(answers, [1 / len(answers)] * len(answers))
+        if self.summed:
+            # how far answers are apart is nothing that their sum tells
+            return {}
         apart = [float((answer["targets"] - mean["targets"]).abs().mean()) for answer in answers]
         return {"disagreement": sum(apart) / len(apart)}
 

@@ -1,7 +1,8 @@
-"""Differential privacy: of clients by an aggregator, of samples by their training; and an accountant."""
+"""Differential privacy of clients and of samples, an accountant, and sums that hide updates."""
 
 from pfl_lightning.privacy.accountant import Release, epsilon, noise_for, tight_epsilon
 from pfl_lightning.privacy.dp_average import DPAverage
 from pfl_lightning.privacy.dp_sgd import DPSGD
+from pfl_lightning.privacy.secure_sum import SecureSum
 
-__all__ = ["DPSGD", "DPAverage", "Release", "epsilon", "noise_for", "tight_epsilon"]
+__all__ = ["DPSGD", "DPAverage", "Release", "SecureSum", "epsilon", "noise_for", "tight_epsilon"]

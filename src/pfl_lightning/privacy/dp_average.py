@@ -15,6 +15,7 @@ from pfl_lightning.privacy.accountant import Release, epsilon, noise_for, tight_
 from pfl_lightning.privacy.clipping import clipped, next_clip, noise_beside_counts
 from pfl_lightning.privacy.dp_sgd import composed
 from pfl_lightning.privacy.noise import Source, grid_of, nearest, secure_normal, seeded_normal, towards_zero
+from pfl_lightning.privacy.secure_sum import NoiseShare
 from pfl_lightning.privacy.settings import check_noise, check_numbers, check_spent
 from pfl_lightning.privacy.vectors import Entries
 from pfl_lightning.selection import Sampling
@@ -137,7 +138,8 @@ class DPAverage(Aggregator):
         self.sampling = self._checked_sampling(server)
         self.entries = Entries(server)
         self.seed = server.seed
-        self.is_secure = self.noise == "secure" or (self.noise is None and server.deployed)
+        self.is_secure = self._secure(server.deployed)
+        self.summed = server.summed
         self.bound_delta = 0.1 / server.num_clients if self.delta is None else self.delta
         if not self.bound_delta < 1 / server.num_clients:
             raise MisconfigurationException(
@@ -153,13 +155,25 @@ class DPAverage(Aggregator):
             )
         self.state = {"weights": server.weights, "clip": float(self.clip), "releases": []}
 
+    def _secure(self, deployed: bool) -> bool:
+        return self.noise == "secure" or (self.noise is None and deployed)
+
+    def noise_share(self, deployed: bool) -> NoiseShare:
+        """Return the noise that each client adds under ``trainer.secure_sum``, by the settings alone.
+
+        Args:
+            deployed: whether clients are sites of a deployment.
+        """
+        return NoiseShare(self.clip, cast(float, self.noise_multiplier), self._secure(deployed))
+
     def _checked_sampling(self, server: Server) -> Sampling:
         if server.sampling is None:
             raise MisconfigurationException(
                 "trainer.cohort chooses clients by what they hold or tell, or doesn't say how it draws, and "
                 "aggregator=DPAverage has to know; take Uniform, Poisson or Availability."
             )
-        return server.sampling
+        # a server that isn't trusted knows who was drawn
+        return server.sampling._replace(rate=1.0) if server.summed else server.sampling
 
     def _noise(self, server: Server) -> float:
         """The noise multiplier z."""
@@ -183,6 +197,8 @@ class DPAverage(Aggregator):
             check_spent("aggregator", self.epsilon, self._epsilon(releases), round)
         clip, expected = self.state["clip"], self.sampling.expected
         x = self.entries.vector(self.state["weights"])
+        if self.summed:
+            return self._move_by_sum(x, updates, releases)
         sizes = self.entries.sizes if self.clip_by == "entry" else None
         adaptive = self.quantile is not None
         z = noise_beside_counts(self.z, self.count_std) if adaptive else self.z
@@ -208,6 +224,22 @@ class DPAverage(Aggregator):
             self.state["clip"] = next_clip(clip, share, self.quantile, self.clip_lr)
             logs["clipped"] = 1 - share
         return logs
+
+    def _move_by_sum(self, x: Tensor, updates: Updates, releases: list[Release]) -> dict[str, float]:
+        """Move the global model where clients have bounded their changes and added the noise.
+
+        Args:
+            x: the model as a vector.
+            updates: stand-ins, each the mean of all; a round without a sum has none, and releases nothing.
+            releases: those so far, with the coming one.
+        """
+        if not updates:
+            return {}
+        total = torch.stack([self.entries.vector(update["weights"]) - x for update in updates.values()]).sum(0)
+        step = self.server_lr / self.sampling.expected
+        weights = self.entries.model(x + step * total, self.state["weights"], updates)
+        self.state |= {"weights": weights, "releases": [list(release) for release in releases]}
+        return {"noise_std": step * self.z * self.clip, "clip": self.clip}
 
     def _weight(self, update: Message) -> float:
         """How much a client counts, 1 at most."""
