@@ -198,7 +198,7 @@ class Encoding:
             raise Unsummable(f"its update counts beyond {self.largest_whole}, which a sum in {self.dtype} can't hold")
         values = flat([leaves[path] for path in self.floats], torch.float64)
         if self.noise is not None and received is not None and draw is not None:
-            base = dict(leaves_of({name: received[name] for name in update}))
+            base = dict(leaves_of({name: received[name] for name in update if name != COUNT}))
             change = clipped(values - flat([base[path] for path in self.floats], torch.float64), self.noise.clip)
             # towards zero, which makes no norm larger
             numbers = torch.trunc(change * self.scale) + torch.round(self.std * draw(len(change)) * self.scale)
@@ -256,7 +256,7 @@ class Encoding:
         weight = float(count) if self.most is None else sum(samples.values()) / self.most
         values = numbers.double() / self.scale / weight
         if self.noise is not None and received is not None:
-            base = dict(leaves_of({name: received[name] for name in self.like}))
+            base = dict(leaves_of({name: received[name] for name in self.like if name != COUNT}))
             values = values + flat([base[path] for path in self.floats], torch.float64)
         # counters are alike where clients make as many steps; a mean below the largest would be nobody's
         ceiling = -torch.div(-whole, count, rounding_mode="floor")
