@@ -48,4 +48,4 @@ def test_three_sites_give_the_model_of_a_plain_sum():
         said = deployed.said("sums") + deployed.said("superlink")
         assert "Traceback" not in said and "/update" not in said and "left out" not in said
         stored = [path.read_bytes() for path in deployed.folder.glob("link.db*")]
-        assert stored and not any(b"/update" in data for data in stored)
+        assert any(b"/masked" in data for data in stored) and not any(b"/update" in data for data in stored)

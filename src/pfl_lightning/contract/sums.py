@@ -1,4 +1,4 @@
-"""Whether a server can do with sums over clients, as ``trainer.secure_sum`` gives it."""
+"""Checks of a server with sums over clients alone, before the first round (``trainer.secure_sum``)."""
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -11,7 +11,7 @@ SETTING = "trainer.secure_sum"
 
 
 def check_sums(client: ClientModule, aggregator: Aggregator) -> None:
-    """Check that client and aggregator work where the server learns sums over clients alone.
+    """Check a client module and an aggregator for ``trainer.secure_sum``.
 
     Args:
         client: the client module.
@@ -25,6 +25,7 @@ def check_sums(client: ClientModule, aggregator: Aggregator) -> None:
             f"model={type(client).__name__} sends nothing that could be summed; leave {SETTING} out."
         )
     parts = list(parts_of(aggregator))
+    # one weight multiplies a whole update, before a sum that nobody can take apart
     if len({"num_samples" in part.needs for part in parts}) > 1:
         raise MisconfigurationException(
             f"aggregator={aggregator.name} counts clients by their samples for one entry and alike for another, and "
@@ -47,7 +48,7 @@ def check_sums(client: ClientModule, aggregator: Aggregator) -> None:
 
 
 def check_noise_shares(aggregator: DPAverage) -> None:
-    """Check that clients can add the noise of an aggregator themselves, by their own configuration.
+    """Check the settings of an aggregator with noise from clients.
 
     Args:
         aggregator: the server side.
@@ -55,12 +56,14 @@ def check_noise_shares(aggregator: DPAverage) -> None:
     Raises:
         MisconfigurationException: A setting asks for more than a sum of bounded changes.
     """
+    # a site doesn't know how many rounds and clients epsilon is shared out to, and shall not believe the server
     if aggregator.epsilon is not None:
         raise MisconfigurationException(
             f"aggregator.epsilon={aggregator.epsilon}: with {SETTING} clients draw the noise, and know "
             "aggregator.noise_multiplier alone; give that in its place, as "
             "pfl_lightning.privacy.noise_for(epsilon, delta, rounds) tells it."
         )
+    # these would need a second sum, of counts or of weights
     others = {"quantile": None, "clip_by": "model", "sample_cap": None}
     for name, value in others.items():
         if getattr(aggregator, name) != value:

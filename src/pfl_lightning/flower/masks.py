@@ -1,4 +1,4 @@
-"""Masks that hide vectors of whole numbers and cancel in their sum, and shares that take masks off again.
+"""Masks for vectors of whole numbers, which cancel in the sum, and shares of secrets for removing masks.
 
 Each pair of clients agrees on a mask, which one adds and the other subtracts, and each client adds a mask of its own.
 When the vectors are there, those who are still there reveal shares of the own masks of all who sent a vector, and of
@@ -7,8 +7,8 @@ that comes late stays hidden. Source: Bonawitz et al., 2017 (https://doi.org/10.
 that follows the protocol, with all pairs of clients.
 
 Keys are of X25519, expanded by HKDF with SHA-256; masks are streams of AES-256 in counter mode; shares are sealed by
-AES-256-GCM, and shared by Shamir's scheme in GF(2^128). Of Flower's own helpers none is used: their masks are from a
-generator of 32 bits, which tries out in seconds.
+AES-256-GCM, and shared by Shamir's scheme in GF(2^128). Flower's own helpers aren't used: `pseudo_rand_gen` seeds
+NumPy's Mersenne Twister with 32 bits, which can be searched through, and never draws the ring's last number.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ Keys: TypeAlias = Mapping[int, bytes]
 
 
 def new_secret() -> bytes:
-    """Return bytes of the operating system's random source."""
+    """Return a new secret from the operating system's random source."""
     return os.urandom(SECRET)
 
 
@@ -57,12 +57,14 @@ def public(secret: bytes) -> bytes:
 
 
 def commitment(seed: bytes) -> bytes:
-    """Return a hash that binds a client to its seed and tells nothing of it."""
+    """Return a hash of a seed, for checking a recovered seed against."""
     return hashlib.sha256(b"pfl_lightning seed" + seed).digest()
 
 
 def session(round: int, keys: Keys) -> bytes:
-    """Return a hash of a round and of all its keys: who was shown other keys derives other masks.
+    """Return a hash of a round and all keys of the round.
+
+    A client derives other masks where the server showed other keys to it, and the sum is none then.
 
     Args:
         round: the round's number.
@@ -80,7 +82,7 @@ def expanded(secret: bytes, purpose: str, context: bytes) -> bytes:
 
 
 def agreed(secret: bytes, other: bytes, purpose: str, context: bytes) -> bytes:
-    """Return the key that two clients share, each by its own secret key and the other's public one.
+    """Return the key of a pair of clients, from one client's secret key and the other client's public key.
 
     Raises:
         Refused: The public key is none.
@@ -93,14 +95,15 @@ def agreed(secret: bytes, other: bytes, purpose: str, context: bytes) -> bytes:
 
 
 def stream(key: bytes, length: int, dtype: torch.dtype) -> Numbers:
-    """Return numbers of the ring that look random to who doesn't have a key ``[length]``."""
+    """Return pseudorandom numbers of the ring from a key ``[length]``."""
+    # a key is for one purpose and one session, so that a fixed counter never repeats under a key
     kind = UNSIGNED[dtype]
     encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(BLOCK))).encryptor()
     return np.frombuffer(encryptor.update(bytes(length * kind.itemsize)), dtype=kind)
 
 
 def pairwise(secret: bytes, own: int, others: Iterable[int], keys: Keys, context: bytes, like: Tensor) -> Numbers:
-    """Return the sum of the masks that a client has with others, which the other one of each pair subtracts.
+    """Return the sum of a client's pairwise masks; the other client of each pair has the negative mask.
 
     Args:
         secret: the client's secret key for masks.
@@ -113,6 +116,7 @@ def pairwise(secret: bytes, own: int, others: Iterable[int], keys: Keys, context
     total = np.zeros(len(like), dtype=UNSIGNED[like.dtype])
     for other in others:
         mask = stream(agreed(secret, keys[other][SECRET:], "mask", context), len(like), like.dtype)
+        # the order of ids decides the sign, as both clients of a pair have to choose different ones without asking
         total = total + mask if own < other else total - mask
     return total
 
@@ -124,12 +128,13 @@ def ring(vector: Tensor) -> Numbers:
 
 def signed(numbers: Numbers, dtype: torch.dtype) -> Tensor:
     """Return numbers of the ring as a vector."""
+    # torch knows the machine's own order of bytes alone
     native = numbers.astype(numbers.dtype.newbyteorder("="))
     return torch.from_numpy(native.view(f"i{native.itemsize}").copy()).to(dtype)
 
 
 def shares_of(secret: bytes, threshold: int, clients: int) -> list[bytes]:
-    """Return shares of a secret, one a client, of which so many as the threshold give it back, and fewer nothing.
+    """Return shares of a secret, one a client; as many as the threshold recover the secret, and fewer tell nothing.
 
     Args:
         secret: of a multiple of 16 bytes.
@@ -142,12 +147,13 @@ def shares_of(secret: bytes, threshold: int, clients: int) -> list[bytes]:
 
 
 def recovered(shares: Mapping[int, bytes], threshold: int) -> bytes:
-    """Return the secret of shares.
+    """Return the secret of some shares.
 
     Args:
         shares: by the holder's position, from 1; at least as many as the threshold.
         threshold: how many are needed.
     """
+    # interpolation wants exactly as many points as the polynomial has coefficients
     chosen = sorted(shares.items())[:threshold]
     starts = range(0, len(chosen[0][1]), BLOCK)
     return b"".join(
@@ -157,7 +163,7 @@ def recovered(shares: Mapping[int, bytes], threshold: int) -> bytes:
 
 
 class Party:
-    """A client's part in a round's sum, whose secrets are in its site's memory alone, from one message to the next.
+    """Takes a client's part in the sum of a round, with secrets in the memory of the client's site alone.
 
     A round has four steps, each of which a client makes once: `offer` keys, `share` secrets, `hide` a vector, and
     `reveal` shares, after which nothing of the round is left.
@@ -179,7 +185,7 @@ class Party:
         return public(secrets["sealing"]) + public(secrets["masking"]), commitment(secrets["seed"])
 
     def share(self, round: int, keys: Keys) -> dict[int, bytes]:
-        """Return sealed shares of the masking key and of the seed for each other client.
+        """Return sealed shares of the masking key and the seed, one for each other client.
 
         Args:
             round: the round's number.
@@ -190,6 +196,7 @@ class Party:
         """
         state = self._at(round, "offered")
         own = public(state["sealing"]) + public(state["masking"])
+        # the same key twice would be one client under two names
         if keys.get(self.client) != own or len(set(keys.values())) < len(keys) or len(keys) < 2:
             raise Refused(f"client {self.client} is shown {len(keys)} keys, not all different or not with its own.")
         context, order = session(round, keys), sorted(keys)
@@ -201,13 +208,14 @@ class Party:
                 owned = share
                 continue
             key = agreed(state["sealing"], keys[other][:SECRET], "seal", context)
+            # both clients of a pair seal under one key, so that a counter could repeat
             nonce = os.urandom(NONCE)
             sealed[other] = nonce + AESGCM(key).encrypt(nonce, share, f"{self.client} to {other}".encode() + context)
         self._go_on(state, step="shared", share=owned, clients=order, keys=[keys[client] for client in order])
         return sealed
 
     def hide(self, round: int, vector: Tensor, clients: Collection[int]) -> Tensor:
-        """Return a vector with masks: random to everybody, while the sum of all vectors is the sum of all masked ones.
+        """Return a vector with the client's masks, which looks random without the secrets.
 
         Args:
             round: the round's number.
@@ -228,7 +236,9 @@ class Party:
         return signed(hidden, vector.dtype)
 
     def reveal(self, round: int, sealed: Mapping[int, bytes], sent: Collection[int]) -> dict[int, bytes]:
-        """Return a share of the seed of each client that sent a vector, and of the key of each that didn't.
+        """Return a share of each sender's seed and of each dropped client's masking key.
+
+        Never both of one client: together they would take the masks off its vector alone.
 
         Args:
             round: the round's number.
@@ -256,7 +266,8 @@ class Party:
         return {k: share[SECRET:] if k in sent else share[:SECRET] for k, share in sorted(shares.items())}
 
     def _check(self, clients: Collection[int], among: Collection[int], parties: int, what: str) -> None:
-        """Check that clients are enough of those that there were, with this one."""
+        """Check the clients in a server's message: enough, all known, and this client among the ids."""
+        # by the site's own threshold: a server that could choose it would ask for the sum of one
         least = self.settings.least(parties)
         if not {self.client} <= set(clients) <= set(among) or len(set(clients)) < least:
             raise Refused(
@@ -265,7 +276,7 @@ class Party:
             )
 
     def _at(self, round: int, step: str) -> MutableMapping[str, Any]:
-        """Return what the client remembers of a round, at a step."""
+        """Return the client's secrets in a round, if the round is at a step."""
         state: MutableMapping[str, Any] | None = self.memory.config_records.get(self.name)
         if state is None or state["round"] != round or state["step"] != step:
             raise Refused(
@@ -287,7 +298,7 @@ def unmasked(
     threshold: int,
     round: int,
 ) -> Tensor:
-    """Return the sum of vectors, from the masked ones and from shares of their masks ``[length]``.
+    """Return the sum of vectors, from masked vectors and shares of secrets ``[length]``.
 
     Args:
         hidden: masked vectors, by client.
@@ -307,6 +318,7 @@ def unmasked(
         raise Refused(f"{len(shares)} clients have revealed shares, of {threshold} that are needed.")
     total = sum((ring(vector) for vector in hidden.values()), np.zeros(len(first), dtype=UNSIGNED[first.dtype]))
     for client in sorted(clients):
+        # checked, as a wrong share would else give a sum that only looks random
         secret = recovered({position[holder]: own[client] for holder, own in shares.items()}, threshold)
         if client in hidden:
             right = hmac.compare_digest(commitment(secret), commitments[client])

@@ -1,4 +1,4 @@
-"""The server's part of secure sums: four messages a round, of which no one has a client's own update."""
+"""The server's part of secure sums: four messages a round, none with a client's own update."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +37,7 @@ SHARE = torch.zeros(SHARE_BYTES, dtype=torch.uint8)
 
 
 class Summing(NamedTuple):
-    """How a deployment's server sums, and what it expects of clients.
+    """The way in which the server of a deployment sums, and the noise of clients.
 
     Args:
         settings: of the sum.
@@ -51,7 +51,7 @@ class Summing(NamedTuple):
 
 
 class Exchange:
-    """A round's messages for a sum, as its server sends them.
+    """Sends the messages of a round's sum to sites, and removes masks from the sum.
 
     Args:
         link: the sites.
@@ -72,11 +72,11 @@ class Exchange:
 
     @property
     def clients(self) -> list[int]:
-        """Ids of those who have shared their secrets, so that masks with them can be taken off."""
+        """Ids of the clients with shared secrets."""
         return sorted(self.sealed)
 
     def begin(self, clients: list[int]) -> bool:
-        """Have clients exchange keys and shares; return whether enough have.
+        """Have clients exchange keys and shares, and return False if too few have.
 
         Args:
             clients: ids of the round's clients.
@@ -85,6 +85,7 @@ class Exchange:
         for client, offer in self._ask("offer", {client: {} for client in clients}, self._offer):
             self.keys[client], self.seeds[client] = offer
         least = self.summing.settings.least(len(self.keys))
+        # of secrets that too few know nothing could be removed again
         if len(self.keys) >= least:
             shown = {"keys": {client: tensor(key) for client, key in self.keys.items()}}
             for client, boxes in self._ask("share", dict.fromkeys(self.keys, shown), self._boxes):
@@ -93,19 +94,20 @@ class Exchange:
         return enough_to_sum(len(self.sealed), max(len(self.keys), 2), self.summing.settings, self.round + 1)
 
     def encoding(self, like: Message, jobs: Mapping[int, Job]) -> Encoding:
-        """Return how the round's updates become vectors.
+        """Return the encoding of the round's updates as vectors.
 
         Args:
             like: what an update looks like.
             jobs: the work of the round's clients, by id.
         """
+        # of all whom the round has asked, as sites that drop out later have used the same number
         most = max(self.link.sizes[client]["train"] for client in jobs) if self.summing.weighted else None
         return Encoding(self.summing.settings, like, len(self.sealed), most, self.summing.noise)
 
     def end(
         self, encoding: Encoding, hidden: Mapping[int, Tensor], received: Message
     ) -> tuple[dict[int, Message], int]:
-        """Return the mean in the place of each client's update, and how many entries were bounded; warn of no sum.
+        """Return the mean in the place of each client's update, and the number of clipped entries; warn without a sum.
 
         Args:
             encoding: of the round.
@@ -113,12 +115,15 @@ class Exchange:
             received: the payload that changes are from, where clients add noise.
         """
         start, settings = time.perf_counter(), self.summing.settings
+        # before anybody is asked for a share: sites would refuse, and forget their secrets
         if not enough_to_sum(len(hidden), len(self.keys), settings, self.round + 1):
             return {}, 0
+        # sites get shares only now, so that none has to keep more than its own secrets while it trains
         boxes = {client: {k: tensor(own[client]) for k, own in self.sealed.items() if k != client} for client in hidden}
         payloads = {client: {"sealed": own} for client, own in boxes.items()}
         shares = dict(self._ask("reveal", payloads, self._shares, sent=ids(hidden)))
         try:
+            # of all who have offered keys, as shares are of so many
             least = settings.least(len(self.keys))
             total = unmasked(hidden, shares, self.keys, self.seeds, self.sealed, least, self.round)
             samples = {client: self.link.sizes[client]["train"] for client in hidden}
@@ -132,7 +137,7 @@ class Exchange:
     def _ask(
         self, step: str, payloads: Mapping[int, Message], read: Callable[[RecordDict, int], Answer], **row: Any
     ) -> Iterator[tuple[int, Answer]]:
-        """Yield each client's answer; of those who give none, or a wrong one, the reason is kept."""
+        """Yield each client's answer, and keep the reason of each client without a sound answer."""
         jobs = {client: {"round": self.round, "sent": "", **row} for client in payloads}
         for client, content in self.link.ask(STEPS[step], str(self.round + 1), jobs, payloads):
             try:
@@ -155,7 +160,8 @@ class Exchange:
         return self._of_clients(content, f"{client}/shares", SHARE, self.clients)
 
     def _of_clients(self, content: RecordDict, name: str, like: Tensor, clients: list[int]) -> dict[int, bytes]:
-        """Return what a client sends for each of some clients, or of each."""
+        """Return the parts of a client's record, one for each of some clients."""
+        # the template takes any of the ids, and each is needed
         sent = unpack(content, name, dict.fromkeys(clients, like), self.link.clients, len(clients) * len(like))
         if sorted(sent) != clients:
             raise Refused(f"{name} is of clients {ids(sent)} and should be of {ids(clients)}.")
@@ -163,12 +169,12 @@ class Exchange:
 
 
 def tensor(data: bytes) -> Tensor:
-    """Return bytes as a tensor, which can travel."""
+    """Return bytes as a tensor for the wire."""
     return torch.tensor(list(data), dtype=torch.uint8)
 
 
 def data(tensor: Tensor) -> bytes:
-    """Return the bytes of a tensor that has travelled."""
+    """Return the bytes of a tensor from the wire."""
     return tensor.numpy().tobytes()
 
 

@@ -1,4 +1,4 @@
-"""Sums of clients' updates as whole numbers modulo a power of two, beside which a server learns of no client's own.
+"""Sums of clients' updates as whole numbers modulo a power of two, for servers of secure aggregation.
 
 The arithmetic is the same in a simulation and in a deployment, where masks that cancel in the sum hide each vector
 (`pfl_lightning.flower.masks`): both take the same sum, to the bit. Source: Bonawitz et al., 2017
@@ -33,7 +33,7 @@ SEALED_BYTES = 12 + 2 * SHARE_BYTES + 16
 
 
 class Unsummable(ValueError):
-    """An update can't be summed, or a sum can't be one; the text is a sentence."""
+    """An update or a sum is out of range; the text is a sentence."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class SecureSum:
 
 
 class NoiseShare(NamedTuple):
-    r"""Noise that a client adds to its bounded change, so that all of a round's clients add enough.
+    r"""Noise of one client, a share of the noise in the sum of all clients.
 
     Args:
         clip: C, the largest norm of a change.
@@ -106,7 +106,7 @@ class NoiseShare(NamedTuple):
     secure: bool
 
     def std(self, honest: float, clients: int) -> float:
-        r"""Return the standard deviation of one share, :math:`z C / \sqrt{\lceil h m \rceil}`.
+        r"""Return the standard deviation of a share, :math:`z C / \sqrt{\lceil h m \rceil}`.
 
         Args:
             honest: h, the share of clients whose noise counts.
@@ -127,7 +127,7 @@ def drawn_share(noise: NoiseShare, count: int, seed: int) -> Tensor:
 
 
 class Encoding:
-    """Turns updates into vectors of whole numbers, and their sum into a mean: as sites and server have agreed.
+    """Turns updates into vectors of whole numbers, and a sum of vectors into a mean.
 
     A vector has the number of clipped entries first, then the entries of integers, and then those of floating type, in
     the order of their names.
@@ -154,6 +154,7 @@ class Encoding:
         self.scale = 2.0**settings.bits
         self.std = 0.0 if noise is None else noise.std(settings.honest, clients)
         largest = settings.range if noise is None else noise.clip + TAIL * self.std
+        # rounding adds less than a step
         self.bound = math.ceil(largest * self.scale) + 1
         needed = clients * max(self.bound, self.length)
         if needed >= 2**63 or largest * self.scale >= 2**53:
@@ -161,18 +162,22 @@ class Encoding:
                 f"{OWNER}.bits={settings.bits}: sums of {clients} clients, of entries up to {largest:.3g}, don't fit "
                 "in 64 bits; take fewer bits or a smaller range."
             )
+        # on a fine grid the sum of rounded Gaussians is a Gaussian with rounding noise beside, which can only hide
+        # more, up to exp(-2 pi^2 std^2) with std in steps (cf. Kairouz, Liu and Steinke, 2021, arXiv 2102.06387)
         if 0 < self.std * self.scale < FINEST:
             raise MisconfigurationException(
                 f"{OWNER}.bits={settings.bits}: a client's noise, of standard deviation {self.std:.3g}, would be "
                 f"rounded to less than {FINEST} steps; take "
                 f"{settings.bits + math.ceil(math.log2(FINEST / (self.std * self.scale)))} bits."
             )
+        # half the bytes on the wire, where this is enough
         self.dtype = torch.int32 if needed < 2**31 else torch.int64
+        # the sum of all clients' counts has to fit as well
         self.largest_whole = (2 ** (31 if self.dtype == torch.int32 else 63) - 1) // clients
 
     @property
     def agreement(self) -> str:
-        """A text that is the same where vectors can be added: settings and noise."""
+        """Settings and noise as a text, equal wherever vectors can be added."""
         return f"{self.settings} {self.noise} {self.most} {self.length} {self.dtype}"
 
     def vector(
@@ -189,6 +194,7 @@ class Encoding:
             Unsummable: if it has other entries than the round's, or values outside of the range.
         """
         leaves = dict(leaves_of(update))
+        # adding entries of others would go unnoticed in the sum
         wanted = {**self.floats, **self.whole}
         looks = {path: (leaf.shape, leaf.is_floating_point()) for path, leaf in leaves.items()}
         if looks != {path: (leaf.shape, leaf.is_floating_point()) for path, leaf in wanted.items()}:
@@ -208,7 +214,7 @@ class Encoding:
         return torch.cat([torch.tensor([outside]), whole, numbers.long()]).to(self.dtype)
 
     def _share(self, update: Message) -> float:
-        """Return how much a client counts, 1 at most."""
+        """Return the weight of a client, above 0 and at most 1."""
         if self.most is None:
             return 1.0
         samples = int(update.get(COUNT, 0))
@@ -217,8 +223,9 @@ class Encoding:
         return samples / self.most
 
     def _in_range(self, values: Tensor, share: float) -> tuple[Tensor, int]:
-        """Return values as multiples of the grid's step, and how many were bounded for it."""
+        """Return values as multiples of the grid's step, and the number of clipped values."""
         limit = self.settings.range
+        # not by `>`, which a NaN passes
         outside = int((~(values.abs() <= limit)).sum())
         if outside and (self.settings.overflow == "refuse" or bool(values.isnan().any())):
             raise Unsummable(
@@ -233,13 +240,16 @@ class Encoding:
         Args:
             vectors: of the ring's type.
         """
+        # in 64 bits, whose overflow wraps as the narrow ring's does
         sum_ = torch.zeros(self.length, dtype=torch.int64)
         for vector in vectors:
             sum_ += vector
         return sum_.to(self.dtype).long()
 
     def stand_ins(self, total: Tensor, samples: Mapping[int, int], received: Message | None = None) -> Updates:
-        """Return the mean in the place of each client's update: it has the same sums.
+        """Return the mean in the place of each client's update.
+
+        Stand-ins have the same sums as the updates, so that an aggregator which needs sums alone works as ever.
 
         Args:
             total: of the clients' vectors.
@@ -253,6 +263,7 @@ class Encoding:
         _, whole, numbers = torch.split(total, [1, *self._sizes])
         if bool((numbers.abs() > count * self.bound).any()) or bool((whole.abs() > count * self.largest_whole).any()):
             raise Unsummable("the sum is none of updates in their range: a client sent other numbers, or a wrong share")
+        # sites have told samples in their greetings, so that these needn't be summed
         weight = float(count) if self.most is None else sum(samples.values()) / self.most
         values = numbers.double() / self.scale / weight
         if self.noise is not None and received is not None:
@@ -273,7 +284,7 @@ class Encoding:
         return tuple(sum(leaf.numel() for leaf in leaves.values()) for leaves in (self.whole, self.floats))  # type: ignore[return-value]
 
     def bytes_up(self, clients: int, sent: int) -> int:
-        """Return the bytes that a round's clients send: keys, sealed shares, vectors, and shares of secrets.
+        """Return the bytes up of a round: keys, sealed shares, vectors, and shares of secrets.
 
         Args:
             clients: how many take part, all of whom have exchanged keys.
@@ -283,7 +294,7 @@ class Encoding:
         return setup + sent * (self.length * self.dtype.itemsize + clients * SHARE_BYTES)
 
     def bytes_down(self, clients: int, sent: int) -> int:
-        """Return the bytes that a round's clients are sent beside their payloads: keys and sealed shares.
+        """Return the bytes down of a round beside payloads: keys and sealed shares.
 
         Args:
             clients: how many take part, all of whom have exchanged keys.
@@ -293,7 +304,7 @@ class Encoding:
 
 
 def leaves_of(record: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """Yield the tensors of an update with their places, by name, without the number of samples.
+    """Yield places and tensors of an update, by name, without the number of samples.
 
     Args:
         record: an update, or a part of one.
@@ -321,7 +332,7 @@ def flat(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def split(vector: Tensor, leaves: Mapping[tuple[Any, ...], Tensor]) -> dict[tuple[Any, ...], Tensor]:
-    """Return the parts of a vector by place, each with the shape and type that stands there."""
+    """Return the parts of a vector by place, with shapes and types of given tensors."""
     parts = torch.split(vector, [leaf.numel() for leaf in leaves.values()])
     return {
         path: part.reshape(leaf.shape).to(leaf.dtype) for (path, leaf), part in zip(leaves.items(), parts, strict=True)
@@ -329,7 +340,7 @@ def split(vector: Tensor, leaves: Mapping[tuple[Any, ...], Tensor]) -> dict[tupl
 
 
 def rebuilt(record: Any, entries: Mapping[tuple[Any, ...], Tensor], path: tuple[Any, ...] = ()) -> Any:
-    """Return a record like another, with tensors of its own by their places."""
+    """Return a record of the same nesting, with other tensors by place."""
     if isinstance(record, Tensor):
         return entries[path]
     if isinstance(record, Mapping):
