@@ -164,7 +164,7 @@ def test_a_site_that_restarts_has_forgotten_its_secrets_and_is_left_out(tmp_path
     assert run.rows[-1]["train/loss"] < run.rows[0]["train/loss"]
 
 
-@pytest.mark.parametrize("phase", [SHARE, TRAIN])
+@pytest.mark.parametrize("phase", [OFFER, SHARE, TRAIN])
 def test_without_enough_sites_a_round_has_no_sum_and_the_run_goes_on(phase, tmp_path):
     with pytest.warns(UserWarning, match="round 1 has no sum: 2 of 4 clients are left"):
         run, _ = deployed(tmp_path, watch=lost(phase, 13, 14, first=2))

@@ -101,7 +101,7 @@ def test_an_update_of_other_shape_or_weight_is_refused():
         encoding.vector(update(1, 21))
     with pytest.raises(Unsummable, match="0 training samples"):
         encoding.vector(update(1))
-    with pytest.raises(Unsummable, match="a float at loss"):
+    with pytest.raises(MisconfigurationException, match="a float at loss"):
         Encoding(SecureSum(), {"loss": 1.0}, 2)
 
 

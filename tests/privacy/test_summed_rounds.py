@@ -164,10 +164,9 @@ def test_a_server_that_is_not_trusted_knows_who_was_drawn():
     settings = {"cohort": Poisson(0.5), "max_rounds": 4}
     aggregator = DPAverage(noise_multiplier=1.0, clip=0.5)
     run = fit(make_client(), aggregator=aggregator, secure_sum=SecureSum(bits=24), **settings)
-    done = [row for row in run.rows if row["clients"]]
     assert run.rows[-1]["privacy/sampling"] == "no amplification"
-    # a round without a sum releases nothing
-    assert run.rows[-1]["privacy/releases"] == len(done) < 4
+    # rounds of too few clients count too, of which a server might know more than it says
+    assert 0 in [row["clients"] for row in run.rows] and run.rows[-1]["privacy/releases"] == 4
 
 
 def test_secure_noise_of_clients_is_never_the_same():

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
@@ -102,17 +103,19 @@ def summed(
         return taken, {}
     like = next(iter(sound.values())).update
     encoding = Encoding(settings, like, clients, max(sizes.values()) if weighted else None, noise)
-    vectors: dict[int, Tensor] = {}
+    total, sent = torch.zeros(encoding.length, dtype=torch.int64), []
     for client, outcome in sound.items():
         try:
-            vectors[client] = encoding.vector(outcome.update, received, lambda count, k=client: draw(k, count))  # type: ignore[misc]
+            # added at once: all vectors together would take as much as all updates
+            total += encoding.vector(outcome.update, received, lambda count, k=client: draw(k, count))  # type: ignore[misc]
+            sent.append(client)
         except Unsummable as reason:
             taken[client] = outcome._replace(update={}, refused=str(reason))
-    up, down = encoding.bytes_up(clients, len(vectors)), encoding.bytes_down(clients, len(vectors))
+    up, down = encoding.bytes_up(clients, len(sent)), encoding.bytes_down(clients, len(sent))
     row: dict[str, Any] = {"bytes/up": up, "bytes/down": down}
-    if enough_to_sum(len(vectors), clients, settings, round):
-        total = encoding.total(vectors.values())
-        stand_ins = encoding.stand_ins(total, {client: sizes[client] for client in vectors}, received)
+    if enough_to_sum(len(sent), clients, settings, round):
+        total = encoding.total([total])
+        stand_ins = encoding.stand_ins(total, {client: sizes[client] for client in sent}, received)
         taken |= {client: sound[client]._replace(update=update) for client, update in stand_ins.items()}
         row["secure_sum/clipped"] = int(total[0])
     return taken, row | {"time/secure_sum": time.perf_counter() - start}

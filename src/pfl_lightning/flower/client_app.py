@@ -12,6 +12,7 @@ import torch
 from flwr.app import Context, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.aggregators import Aggregator
@@ -223,8 +224,8 @@ class Worker:
             vector = encoding.vector(
                 update, job.payload, lambda count: drawn_share(cast(NoiseShare, noise), count, job.seed)
             )
-        except Unsummable as reason:
-            raise Refused(f"{reason}.") from reason
+        except (Unsummable, MisconfigurationException) as reason:
+            raise Refused(f"{str(reason).removesuffix('.')}.") from reason
         return {f"{job.client}/masked": {"vector": self._party(job.client).hide(job.round, vector, clients)}}
 
     def evaluate(self, content: RecordDict) -> Records:

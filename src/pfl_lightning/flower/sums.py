@@ -68,6 +68,7 @@ class Exchange:
         self.keys: dict[int, bytes] = {}
         self.seeds: dict[int, bytes] = {}
         self.sealed: dict[int, dict[int, bytes]] = {}
+        self.asked = 0
         self.seconds = 0.0
 
     @property
@@ -84,14 +85,19 @@ class Exchange:
         start = time.perf_counter()
         for client, offer in self._ask("offer", {client: {} for client in clients}, self._offer):
             self.keys[client], self.seeds[client] = offer
-        least = self.summing.settings.least(len(self.keys))
-        # of secrets that too few know nothing could be removed again
-        if len(self.keys) >= least:
+        self.asked = len(clients)
+        begun = self._enough(len(self.keys))
+        if begun:
             shown = {"keys": {client: tensor(key) for client, key in self.keys.items()}}
             for client, boxes in self._ask("share", dict.fromkeys(self.keys, shown), self._boxes):
                 self.sealed[client] = boxes
+            begun = self._enough(len(self.sealed))
         self.seconds += time.perf_counter() - start
-        return enough_to_sum(len(self.sealed), max(len(self.keys), 2), self.summing.settings, self.round + 1)
+        return begun
+
+    def _enough(self, left: int) -> bool:
+        """Return False, with a warning, if too few of all clients of the round are left."""
+        return enough_to_sum(left, self.asked, self.summing.settings, self.round + 1)
 
     def encoding(self, like: Message, jobs: Mapping[int, Job]) -> Encoding:
         """Return the encoding of the round's updates as vectors.
@@ -116,7 +122,7 @@ class Exchange:
         """
         start, settings = time.perf_counter(), self.summing.settings
         # before anybody is asked for a share: sites would refuse, and forget their secrets
-        if not enough_to_sum(len(hidden), len(self.keys), settings, self.round + 1):
+        if not self._enough(len(hidden)):
             return {}, 0
         # sites get shares only now, so that none has to keep more than its own secrets while it trains
         boxes = {client: {k: tensor(own[client]) for k, own in self.sealed.items() if k != client} for client in hidden}

@@ -230,15 +230,17 @@ class DPAverage(Aggregator):
 
         Args:
             x: the model as a vector.
-            updates: stand-ins, each the mean of all; a round without a sum has none, and releases nothing.
+            updates: stand-ins, each the mean of all; a round without a sum has none.
             releases: those so far, with the coming one.
         """
+        # without a sum too, as clients may have helped with one that only the server has seen
+        self.state["releases"] = [list(release) for release in releases]
         if not updates:
             return {}
         total = torch.stack([self.entries.vector(update["weights"]) - x for update in updates.values()]).sum(0)
         step = self.server_lr / self.sampling.expected
         weights = self.entries.model(x + step * total, self.state["weights"], updates)
-        self.state |= {"weights": weights, "releases": [list(release) for release in releases]}
+        self.state["weights"] = weights
         return {"noise_std": step * self.z * self.clip, "clip": self.clip}
 
     def _weight(self, update: Message) -> float:

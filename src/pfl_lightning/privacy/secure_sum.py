@@ -140,14 +140,20 @@ class Encoding:
         noise: what each client adds, where the sum is to be differentially private.
 
     Raises:
-        MisconfigurationException: if 64 bits can't hold the sum, or noise would be too small for the grid.
+        MisconfigurationException: if 64 bits can't hold the sum, noise would be too small for the grid, or updates have
+            something else than tensors.
     """
 
     def __init__(
         self, settings: SecureSum, like: Message, clients: int, most: int | None = None, noise: NoiseShare | None = None
     ) -> None:
         self.settings, self.like, self.most, self.noise = settings, like, most, noise
-        leaves = dict(leaves_of(like))
+        try:
+            leaves = dict(leaves_of(like))
+        except Unsummable as reason:
+            raise MisconfigurationException(
+                f"{OWNER} sums tensors: {reason}; let upload give tensors alone."
+            ) from reason
         self.floats = {path: leaf for path, leaf in leaves.items() if leaf.is_floating_point()}
         self.whole = {path: leaf for path, leaf in leaves.items() if path not in self.floats}
         self.length = 1 + sum(leaf.numel() for leaf in leaves.values())
