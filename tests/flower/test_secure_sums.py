@@ -10,9 +10,9 @@ pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or n
 from deployments import ALL, deploy, grid_of, rewrite
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from federations import Spy, equal, fit, make_client, noisy
+from federations import NETS, Pause, Spy, equal, fit, make_client, noisy
 from pfl_lightning.flower.wire import names, unpack
-from pfl_lightning.methods import Ditto, FedAvg, FedBN, FedDBE, FedDyn
+from pfl_lightning.methods import Ditto, FedAvg, FedBN, FedClassAvg, FedDBE, FedDyn, FedPer
 from pfl_lightning.methods.scaffold import SCAFFOLD, ControlVariates
 from pfl_lightning.privacy import DPAverage, SecureSum
 from pfl_lightning.selection import Selection
@@ -41,6 +41,7 @@ METHODS = {
     "FedDyn": (partial(make_client, FedDyn), None),
     "FedDBE": (partial(make_client, FedDBE), None),
     "Ditto": (partial(make_client, Ditto), None),
+    "networks": (partial(make_client, FedClassAvg, contrastive=False, net=NETS), None),
 }
 
 
@@ -56,6 +57,14 @@ def test_a_deployment_ends_as_its_simulation_to_the_bit(name, nodes, tmp_path):
         assert [row[column] for row in remote.rows] == [row[column] for row in here.rows], column
     # nothing of the secrets is left
     assert not any(grid.memories.values())
+
+
+def test_a_run_that_goes_on_ends_as_one_that_never_stopped(tmp_path):
+    make, settings = partial(make_client, FedPer), {"secure_sum": SecureSum()}
+    grid = grid_of(make, tmp_path / "sites", nodes=FOUR, **settings)
+    deploy(grid, make, tmp_path, callbacks=[Pause(1)], **settings)
+    run = deploy(grid, make, tmp_path, ckpt_path="last", **settings)
+    assert equal(run.weights, fit(make(), **settings).weights) and len(run.rows) == 3
 
 
 def test_the_server_gets_no_update_and_its_callbacks_see_one_mean(tmp_path):
