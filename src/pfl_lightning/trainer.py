@@ -40,7 +40,7 @@ from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import final_test
 from pfl_lightning.federation.joining import joined_row
 from pfl_lightning.federation.options import ClientStates, FederationOptions, is_count
-from pfl_lightning.privacy import DPSGD
+from pfl_lightning.privacy import DPSGD, SecureSum
 from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.runs.client_states import MappedCheckpointIO
 from pfl_lightning.runs.folder import at_work, checkpoint_of_run, leaving_nothing_if_refused
@@ -123,6 +123,8 @@ class FederatedTrainer(RunFolders):
         example_privacy: DP-SGD for clients' training, which makes it differentially private for each sample; None
             trains without.
         compression: compression of clients' updates, such as ``TopK``; None sends whole weights.
+        secure_sum: sums of whole numbers, of which the server learns no client's own update; None gives the server each
+            update.
         default_root_dir: the folder of runs, each in a folder ``METHOD-DATA/version_N``.
         **kwargs: further arguments of Lightning's Trainer. Without a logger, a CSVLogger writes beside the record. The
             round with the best ``monitor`` is kept as ``best.ckpt`` and the last round as ``last.ckpt``, beside any
@@ -151,6 +153,7 @@ class FederatedTrainer(RunFolders):
         cohort: Selection | None = None,
         example_privacy: DPSGD | None = None,
         compression: Compression | None = None,
+        secure_sum: SecureSum | None = None,
         default_root_dir: str = "runs",
         **kwargs: Unpack[TrainerSettings],
     ) -> None:
@@ -179,6 +182,7 @@ class FederatedTrainer(RunFolders):
             cohort=cohort or Uniform(),
             example_privacy=example_privacy,
             compression=compression,
+            secure_sum=secure_sum,
         )
         # Set while join() runs Lightning's test, in which _run_stage then joins instead.
         self._joining: Callable[[Federation], dict[str, float]] | None = None

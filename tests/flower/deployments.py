@@ -1,6 +1,6 @@
 """Deployments of small federations in one process, and the same federations in a simulation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,22 @@ ALL = " ".join(sorted(REVEALED))
 NODES = {node: {"clients": clients, "allow": ALL} for node, clients in {11: "0 2", 12: "1 3"}.items()}
 
 
-def grid_of(make: Callable[[], Any], folder: Path, data: Callable[[], Any] = blobs, **settings: Any) -> LocalGrid:
+def grid_of(
+    make: Callable[[], Any],
+    folder: Path,
+    data: Callable[[], Any] = blobs,
+    aggregator: Callable[[], Any] = lambda: None,
+    nodes: Mapping[int, dict[str, Any]] = NODES,
+    **settings: Any,
+) -> LocalGrid:
     """Two sites with two clients each, made anew for each message.
 
     Args:
         make: makes the client module; it seeds first.
         folder: where sites keep what stays with their clients.
         data: makes the clients' data.
+        aggregator: makes the server side of the sites' configuration.
+        nodes: other sites.
         **settings: the Trainer's.
     """
 
@@ -39,9 +48,11 @@ def grid_of(make: Callable[[], Any], folder: Path, data: Callable[[], Any] = blo
         held, client = data(), make()
         held.setup()
         states = StateVersions(folder / str(context.node_id))
-        return Worker(make_trainer(**settings), client, Site.of(context.node_config, held), states)
+        return Worker(
+            make_trainer(**settings), client, Site.of(context.node_config, held), states, aggregator(), context.state
+        )
 
-    return LocalGrid(app_of(worker), NODES)
+    return LocalGrid(app_of(worker), nodes)
 
 
 def deploy(

@@ -44,6 +44,7 @@ class LocalGrid(Grid):
         self.run_config = dict(run_config or {})
         self.app, self.nodes, self.spoil = app, nodes, spoil
         self.keys = dict(keys or {node: f"key of {node}" for node in nodes})
+        self.memories: dict[int, RecordDict] = {}
         self.away: set[int] = set()
         self.silent: set[int] = set()
         self.asked: list[tuple[str, int]] = []
@@ -91,7 +92,7 @@ class LocalGrid(Grid):
         node = message.metadata.dst_node_id
         if node in self.away:
             return Message(Error(code=GONE, reason="gone"), reply_to=message)
-        config, state = self.nodes[node], RecordDict()
+        config, state = self.nodes[node], self.memories.setdefault(node, RecordDict())
         context = Context(run_id=1, node_id=node, node_config=config, state=state, run_config=self.run_config)
         # a site is another process, where nothing of the server's is set
         default = torch.get_default_dtype()

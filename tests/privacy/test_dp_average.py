@@ -507,7 +507,6 @@ def test_wider_weights_of_clients_make_a_wider_model():
         ({"epsilon": 8.0, "server": FedAdam(mean=TrimmedMean(0.1))}, r"server\.mean=TrimmedMean"),
         ({"epsilon": 8.0, "server": FedAdam(), "server_lr": 0.1}, "server_lr=0.1 beside aggregator.server=FedAdam"),
     ],
-    ids=str,
 )
 def test_settings_that_cannot_be_are_refused(settings, named):
     with pytest.raises(MisconfigurationException, match=named):

@@ -28,6 +28,7 @@ class Server:
         rounds: planned number of rounds; None if unknown.
         sampling: how cohorts are drawn; None if that depends on clients or is unknown.
         deployed: whether clients are sites of a deployment, all of which know the seed.
+        summed: whether updates are stand-ins, each the mean of all: the same sums, and of no client's own.
     """
 
     num_clients: int
@@ -38,6 +39,7 @@ class Server:
     rounds: int | None = None
     sampling: Sampling | None = None
     deployed: bool = False
+    summed: bool = False
 
     def parameter_names(self, remove_duplicate: bool = True) -> list[str]:
         """Return the names of the shared parameters: the entries of `weights` without buffers.

@@ -180,6 +180,9 @@ class Engine(ABC):
 
     may_miss_clients: ClassVar[bool] = False
     """Whether clients may be absent, as clients at sites may; elsewhere a client without a result is an error."""
+    sums: dict[str, float] | None = None
+    """Record of the last round's sum, of an engine whose updates are stand-ins by ``trainer.secure_sum`` already; None
+    of one that gives updates as they are."""
     when_clients_miss: ClassVar[str] = "let its run() and evaluate_all() give each job's client once"
     """Advice in the error about clients without a result."""
 

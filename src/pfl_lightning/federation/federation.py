@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import nn
+from torch import Tensor, nn
 
 from pfl_lightning.aggregators.base import Aggregator, Server, checked_logs
 from pfl_lightning.client.common import (
@@ -29,6 +29,7 @@ from pfl_lightning.contract.aggregator_memory import Remembered
 from pfl_lightning.contract.guarantee import check_example_level, check_guarantee
 from pfl_lightning.contract.messages import check_entries, check_payload, sound_updates
 from pfl_lightning.contract.pairing import check_common, check_finite, check_pair, check_split, check_tied
+from pfl_lightning.contract.sums import check_sums
 from pfl_lightning.contract.task import check_requirements, check_task
 from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.data.description import fingerprint
@@ -37,7 +38,7 @@ from pfl_lightning.engines.base import given_modes, release
 from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.engines.examples import releases_of
 from pfl_lightning.engines.threads import threads_for
-from pfl_lightning.federation.accepted_updates import enough, finite, unrefused
+from pfl_lightning.federation.accepted_updates import enough, finite, summed, unrefused
 from pfl_lightning.federation.checkpoint import check_same, pair_clients, saved_states, storable
 from pfl_lightning.federation.evaluation import Evaluations, undisturbed
 from pfl_lightning.federation.options import FederationOptions
@@ -54,8 +55,9 @@ from pfl_lightning.federation.resuming import (
 from pfl_lightning.federation.summary import over_clients
 from pfl_lightning.messages import Message, StateDict, detached, is_finite, keep_own, num_bytes
 from pfl_lightning.methods.registry import method_of
-from pfl_lightning.privacy import Release
+from pfl_lightning.privacy import DPAverage, Release
 from pfl_lightning.privacy.dp_sgd import PUBLISHABLE, composed
+from pfl_lightning.privacy.secure_sum import NoiseShare, drawn_share
 from pfl_lightning.runs.client_states import DiskStates
 from pfl_lightning.runs.folder import STATES, run_folder
 from pfl_lightning.seeds import derive_seed
@@ -115,7 +117,14 @@ class Federation(LightningModule):
         check_requirements(client, self.aggregator)
         check_tells(client, options.cohort)
         if options.compression is not None:
+            if options.secure_sum is not None:
+                raise MisconfigurationException(
+                    f"trainer.compression={type(options.compression).__name__} sends each client other parts of its "
+                    "update, and trainer.secure_sum adds whole vectors up; leave one of the two out."
+                )
             options.compression.check(client, self.aggregator)
+        if options.secure_sum is not None:
+            check_sums(client, self.aggregator)
         for module in self._architectures:
             module.settle_common()
             check_tied(module)
@@ -192,6 +201,11 @@ class Federation(LightningModule):
         self.data.go_to(max(1, self.round))
         self.client.check_optimizers(cast(int, self.trainer.max_epochs) if self._fitting else 0)
         rounds = rounds_of(self.options, self.trainer, self.data.num_clients)
+        if self.options.secure_sum is not None and rounds["attacks"]:
+            raise MisconfigurationException(
+                f"trainer.callbacks={rounds['attacks'][0].split()[0]} changes single updates, and trainer.secure_sum "
+                "has summed them by then; leave one of the two out."
+            )
         self.settings = settings_of(self._architectures, self.aggregator, self.data, rounds)
         if self.seed is not None:
             if self.data is not self._met:
@@ -309,8 +323,10 @@ class Federation(LightningModule):
         """Prepare the aggregator and the client selection for a seed."""
         clients, rounds = self.data.num_clients, self.trainer.max_epochs or -1
         known, sampling = None if rounds < 0 else rounds, self.options.sampling(clients)
-        deployed = not isinstance(self.options.engine, (str, type))
-        self.aggregator.setup(Server(clients, self._shared, self.client, self.data, seed, known, sampling, deployed))
+        summed = self.options.secure_sum is not None
+        self.aggregator.setup(
+            Server(clients, self._shared, self.client, self.data, seed, known, sampling, self._deployed, summed)
+        )
         self._remembered = Remembered(self.aggregator, self.architectures)
         self.options.cohort.setup(self.sizes(range(self.data.num_clients), "train"))
         self._keep_storable()
@@ -421,7 +437,9 @@ class Federation(LightningModule):
             self._spend(cohort, outcomes)
             # Stop before the server sees an update that would exceed the privacy budget.
             private.check_spent(self.spent, self.sizes(self.spent, "train"), self.round)
+        outcomes, sums = self._summed(outcomes, cohort)
         taken = self._taken(outcomes, len(cohort))
+        self.metrics |= sums | {"bytes/down": self.metrics["bytes/down"] + sums.get("bytes/down", 0)}
         self.evaluations.keep_initial(clients, taken)
         self._aggregate(taken)
         self.round += 1
@@ -467,6 +485,28 @@ class Federation(LightningModule):
             return outcome
         client = outcome.client
         return compression.applied(outcome, self._given.pop(client), self._architectures[self.architecture_of(client)])
+
+    @property
+    def _deployed(self) -> bool:
+        """True if clients are at sites, which an engine serves that neither a name nor a class describes."""
+        return not isinstance(self.options.engine, (str, type))
+
+    def _summed(self, outcomes: dict[int, Outcome], cohort: list[int]) -> tuple[dict[int, Outcome], dict[str, Any]]:
+        """Return the outcomes with sums in the place of updates, where the server learns these alone, and a record."""
+        settings, engine = self.options.secure_sum, self.engines[0]
+        if settings is None or not cohort:
+            return outcomes, {}
+        if engine.sums is not None:
+            return outcomes, engine.sums
+        private = self.aggregator.find(DPAverage)
+        noise = None if private is None else private.noise_share(self._deployed)
+
+        def draw(client: int, count: int) -> Tensor:
+            return drawn_share(cast(NoiseShare, noise), count, self.job(client).seed)
+
+        sizes, weighted = self.sizes(cohort, "train"), "num_samples" in self.aggregator.needs
+        received = self.aggregator.download(cohort[0])
+        return summed(outcomes, settings, sizes, weighted, received, noise, draw, self.round + 1)
 
     def _jobs(self, clients: list[int]) -> Iterator[Job]:
         """Yield the job of each client of a cohort, and count the bytes sent."""
@@ -571,7 +611,12 @@ class Federation(LightningModule):
         """
         if (private := self.options.example_privacy) is not None:
             return private.statement(self.spent, self.sizes(self.spent, "train"))
-        return self.aggregator.privacy(final)
+        statement = self.aggregator.privacy(final)
+        if statement and (summed := self.options.secure_sum) is not None:
+            statement["assumes"] = (
+                f"in each round, {summed.honest:.3g} of the clients stay until its end and tell nobody their noise"
+            )
+        return statement
 
     @property
     def publishable(self) -> tuple[str, ...]:

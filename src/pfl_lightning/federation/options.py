@@ -17,7 +17,7 @@ from pfl_lightning.engines.examples import calibrated
 from pfl_lightning.engines.precision_advice import say_who_loses
 from pfl_lightning.federation.client_state_location import stay_on_device
 from pfl_lightning.nets.batch_norm import smallest_batch
-from pfl_lightning.privacy import DPSGD
+from pfl_lightning.privacy import DPSGD, SecureSum
 from pfl_lightning.selection import Sampling, Selection, Uniform
 from pfl_lightning.settings import check_choices
 from pfl_lightning.tasks import Monitor
@@ -55,6 +55,7 @@ class FederationOptions:
     cohort: Selection = field(default_factory=Uniform)
     example_privacy: DPSGD | None = None
     compression: Compression | None = None
+    secure_sum: SecureSum | None = None
 
     def __post_init__(self) -> None:
         per_round = self.clients_per_round
@@ -264,6 +265,11 @@ class FederationOptions:
             raise MisconfigurationException(
                 f"trainer.min_clients={self.min_clients} is more than the {self.cohort_size(data.num_clients)} clients "
                 "that take part in a round; take at most that many."
+            )
+        if self.secure_sum is not None and self.cohort_size(data.num_clients) < 2:
+            raise MisconfigurationException(
+                f"trainer.clients_per_round={self.clients_per_round} of data.num_clients={data.num_clients} is one "
+                "client, whose update would be the whole of trainer.secure_sum; take at least 2, or better more."
             )
         if self.example_privacy is not None:
             self.example_privacy.check(data.size(k, "train") for k in range(data.num_clients))

@@ -84,6 +84,7 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int) ->
         "min_clients": options.min_clients,
         "example_privacy": options.example_privacy,
         "compression": options.compression,
+        "secure_sum": options.secure_sum,
         "attacks": attacks_of(trainer),
         "evaluate": options.evaluate,
         "test_every_round": options.test_every_round,

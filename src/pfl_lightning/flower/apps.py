@@ -84,7 +84,7 @@ def client_app(folder: Path) -> ClientApp:
         cli.datamodule.prepare_data()
         cli.datamodule.setup()
         states = StateVersions(str(node.get("state-dir", f"states-{context.node_id}")))
-        return Worker(cli.trainer, cli.model, Site.of(node, cli.datamodule), states)
+        return Worker(cli.trainer, cli.model, Site.of(node, cli.datamodule), states, cli.aggregator, context.state)
 
     return app_of(worker)
 

@@ -23,14 +23,14 @@ from pfl_lightning.cli.yaml_text import load
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule, Partitioner
 from pfl_lightning.flower.template import Refused
-from pfl_lightning.privacy import DPSGD
+from pfl_lightning.privacy import DPSGD, SecureSum
 from pfl_lightning.selection import Selection
 from pfl_lightning.tasks import Task
 from pfl_lightning.trainer import FederatedTrainer
 
 KINDS = (
     *(ClientModule, Aggregator, Task, Optimizer, LRScheduler, Metric, nn.Module),
-    *(FederatedDataModule, Partitioner, Selection, DPSGD, Callback, Logger),
+    *(FederatedDataModule, Partitioner, Selection, DPSGD, SecureSum, Callback, Logger),
 )
 PACKAGES = (
     *("pfl_lightning", "torch.nn", "torch.optim", "torchmetrics"),

@@ -9,10 +9,13 @@ from functools import cached_property
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, RecordDict
+from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 
+from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import personal_entries, whole_model
 from pfl_lightning.contract.task import check_task
@@ -21,11 +24,22 @@ from pfl_lightning.engines import ClientState, Engine, Job, Outcome
 from pfl_lightning.federation.evaluation import undisturbed
 from pfl_lightning.flower.export import keep_model
 from pfl_lightning.flower.link import VERSION, failure, initial_of
+from pfl_lightning.flower.masks import Party
 from pfl_lightning.flower.site import Site
 from pfl_lightning.flower.states import StateVersions
+from pfl_lightning.flower.sums import data, tensor
 from pfl_lightning.flower.template import Refused
 from pfl_lightning.flower.wire import pack, unpack
-from pfl_lightning.messages import Restored
+from pfl_lightning.messages import Message, Restored
+from pfl_lightning.privacy import DPAverage, SecureSum
+from pfl_lightning.privacy.secure_sum import (
+    KEYS_BYTES,
+    SEALED_BYTES,
+    Encoding,
+    NoiseShare,
+    Unsummable,
+    drawn_share,
+)
 from pfl_lightning.trainer import FederatedTrainer
 
 JOB = {
@@ -39,8 +53,13 @@ JOB = {
     "kept": "",
     "live": "",
     "once": "",
+    "sum": "",
+    "most": 0,
+    "agreement": "",
 }
 """What a server tells of a client's work; several names stand with spaces between them."""
+STEP = {"round": 0, "sent": ""}
+"""What a server tells of a step of a sum: the round, and at the end who has sent a vector."""
 IDS = 1 << 31
 """A client's id is less; how many there are the server knows."""
 
@@ -56,13 +75,26 @@ class Worker:
         client: the client module, as made.
         site: the clients that are here.
         states: what stays with them.
+        aggregator: the server side as the site's configuration has it, from which it takes the noise that it adds to
+            sums; None is the client module's own.
+        memory: of the node, where secrets of sums are, which Flower keeps from one message to the next.
     """
 
-    def __init__(self, trainer: FederatedTrainer, client: ClientModule, site: Site, states: StateVersions) -> None:
+    def __init__(
+        self,
+        trainer: FederatedTrainer,
+        client: ClientModule,
+        site: Site,
+        states: StateVersions,
+        aggregator: Aggregator | None = None,
+        memory: RecordDict | None = None,
+    ) -> None:
         # whatever the server's configuration says: here is where noise is drawn
         private = trainer.rounds.example_privacy and trainer.rounds.example_privacy.deployed()
         trainer.rounds = replace(trainer.rounds, example_privacy=private)
         self.trainer, self.site, self.states = trainer, site, states
+        self.aggregator = aggregator or client.configure_aggregator()
+        self.memory = RecordDict() if memory is None else memory
         self.modules = client.architectures()
         for module in self.modules:
             module.settle_common()
@@ -82,6 +114,59 @@ class Worker:
         """Who is here, and how many samples each has; nothing else about them is told."""
         return {"hello": {"version": VERSION, "initial": self.initial, "clients": self.site.sizes()}}
 
+    @property
+    def summing(self) -> SecureSum | None:
+        """How updates are summed, by the site's own configuration, whatever the server says."""
+        return self.trainer.rounds.secure_sum
+
+    def _party(self, client: int) -> Party:
+        if self.summing is None:
+            raise Refused(f"client {client}: its configuration has no trainer.secure_sum, which the server asks for.")
+        self.site.client(client)
+        return Party(client, self.memory, self.summing)
+
+    def offer(self, content: RecordDict) -> Records:
+        """Keys of the clients whom a message is about, for a round's sum."""
+        records: Records = {}
+        for client, row in self._steps(content, records):
+            with failing(records, [client]):
+                keys, seed = self._party(client).offer(row["round"])
+                records |= {f"{client}/answer": {}, f"{client}/offer": {"keys": tensor(keys), "seed": tensor(seed)}}
+        return records
+
+    def share(self, content: RecordDict) -> Records:
+        """Shares of the clients' secrets, sealed for each other client."""
+        records: Records = {}
+        for client, row in self._steps(content, records):
+            with failing(records, [client]):
+                keys = self._bytes(content, client, "keys", KEYS_BYTES)
+                sealed = self._party(client).share(row["round"], keys)
+                records[f"{client}/sealed"] = {other: tensor(box) for other, box in sealed.items()}
+                records[f"{client}/answer"] = {}
+        return records
+
+    def reveal(self, content: RecordDict) -> Records:
+        """Shares of what hides the sum, and of nothing that hides one vector in it."""
+        records: Records = {}
+        for client, row in self._steps(content, records):
+            with failing(records, [client]):
+                sealed = self._bytes(content, client, "sealed", SEALED_BYTES)
+                shares = self._party(client).reveal(row["round"], sealed, list(map(int, row["sent"].split())))
+                records[f"{client}/shares"] = {other: tensor(share) for other, share in shares.items()}
+                records[f"{client}/answer"] = {}
+        return records
+
+    def _steps(self, content: RecordDict, records: Records) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The clients whom a message of a sum is about, and what is told of each."""
+        told: Told = unpack(content, "jobs", {0: STEP}, IDS)
+        yield from told.items()
+
+    def _bytes(self, content: RecordDict, client: int, name: str, size: int) -> dict[int, bytes]:
+        """What other clients have sent to one, by their ids."""
+        like = {name: {0: torch.zeros(size, dtype=torch.uint8)}}
+        parts = unpack(content, f"{client}/payload", like, IDS)[name]
+        return {other: data(part) for other, part in parts.items()}
+
     def train(self, content: RecordDict) -> Records:
         """A round of the clients whom a message is about: answers and updates, by the names of their records."""
         told: Told = unpack(content, "jobs", {0: JOB}, IDS)
@@ -92,8 +177,7 @@ class Worker:
         with self.trainer.precision_plugin.train_step_context(), torch.autocast(device, enabled=False):
             for job, outcome in self._results(told, content, records, "training"):
                 with failing(records, [job.client]):
-                    row = told[job.client]
-                    records |= self._trained(job, outcome, self.modules[row["architecture"]], row["live"].split())
+                    records |= self._trained(job, outcome, told[job.client])
                     trained.append(job)
         # the last ones, where a server never asks for an evaluation; who can't keep one has trained all the same
         for job in trained:
@@ -101,14 +185,16 @@ class Worker:
                 self._keep_model(job, told)
         return records
 
-    def _trained(self, job: Job, outcome: Outcome, module: ClientModule, live: list[str]) -> Records:
-        """What goes to the server of a client that has trained; what stays is on the disk then."""
-        client, name = job.client, ""
+    def _trained(self, job: Job, outcome: Outcome, row: Mapping[str, Any]) -> Records:
+        """Return the records of a trained client for the server; the rest is on the disk by then."""
+        client, name, sent = job.client, "", {}
+        live = row["live"].split()
         if (compression := self.trainer.rounds.compression) is not None:
-            outcome = compression.applied(outcome, job, module)
+            outcome = compression.applied(outcome, job, self.modules[row["architecture"]])
         state = replace(outcome.state, once=job.state.once)
         if outcome.finite:
             self.site.check_update(outcome.update, type(self.modules[0]).__name__)
+            sent = self._sent(job, outcome.update, row)
             if state.personal or state.optimizers or state.scaler or state.once or state.residual:
                 name = self.states.keep(client, state, job.state.kept, live)
         answer = {
@@ -119,11 +205,36 @@ class Worker:
             "metrics": outcome.metrics,
             "after": outcome.after,
         }
-        sent = outcome.update
-        if type(weights := sent.get("weights")) is Restored:
-            sent = sent | {"weights": weights.travelled}
-        # what isn't finite the server would not take
-        return {f"{client}/answer": answer} | ({f"{client}/update": sent} if outcome.finite else {})
+        # the server wouldn't take an update that isn't finite
+        return {f"{client}/answer": answer} | sent
+
+    def _sent(self, job: Job, update: Message, row: Mapping[str, Any]) -> Records:
+        """Return an update as it travels: as it is, or as a masked vector where the configuration says so."""
+        if self.summing is None:
+            if type(weights := update.get("weights")) is Restored:
+                update = update | {"weights": weights.travelled}
+            return {f"{job.client}/update": update}
+        private = self.aggregator.find(DPAverage)
+        noise = None if private is None else private.noise_share(deployed=True)
+        clients = list(map(int, row["sum"].split()))
+        if not clients:
+            raise Refused(
+                f"client {job.client}: the server asks for its update, and its configuration has trainer.secure_sum, "
+                "which gives sums alone; give both the same configuration."
+            )
+        try:
+            encoding = Encoding(self.summing, update, len(clients), row["most"] or None, noise)
+            if encoding.agreement != row["agreement"]:
+                raise Refused(
+                    f"client {job.client}: the server sums by other settings of trainer.secure_sum, aggregator or "
+                    "model than its site; give both the same configuration."
+                )
+            vector = encoding.vector(
+                update, job.payload, lambda count: drawn_share(cast(NoiseShare, noise), count, job.seed)
+            )
+        except (Unsummable, MisconfigurationException) as reason:
+            raise Refused(f"{str(reason).removesuffix('.')}.") from reason
+        return {f"{job.client}/masked": {"vector": self._party(job.client).hide(job.round, vector, clients)}}
 
     def evaluate(self, content: RecordDict) -> Records:
         """Metrics of the models that the clients whom a message is about receive now; the models are kept."""
@@ -160,7 +271,7 @@ class Worker:
                     yield own[result.client if isinstance(result, Outcome) else result[0]], result
 
     def _job(self, client: int, row: Mapping[str, Any], content: RecordDict) -> Job:
-        data = self.site.client(client)
+        samples = self.site.client(client)
         if row["architecture"] not in range(len(self.modules)):
             raise Refused(f"client {client} can't have the architecture {row['architecture']}.")
         begun = ClientState(self._personal[row["architecture"]])
@@ -172,7 +283,7 @@ class Worker:
         payload |= {name: state.once[name] for name in once if name not in payload}
         state = replace(state, once={name: payload[name] for name in once})
         splits = cast(tuple[Split, ...], tuple(row["evaluate"].split()))
-        return Job(client, row["round"], state, payload, data, row["seed"], row["lr_factor"], splits)
+        return Job(client, row["round"], state, payload, samples, row["seed"], row["lr_factor"], splits)
 
 
 @contextmanager
@@ -206,7 +317,7 @@ def app_of(make: Callable[[Context], Worker]) -> ClientApp:
     """
     app = ClientApp()
 
-    def answered(message: Message, context: Context, work: Callable[[Worker], Records]) -> Message:
+    def answered(message: FlowerMessage, context: Context, work: Callable[[Worker], Records]) -> FlowerMessage:
         start = time.perf_counter()
         try:
             content = pack(work(make(context)))
@@ -216,18 +327,30 @@ def app_of(make: Callable[[Context], Worker]) -> ClientApp:
             content = failure(reason(error)["error"] if isinstance(error, Exception) else "its settings are refused")
         if time.perf_counter() - start > message.metadata.ttl:
             rank_zero_warn("the server has not waited for this answer; give it a longer timeout.")
-        return Message(content, reply_to=message)
+        return FlowerMessage(content, reply_to=message)
 
     @app.query()
-    def hello(message: Message, context: Context) -> Message:
+    def hello(message: FlowerMessage, context: Context) -> FlowerMessage:
         return answered(message, context, Worker.hello)
 
+    @app.query("offer")
+    def offer(message: FlowerMessage, context: Context) -> FlowerMessage:
+        return answered(message, context, lambda worker: worker.offer(message.content))
+
+    @app.query("share")
+    def share(message: FlowerMessage, context: Context) -> FlowerMessage:
+        return answered(message, context, lambda worker: worker.share(message.content))
+
+    @app.query("reveal")
+    def reveal(message: FlowerMessage, context: Context) -> FlowerMessage:
+        return answered(message, context, lambda worker: worker.reveal(message.content))
+
     @app.train()
-    def train(message: Message, context: Context) -> Message:
+    def train(message: FlowerMessage, context: Context) -> FlowerMessage:
         return answered(message, context, lambda worker: worker.train(message.content))
 
     @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
+    def evaluate(message: FlowerMessage, context: Context) -> FlowerMessage:
         return answered(message, context, lambda worker: worker.evaluate(message.content))
 
     return app

@@ -7,10 +7,12 @@ from reprlib import repr as shown
 from statistics import median
 from typing import Any, cast
 
+import torch
 from flwr.app import MessageType, RecordDict
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
 from pfl_lightning.client import ClientModule, Phase
 from pfl_lightning.compression import Compression
@@ -20,6 +22,7 @@ from pfl_lightning.flower.link import Link, check_failure
 from pfl_lightning.flower.measured import NAMED, Measured, bounded
 from pfl_lightning.flower.sketch import Sketches
 from pfl_lightning.flower.states import TOKEN
+from pfl_lightning.flower.sums import Exchange, Summing, ids
 from pfl_lightning.flower.template import (
     Refused,
     check,
@@ -57,6 +60,7 @@ class Remote(Engine):
         max_norm: how far an update may be from the payload at most, as a norm over all of its tensors; None refuses
             none, and warns of one that is far above the others.
         compression: what sites compress updates by; None where they send whole weights.
+        summing: how the sum of updates is taken, where the server learns no client's own; None takes each update.
     """
 
     may_miss_clients = True
@@ -71,10 +75,13 @@ class Remote(Engine):
         live: Live,
         max_norm: float | None = None,
         compression: Compression | None = None,
+        summing: Summing | None = None,
     ) -> None:
         super().__init__(modules[0], work, precision)
         self.modules, self.compression = modules, compression
         self.link, self.architecture_of, self.live, self.max_norm = link, architecture_of, live, max_norm
+        self.summing = summing
+        self.sums = None if summing is None else {}
         self._sketches = Sketches(modules)
         self._measured = Measured(modules[0])
         self._told: set[int] = set()
@@ -94,12 +101,14 @@ class Remote(Engine):
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Yields outcomes as sites answer; what isn't as it should be is refused."""
         asked = {job.client: job for job in jobs}
+        if self.summing is not None:
+            yield from self._run_summed(asked, self.summing)
+            return
         norms: dict[int, dict[int, float]] = {}
         for client, content in self._ask(MessageType.TRAIN, asked):
             try:
                 outcome = self._outcome(asked[client], content)
-                if not math.isnan(outcome.seconds):
-                    self._seconds[self.link.node(client)] += outcome.seconds
+                self._count_seconds(outcome)
                 if self.max_norm is None and outcome.finite:
                     own = norms.setdefault(self.architecture_of(client), {})
                     own[client] = norm_of(outcome.update, asked[client].payload)
@@ -108,6 +117,50 @@ class Remote(Engine):
                 yield refused(client, reason)
         for own in norms.values():
             self._look_for_far(own)
+
+    def _run_summed(self, asked: Mapping[int, Job], summing: Summing) -> Iterator[Outcome]:
+        """Yield outcomes with the mean in the place of each update; without enough clients none of a sum.
+
+        Keys come before training: who drops out in the longest phase can then be taken out of the sum.
+        """
+        self.sums = {}
+        if not asked:
+            return
+        round = next(iter(asked.values())).round
+        exchange = Exchange(self.link, summing, round, self._answer)
+        trained: dict[int, Outcome] = {}
+        hidden: dict[int, Tensor] = {}
+        begun = exchange.begin(sorted(asked))
+        jobs = {client: asked[client] for client in exchange.clients} if begun else {}
+        if jobs:
+            encoding = exchange.encoding(self.look(jobs[min(jobs)]), asked)
+            shown = {"sum": ids(jobs), "most": encoding.most or 0, "agreement": encoding.agreement}
+            like = {"vector": torch.zeros(encoding.length, dtype=encoding.dtype)}
+            for client, content in self._ask(MessageType.TRAIN, jobs, shown):
+                try:
+                    answer = self._answer(content, client)
+                    outcome = self._trained(jobs[client], answer)
+                    if outcome.finite:
+                        name, limit = f"{client}/masked", num_bytes(like)
+                        hidden[client] = unpack(content, name, like, limit=limit)["vector"]
+                    trained[client] = outcome
+                    self._count_seconds(outcome)
+                except Refused as reason:
+                    exchange.refused[client] = reason
+            means, clipped = exchange.end(encoding, hidden, jobs[min(jobs)].payload)
+            up, down = encoding.bytes_up(len(jobs), len(hidden)), encoding.bytes_down(len(jobs), len(hidden))
+            self.sums = {"bytes/up": up, "bytes/down": down}
+            if means:
+                self.sums["secure_sum/clipped"] = clipped
+            yield from (trained[client]._replace(update=mean) for client, mean in means.items())
+        self.sums["time/secure_sum"] = exchange.seconds
+        yield from (outcome for outcome in trained.values() if not outcome.finite)
+        told = {client: reason for client, reason in exchange.refused.items() if client not in hidden}
+        yield from (refused(client, reason) for client, reason in told.items())
+
+    def _count_seconds(self, outcome: Outcome) -> None:
+        if not math.isnan(outcome.seconds):
+            self._seconds[self.link.node(outcome.client)] += outcome.seconds
 
     def _look_for_far(self, norms: Mapping[int, float]) -> None:
         """Warns, once of each site, of an update that changes far more than others of its architecture.
@@ -183,7 +236,9 @@ class Remote(Engine):
         check_finite(weights, "update.weights")
         return weights
 
-    def _ask(self, kind: str, asked: Mapping[int, Job]) -> Iterator[tuple[int, RecordDict]]:
+    def _ask(
+        self, kind: str, asked: Mapping[int, Job], sums: Mapping[str, Any] | None = None
+    ) -> Iterator[tuple[int, RecordDict]]:
         if not asked:
             return
         live = self.live()
@@ -199,6 +254,7 @@ class Remote(Engine):
                 "kept": job.state.kept or "",
                 "live": " ".join(sorted(live.get(client, set()))),
                 "once": " ".join(sorted(job.once & job.payload.keys())),
+                **(sums or {"sum": "", "most": 0, "agreement": ""}),
             }
             for client, job in asked.items()
         }
@@ -233,8 +289,9 @@ class Remote(Engine):
                 f"{more}. What else the node tells of that kind is left out without a word."
             )
 
-    def _outcome(self, job: Job, content: RecordDict) -> Outcome:
-        client, answer = job.client, self._answer(content, job.client)
+    def _trained(self, job: Job, answer: dict[str, Any]) -> Outcome:
+        """Return a client's outcome without its update."""
+        client = job.client
         after = self._metrics(job, answer)
         check({name: value for name, value in answer.items() if name != "after"}, TRAINED, where="answer")
         if answer["round"] != job.round:
@@ -245,8 +302,16 @@ class Remote(Engine):
         # whoever is slower than the time-out isn't waited for
         seconds = bounded("seconds", answer["seconds"], (0.0, self.link.timeout), wrong)
         self._tell(client, wrong)
+        # of a client with whom nothing stays there is nothing to keep
+        state = ClientState(kept=answer["kept"] or None)
+        taken = math.nan if seconds is None else seconds
+        return Outcome(client, {}, state, metrics, answer["finite"], after, taken)
+
+    def _outcome(self, job: Job, content: RecordDict) -> Outcome:
+        client = job.client
+        outcome = self._trained(job, self._answer(content, client))
         update = {}
-        if answer["finite"]:
+        if outcome.finite:
             samples = self.link.sizes[client]["train"]
             like = self.look(job)
             compressed = self.compression is not None and "weights" in job.payload
@@ -259,10 +324,7 @@ class Remote(Engine):
             check_counts(update, samples, private is not None and private.counts_epsilon is not None)
             if self.max_norm is not None:
                 check_norm(update, job.payload, self.max_norm)
-        # of a client with whom nothing stays there is nothing to keep
-        state = ClientState(kept=answer["kept"] or None)
-        taken = math.nan if seconds is None else seconds
-        return Outcome(client, update, state, metrics, answer["finite"], after, taken)
+        return outcome._replace(update=update)
 
 
 def sent_to(job: Job) -> Message:

@@ -21,6 +21,8 @@ from pfl_lightning.federation.federation import Federation
 from pfl_lightning.flower.link import Link, initial_of
 from pfl_lightning.flower.remote import Remote
 from pfl_lightning.flower.remote_data import remote_data
+from pfl_lightning.flower.sums import Summing
+from pfl_lightning.privacy import DPAverage
 from pfl_lightning.trainer import FederatedTrainer
 
 
@@ -115,6 +117,11 @@ def serve(
     """
     refuse_what_acts_here_alone(trainer)
     private = trainer.rounds.example_privacy and trainer.rounds.example_privacy.deployed()
+    if max_norm is not None and trainer.rounds.secure_sum is not None:
+        raise MisconfigurationException(
+            f"max-norm={max_norm:g} looks at single updates, which trainer.secure_sum hides; leave it out, and set "
+            "trainer.secure_sum.range, to which sites hold their own updates."
+        )
     # other networks of a list are made when they are asked for
     with isolate_rng():
         initial = initial_of(client.architectures())
@@ -125,14 +132,26 @@ def serve(
 
     def engines(modules: Sequence[ClientModule], work: LocalWork, precision: Precision) -> list[Engine]:
         federation = cast(Federation, trainer.lightning_module)
-        compression = trainer.rounds.compression
-        engine = Remote(modules, work, precision, link, federation.architecture_of, states.live, max_norm, compression)
+        compression, summing = trainer.rounds.compression, summing_of(federation)
+        engine = Remote(
+            modules, work, precision, link, federation.architecture_of, states.live, max_norm, compression, summing
+        )
         return [engine for _ in modules]
 
     trainer.rounds = replace(trainer.rounds, engine=engines, compile=False, example_privacy=private)
     trainer.callbacks.insert(0, states)  # type: ignore[attr-defined]
     trainer.fit(client, datamodule=data, aggregator=aggregator, ckpt_path=ckpt_path)
     return cast(Federation, trainer.lightning_module)
+
+
+def summing_of(federation: Federation) -> Summing | None:
+    """Return how a federation's updates are summed; None where the server takes each of them."""
+    settings, aggregator = federation.options.secure_sum, federation.aggregator
+    if settings is None:
+        return None
+    private = aggregator.find(DPAverage)
+    noise = None if private is None else private.noise_share(deployed=True)
+    return Summing(settings, "num_samples" in aggregator.needs, noise)
 
 
 def refuse_what_acts_here_alone(trainer: FederatedTrainer) -> None:

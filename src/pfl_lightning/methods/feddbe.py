@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, client_weights
+from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage
 from pfl_lightning.aggregators.means.base import check_models_alone
 from pfl_lightning.client import Batch, ClientSettings
 from pfl_lightning.data import ClientData
@@ -125,6 +125,7 @@ class DomainConsensus(WeightedAverage):
 
     def setup(self, server: Server) -> None:
         """Start from the common initial model, without a consensus."""
+        self.summed = server.summed
         if self.mean is not None:
             check_models_alone(self.mean, self.name, "features")
         super().setup(server)
@@ -140,7 +141,7 @@ class DomainConsensus(WeightedAverage):
         begun = bool(self.state["consensus"])
         logs = super().aggregate(updates, round) if begun or not updates else {}
         if new := {client: update for client, update in updates.items() if not self._has_reported(client)}:
-            self._take(new)
+            self._take(updates, new)
             logs |= {"consensus_norm": float(torch.linalg.vector_norm(self.state["consensus"]["mean"]))}
         return logs
 
@@ -152,18 +153,21 @@ class DomainConsensus(WeightedAverage):
         """
         return bool(self.state["consensus"]) and client in self.state.get("reported", (client,))
 
-    def _take(self, new: Updates) -> None:
+    def _take(self, updates: Updates, new: Updates) -> None:
         """Take reports into the consensus.
 
         Args:
+            updates: updates of all clients of the round, by id; clients that reported before send zeros.
             new: updates of clients with their first report, by id, at least one.
         """
         before = sum(self.state["reported"].values())
         counts = {c: float(update["num_samples"]) if self.weighting == "samples" else 1.0 for c, update in new.items()}
         self.state["reported"] |= counts
         if self.mean is None:
-            p = client_weights(new, self.weighting)
-            mean = torch.stack([p[client] * update["feature_mean"] for client, update in new.items()]).sum(0)
+            # a stand-in has a part of the sum, to which clients that have reported before add zeros
+            heard, total = updates if self.summed else new, sum(counts.values())
+            p = {c: (float(u["num_samples"]) if self.weighting == "samples" else 1.0) / total for c, u in heard.items()}
+            mean = torch.stack([p[client] * update["feature_mean"] for client, update in heard.items()]).sum(0)
             # a running mean, by the weights of all reports before and of the new ones
             if before:
                 share = sum(counts.values()) / (before + sum(counts.values()))

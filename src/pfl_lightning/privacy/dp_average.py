@@ -14,6 +14,7 @@ from pfl_lightning.privacy.accountant import Release, accountant_of, bounded_eps
 from pfl_lightning.privacy.clipping import clipped, next_clip, noise_beside_counts
 from pfl_lightning.privacy.dp_sgd import composed
 from pfl_lightning.privacy.noise import Source, grid_of, nearest, secure_normal, seeded_normal, towards_zero
+from pfl_lightning.privacy.secure_sum import NoiseShare
 from pfl_lightning.privacy.settings import check_noise, check_numbers, check_spent
 from pfl_lightning.privacy.vectors import Entries
 from pfl_lightning.selection import Sampling
@@ -150,7 +151,8 @@ class DPAverage(Aggregator):
         self.entries = Entries(server)
         self.seed = server.seed
         # every site of a deployment is given the seed
-        self.is_secure = self.noise == "secure" or (self.noise is None and server.deployed)
+        self.is_secure = self._secure(server.deployed)
+        self.summed = server.summed
         self.bound_delta = 0.1 / server.num_clients if self.delta is None else self.delta
         if not self.bound_delta < 1 / server.num_clients:
             raise MisconfigurationException(
@@ -170,13 +172,25 @@ class DPAverage(Aggregator):
             self.server.setup(server)
             self._keep_server()
 
+    def _secure(self, deployed: bool) -> bool:
+        return self.noise == "secure" or (self.noise is None and deployed)
+
+    def noise_share(self, deployed: bool) -> NoiseShare:
+        """Return the noise that each client adds under ``trainer.secure_sum``, by the settings alone.
+
+        Args:
+            deployed: whether clients are sites of a deployment.
+        """
+        return NoiseShare(self.clip, cast(float, self.noise_multiplier), self._secure(deployed))
+
     def _checked_sampling(self, server: Server) -> Sampling:
         if server.sampling is None:
             raise MisconfigurationException(
                 "trainer.cohort chooses clients by what they hold or tell, or doesn't say how it draws, and "
                 "aggregator=DPAverage has to know; take Uniform, Poisson or Availability."
             )
-        return server.sampling
+        # a server that isn't trusted knows who was drawn
+        return server.sampling._replace(rate=1.0) if server.summed else server.sampling
 
     def _noise(self, server: Server) -> float:
         """Return the noise multiplier z."""
@@ -201,6 +215,8 @@ class DPAverage(Aggregator):
         # never by the number of updates, which one client changes
         clip, expected = self.state["clip"], self.sampling.expected
         x = self.entries.vector(self.state["weights"])
+        if self.summed:
+            return self._move_by_sum(x, updates, releases)
         sizes = self.entries.sizes if self.clip_by == "entry" else None
         adaptive = self.quantile is not None
         # sum and count have one guarantee together
@@ -217,14 +233,8 @@ class DPAverage(Aggregator):
             # also without updates: a round of nobody must look like any other
             drawn = z * clip * self._drawn("dp", round, len(x))
             total += drawn if grid is None else nearest(drawn, grid)
-        weights = self.entries.model(x + self.server_lr / expected * total, self.state["weights"], updates)
-        if self.server is not None:
-            # the checkpoint has replaced the state, and the server has none of its own in between
-            self.server.state = {"weights": self.state["weights"], **self.state["server"]}
-            self.server.move(weights)
-            weights = self.server.state["weights"]
-            self._keep_server()
-        self.state |= {"weights": weights, "releases": [list(release) for release in releases]}
+        self._move(self.entries.model(x + self.server_lr / expected * total, self.state["weights"], updates))
+        self.state["releases"] = [list(release) for release in releases]
         logs = {"noise_std": self.server_lr * z * clip / expected if z else 0.0, "clip": clip}
         if self.quantile is not None:
             noise = self.count_std * self._drawn("dp count", round, 1) if z else torch.zeros(1)
@@ -237,11 +247,43 @@ class DPAverage(Aggregator):
             logs["clipped"] = 1 - share
         return logs
 
+    def _move(self, target: StateDict) -> None:
+        """Move the global model to a noised mean, or by the step of the server behind the noise.
+
+        Args:
+            target: the global model, changed by the noised mean.
+        """
+        if self.server is None:
+            self.state["weights"] = target
+            return
+        # the checkpoint has replaced the state, and the server has none of its own in between
+        self.server.state = {"weights": self.state["weights"], **self.state["server"]}
+        self.server.move(target)
+        self.state["weights"] = self.server.state["weights"]
+        self._keep_server()
+
     def _keep_server(self) -> None:
         """Take the state of the server behind the noise, as checkpoints have this aggregator's own state alone."""
         server = cast(WeightedAverage, self.server)
         self.state["server"] = {name: part for name, part in server.state.items() if name != "weights"}
         server.state = {}
+
+    def _move_by_sum(self, x: Tensor, updates: Updates, releases: list[Release]) -> dict[str, float]:
+        """Move the global model where clients have bounded their changes and added the noise.
+
+        Args:
+            x: the model as a vector.
+            updates: stand-ins, each the mean of all; a round without a sum has none.
+            releases: those so far, with the coming one.
+        """
+        # without a sum too, as clients may have helped with one that only the server has seen
+        self.state["releases"] = [list(release) for release in releases]
+        if not updates:
+            return {}
+        total = torch.stack([self.entries.vector(update["weights"]) - x for update in updates.values()]).sum(0)
+        step = self.server_lr / self.sampling.expected
+        self._move(self.entries.model(x + step * total, self.state["weights"], updates))
+        return {"noise_std": step * self.z * self.clip, "clip": self.clip}
 
     def _weight(self, update: Message) -> float:
         """Return the weight of a client, 1 at most."""

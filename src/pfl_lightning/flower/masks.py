@@ -1,0 +1,333 @@
+"""Masks for vectors of whole numbers, which cancel in the sum, and shares of secrets for removing masks.
+
+Each pair of clients agrees on a mask, which one adds and the other subtracts, and each client adds a mask of its own.
+When the vectors are there, those who are still there reveal shares of the own masks of all who sent a vector, and of
+the keys of those who didn't, whose pairwise masks would stay in the sum else; never both of one client. So a vector
+that comes late stays hidden. Source: Bonawitz et al., 2017 (https://doi.org/10.1145/3133956.3133982), against a server
+that follows the protocol, with all pairs of clients.
+
+Keys are of X25519, expanded by HKDF with SHA-256; masks are streams of AES-256 in counter mode; shares are sealed by
+AES-256-GCM, and shared by Shamir's scheme in GF(2^128). Flower's own helpers aren't used: `pseudo_rand_gen` seeds
+NumPy's Mersenne Twister with 32 bits, which can be searched through, and never draws the ring's last number.
+"""
+
+import hashlib
+import hmac
+import os
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+from Crypto.Protocol.SecretSharing import Shamir
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from flwr.app import ConfigRecord
+from torch import Tensor
+
+from pfl_lightning.flower.template import Refused
+from pfl_lightning.privacy.secure_sum import SecureSum
+
+if TYPE_CHECKING:
+    from flwr.app import RecordDict
+
+SECRET, BLOCK, NONCE = 32, 16, 12
+"""Bytes of a key, a seed and a hash; of what Shamir's scheme shares at a time; and of a nonce."""
+UNSIGNED: dict[torch.dtype, Any] = {torch.int32: np.dtype("<u4"), torch.int64: np.dtype("<u8")}
+"""Types in which rings are computed, where overflow is defined, by the types of vectors."""
+
+Numbers: TypeAlias = Any
+"""NumPy's array of unsigned integers, one of a ring's numbers each."""
+Keys: TypeAlias = Mapping[int, bytes]
+"""Two public keys of each client, of sealing and of masks, by id."""
+
+
+def new_secret() -> bytes:
+    """Return a new secret from the operating system's random source."""
+    return os.urandom(SECRET)
+
+
+def public(secret: bytes) -> bytes:
+    """Return the public key of a secret one."""
+    return X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
+
+
+def commitment(seed: bytes) -> bytes:
+    """Return a hash of a seed, for checking a recovered seed against."""
+    return hashlib.sha256(b"pfl_lightning seed" + seed).digest()
+
+
+def session(round: int, keys: Keys) -> bytes:
+    """Return a hash of a round and all keys of the round.
+
+    A client derives other masks where the server showed other keys to it, and the sum is none then.
+
+    Args:
+        round: the round's number.
+        keys: of all clients that take part.
+    """
+    hashed = hashlib.sha256(f"pfl_lightning round {round}".encode())
+    for client in sorted(keys):
+        hashed.update(f" {client} ".encode() + keys[client])
+    return hashed.digest()
+
+
+def expanded(secret: bytes, purpose: str, context: bytes) -> bytes:
+    """Return a key for one purpose and one session."""
+    return HKDF(SHA256(), SECRET, salt=None, info=f"pfl_lightning {purpose} ".encode() + context).derive(secret)
+
+
+def agreed(secret: bytes, other: bytes, purpose: str, context: bytes) -> bytes:
+    """Return the key of a pair of clients, from one client's secret key and the other client's public key.
+
+    Raises:
+        Refused: The public key is none.
+    """
+    try:
+        shared = X25519PrivateKey.from_private_bytes(secret).exchange(X25519PublicKey.from_public_bytes(other))
+    except ValueError as error:
+        raise Refused("a client's public key is none.") from error
+    return expanded(shared, purpose, context)
+
+
+def stream(key: bytes, length: int, dtype: torch.dtype) -> Numbers:
+    """Return pseudorandom numbers of the ring from a key ``[length]``."""
+    # a key is for one purpose and one session, so that a fixed counter never repeats under a key
+    kind = UNSIGNED[dtype]
+    encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(BLOCK))).encryptor()
+    return np.frombuffer(encryptor.update(bytes(length * kind.itemsize)), dtype=kind)
+
+
+def pairwise(secret: bytes, own: int, others: Iterable[int], keys: Keys, context: bytes, like: Tensor) -> Numbers:
+    """Return the sum of a client's pairwise masks; the other client of each pair has the negative mask.
+
+    Args:
+        secret: the client's secret key for masks.
+        own: the client's id.
+        others: ids of the others.
+        keys: public keys of all.
+        context: of `session`.
+        like: a vector, whose length and ring masks have.
+    """
+    total = np.zeros(len(like), dtype=UNSIGNED[like.dtype])
+    for other in others:
+        mask = stream(agreed(secret, keys[other][SECRET:], "mask", context), len(like), like.dtype)
+        # the order of ids decides the sign, as both clients of a pair have to choose different ones without asking
+        total = total + mask if own < other else total - mask
+    return total
+
+
+def ring(vector: Tensor) -> Numbers:
+    """Return a vector as numbers of the ring."""
+    return vector.numpy().astype(UNSIGNED[vector.dtype].str.replace("u", "i")).view(UNSIGNED[vector.dtype])
+
+
+def signed(numbers: Numbers, dtype: torch.dtype) -> Tensor:
+    """Return numbers of the ring as a vector."""
+    # torch knows the machine's own order of bytes alone
+    native = numbers.astype(numbers.dtype.newbyteorder("="))
+    return torch.from_numpy(native.view(f"i{native.itemsize}").copy()).to(dtype)
+
+
+def shares_of(secret: bytes, threshold: int, clients: int) -> list[bytes]:
+    """Return shares of a secret, one a client; as many as the threshold recover the secret, and fewer tell nothing.
+
+    Args:
+        secret: of a multiple of 16 bytes.
+        threshold: how many are needed, at least 2.
+        clients: how many there are.
+    """
+    blocks = [secret[start : start + BLOCK] for start in range(0, len(secret), BLOCK)]
+    splits = [Shamir.split(threshold, clients, block, ssss=False) for block in blocks]
+    return [b"".join(split[index][1] for split in splits) for index in range(clients)]
+
+
+def recovered(shares: Mapping[int, bytes], threshold: int) -> bytes:
+    """Return the secret of some shares.
+
+    Args:
+        shares: by the holder's position, from 1; at least as many as the threshold.
+        threshold: how many are needed.
+    """
+    # interpolation wants exactly as many points as the polynomial has coefficients
+    chosen = sorted(shares.items())[:threshold]
+    starts = range(0, len(chosen[0][1]), BLOCK)
+    return b"".join(
+        Shamir.combine([(index, share[start : start + BLOCK]) for index, share in chosen], ssss=False)
+        for start in starts
+    )
+
+
+class Party:
+    """Takes a client's part in the sum of a round, with secrets in the memory of the client's site alone.
+
+    A round has four steps, each of which a client makes once: `offer` keys, `share` secrets, `hide` a vector, and
+    `reveal` shares, after which nothing of the round is left.
+
+    Args:
+        client: its id.
+        memory: of the node, which Flower keeps while the SuperNode runs.
+        settings: of the sum, as the site's own configuration has them.
+    """
+
+    def __init__(self, client: int, memory: "RecordDict", settings: SecureSum) -> None:
+        self.client, self.memory, self.settings = client, memory, settings
+        self.name = f"secure_sum/{client}"
+
+    def offer(self, round: int) -> tuple[bytes, bytes]:
+        """Begin a round with new secrets; return the public keys and the commitment to the own mask's seed."""
+        secrets = {name: new_secret() for name in ("sealing", "masking", "seed")}
+        self.memory[self.name] = ConfigRecord({"round": round, "step": "offered", **secrets})
+        return public(secrets["sealing"]) + public(secrets["masking"]), commitment(secrets["seed"])
+
+    def share(self, round: int, keys: Keys) -> dict[int, bytes]:
+        """Return sealed shares of the masking key and the seed, one for each other client.
+
+        Args:
+            round: the round's number.
+            keys: public keys of all clients that take part, by id.
+
+        Raises:
+            Refused: if it isn't the time for it, or keys are too few or not this client's.
+        """
+        state = self._at(round, "offered")
+        own = public(state["sealing"]) + public(state["masking"])
+        # the same key twice would be one client under two names
+        if keys.get(self.client) != own or len(set(keys.values())) < len(keys) or len(keys) < 2:
+            raise Refused(f"client {self.client} is shown {len(keys)} keys, not all different or not with its own.")
+        context, order = session(round, keys), sorted(keys)
+        threshold = self.settings.least(len(keys))
+        shares = shares_of(state["masking"] + state["seed"], threshold, len(keys))
+        sealed, owned = {}, b""
+        for other, share in zip(order, shares, strict=True):
+            if other == self.client:
+                owned = share
+                continue
+            key = agreed(state["sealing"], keys[other][:SECRET], "seal", context)
+            # both clients of a pair seal under one key, so that a counter could repeat
+            nonce = os.urandom(NONCE)
+            sealed[other] = nonce + AESGCM(key).encrypt(nonce, share, f"{self.client} to {other}".encode() + context)
+        self._go_on(state, step="shared", share=owned, clients=order, keys=[keys[client] for client in order])
+        return sealed
+
+    def hide(self, round: int, vector: Tensor, clients: Collection[int]) -> Tensor:
+        """Return a vector with the client's masks, which looks random without the secrets.
+
+        Args:
+            round: the round's number.
+            vector: int32 or int64 ``[length]``.
+            clients: ids of those who have shared their secrets, of whom masks are.
+
+        Raises:
+            Refused: if it isn't the time for it, or there are too few of these.
+        """
+        state = self._at(round, "shared")
+        keys = dict(zip(state["clients"], state["keys"], strict=True))
+        self._check(clients, keys, len(keys), "have shared their secrets")
+        context = session(round, keys)
+        mask = stream(expanded(state["seed"], "own mask", context), len(vector), vector.dtype)
+        others = [client for client in clients if client != self.client]
+        hidden = ring(vector) + mask + pairwise(state["masking"], self.client, others, keys, context, vector)
+        self._go_on(state, step="hidden", hidden=sorted(clients))
+        return signed(hidden, vector.dtype)
+
+    def reveal(self, round: int, sealed: Mapping[int, bytes], sent: Collection[int]) -> dict[int, bytes]:
+        """Return a share of each sender's seed and of each dropped client's masking key.
+
+        Never both of one client: together they would take the masks off its vector alone.
+
+        Args:
+            round: the round's number.
+            sealed: the shares that others have sealed for this client.
+            sent: ids of clients that have sent a vector.
+
+        Raises:
+            Refused: if it isn't the time for it, too few have sent one, or a share isn't the client's own.
+        """
+        state = self._at(round, "hidden")
+        hidden = set(state["hidden"])
+        self._check(sent, hidden, len(state["clients"]), "have sent a vector")
+        keys = dict(zip(state["clients"], state["keys"], strict=True))
+        context, shares = session(round, keys), {self.client: state["share"]}
+        # before anything is told, as nothing is told twice
+        del self.memory[self.name]
+        for other in hidden - {self.client}:
+            box = sealed.get(other, b"")
+            key = agreed(state["sealing"], keys[other][:SECRET], "seal", context)
+            try:
+                text = f"{other} to {self.client}".encode() + context
+                shares[other] = AESGCM(key).decrypt(box[:NONCE], box[NONCE:], text)
+            except (InvalidTag, ValueError) as error:
+                raise Refused(f"client {self.client} can't open the share of client {other}.") from error
+        return {k: share[SECRET:] if k in sent else share[:SECRET] for k, share in sorted(shares.items())}
+
+    def _check(self, clients: Collection[int], among: Collection[int], parties: int, what: str) -> None:
+        """Check the clients in a server's message: enough, all known, and this client among the ids."""
+        # by the site's own threshold: a server that could choose it would ask for the sum of one
+        least = self.settings.least(parties)
+        if not {self.client} <= set(clients) <= set(among) or len(set(clients)) < least:
+            raise Refused(
+                f"client {self.client} is told that clients {' '.join(map(str, sorted(clients)))} {what}, which has to "
+                f"be {least} of {parties} at least, with itself; nothing of the sum is told."
+            )
+
+    def _at(self, round: int, step: str) -> MutableMapping[str, Any]:
+        """Return the client's secrets in a round, if the round is at a step."""
+        state: MutableMapping[str, Any] | None = self.memory.config_records.get(self.name)
+        if state is None or state["round"] != round or state["step"] != step:
+            raise Refused(
+                f"client {self.client} is asked for what follows {step!r} in round {round + 1}, where its site "
+                f"{'has forgotten the round' if state is None else f'''is at {state['step']!r}'''}."
+            )
+        return state
+
+    def _go_on(self, state: Mapping[str, Any], **further: Any) -> None:
+        self.memory[self.name] = ConfigRecord({**state, **further})
+
+
+def unmasked(
+    hidden: Mapping[int, Tensor],
+    shares: Mapping[int, Mapping[int, bytes]],
+    keys: Keys,
+    commitments: Mapping[int, bytes],
+    clients: Collection[int],
+    threshold: int,
+    round: int,
+) -> Tensor:
+    """Return the sum of vectors, from masked vectors and shares of secrets ``[length]``.
+
+    Args:
+        hidden: masked vectors, by client.
+        shares: the shares that clients have revealed, by the client that did and by whom they are of.
+        keys: public keys of all who took part.
+        commitments: of their seeds.
+        clients: ids of those who have shared their secrets, of whom masks are.
+        threshold: shares that are needed of each secret.
+        round: the round's number.
+
+    Raises:
+        Refused: if there are too few shares, or they don't give back the secrets.
+    """
+    position = {client: index + 1 for index, client in enumerate(sorted(keys))}
+    first, context = next(iter(hidden.values())), session(round, keys)
+    if len(shares) < threshold:
+        raise Refused(f"{len(shares)} clients have revealed shares, of {threshold} that are needed.")
+    total = sum((ring(vector) for vector in hidden.values()), np.zeros(len(first), dtype=UNSIGNED[first.dtype]))
+    for client in sorted(clients):
+        # checked, as a wrong share would else give a sum that only looks random
+        secret = recovered({position[holder]: own[client] for holder, own in shares.items()}, threshold)
+        if client in hidden:
+            right = hmac.compare_digest(commitment(secret), commitments[client])
+            mask = stream(expanded(secret, "own mask", context), len(first), first.dtype)
+        else:
+            right = hmac.compare_digest(public(secret), keys[client][SECRET:])
+            # of the client's part, which isn't there, the other ends of its pairs have the opposite
+            mask = -pairwise(secret, client, sorted(hidden), keys, context, first)
+        if not right:
+            raise Refused(f"the shares of client {client} don't give its secret back: a client has sent a wrong one.")
+        total = total - mask
+    return signed(total, first.dtype)

@@ -1,0 +1,189 @@
+"""The server's part of secure sums: four messages a round, none with a client's own update."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from flwr.app import MessageType, RecordDict
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from pfl_lightning.engines import Job
+from pfl_lightning.federation.accepted_updates import enough_to_sum
+from pfl_lightning.flower.link import Link
+from pfl_lightning.flower.masks import unmasked
+from pfl_lightning.flower.template import Refused
+from pfl_lightning.flower.wire import unpack
+from pfl_lightning.messages import Message
+from pfl_lightning.privacy.secure_sum import (
+    COMMITMENT_BYTES,
+    KEYS_BYTES,
+    SEALED_BYTES,
+    SHARE_BYTES,
+    Encoding,
+    NoiseShare,
+    SecureSum,
+    Unsummable,
+)
+
+Answer = TypeVar("Answer")
+
+STEPS = {step: f"{MessageType.QUERY}.{step}" for step in ("offer", "share", "reveal")}
+"""Flower's types of the messages beside training, by a client's step."""
+OFFER = {"keys": torch.zeros(KEYS_BYTES, dtype=torch.uint8), "seed": torch.zeros(COMMITMENT_BYTES, dtype=torch.uint8)}
+SEALED = torch.zeros(SEALED_BYTES, dtype=torch.uint8)
+SHARE = torch.zeros(SHARE_BYTES, dtype=torch.uint8)
+
+
+class Summing(NamedTuple):
+    """The way in which the server of a deployment sums, and the noise of clients.
+
+    Args:
+        settings: of the sum.
+        weighted: whether clients count by their samples.
+        noise: what each client adds; None where nobody does.
+    """
+
+    settings: SecureSum
+    weighted: bool
+    noise: NoiseShare | None
+
+
+class Exchange:
+    """Sends the messages of a round's sum to sites, and removes masks from the sum.
+
+    Args:
+        link: the sites.
+        summing: how to sum.
+        round: the round's number, from 0.
+        answered: looks whether a client's site gives a reason in the place of its answer, and raises `Refused` then.
+    """
+
+    def __init__(
+        self, link: Link, summing: Summing, round: int, answered: Callable[[RecordDict, int], dict[str, Any]]
+    ) -> None:
+        self.link, self.summing, self.round, self.answered = link, summing, round, answered
+        self.refused: dict[int, Refused] = {}
+        self.keys: dict[int, bytes] = {}
+        self.seeds: dict[int, bytes] = {}
+        self.sealed: dict[int, dict[int, bytes]] = {}
+        self.asked = 0
+        self.seconds = 0.0
+
+    @property
+    def clients(self) -> list[int]:
+        """Ids of the clients with shared secrets."""
+        return sorted(self.sealed)
+
+    def begin(self, clients: list[int]) -> bool:
+        """Have clients exchange keys and shares, and return False if too few have.
+
+        Args:
+            clients: ids of the round's clients.
+        """
+        start = time.perf_counter()
+        for client, offer in self._ask("offer", {client: {} for client in clients}, self._offer):
+            self.keys[client], self.seeds[client] = offer
+        self.asked = len(clients)
+        begun = self._enough(len(self.keys))
+        if begun:
+            shown = {"keys": {client: tensor(key) for client, key in self.keys.items()}}
+            for client, boxes in self._ask("share", dict.fromkeys(self.keys, shown), self._boxes):
+                self.sealed[client] = boxes
+            begun = self._enough(len(self.sealed))
+        self.seconds += time.perf_counter() - start
+        return begun
+
+    def _enough(self, left: int) -> bool:
+        """Return False, with a warning, if too few of all clients of the round are left."""
+        return enough_to_sum(left, self.asked, self.summing.settings, self.round + 1)
+
+    def encoding(self, like: Message, jobs: Mapping[int, Job]) -> Encoding:
+        """Return the encoding of the round's updates as vectors.
+
+        Args:
+            like: what an update looks like.
+            jobs: the work of the round's clients, by id.
+        """
+        # of all whom the round has asked, as sites that drop out later have used the same number
+        most = max(self.link.sizes[client]["train"] for client in jobs) if self.summing.weighted else None
+        return Encoding(self.summing.settings, like, len(self.sealed), most, self.summing.noise)
+
+    def end(
+        self, encoding: Encoding, hidden: Mapping[int, Tensor], received: Message
+    ) -> tuple[dict[int, Message], int]:
+        """Return the mean in the place of each client's update, and the number of clipped entries; warn without a sum.
+
+        Args:
+            encoding: of the round.
+            hidden: masked vectors, by client.
+            received: the payload that changes are from, where clients add noise.
+        """
+        start, settings = time.perf_counter(), self.summing.settings
+        # before anybody is asked for a share: sites would refuse, and forget their secrets
+        if not self._enough(len(hidden)):
+            return {}, 0
+        # sites get shares only now, so that none has to keep more than its own secrets while it trains
+        boxes = {client: {k: tensor(own[client]) for k, own in self.sealed.items() if k != client} for client in hidden}
+        payloads = {client: {"sealed": own} for client, own in boxes.items()}
+        shares = dict(self._ask("reveal", payloads, self._shares, sent=ids(hidden)))
+        try:
+            # of all who have offered keys, as shares are of so many
+            least = settings.least(len(self.keys))
+            total = unmasked(hidden, shares, self.keys, self.seeds, self.sealed, least, self.round)
+            samples = {client: self.link.sizes[client]["train"] for client in hidden}
+            return dict(encoding.stand_ins(total, samples, received)), int(total[0])
+        except (Refused, Unsummable) as reason:
+            rank_zero_warn(f"round {self.round + 1} has no sum: {str(reason).removesuffix('.')}.")
+            return {}, 0
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def _ask(
+        self, step: str, payloads: Mapping[int, Message], read: Callable[[RecordDict, int], Answer], **row: Any
+    ) -> Iterator[tuple[int, Answer]]:
+        """Yield each client's answer, and keep the reason of each client without a sound answer."""
+        jobs = {client: {"round": self.round, "sent": "", **row} for client in payloads}
+        for client, content in self.link.ask(STEPS[step], str(self.round + 1), jobs, payloads):
+            try:
+                self.answered(content, client)
+                yield client, read(content, client)
+            except Refused as reason:
+                self.refused[client] = reason
+                if step == "reveal":
+                    # as the client counts all the same, where the shares of others are enough
+                    rank_zero_warn(f"round {self.round + 1}: client {client} has revealed no shares: {reason}")
+
+    def _offer(self, content: RecordDict, client: int) -> tuple[bytes, bytes]:
+        offer = unpack(content, f"{client}/offer", OFFER, limit=KEYS_BYTES + COMMITMENT_BYTES)
+        return data(offer["keys"]), data(offer["seed"])
+
+    def _boxes(self, content: RecordDict, client: int) -> dict[int, bytes]:
+        return self._of_clients(content, f"{client}/sealed", SEALED, sorted(self.keys.keys() - {client}))
+
+    def _shares(self, content: RecordDict, client: int) -> dict[int, bytes]:
+        return self._of_clients(content, f"{client}/shares", SHARE, self.clients)
+
+    def _of_clients(self, content: RecordDict, name: str, like: Tensor, clients: list[int]) -> dict[int, bytes]:
+        """Return the parts of a client's record, one for each of some clients."""
+        # the template takes any of the ids, and each is needed
+        sent = unpack(content, name, dict.fromkeys(clients, like), self.link.clients, len(clients) * len(like))
+        if sorted(sent) != clients:
+            raise Refused(f"{name} is of clients {ids(sent)} and should be of {ids(clients)}.")
+        return {client: data(part) for client, part in sent.items()}
+
+
+def tensor(data: bytes) -> Tensor:
+    """Return bytes as a tensor for the wire."""
+    return torch.tensor(list(data), dtype=torch.uint8)
+
+
+def data(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor from the wire."""
+    return tensor.numpy().tobytes()
+
+
+def ids(clients: Any) -> str:
+    """Return clients' ids as a text."""
+    return " ".join(map(str, sorted(clients)))

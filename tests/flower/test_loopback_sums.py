@@ -1,0 +1,51 @@
+"""Sums of three sites on this machine, for real: processes of Flower's, sockets, TLS and keys."""
+
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "deployment.py"
+PROGRAMS = ("flwr", "flower-superlink", "flower-supernode")
+FLAGS = "--trainer.secure_sum.bits 20"
+
+
+@pytest.mark.skipif("LOOPBACK" not in os.environ, reason="takes minutes and ten processes: LOOPBACK=1 runs it")
+@pytest.mark.skipif(
+    not all(shutil.which(program, path=str(Path(sys.executable).parent)) for program in PROGRAMS),
+    reason="Flower's programs aren't beside Python",
+)
+def test_three_sites_give_the_model_of_a_plain_sum():
+    spec = importlib.util.spec_from_file_location("deployment", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    script.CLIENTS = {"site0": "0 3", "site1": "1", "site2": "2"}
+    script.METHODS = {"fedavg": ("FedAvg", "", "after")}
+    with script.deployment() as deployed:
+        deployed.superlink()
+        for name in script.CLIENTS:
+            deployed.register(name)
+            deployed.supernode(name)
+        process = script.run(deployed, "sums", script.app(deployed, "fedavg"), flags=FLAGS)
+        script.in_one_process(deployed, "fedavg")
+        config, root = str(deployed.folder / "fedavg.yaml"), str(deployed.folder / "summed" / "fedavg")
+        script.command("fit", "--config", config, "--trainer.default_root_dir", root, *FLAGS.split())
+        script.wait_until(lambda: process.poll() is not None)
+        assert process.returncode == 0, deployed.said("sums")
+        ends = {where: script.checkpoints(deployed, "fedavg", where) for where in ("runs", "here", "summed")}
+        states = {where: torch.load(path, weights_only=True)["state_dict"] for where, (path,) in ends.items()}
+        plain, summed, sites = (states[where] for where in ("here", "summed", "runs"))
+        assert all(torch.equal(sites[name], summed[name]) for name in plain)
+        apart = max(float((sites[name] - plain[name]).abs().max()) for name in plain)
+        assert 0 < apart < 1e-4
+        # of what sites send the server's log and database have no update, masked ones alone
+        said = deployed.said("sums") + deployed.said("superlink")
+        assert "Traceback" not in said and "/update" not in said and "left out" not in said
+        stored = [path.read_bytes() for path in deployed.folder.glob("link.db*")]
+        assert any(b"/masked" in data for data in stored) and not any(b"/update" in data for data in stored)

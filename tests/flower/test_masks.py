@@ -1,0 +1,171 @@
+"""Masks and shares, without a network."""
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
+
+from flwr.app import RecordDict
+
+from pfl_lightning.flower.masks import Party, recovered, shares_of, unmasked
+from pfl_lightning.flower.template import Refused
+from pfl_lightning.privacy.secure_sum import KEYS_BYTES, SEALED_BYTES, SecureSum
+
+ROUND, CLIENTS = 4, (1, 3, 4, 9, 12)
+NARROW, WIDE = torch.int32, torch.int64
+
+
+def vector(client, dtype=NARROW, size=50):
+    drawn = torch.randint(-1000, 1000, (size,), generator=torch.Generator().manual_seed(client))
+    return drawn.to(dtype)
+
+
+class Round:
+    """A round of all clients, step by step."""
+
+    def __init__(self, clients=CLIENTS, dtype=NARROW):
+        self.clients, self.settings = clients, SecureSum()
+        self.parties = {client: Party(client, RecordDict(), self.settings) for client in clients}
+        offers = {client: party.offer(ROUND) for client, party in self.parties.items()}
+        self.keys = {client: offer[0] for client, offer in offers.items()}
+        self.commitments = {client: offer[1] for client, offer in offers.items()}
+        self.dtype = dtype
+
+    def share(self):
+        self.sealed = {client: party.share(ROUND, self.keys) for client, party in self.parties.items()}
+        return self
+
+    def hide(self, clients):
+        self.hidden = {
+            client: self.parties[client].hide(ROUND, vector(client, self.dtype), self.clients) for client in clients
+        }
+        return self
+
+    def sealed_for(self, client):
+        return {other: boxes[client] for other, boxes in self.sealed.items() if other != client}
+
+    def reveal(self, clients):
+        self.shares = {
+            client: self.parties[client].reveal(ROUND, self.sealed_for(client), list(self.hidden)) for client in clients
+        }
+        return self
+
+    def sum(self):
+        threshold = self.settings.least(len(self.clients))
+        return unmasked(self.hidden, self.shares, self.keys, self.commitments, self.clients, threshold, ROUND)
+
+
+def expected(clients, dtype=NARROW):
+    return torch.stack([vector(client, dtype) for client in clients]).sum(0).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [NARROW, WIDE])
+@pytest.mark.parametrize("sent", [CLIENTS, CLIENTS[1:], (1, 4, 9, 12)], ids=len)
+@pytest.mark.parametrize("revealing", [slice(None), slice(4)], ids=["all", "enough"])
+def test_the_sum_is_that_of_the_vectors_whoever_drops_out(dtype, sent, revealing):
+    done = Round(dtype=dtype).share().hide(sent).reveal(sent[revealing])
+    assert torch.equal(done.sum(), expected(sent, dtype)) and done.sum().dtype == dtype
+
+
+def test_a_masked_vector_tells_nothing_and_is_never_the_same():
+    one, other = Round().share().hide(CLIENTS), Round().share().hide(CLIENTS)
+    for client in CLIENTS:
+        hidden = one.hidden[client]
+        assert not torch.equal(hidden, other.hidden[client])
+        # of the ring's whole width: 50 numbers below 1000 in a row would else be seen at once
+        assert int((hidden.abs() > 2**24).sum()) > 40
+    assert torch.equal(one.reveal(CLIENTS).sum(), other.reveal(CLIENTS).sum())
+
+
+def test_masks_cancel_in_no_smaller_sum():
+    done = Round().share().hide(CLIENTS).reveal(CLIENTS)
+    wrong = dict(done.hidden)
+    del wrong[9]
+    done.hidden = wrong
+    with pytest.raises(Refused, match="client 9 don't give its secret back"):
+        done.sum()
+
+
+def test_too_few_shares_or_a_wrong_one_give_no_sum():
+    done = Round().share().hide(CLIENTS).reveal(CLIENTS[:3])
+    with pytest.raises(Refused, match="3 clients have revealed shares, of 4"):
+        done.sum()
+    done = Round().share().hide(CLIENTS).reveal(CLIENTS)
+    done.shares[3] = {client: bytes(32) for client in CLIENTS}
+    with pytest.raises(Refused, match="don't give its secret back"):
+        done.sum()
+
+
+def test_fewer_shares_than_needed_are_nothing():
+    secret = bytes(range(32))
+    shares = dict(enumerate(shares_of(secret, 3, 5), 1))
+    assert recovered(shares, 3) == secret == recovered({index: shares[index] for index in (2, 4, 5)}, 3)
+    assert recovered({index: shares[index] for index in (2, 4)}, 2) != secret
+
+
+def test_a_client_makes_each_step_once_and_in_order():
+    done = Round()
+    party = done.parties[1]
+    with pytest.raises(Refused, match="what follows 'shared' in round 5, where its site is at 'offered'"):
+        party.hide(ROUND, vector(1), CLIENTS)
+    done.share()
+    with pytest.raises(Refused, match="follows 'shared' in round 6"):
+        party.hide(ROUND + 1, vector(1), CLIENTS)
+    done.hide(CLIENTS)
+    # a second vector under the same masks would tell the difference of the two
+    with pytest.raises(Refused, match="where its site is at 'hidden'"):
+        party.hide(ROUND, vector(2), CLIENTS)
+    done.reveal(CLIENTS)
+    with pytest.raises(Refused, match="has forgotten the round"):
+        party.reveal(ROUND, done.sealed_for(1), CLIENTS)
+    assert not party.memory
+
+
+def test_a_client_tells_nothing_of_a_sum_of_too_few():
+    done = Round().share()
+    with pytest.raises(Refused, match="4 of 5 at least"):
+        done.parties[1].hide(ROUND, vector(1), (1, 3, 4))
+    with pytest.raises(Refused, match="with itself"):
+        done.parties[1].hide(ROUND, vector(1), (3, 4, 9, 12))
+    done.hide(CLIENTS)
+    for sent in ((1, 3, 4), (3, 4, 9, 12), (1, 3, 4, 99)):
+        with pytest.raises(Refused, match="nothing of the sum is told"):
+            done.parties[1].reveal(ROUND, done.sealed_for(1), sent)
+
+
+def test_a_seed_and_a_key_of_one_client_are_never_told_together():
+    done = Round().share().hide(CLIENTS[1:]).reveal(CLIENTS[1:])
+    assert {len(share) for own in done.shares.values() for share in own.values()} == {32}
+    threshold = done.settings.least(len(CLIENTS))
+    position = {client: index + 1 for index, client in enumerate(CLIENTS)}
+    key = recovered({position[holder]: own[1] for holder, own in done.shares.items()}, threshold)
+    # of the client that sent no vector its masking key is known, and its seed, which hides a late vector, isn't
+    assert key == done.parties[1].memory["secure_sum/1"]["masking"]
+
+
+def test_shares_are_for_one_client_alone():
+    done = Round().share().hide(CLIENTS)
+    assert {len(box) for boxes in done.sealed.values() for box in boxes.values()} == {SEALED_BYTES}
+    assert {len(key) for key in done.keys.values()} == {KEYS_BYTES}
+    swapped = {other: boxes[4] for other, boxes in done.sealed.items() if other not in (3, 4)}
+    with pytest.raises(Refused, match="can't open the share of client"):
+        done.parties[3].reveal(ROUND, swapped, CLIENTS)
+
+
+def test_keys_that_are_not_the_clients_own_are_refused():
+    done = Round()
+    for keys in ({**done.keys, 1: done.keys[3]}, {1: done.keys[1]}, {3: done.keys[3], 4: done.keys[4]}):
+        with pytest.raises(Refused, match="keys, not all different or not with its own"):
+            done.parties[1].share(ROUND, keys)
+
+
+def test_who_was_shown_other_keys_spoils_the_sum():
+    done = Round()
+    stranger = Party(77, RecordDict(), done.settings)
+    shown = {**done.keys, 12: stranger.offer(ROUND)[0]}
+    done.sealed = {
+        client: party.share(ROUND, shown if client == 1 else done.keys) for client, party in done.parties.items()
+    }
+    done.hide(CLIENTS)
+    with pytest.raises(Refused, match="can't open"):
+        done.reveal(CLIENTS)
