@@ -58,8 +58,8 @@ def check_noise_shares(aggregator: DPAverage) -> None:
     """
     if type(aggregator) is not DPAverage:
         raise MisconfigurationException(
-            f"aggregator={type(aggregator).__name__} has noise of its own, and with {SETTING} clients draw each round's "
-            "noise by itself; take DPAverage."
+            f"aggregator={type(aggregator).__name__} has noise of its own, and with {SETTING} clients draw "
+            "each round's noise by itself; take DPAverage."
         )
     # a site doesn't know how many rounds and clients epsilon is shared out to, and shall not believe the server
     if aggregator.epsilon is not None:
