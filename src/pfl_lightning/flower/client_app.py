@@ -184,7 +184,7 @@ class Worker:
                 with failing(records, [job.client]):
                     records |= self._trained(job, outcome, told[job.client])
                     trained.append(job)
-        # a server may never ask for an evaluation, which would keep the models; a failure here leaves answers as they are
+        # a server may never ask for an evaluation, which would keep the models; a failure here changes no answer
         for job in trained:
             with failing(records, [job.client]):
                 self._keep_model(job, told)
