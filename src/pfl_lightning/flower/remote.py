@@ -79,7 +79,7 @@ class Remote(Engine):
         compression: Compression | None = None,
         summing: Summing | None = None,
     ) -> None:
-        # the base class wants one module; nothing trains here, and other architectures are only sketched
+        # settings read from the first module, such as requested entries, hold for all architectures
         super().__init__(modules[0], work, precision)
         self.modules, self.compression = modules, compression
         self.link, self.architecture_of, self.live, self.max_norm = link, architecture_of, live, max_norm
