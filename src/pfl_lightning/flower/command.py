@@ -110,7 +110,7 @@ def new(folder: Path, names: list[str]) -> None:
     # a federation may run from the folder, and its settings would change under it
     if folder.exists():
         raise MisconfigurationException(f"flower new: {folder} is there already; give a new folder.")
-    # Flower imports the app by this name, so that the name has to be one of Python's
+    # Flower imports the app by this name, so that the name has to be an identifier
     package = "".join(letter if letter.isalnum() else "_" for letter in folder.name.lower()).strip("_")
     if not package.isidentifier() or iskeyword(package):
         raise MisconfigurationException(f"flower new: {folder.name!r} can't name an app; take letters, as of clinics.")

@@ -329,7 +329,7 @@ class Remote(Engine):
         # an answer later than the time-out is never read, so that more seconds than that can't be true
         seconds = bounded("seconds", answer["seconds"], (0.0, self.link.timeout), wrong)
         self._tell(client, wrong)
-        # a site keeps no state for a client without personal parameters, and tells an empty token then
+        # the token is empty if a client has nothing to keep, such as a stateless one under FedAvg
         state = ClientState(kept=answer["kept"] or None)
         taken = math.nan if seconds is None else seconds
         return Outcome(client, {}, state, metrics, answer["finite"], after, taken)
