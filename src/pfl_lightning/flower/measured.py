@@ -65,7 +65,7 @@ class Measured:
                 self.metrics.update(torch.zeros(*sizes, task.outputs, *places), target)
                 for name in computed(self.metrics):
                     ranges[name] = self._range_of(name)
-        # a user's own task may have other targets than the sketch; metrics with several values are then refused
+        # a user's own task may have other targets than the sketch; the record then lacks metrics with several values
         except Exception:
             ranges = {str(name): range_of(metric) for name, metric in self.metrics.items()}
         self.metrics.reset()
