@@ -108,7 +108,7 @@ class Measured:
             Metrics by split, in the order of a local evaluation, and descriptions of refused metrics.
 
         Raises:
-            Refused: if ``found`` isn't metrics by split, or a metric has another type than it should.
+            Refused: if ``found`` isn't metrics by split, or a metric is neither a float nor a state of the right shape.
         """
         check_type(found, dict, where)
         # a method that adapts before an evaluation is also measured as received

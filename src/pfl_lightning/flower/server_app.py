@@ -128,7 +128,7 @@ def serve(
             f"max-norm={max_norm:g} looks at single updates, which trainer.secure_sum hides; leave it out, and set "
             "trainer.secure_sum.range, to which sites hold their own updates."
         )
-    # a list of nets makes its further nets on demand, with random numbers that training must not miss
+    # making the further nets of a list must leave the run's random numbers as they are
     with isolate_rng():
         initial = initial_of(client.architectures())
     link = Link(grid, data.num_clients, initial, keys, timeout, poll)
