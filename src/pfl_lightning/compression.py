@@ -27,10 +27,10 @@ class Compression(ABC):
 
         p = w - x + e, \qquad e \leftarrow p - C(p)
 
-    where x is the parameter as the client received it, w as it trained it and e its residual, 0 at first. The server
-    restores :math:`x + C(p)`, and aggregates that. The residual stays with the client, in checkpoints, or at its site.
-    Buffers and all other entries of updates travel whole, and so do weights in rounds without received ones. Sums,
-    means and residuals are in float32 or wider. Source: Karimireddy et al., 2019 (https://arxiv.org/abs/1901.09847).
+    where x is the received parameter, w the trained one and e the residual, 0 at first. The server restores and
+    aggregates :math:`x + C(p)`. The residual stays with the client, in checkpoints, or at the client's site. Buffers
+    and all other entries of updates travel whole, and so do weights in rounds without received ones. Sums, means and
+    residuals are in float32 or wider. Source: Karimireddy et al., 2019 (https://arxiv.org/abs/1901.09847).
     """
 
     @abstractmethod
@@ -75,12 +75,13 @@ class Compression(ABC):
         """Return a client's outcome with compressed weights, and with the residual in the state.
 
         Args:
-            outcome: of its training.
-            job: has the received weights and the residual so far.
-            module: the client module, of the client's architecture.
+            outcome: the outcome of the client's training.
+            job: the client's job, with the received weights and the residual so far.
+            module: the client module of the client's architecture.
         """
         received = job.payload.get("weights")
         if received is None or not outcome.finite or outcome.refused:
+            # nothing is compressed, and so the residual keeps waiting for the next round
             return outcome._replace(state=replace(outcome.state, residual=job.state.residual))
         weights = outcome.update["weights"]
         # on the CPU for every engine, so that a deployment has the bits of a simulation
@@ -101,7 +102,7 @@ class Compression(ABC):
         """Return the names of compressed weights: parameters of floating types.
 
         Args:
-            weights: that a client sends.
+            weights: a client's weights, by name.
             module: the client module.
         """
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -111,9 +112,9 @@ class Compression(ABC):
         """Return restored weights, beside the compressed form.
 
         Args:
-            travelling: what travelled.
-            received: the weights that the client had received.
-            like: weights with the types and shapes of what it trained.
+            travelling: weights in compressed form.
+            received: the weights that the client received.
+            like: weights with the types and shapes of the trained ones.
 
         Raises:
             ValueError: if a record is of no change of its parameter.
@@ -123,6 +124,7 @@ class Compression(ABC):
             if isinstance(part, Tensor):
                 weights[name] = part
                 continue
+            # in the type of the residual, so that client and server round the sum once and alike
             start = received[name].detach().to("cpu", promoted(like[name]))
             change = self.unpack(part, like[name].numel()).view(like[name].shape)
             weights[name] = (start + change).to(like[name].dtype)
@@ -132,7 +134,7 @@ class Compression(ABC):
         """Return the look of a compressed update, for a comparison with updates from elsewhere.
 
         Args:
-            like: what it looks like uncompressed.
+            like: template of the uncompressed update.
             module: the client module.
         """
         weights = like["weights"]
@@ -149,7 +151,8 @@ class TopK(Compression):
     Source: Stich, Cordonnier and Jaggi, 2018 (https://arxiv.org/abs/1809.07599).
 
     Args:
-        share: of each parameter's entries, above 0 and up to 1, rounded up; above ½ more travels than without.
+        share: share of each parameter's entries, above 0 and up to 1, rounded up; above ½ more bytes travel than
+            without compression.
 
     Raises:
         MisconfigurationException: if ``share`` is out of its range.
@@ -171,7 +174,7 @@ class TopK(Compression):
     def unpack(self, packed: StateDict, size: int) -> Tensor:
         """Return the entries in their places, and zeros."""
         indices = packed["indices"].long()
-        # from a site they may be anything
+        # a site may send any indices, and index_copy takes equal ones in any order
         if int(indices[0]) < 0 or int(indices[-1]) >= size or bool((indices.diff() <= 0).any()):
             raise ValueError(f"indices are not ascending from 0 to {size - 1}")
         return packed["values"].new_zeros(size).index_copy(0, indices, packed["values"])
@@ -204,7 +207,7 @@ class EightBits(Compression):
     def pack(self, change: Tensor) -> StateDict:
         """Return the steps ``values`` and their size ``scale``."""
         scale = change.abs().max() / 127
-        # of a change of nothing, and of one so small that a step is no number above 0
+        # the scale is 0 for a change of zeros, and where a step is too small for the type
         steps = torch.where(scale > 0, change / scale, torch.zeros_like(change))
         return {"values": steps.round().clamp(-127, 127).to(torch.int8), "scale": scale}
 

@@ -32,44 +32,45 @@ PartsOf: TypeAlias = Callable[..., Sequence[Samples]]
 
 CONFIDENCE = 0.95
 RIDGE = 0.1
-"""Weight of the penalty in the regression of a client's change on its canaries' gradients, whose norms are 1."""
+"""Weight of the penalty in the regression of a client's change on gradients of norm 1."""
 
 
 class CanaryAudit(FederatedCallback):
     r"""Bounds the :math:`\epsilon` of a run from below, by canaries and a coin for each.
 
-    With a correct guarantee the bound is above its :math:`\epsilon` with a probability of 5 % at most; a bound above
-    it refutes the guarantee, such as one whose clipping doesn't happen. It is in each row of the record as
-    ``privacy/audited_epsilon``, by the rounds so far, and in the summary as ``audit``. Without a guarantee it stands
-    for itself.
+    With a correct guarantee the bound is above the guaranteed :math:`\epsilon` with a probability of 5 % at most. A
+    bound above refutes the guarantee, for instance where clipping is left out by a bug. The bound by the rounds so far
+    is in each row of the record as ``privacy/audited_epsilon``, and in the summary as ``audit``. In a run without a
+    guarantee the bound is not compared with anything.
 
-    * ``client``: canaries are further clients. In each round every included one sends the global model, changed along
-      a direction of its own that no other canary and no client of the round has, by ``scale`` times the bound of
-      ``DPAverage`` or, without that, times the largest change of a client. Its score is how far the global model goes
-      along its directions. With ``Poisson`` canaries are in rounds at the same rate.
-    * ``sample``: canaries stand in the places of some of the clients' training samples, with noise as inputs, large
-      and orthogonal, and a wrong target. Under ``trainer.example_privacy`` one that is left out has inputs of NaN,
-      which add nothing to any step, and else the sample stays. Its score is its part in the changes that its client
-      sends, by a regression on samples' gradients. Metrics of training are left out of the record, as they would be
-      of canaries.
+    * ``client``: canaries are further clients. In each round every included canary sends the global model, changed
+      along a direction orthogonal to all other canaries and to the clients of the round, by ``scale`` times the
+      clipping bound of ``DPAverage`` or, without ``DPAverage``, times the largest change of a client. A canary's score
+      is the global model's movement along the canary's directions. With ``Poisson``, canaries take part in rounds at
+      the clients' rate.
+    * ``sample``: canaries replace some of the clients' training samples, with large orthogonal noise as inputs and a
+      wrong target. Under ``trainer.example_privacy`` an excluded canary has inputs of NaN, which add nothing to any
+      step; otherwise the original sample stays. A canary's score is the canary's part in the client's changes, by a
+      regression on samples' gradients. Metrics of training are left out of the record, as canaries falsify them.
 
-    Canaries change the models, and so all metrics: a run that is audited is for nothing else. Give the guarantee a
-    small delta such as 1e-5, as guesses on m canaries tell little where m times delta is near 1.
+    Canaries change the models, and so all metrics: use an audited run for the audit alone. Give the guarantee a small
+    delta such as 1e-5, as guesses on m canaries tell little where m times delta is near 1.
     Sources: Steinke, Nasr and Jagielski, 2023 (https://arxiv.org/abs/2305.08846); Andrew et al., 2024
     (https://arxiv.org/abs/2302.03098).
 
     Args:
-        canaries: m, at least 10; 100 can show an :math:`\epsilon` of 3.1 at most, 1000 one of 5.3.
-        unit: ``client`` or ``sample``; None is that of the run's guarantee, and ``client`` without one.
-        scale: norm of a client's canary over the bound, or deviation of a canary's inputs over that of samples, above
-            0; only canaries above the bound show that nothing is clipped.
+        canaries: number of canaries m, at least 10; 100 canaries can show an :math:`\epsilon` of at most 3.1, and 1000
+            of at most 5.3.
+        unit: ``client`` or ``sample``; None takes the unit of the run's guarantee, and ``client`` without a guarantee.
+        scale: norm of a client's canary divided by the clipping bound, or standard deviation of a canary's inputs
+            divided by the deviation of samples; above 0. Only canaries above the bound show missing clipping.
 
     Raises:
-        MisconfigurationException: if a value is out of its range; before the first round, if it can't audit the run.
+        MisconfigurationException: if a value is out of its range; before the first round, if the run can't be audited.
     """
 
     is_attack = True
-    """Resuming knows by it what has to be the same as in the checkpoint's run."""
+    """Marks settings to compare with the checkpoint's when a run is resumed."""
 
     def __init__(self, canaries: int = 100, unit: Unit | None = None, scale: float = 10.0) -> None:
         if isinstance(canaries, bool) or not isinstance(canaries, int) or canaries < 10:
@@ -191,6 +192,7 @@ class CanaryAudit(FederatedCallback):
         split: Split,
         device: torch.device | str = "cpu",
     ) -> Sequence[Samples]:
+        # canaries are training samples only: clients are evaluated on their own
         found = parts(clients, split, device)
         if split != "train":
             return found
@@ -207,11 +209,11 @@ class CanaryAudit(FederatedCallback):
             samples: the client's own.
             client: the client's id.
             federation: the federation.
-            blank: whether a canary that is left out leaves NaN in its place; else the sample stays.
+            blank: True for NaN in the place of an excluded canary; False keeps the sample.
         """
         own = self.of_client(federation, client)
         rows, canaries = self.crafted(samples, client, federation)
-        # a place is left empty and not taken away: how many samples a client has counts as public
+        # the place is left empty and not removed, as a client's number of samples counts as public
         there = torch.from_numpy(self.included(federation)[own]).to(rows.device)
 
         def chosen(values: Tensor, canary: Tensor, missing: bool) -> Tensor:
@@ -268,8 +270,8 @@ class CanaryAudit(FederatedCallback):
         self.labels = labels.tolist()
 
     def on_client_fit_end(self, trainer: Trainer, federation: Federation, client: int, outcome: Outcome) -> None:
-        """Leave metrics of training out, which are of canaries and of NaN."""
-        # a mean with a NaN says nothing, and one over canaries something else
+        """Drop the metrics of training, falsified by canaries and by NaN."""
+        # NaN makes a mean NaN, and a mean with canaries isn't the clients' own
         if self.audited(federation) == "sample":
             outcome.metrics.clear()
 
@@ -288,7 +290,7 @@ class CanaryAudit(FederatedCallback):
         Args:
             federation: the federation.
             client: the client's id.
-            update: what it sends.
+            update: the client's update.
 
         Returns:
             Gradients of norm 1 ``[n, d]``, canaries before all other samples, and the change ``[d]``; in float64 on the
@@ -334,12 +336,12 @@ class CanaryAudit(FederatedCallback):
         columns = torch.cat([torch.stack(changes, 1), drawn], 1) if changes else drawn
         self._directions = torch.linalg.qr(torch.nan_to_num(columns)).Q[:, -self.canaries :]
         self._start = start
-        # a canary within the bound would be the same with clipping and without
+        # larger than the bound, as a canary within the bound is the same with clipping and without
         norms = [float(change.norm()) for change in changes]
         bound = aggregator.state["clip"] if isinstance(aggregator, DPAverage) else max(norms, default=1.0) or 1.0
         sampling = federation.options.sampling(federation.data.num_clients)
         rate = 1.0 if sampling is None else sampling.rate
-        # a guarantee that counts on sampling is of canaries that are sampled
+        # a guarantee with amplification by sampling holds only for canaries sampled at the same rate
         present = torch.rand(self.canaries, generator=generator).numpy() < rate
         samples = [int(update["num_samples"]) for update in updates.values() if "num_samples" in update]
         cap = getattr(aggregator, "sample_cap", None) or max(samples, default=1)
@@ -350,7 +352,7 @@ class CanaryAudit(FederatedCallback):
             update: Message = {"weights": weights}
             if "num_samples" in aggregator.needs:
                 update["num_samples"] = torch.tensor(cap)
-            # ids that no client has, and new clients have neither
+            # ids above those of all clients and newcomers
             updates[federation.data.newcomers.stop + number] = update
 
     def _score_clients(self, federation: Federation) -> None:
@@ -358,6 +360,7 @@ class CanaryAudit(FederatedCallback):
         model = federation.aggregator.global_model()
         names = list(dict.fromkeys(directions_of(federation.client, model).values()))
         moved = flat({name: model[name] for name in names}) - self._start
+        # a diverged model must not make NaN of the scores of earlier rounds
         self.scores += torch.nan_to_num(self._directions.T @ moved).numpy()
 
     # Rounds
@@ -377,7 +380,7 @@ class CanaryAudit(FederatedCallback):
         claim = federation.privacy()
         claim = claim if claim.get("unit") == unit else {}
         coins = self.included(federation)
-        # by all rounds so far: each row's bound has the confidence by itself, the best of several rows hasn't
+        # over all rounds so far: each row's bound has the confidence alone; the best of several rows hasn't
         bound = audited_epsilon(self.scores, coins, claim.get("delta", 0.0), CONFIDENCE)
         federation.metrics |= {"privacy/audited_epsilon": bound, "privacy/canaries": self.canaries}
         federation.audit = {

@@ -80,6 +80,7 @@ def likelihood_ratios(confidences: NDArray[np.float64], members: NDArray[np.bool
     own, shadows = confidences[target], np.delete(confidences, target, axis=0)
     inside = np.delete(members, target, axis=0)
     likelihoods = []
+    # under both hypotheses in turn: the sample was trained on, or it wasn't
     for chosen in (inside, ~inside):
         values = np.where(chosen, shadows, np.nan)
         known = ~np.isnan(values)
@@ -91,6 +92,7 @@ def likelihood_ratios(confidences: NDArray[np.float64], members: NDArray[np.bool
         else:
             # of few shadows a variance of each sample would be mostly chance
             variances = squares.sum() / max(int(np.maximum(counts - 1, 0).sum()), 1)
+        # equal confidences of all shadows would divide by 0
         variances = np.maximum(variances, LEAST_VARIANCE)
         likelihoods.append(-((own - means) ** 2) / (2 * variances) - np.log(variances) / 2)
     ratios: Losses = likelihoods[0] - likelihoods[1]
@@ -181,6 +183,7 @@ class MembershipAudit(FederatedCallback):
         if not self.due(trainer, trainer.current_epoch + 1):
             return
         sent = {client: update["weights"] for client, update in updates.items() if "weights" in update}
+        # the server can compute losses only from whole nets, and so a part of one is not audited
         whole = {f"net.{name}" for name, _ in federation.client.net.named_parameters()}
         if sent and all(whole <= weights.keys() for weights in sent.values()):
             self.audit(federation, "upload", sent)
@@ -213,6 +216,7 @@ class MembershipAudit(FederatedCallback):
         if self._of_round != federation.metrics["round"]:
             self._found, self._of_round = {}, federation.metrics["round"]
         with torch.inference_mode(False), torch.no_grad(), isolate_rng():
+            # a client needs samples of both kinds, or its own difficulty would count as membership
             for client, weights in models.items():
                 if not all(federation.data.size(client, split) for split in found):
                     continue
@@ -254,6 +258,7 @@ def looked_at(engine: Engine, federation: Federation, client: int, split: Split)
     for x, y in part.chunks():
         with engine.forward_context():
             outputs: Any = module(x)
+        # sample by sample, as a task's loss of a batch is one number
         rows = zip(torch.split(outputs, 1), torch.split(cast(Tensor, y), 1), strict=True)
         losses += [module.task.loss(output.float(), target, "sum") for output, target in rows]
         if isinstance(module.task, Classification):

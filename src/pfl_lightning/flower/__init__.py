@@ -1,6 +1,6 @@
-"""The same federation at sites that keep their data, over Flower; needs the extra ``flower``."""
+"""Deploy a federation over Flower, with all data kept at sites; needs the extra ``flower``."""
 
 from pfl_lightning.flower.light_start import import_torchmetrics
 
-# Flower starts a process for each message; this comes before all that imports Lightning, and with it torchmetrics
+# first of all, as Lightning imports torchmetrics; a quick start counts, since Flower starts a process per message
 import_torchmetrics()

@@ -1,4 +1,4 @@
-"""Flower's apps of a folder that ``pfl-lightning flower new`` has written, which server and sites read."""
+"""Flower's server app and client app for a folder from ``pfl-lightning flower new``."""
 
 import logging
 import shlex
@@ -30,16 +30,17 @@ AT_SITES = """
     --trainer.enable_model_summary false --trainer.callbacks null --trainer.plugins null --trainer.strategy auto
     --trainer.devices 1 --trainer.num_nodes 1
 """
-"""What a site has its own way, whatever the server's configuration says."""
+"""Options of every site, stronger than the server's configuration: one device, no logs, checkpoints or callbacks."""
 AT_SERVER = "--trainer.enable_progress_bar false --trainer.accelerator cpu"
 
 
 class Mistake(Exception):
-    """What a user got wrong, in a sentence, which ends the server's app."""
+    """A user's mistake, described in one sentence; ends the server's app."""
 
 
 def without_traceback(record: logging.LogRecord) -> bool:
-    """Has Flower log the sentence alone: where in the code a mistake was found says nothing to who made it."""
+    """Remove the traceback of a `Mistake` from a log record; return True, to keep the record."""
+    # Flower logs every error of an app with a traceback, and a mistake in settings is not found in code
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, Mistake):
         record.msg, record.args, record.exc_info = str(error), (), None
@@ -47,23 +48,25 @@ def without_traceback(record: logging.LogRecord) -> bool:
 
 
 def arguments(folder: Path, run: Mapping[str, Any]) -> list[str]:
-    """The command line that an app's configuration stands for.
+    """Return the command line for an app's configuration.
 
     Args:
-        folder: the app's.
-        run: Flower's ``run_config``: ``config`` are files in the folder or packaged configurations; ``flags`` follow.
+        folder: the folder of the app.
+        run: Flower's ``run_config``: ``config`` has names of files in the folder or of packaged configurations, apart
+            by spaces; ``flags`` has further options.
     """
     args = []
     for name in str(run["config"]).split():
+        # a file of the folder comes before a packaged configuration of the same name
         args += ["--config", str(folder / name if (folder / name).is_file() else find(name) or name)]
     return args + shlex.split(str(run.get("flags", "")))
 
 
 def client_app(folder: Path) -> ClientApp:
-    """The app of sites.
+    """Return the client app, for sites.
 
     Args:
-        folder: the app's.
+        folder: the folder of the app.
     """
 
     def worker(context: Context) -> Worker:
@@ -72,12 +75,15 @@ def client_app(folder: Path) -> ClientApp:
         own = str(node.get("classes", "")).split()
         args = arguments(folder, context.run_config)
         data = str(node.get("data", ""))
+        # before the site adds options: what comes from the server is read with suspicion, the site's own is not
         check_arguments(args, [*own, *(classes_of(data) if data else ())])
         if data:
             args += ["--config", data]
+        # last, as later options win over the server's
         args += [*shlex.split(AT_SITES), *shlex.split(str(node.get("flags", "")))]
 
         def check(settings: Mapping[str, Any]) -> None:
+            # again after parsing, as the parser may read a name out of a text in its own way
             check_class_paths({"model": settings["model"]}, own)
 
         cli = configured(args, check)
@@ -90,10 +96,10 @@ def client_app(folder: Path) -> ClientApp:
 
 
 def classes_of(name: str) -> Iterator[str]:
-    """The classes that a site's own configuration names, which the app's may name too.
+    """Yield the class names in a site's own configuration; the app's configuration may name these classes too.
 
     Args:
-        name: its path, or the name of a packaged one.
+        name: path of the configuration, or the name of a packaged one.
     """
     for setting, text in texts(load(Path(find(name) or name).read_text()), ""):
         if setting.endswith("class_path"):
@@ -101,10 +107,10 @@ def classes_of(name: str) -> Iterator[str]:
 
 
 def server_app(folder: Path) -> ServerApp:
-    """The app of the server.
+    """Return the server app.
 
     Args:
-        folder: the app's.
+        folder: the folder of the app.
     """
     app = ServerApp()
 
@@ -126,13 +132,14 @@ def server_app(folder: Path) -> ServerApp:
 
 
 def fitted(grid: Grid, folder: Path, run: Mapping[str, Any]) -> None:
-    """Fits the federation that an app is configured for.
+    """Train the federation of an app's configuration.
 
     Args:
-        grid: Flower's.
-        folder: the app's.
+        grid: Flower's connection to the sites.
+        folder: the folder of the app.
         run: Flower's ``run_config``.
     """
+    # before the app's options, so that a folder may choose another device for the server
     cli: Configured = configured([*shlex.split(AT_SERVER), *arguments(folder, run)])
     serve(
         grid,
@@ -140,6 +147,7 @@ def fitted(grid: Grid, folder: Path, run: Mapping[str, Any]) -> None:
         cli.model,
         cli.datamodule,
         cli.aggregator,
+        # Flower's settings have no None: an empty text and 0 stand for it
         ckpt_path=str(run.get("ckpt-path", "")) or None,
         keys=keys_in(folder / str(run["keys"])) if run.get("keys") else None,
         timeout=float(run["timeout"]),
@@ -149,14 +157,14 @@ def fitted(grid: Grid, folder: Path, run: Mapping[str, Any]) -> None:
 
 
 def keys_in(path: Path) -> dict[str, dict[int, int]]:
-    """Which clients each public key may have, and the most samples that each may claim in a split.
+    """Return the allowed clients of each public key, with the largest number of samples per client and split.
 
     Args:
-        path: a YAML file with lines such as ``ecdsa-sha2-nistp384 AAAAE2...: 0 3``: a key as it stands in the file of
-            ``ssh-keygen`` that ends in ``.pub``, and ids; or ``{clients: 0 3, max-samples: 5000}`` in their place.
+        path: a YAML file with lines such as ``ecdsa-sha2-nistp384 AAAAE2...: 0 3``: a key from a ``.pub`` file of
+            ``ssh-keygen``, and client ids; ``{clients: 0 3, max-samples: 5000}`` in the place of ids sets a limit.
 
     Raises:
-        MisconfigurationException: if it says something else.
+        MisconfigurationException: if the file can't be read so.
     """
     try:
         return {public_key(key): clients_in(value) for key, value in load(path.read_text()).items()}
@@ -169,30 +177,31 @@ def keys_in(path: Path) -> dict[str, dict[int, int]]:
 
 
 def clients_in(value: Any) -> dict[int, int]:
-    """The clients of a key, and the most samples that each may claim in a split.
+    """Return the clients of a key, each with the largest number of samples in a split.
 
     >>> clients_in({"clients": "0 3", "max-samples": 5000})
     {0: 5000, 3: 5000}
 
     Args:
-        value: what stands behind the key.
+        value: the part of a line after the key: ids apart by spaces, or a mapping with ``clients``.
 
     Raises:
-        ValueError: if it says something else.
+        ValueError: if the value is of another form, or the limit out of its range.
     """
     settings = value if isinstance(value, Mapping) else {"clients": value}
     most = settings.get("max-samples", MOST_SAMPLES)
     if "clients" not in settings or not settings.keys() <= {"clients", "max-samples"}:
         raise ValueError(f"{' and '.join(map(str, settings)) or 'nothing'} in the place of clients and max-samples")
+    # YAML reads "yes" as a truth value, which isinstance would take for an int
     if type(most) is not int or not 0 < most <= MOST_SAMPLES:
         raise ValueError(f"max-samples={most} is no number from 1 to {MOST_SAMPLES}")
     return dict.fromkeys(map(int, str(settings["clients"]).split()), most)
 
 
 def public_key(text: str) -> str:
-    """A public key as Flower's server tells it.
+    """Return a public key in PEM, the form of Flower's server.
 
     Args:
-        text: of ``ssh-keygen``.
+        text: one line in the form of ``ssh-keygen``.
     """
     return load_ssh_public_key(text.encode()).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()

@@ -1,4 +1,4 @@
-"""Which classes a configuration from elsewhere may name."""
+"""Check the class names in a configuration from a server, before a site's parser imports anything."""
 
 import inspect
 import re
@@ -36,33 +36,35 @@ PACKAGES = (
     *("pfl_lightning", "torch.nn", "torch.optim", "torchmetrics"),
     *("lightning.pytorch.callbacks", "lightning.pytorch.loggers"),
 )
+# with None, for optional settings, and with the dots of `tuple[int, ...]`
 SCALARS = (str, int, float, bool, Path, NoneType, EllipsisType)
 HOLDERS = (list, tuple, dict, Sequence, Mapping, Union, UnionType)
 LEVELS = ("class_path", "init_args", "dict_kwargs")
-"""Keys between a class and its settings, which a command line may leave out."""
+"""Keys between a class and the settings of the class; optional on a command line."""
+# without dots and slashes, and so neither an importable name nor a path outside the folder
 PLAIN = re.compile(r"[\w +-]*")
 
 
 def check_class_paths(settings: Mapping[str, Any], own: Collection[str] = ()) -> None:
-    """Refuses settings that name something else than a class of this library or of torch that training needs.
+    """Refuse settings with a text other than a word, a number or the name of a class for training.
 
-    Nets, client modules, losses, optimizers, schedules and metrics are such; functions aren't, nor is anything that a
-    module has only imported. As the parser reads any text that it can as a name, as a file or as settings in one line,
-    all texts count, whatever their settings: each is a word, a number or such a name.
+    Names of nets, client modules, losses, optimizers, schedules and metrics of this library and of torch pass; names of
+    functions don't, and names in a module that only imports the class don't either. The parser may read any text as a
+    name, a file or settings in one line, and so all texts are checked, under whatever setting.
 
     Args:
         settings: parsed settings, such as the ``model`` of a configuration.
-        own: dotted names that the site allows beside.
+        own: dotted names that the site allows too.
 
     Raises:
-        Refused: if they do.
+        Refused: if a text is none of these.
     """
     for name, text in texts(settings, ""):
         check_text(name, text, own)
 
 
 def check_text(name: str, text: str, own: Collection[str]) -> None:
-    """Refuses one text, as `check_class_paths`."""
+    """Refuse one text of a setting, as `check_class_paths` does."""
     if not (text in own or PLAIN.fullmatch(text) or is_number(text) or is_known(text)):
         raise Refused(
             f"{name}={text!r:.60} is neither a word, a number nor a class that this site knows; its operator can "
@@ -71,43 +73,46 @@ def check_text(name: str, text: str, own: Collection[str]) -> None:
 
 
 def check_arguments(args: Sequence[str], own: Collection[str] = ()) -> None:
-    """Refuses a command line and its configurations as `check_class_paths`, before a parser imports what they name.
+    """Refuse a command line and the command line's configurations by the rule of `check_class_paths`, before parsing.
 
-    The whole tree counts: ``model``, ``aggregator``, ``data``, ``trainer`` and anything else. Only settings that
-    classes of this library annotate as texts, such as the paths of data, may be any text.
+    The parser imports named classes, hence the check comes first. All settings are checked: ``model``, ``aggregator``,
+    ``data``, ``trainer`` and any other. A setting may have any text only if its class annotates it as a text, such as
+    the path of data.
 
     Args:
-        args: of ``pfl-lightning fit``.
-        own: dotted names that the site allows beside.
+        args: arguments of ``pfl-lightning fit``.
+        own: dotted names that the site allows too.
 
     Raises:
-        Refused: if they name something else, or can't be read.
+        Refused: if a text is refused, or a configuration can't be read.
     """
     found = [pair for tree in trees(args) for pair in texts(tree, "")]
-    # whatever file names the class of a setting: the parser joins them
+    # over all files: one may name a class, another may have its settings, and the parser joins both
     classes: defaultdict[str, set[type]] = defaultdict(set, {"trainer": {FederatedTrainer}})
     for name, text in found:
-        # before any of them is looked up
+        # in a loop of its own, as the next loop imports named classes
         if name.endswith("class_path"):
             check_text(name, text, own)
     for name, text in found:
         classes[short(name)] |= set(named(text, own))
     for name, text in found:
+        # a class stays checked where an annotation would allow any text
         if name.endswith("class_path") or not is_any_text(short(name), text, classes):
             check_text(name, text, own)
 
 
 def trees(args: Sequence[str]) -> Iterator[Any]:
-    """The settings of a command line: of each file, and of each option."""
+    """Yield the settings of each file and of each option of a command line."""
     words = list(args)
     while words:
         option, is_joined, value = words.pop(0).partition("=")
         if not option.startswith("-"):
-            # belongs to no option
+            # a word without an option, under its own text as the setting's name
             yield {option: option + is_joined + value}
             continue
         if not is_joined and words and not words[0].startswith("--"):
             value = words.pop(0)
+        # argparse takes "-cFILE" for "-c FILE"
         if option.startswith("-c") and option not in OPTIONS:
             option, value = "-c", option[2:] + is_joined + value
         try:
@@ -121,7 +126,7 @@ def trees(args: Sequence[str]) -> Iterator[Any]:
 
 
 def read(text: str) -> Any:
-    """What a parser may read a text as: settings, or the text."""
+    """Return the content of a text in YAML; the text where YAML can't be read."""
     try:
         return load(text)
     except yaml.YAMLError:
@@ -129,7 +134,7 @@ def read(text: str) -> Any:
 
 
 def short(name: str) -> str:
-    """A setting's dotted name as a command line may have it.
+    """Return the short form of a setting's dotted name, as on a command line.
 
     >>> short("data.init_args.partitioner.class_path"), short("trainer.callbacks+")
     ('data.partitioner', 'trainer.callbacks')
@@ -138,12 +143,13 @@ def short(name: str) -> str:
 
 
 def named(text: str, own: Collection[str]) -> Iterator[type]:
-    """The classes that a text may name, of those that configurations may name."""
+    """Yield the classes with a given name, among the classes allowed in configurations."""
     if text in own or is_known(text):
         module, _, name = text.rpartition(".")
         made = getattr(import_module(module), name, None) if module else None
         if inspect.isclass(made):
             yield made
+    # the parser resolves a bare class name among all loaded subclasses
     elif text.isidentifier():
         kinds: list[type] = list(KINDS)
         while kinds:
@@ -154,12 +160,12 @@ def named(text: str, own: Collection[str]) -> Iterator[type]:
 
 
 def is_any_text(name: str, text: str, classes: Mapping[str, Collection[type]]) -> bool:
-    """Whether a setting, or one that it is a part of, is by all its classes' annotations a text and nothing else."""
+    """Return True for a setting, or part of a setting, with plain annotations in all classes; see `is_plain`."""
     parts = name.split(".")
     for end in range(1, len(parts)):
         owners = classes.get(".".join(parts[:end]), ())
         hints = [hint for owner in owners if (hint := annotation(owner, parts[end])) is not None]
-        # where anything goes, settings in one line are read as such
+        # under the annotation Any the parser would read settings in one line, with classes in them
         of_text = end == len(parts) - 1 and isinstance(read(text), str)
         if hints and all(is_plain(hint) or (hint is Any and of_text) for hint in hints):
             return True
@@ -167,7 +173,8 @@ def is_any_text(name: str, text: str, classes: Mapping[str, Collection[type]]) -
 
 
 def annotation(kind: type, name: str) -> Any:
-    """What a class says of an argument; None where it has none of that name."""
+    """Return a class's annotation of an argument; None for a class without the argument."""
+    # base classes too, which take what a class passes on by **kwargs
     for owner in kind.__mro__:
         made = vars(owner).get("__init__")
         try:
@@ -180,7 +187,7 @@ def annotation(kind: type, name: str) -> Any:
 
 
 def is_plain(hint: Any) -> bool:
-    """Whether an annotation is of texts, numbers, and lists and mappings of them.
+    """Return True for an annotation of texts, numbers, or lists and mappings of texts and numbers.
 
     >>> is_plain(dict[str, list[str | int]] | None), is_plain(str | type), is_plain(Any)
     (True, False, False)
@@ -195,7 +202,7 @@ def is_plain(hint: Any) -> bool:
 
 
 def texts(settings: Any, name: str) -> Iterator[tuple[str, str]]:
-    """All texts in settings, with their dotted names."""
+    """Yield the dotted name and the text of each setting with a text, at any depth."""
     if isinstance(settings, str):
         yield name, settings
     elif isinstance(settings, Mapping):
@@ -207,7 +214,7 @@ def texts(settings: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is of a number."""
+    """Return True for the text of a number."""
     try:
         float(text)
     except ValueError:
@@ -216,7 +223,7 @@ def is_number(text: str) -> bool:
 
 
 def is_known(path: str) -> bool:
-    """Whether a dotted name is of a class that training needs, in the module that it names.
+    """Return True for the dotted name of an importable class for training, such as a net or an optimizer.
 
     >>> is_known("torch.optim.SGD"), is_known("torch.optim.optimizer.functools.partial"), is_known("os.system")
     (True, False, False)
@@ -225,7 +232,7 @@ def is_known(path: str) -> bool:
     if not any(f"{module}.".startswith(f"{package}.") for package in PACKAGES):
         return False
     try:
-        # of these packages only: their modules do nothing but define
+        # importing runs a module's code, and modules of these packages only define
         made = getattr(import_module(module), name, None)
     except Exception:
         return False

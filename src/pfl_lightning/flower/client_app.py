@@ -1,4 +1,4 @@
-"""The site's side: its clients run through the engine that would run them anywhere, and what stays stays there."""
+"""Flower's app of a site: train and evaluate the site's clients, and keep personal state on the site's disk."""
 
 import time
 import traceback
@@ -57,27 +57,28 @@ JOB = {
     "most": 0,
     "agreement": "",
 }
-"""What a server tells of a client's work; several names stand with spaces between them."""
+"""Template of a server's message about one client's job; lists of names are one text with spaces."""
 STEP = {"round": 0, "sent": ""}
-"""What a server tells of a step of a sum: the round, and at the end who has sent a vector."""
+"""Template of a server's message about a step of a sum: the round, and at the end the ids with a vector."""
 IDS = 1 << 31
-"""A client's id is less; how many there are the server knows."""
+"""Upper bound of client ids; the exact number of clients is known to the server alone."""
 
 Told: TypeAlias = dict[int, dict[str, Any]]
 Records: TypeAlias = dict[str, Any]
 
 
 class Worker:
-    """Runs a site's clients as a server asks, by the engine that would run them anywhere.
+    """Answers a server's messages about a site's clients, with the engines of a run on one machine.
 
     Args:
-        trainer: has the precision, the device, and how rounds are made.
-        client: the client module, as made.
-        site: the clients that are here.
-        states: what stays with them.
-        aggregator: the server side as the site's configuration has it, from which it takes the noise that it adds to
-            sums; None is the client module's own.
-        memory: of the node, where secrets of sums are, which Flower keeps from one message to the next.
+        trainer: the trainer of the site's configuration, with precision, device and options of rounds.
+        client: the client module, with initial weights.
+        site: the site's clients and samples.
+        states: the clients' states on the site's disk.
+        aggregator: the server side of the site's configuration, which decides the noise added to sums; None takes the
+            client module's own.
+        memory: the node's record of secrets of sums, kept by Flower from one message to the next; None begins with an
+            empty one.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Worker:
         aggregator: Aggregator | None = None,
         memory: RecordDict | None = None,
     ) -> None:
-        # whatever the server's configuration says: here is where noise is drawn
+        # noise is drawn here, so that the site's own configuration decides, whatever the server says
         private = trainer.rounds.example_privacy and trainer.rounds.example_privacy.deployed()
         trainer.rounds = replace(trainer.rounds, example_privacy=private)
         self.trainer, self.site, self.states = trainer, site, states
@@ -98,12 +99,14 @@ class Worker:
         self.modules = client.architectures()
         for module in self.modules:
             module.settle_common()
+        # before any training, as the server compares this with its own models
         self.initial = initial_of(self.modules)
         self._personal = [personal_entries(module, whole_model(module)) for module in self.modules]
 
     @cached_property
     def engines(self) -> list[Engine]:
-        """What runs the clients of each architecture."""
+        """Return one engine per architecture."""
+        # made at first use: a greeting or a step of a sum needs no model on the device
         for module in self.modules:
             self.trainer.precision_plugin.convert_module(module.to(self.trainer.strategy.root_device))
             module.num_rounds = self.trainer.max_epochs or 1
@@ -111,22 +114,23 @@ class Worker:
         return self.trainer.rounds.engines(self.modules, self.site.data, self.trainer)
 
     def hello(self) -> Records:
-        """Who is here, and how many samples each has; nothing else about them is told."""
+        """Return the site's greeting: version, fingerprint of the initial model, and each client's sample counts."""
         return {"hello": {"version": VERSION, "initial": self.initial, "clients": self.site.sizes()}}
 
     @property
     def summing(self) -> SecureSum | None:
-        """How updates are summed, by the site's own configuration, whatever the server says."""
+        """Return the settings of secure sums from the site's own configuration, never from the server."""
         return self.trainer.rounds.secure_sum
 
     def _party(self, client: int) -> Party:
         if self.summing is None:
             raise Refused(f"client {client}: its configuration has no trainer.secure_sum, which the server asks for.")
+        # refuses a client of another site
         self.site.client(client)
         return Party(client, self.memory, self.summing)
 
     def offer(self, content: RecordDict) -> Records:
-        """Keys of the clients whom a message is about, for a round's sum."""
+        """Return public keys and a commitment for each client in a message, the first step of a round's sum."""
         records: Records = {}
         for client, row in self._steps(content, records):
             with failing(records, [client]):
@@ -135,7 +139,7 @@ class Worker:
         return records
 
     def share(self, content: RecordDict) -> Records:
-        """Shares of the clients' secrets, sealed for each other client."""
+        """Return shares of each client's secrets, sealed for the other clients, the second step of a sum."""
         records: Records = {}
         for client, row in self._steps(content, records):
             with failing(records, [client]):
@@ -146,7 +150,7 @@ class Worker:
         return records
 
     def reveal(self, content: RecordDict) -> Records:
-        """Shares of what hides the sum, and of nothing that hides one vector in it."""
+        """Return the shares that take the masks off the sum, never off a single client's vector."""
         records: Records = {}
         for client, row in self._steps(content, records):
             with failing(records, [client]):
@@ -157,44 +161,47 @@ class Worker:
         return records
 
     def _steps(self, content: RecordDict, records: Records) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The clients whom a message of a sum is about, and what is told of each."""
+        """Yield the clients in a message of a sum, each with the server's settings for the step."""
         told: Told = unpack(content, "jobs", {0: STEP}, IDS)
         yield from told.items()
 
     def _bytes(self, content: RecordDict, client: int, name: str, size: int) -> dict[int, bytes]:
-        """What other clients have sent to one, by their ids."""
+        """Return the other clients' parts of a client's payload, by id, each of a fixed size in bytes."""
+        # the template refuses any other size before the protocol's code sees a byte
         like = {name: {0: torch.zeros(size, dtype=torch.uint8)}}
         parts = unpack(content, f"{client}/payload", like, IDS)[name]
         return {other: data(part) for other, part in parts.items()}
 
     def train(self, content: RecordDict) -> Records:
-        """A round of the clients whom a message is about: answers and updates, by the names of their records."""
+        """Train the clients in a message for one round, and return answers and updates by the records' names."""
         told: Told = unpack(content, "jobs", {0: JOB}, IDS)
         records: Records = {}
         trained: list[Job] = []
         device = self.trainer.strategy.root_device.type
-        # as in Lightning's loop, where a federation's rounds are; engines enter autocast for forward passes
+        # rounds elsewhere run inside Lightning's loop, which enters this context; engines enter autocast themselves
         with self.trainer.precision_plugin.train_step_context(), torch.autocast(device, enabled=False):
             for job, outcome in self._results(told, content, records, "training"):
                 with failing(records, [job.client]):
                     records |= self._trained(job, outcome, told[job.client])
                     trained.append(job)
-        # the last ones, where a server never asks for an evaluation; who can't keep one has trained all the same
+        # a server may never ask for an evaluation, which would keep the models; a failure here changes no answer
         for job in trained:
             with failing(records, [job.client]):
                 self._keep_model(job, told)
         return records
 
     def _trained(self, job: Job, outcome: Outcome, row: Mapping[str, Any]) -> Records:
-        """Return the records of a trained client for the server; the rest is on the disk by then."""
+        """Return a trained client's records for the server, after the client's state is on the site's disk."""
         client, name, sent = job.client, "", {}
         live = row["live"].split()
         if (compression := self.trainer.rounds.compression) is not None:
             outcome = compression.applied(outcome, job, self.modules[row["architecture"]])
+        # engines know nothing of entries that travel once, such as public samples
         state = replace(outcome.state, once=job.state.once)
         if outcome.finite:
             self.site.check_update(outcome.update, type(self.modules[0]).__name__)
             sent = self._sent(job, outcome.update, row)
+            # nothing to keep means no file and no token, and the server then sends all entries again
             if state.personal or state.optimizers or state.scaler or state.once or state.residual:
                 name = self.states.keep(client, state, job.state.kept, live)
         answer = {
@@ -205,18 +212,20 @@ class Worker:
             "metrics": outcome.metrics,
             "after": outcome.after,
         }
-        # the server wouldn't take an update that isn't finite
+        # no update of a diverged client travels, since the server would refuse the NaN anyway
         return {f"{client}/answer": answer} | sent
 
     def _sent(self, job: Job, update: Message, row: Mapping[str, Any]) -> Records:
-        """Return an update as it travels: as it is, or as a masked vector where the configuration says so."""
+        """Return an update's records for the server: plain or compressed, or a masked vector under secure sums."""
         if self.summing is None:
             if type(weights := update.get("weights")) is Restored:
                 update = update | {"weights": weights.travelled}
             return {f"{job.client}/update": update}
+        # under differential privacy each client adds a share of the noise, as the server sees the sum alone
         private = self.aggregator.find(DPAverage)
         noise = None if private is None else private.noise_share(deployed=True)
         clients = list(map(int, row["sum"].split()))
+        # a server without secure sums must not get the plain update of a site that hides updates
         if not clients:
             raise Refused(
                 f"client {job.client}: the server asks for its update, and its configuration has trainer.secure_sum, "
@@ -224,6 +233,7 @@ class Worker:
             )
         try:
             encoding = Encoding(self.summing, update, len(clients), row["most"] or None, noise)
+            # vectors of other scales or lengths would add up to nonsense that nobody could see
             if encoding.agreement != row["agreement"]:
                 raise Refused(
                     f"client {job.client}: the server sums by other settings of trainer.secure_sum, aggregator or "
@@ -237,9 +247,10 @@ class Worker:
         return {f"{job.client}/masked": {"vector": self._party(job.client).hide(job.round, vector, clients)}}
 
     def evaluate(self, content: RecordDict) -> Records:
-        """Metrics of the models that the clients whom a message is about receive now; the models are kept."""
+        """Evaluate the received models of the clients in a message, keep the models, and return metrics by client."""
         told: Told = unpack(content, "jobs", {0: JOB}, IDS)
         records: Records = {}
+        # random states stay as they are, so that evaluations never change a training
         with undisturbed():
             evaluated = self._results(told, content, records, "evaluation")
             for job, (client, metrics) in evaluated:
@@ -249,14 +260,15 @@ class Worker:
         return records
 
     def _keep_model(self, job: Job, told: Told) -> None:
-        """Writes the model that a client received, for its own use."""
+        """Write a client's received model to the site's disk, for use at the site."""
         with undisturbed():
             keep_model(self.states, job, self.modules, told[job.client]["architecture"])
 
     def _results(
         self, told: Told, content: RecordDict, records: Records, phase: Literal["training", "evaluation"]
     ) -> Iterator[tuple[Job, Any]]:
-        """What engines make of a message's jobs; the reasons of those that fail are put among the records."""
+        """Yield jobs with the engines' results, and write the reason of each failed job into the records."""
+        # one engine serves one architecture
         jobs: dict[int, dict[int, Job]] = {}
         for client, row in told.items():
             with failing(records, [client]):
@@ -266,6 +278,7 @@ class Worker:
                 engine = self.engines[architecture]
                 engine.module.requested = frozenset(told[min(own)]["requested"].split())
                 engine.module.withheld = frozenset(told[min(own)]["withheld"].split())
+                # before training, as a refused upload would waste a round's work
                 self.site.check_method(engine.module)
                 for result in engine.complete(phase, list(own.values())):
                     yield own[result.client if isinstance(result, Outcome) else result[0]], result
@@ -275,9 +288,10 @@ class Worker:
         if row["architecture"] not in range(len(self.modules)):
             raise Refused(f"client {client} can't have the architecture {row['architecture']}.")
         begun = ClientState(self._personal[row["architecture"]])
-        # with its name, as the version that follows it has to know it
+        # with the token, as the next version is written beside the version of this token
         state = replace(self.states.load(client, row["kept"]), kept=row["kept"]) if row["kept"] else begun
         payload, once = unpack(content, f"{client}/payload"), row["once"].split()
+        # an entry that travels once comes with the payload or from the kept state
         if lost := sorted(set(once) - payload.keys() - state.once.keys()):
             raise Refused(f"client {client}: its site has no {' and '.join(lost)}, which the server sends once.")
         payload |= {name: state.once[name] for name in once if name not in payload}
@@ -288,32 +302,34 @@ class Worker:
 
 @contextmanager
 def failing(records: Records, clients: Iterable[int]) -> Iterator[None]:
-    """Takes an error for the answer of those clients who have none yet.
+    """Catch an error, and write the reason as the answer of each client without an answer.
 
     Args:
-        records: of answers.
-        clients: whom it would be about.
+        records: the answers so far, by name.
+        clients: ids of the clients affected by the error.
     """
     try:
         yield
+    # any error: one client's must not cost the site's other clients their round
     except Exception as error:
         for client in clients:
             records.setdefault(f"{client}/answer", reason(error))
 
 
 def reason(error: Exception) -> dict[str, str]:
-    """An answer in the place of a client's own, with a sentence; the site's log gets all of it."""
+    """Return an answer with an error's reason in one sentence; the site's log gets the whole traceback."""
     if isinstance(error, Refused):
         return {"error": str(error)}
+    # the server gets the first 300 characters alone, and no traceback with the site's paths
     traceback.print_exception(error)
     return {"error": f"its site failed with {type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 
 def app_of(make: Callable[[Context], Worker]) -> ClientApp:
-    """Flower's app of a site.
+    """Return Flower's app of a site.
 
     Args:
-        make: gives what works there, for each message anew, as Flower starts a process for each.
+        make: returns the site's worker; called for each message, since Flower starts a process for each.
     """
     app = ClientApp()
 
@@ -321,7 +337,7 @@ def app_of(make: Callable[[Context], Worker]) -> ClientApp:
         start = time.perf_counter()
         try:
             content = pack(work(make(context)))
-        # a wrong setting ends the command line by an exit
+        # a wrong setting makes the parser exit, and the server should hear of the failure all the same
         except (Exception, SystemExit) as error:
             traceback.print_exception(error)
             content = failure(reason(error)["error"] if isinstance(error, Exception) else "its settings are refused")

@@ -1,4 +1,4 @@
-"""The command ``pfl-lightning flower``: writes the app of a deployment, and exports models at sites."""
+"""The command ``pfl-lightning flower``: write the app of a deployment, and export models at sites."""
 
 import shutil
 from importlib.util import find_spec
@@ -12,6 +12,7 @@ from pfl_lightning.cli.load_config import configured
 from pfl_lightning.cli.usage import Arguments
 from pfl_lightning.flower.export import export
 
+# Flower is imported nowhere in this file: `export` and the help work without the extra installed
 DESCRIPTION = """\
 A federation at sites that keep their data, over Flower.
 
@@ -22,6 +23,7 @@ The first writes a folder, an app of Flower, with the commands for server and si
 site: it writes a client's model to a checkpoint of its own.
 """
 
+# dependencies are empty: Flower would otherwise install packages on the server and at sites while a federation runs
 PROJECT = """\
 [build-system]
 requires = ["hatchling"]
@@ -95,25 +97,30 @@ docs/deployment.md of pfl-lightning has the rest: data of the sites' own, TLS, k
 
 
 def new(folder: Path, names: list[str]) -> None:
-    """Writes an app.
+    """Write the folder of an app: settings, entry points of server and sites, and a README.
 
     Args:
-        folder: for it; it must not be there.
-        names: its configurations; files of the user's are copied, packaged ones are found by their names everywhere.
+        folder: the new folder; must not exist yet.
+        names: the app's configurations. Files of the user are copied into the folder; packaged configurations are
+            written by name, since server and sites have them.
 
     Raises:
-        MisconfigurationException: if the folder is there, or a configuration isn't.
+        MisconfigurationException: if the folder exists, or a configuration doesn't.
     """
+    # a federation may run from the folder, and its settings would change under it
     if folder.exists():
         raise MisconfigurationException(f"flower new: {folder} is there already; give a new folder.")
+    # Flower imports the app by this name, so that the name has to be an identifier
     package = "".join(letter if letter.isalnum() else "_" for letter in folder.name.lower()).strip("_")
     if not package.isidentifier() or iskeyword(package):
         raise MisconfigurationException(f"flower new: {folder.name!r} can't name an app; take letters, as of clinics.")
+    # all names are looked up before anything is written: a wrong one leaves no half-made folder
     configs, own = [], []
     for name in names:
         path = find(name)
         if path is None:
             raise MisconfigurationException(f"flower new: --config {name} is no configuration{nearest(name)}")
+        # a file of the user's exists on this machine alone, and travels with the app
         is_own = Path(name).is_file() or Path(f"{name}.yaml").is_file()
         configs.append(f"configs/{path.name}" if is_own else name)
         own += [path] if is_own else []
@@ -121,27 +128,30 @@ def new(folder: Path, names: list[str]) -> None:
     for path in own:
         (folder / "configs").mkdir(exist_ok=True)
         shutil.copyfile(path, folder / "configs" / path.name)
+    # by custom a project's name has hyphens where the package has underscores
     settings = {"name": package.replace("_", "-"), "publisher": "pfl", "package": package, "configs": " ".join(configs)}
     (folder / "pyproject.toml").write_text(PROJECT.format(**settings))
     (folder / package / "__init__.py").touch()
     for module, whose, app in (("server", "the server", "server_app"), ("site", "a site", "client_app")):
         (folder / package / f"{module}.py").write_text(MODULE.format(whose=whose, app=app))
+    # two sites for the trial in the README: even ids at one, odd ids at the other
     count = num_clients(names)
     halves = [" ".join(map(str, range(first, count, 2))) for first in (0, 1)]
     (folder / "README.md").write_text(README.format(name=folder.name, here=folder.resolve(), clients=halves))
 
 
 def num_clients(names: list[str]) -> int:
-    """How many clients a federation has.
+    """Return the number of clients in a federation.
 
     Args:
-        names: its configurations.
+        names: the federation's configurations, later ones over earlier ones.
     """
+    # by the parser, as a default of the data module's class may give the number
     return int(configured([word for name in names for word in ("--config", name)]).datamodule.num_clients)
 
 
 def main(args: list[str]) -> int:
-    """Runs ``pfl-lightning flower``.
+    """Run ``pfl-lightning flower``.
 
     Args:
         args: the command's arguments.
@@ -150,7 +160,8 @@ def main(args: list[str]) -> int:
         The exit code.
 
     Raises:
-        MisconfigurationException: if the extra isn't installed, or something can't be written or found.
+        MisconfigurationException: if the extra ``flower`` isn't installed, an argument is missing or wrong, or a file
+            can't be written or found.
     """
     usage = "%(prog)s new APP --config NAME | %(prog)s export --client ID FILE"
     parser = Arguments("flower", usage=usage, description=DESCRIPTION)
@@ -166,6 +177,7 @@ def main(args: list[str]) -> int:
         export(given.state_dir, given.client, given.path)
         print(f"{given.path} written")
         return 0
+    # before the folder is written: without Flower the app could be neither tried nor run
     if find_spec("flwr") is None:
         raise MisconfigurationException(
             "flower new: Flower isn't installed; pip install 'pfl-lightning[flower]', with Python 3.11 or newer."

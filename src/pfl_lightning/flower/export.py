@@ -1,4 +1,4 @@
-"""A client's model at its site, as a checkpoint that is loaded without a federation."""
+"""Save a client's model at a site as a checkpoint, loadable without a federation."""
 
 import shutil
 from collections.abc import Sequence
@@ -18,30 +18,30 @@ MODEL = "model.ckpt"
 
 
 def keep_model(states: StateVersions, job: Job, architectures: Sequence[ClientModule], architecture: int) -> None:
-    """Writes the model that a client has received, in the place of the one that it had before.
+    """Save a client's model as received from the server, replacing the client's earlier checkpoint.
 
     Args:
-        states: where the site keeps what is its clients'.
-        job: the client's work: what stays with it, and what it is sent.
-        architectures: the client modules, one a network.
-        architecture: which of them the client has; it becomes the client, as where a checkpoint is loaded.
+        states: the site's folder of client states.
+        job: the client's work, with the payload and the personal parameters.
+        architectures: the client modules, one per network.
+        architecture: index of the client's module in ``architectures``; the module is left in the client's state.
 
     Raises:
-        OSError: if it can't be written; the earlier one stays.
+        OSError: if the file can't be written; the earlier checkpoint stays.
     """
     hparams = dict(architectures[0].hparams)
     if isinstance(nets := hparams.get("net"), list):
-        # the client's alone, so that whoever loads it gets that one
+        # the client's net alone: a loaded checkpoint would else take the first net of the list
         hparams |= {"net": [nets[architecture]], "assign_nets": "turn"}
     personal, module = job.state.personal, architectures[architecture]
-    # once more, as it may have been trained on for an evaluation
+    # received again, as an evaluation may have trained the module further
     with torch.no_grad():
         module.receive(personal, job.payload, data=None)
     checkpoint = {
         "pytorch-lightning_version": lightning.__version__,
         "state_dict": whole_model(module),
         "hyper_parameters": hparams,
-        # with the payload, out of which a method may make what is in no state_dict
+        # with the payload: some methods build from it what no state_dict has
         "federation": {
             "round": job.round,
             "clients": {job.client: {"personal": personal}},
@@ -55,17 +55,17 @@ def keep_model(states: StateVersions, job: Job, architectures: Sequence[ClientMo
 
 
 def export(state_dir: Path | str, client: int, path: Path | str) -> None:
-    """Writes a client's model, as it was received last, to a checkpoint of its own.
+    """Copy a client's latest model from a site's folder to a checkpoint.
 
-    ``FedPer.load_from_checkpoint(path, client=3)`` loads client 3's, as it does from a checkpoint of a federation.
+    ``FedPer.load_from_checkpoint(path, client=3)`` loads client 3's model, as from a checkpoint of a federation.
 
     Args:
-        state_dir: where the site keeps what is its clients'.
+        state_dir: the site's folder of client states.
         client: the client's id in the federation.
-        path: the checkpoint; an earlier one is replaced.
+        path: path of the checkpoint; an existing file is replaced.
 
     Raises:
-        MisconfigurationException: if the site has no model of the client, or a damaged one.
+        MisconfigurationException: if the site has no model of the client, or the model's file is damaged.
     """
     source = Path(state_dir) / str(client) / MODEL
     if not source.is_file():

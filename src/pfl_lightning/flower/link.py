@@ -1,4 +1,4 @@
-"""The sites as the server knows them: which node has which client, and what is asked of them."""
+"""The server's connection to sites: find each client's node, send messages about clients, and collect answers."""
 
 import time
 from collections import Counter
@@ -19,25 +19,25 @@ from pfl_lightning.flower.wire import names, pack, unpack
 from pfl_lightning.messages import digest
 
 Answer: TypeAlias = tuple[int, RecordDict]
-"""A client's id, and the content of its site's message, which may hold those of others too."""
+"""A client's id, and the content of the site's message, which may hold answers about the site's other clients too."""
 
 VERSION = version("pfl-lightning")
 MOST_SAMPLES = 1 << 31
-"""Samples that a client has in a split at most."""
+"""Largest number of samples of a client in one split."""
 SIZES = {"train": 0, "val": 0, "test": 0}
 HELLO = {"version": "", "initial": "", "clients": {0: SIZES}}
-"""What a site says of itself: its version, a fingerprint of the initial model, and its clients' numbers of samples."""
+"""Template of a site's greeting: version, fingerprint of the initial model, and sample counts by client and split."""
 GONE = (3, 4, 5)
-"""Flower's codes for a message, a reply or a node that is not there now."""
+"""Flower's error codes for a message, a reply or a node that is unavailable at the moment."""
 
 
 @dataclass
 class Sent:
-    """A message on its way.
+    """A sent message without a reply yet.
 
     Args:
-        node: whom it is for.
-        clients: about whom; none for a greeting.
+        node: id of the receiving node.
+        clients: ids of the clients in the message; empty for a greeting.
     """
 
     node: int
@@ -45,19 +45,20 @@ class Sent:
 
 
 class Link:
-    """The sites, as the server knows them.
+    """Knows the node of each client, and exchanges messages with nodes.
 
-    A node says which clients it has, and is believed if the server's list of keys agrees, or if nobody else has them.
-    A client whose node is gone is asked again where it turns up: at the same node, or at another one by the same key.
+    A node claims clients in a greeting. The claim counts if the server's list of keys agrees or, without a list, if no
+    node with another key has claimed the same clients. A client of a lost node is asked again at the same node, or at
+    a new node with the same key.
 
     Args:
-        grid: Flower's.
-        clients: how many there are.
-        initial: fingerprint of the initial model, which a site must share.
-        keys: which clients a node may have, by its public key, and how many samples each of them may claim in a split;
-            None lets every registered node have any that no other key has had, with up to `MOST_SAMPLES`.
-        timeout: seconds that a phase of a round waits for its sites.
-        poll: seconds between two looks.
+        grid: Flower's grid of nodes.
+        clients: number of clients in the federation.
+        initial: fingerprint of the initial model, equal at all sites.
+        keys: for each node's public key the permitted client ids, with the largest number of samples of each client in
+            a split; None permits any client without an earlier claim by another key, with up to `MOST_SAMPLES`.
+        timeout: seconds for which a phase of a round waits for sites.
+        poll: seconds between two looks for replies.
     """
 
     def __init__(
@@ -72,23 +73,24 @@ class Link:
         self.grid, self.clients, self.initial, self.keys = grid, clients, initial, keys
         self.timeout, self.poll = timeout, poll
         self.sizes: dict[int, dict[str, int]] = {}
-        """Numbers of samples by client and split, as they were told first."""
+        """Numbers of samples by client and split, fixed by the first greeting."""
         self.times_asked: Counter[int] = Counter()
-        """Messages of the last phase by client: a site that comes back is asked again."""
+        """Messages of the last phase by client, more than one where a lost site has come back."""
         self._node_of: dict[int, int] = {}
         self._key_of: dict[int, str] = {}
         self._greeted: set[int] = set()
         self._sent: dict[str, Sent] = {}
 
     def wait(self, seconds: float) -> None:
-        """Waits until every client has a site.
+        """Wait until every client has a site.
 
         Args:
-            seconds: how long.
+            seconds: the longest wait.
 
         Raises:
-            MisconfigurationException: if some have none then.
+            MisconfigurationException: if a client has no site by the end.
         """
+        # a monotonic clock, as the machine's own clock can be set while the server waits
         end = time.monotonic() + seconds
         while len(self._node_of) < self.clients and time.monotonic() < end:
             self._greet(self._nodes())
@@ -101,25 +103,28 @@ class Link:
             )
 
     def ask(self, kind: str, group: str, jobs: Mapping[int, Any], payloads: Mapping[int, Any]) -> Iterator[Answer]:
-        """Each client's answer; none of a client whose site doesn't answer in time.
+        """Send each client's job to the client's site, and yield answers until all are in or time is out.
 
         Args:
             kind: Flower's type of the messages.
-            group: what they are about, for Flower's log.
-            jobs: what is told to each client's site, by client.
-            payloads: what each client is sent.
+            group: a name of the messages for Flower's log, such as the round's number.
+            jobs: the settings of each client's work, by client.
+            payloads: the server's payload for each client, by client.
         """
         open_ = set(jobs)
         self.times_asked.clear()
         end = time.monotonic() + self.timeout
         while open_ and time.monotonic() < end:
+            # at each look, so that a site can come back, or turn up as a new node, in the middle of a phase
             alive = self._nodes()
             self._greet(alive)
+            # nobody is asked twice at once: training twice would cost the site a second round
             on_the_way = {client for sent in self._sent.values() for client in sent.clients}
             batches: dict[int, list[int]] = {}
             for client in sorted(open_ - on_the_way):
                 if self._node_of.get(client) in alive:
                     batches.setdefault(self._node_of[client], []).append(client)
+            # one message per node: equal tensors of several clients' payloads travel once in a message
             for node, clients in batches.items():
                 records = {"jobs": {client: jobs[client] for client in clients}}
                 records |= {f"{client}/payload": payloads[client] for client in clients}
@@ -129,24 +134,26 @@ class Link:
             for sent, reply in self._replies():
                 heard = True
                 for client in set(sent.clients) & open_:
+                    # without a reply the client stays open, and is asked again
                     if reply is not None:
                         open_.discard(client)
                         yield client, reply
             if open_ and not heard:
                 time.sleep(self.poll)
-        # an answer that comes later is nobody's
+        # an answer after the time-out is of an old phase, and must not pass for one of the next
         self._sent = {message: sent for message, sent in self._sent.items() if not sent.clients}
 
     def node(self, client: int) -> int:
-        """The node that a client was at last, which has been heard of."""
+        """Return the id of a client's last known node; a KeyError means that no node has claimed the client."""
         return self._node_of[client]
 
     def _nodes(self) -> dict[int, str]:
-        """Nodes that are there, with their public keys."""
+        """Return the public keys of all connected nodes, by node id."""
         return {node.node_id: node.public_key.decode() for node in self.grid.get_nodes()}
 
     def _greet(self, alive: Mapping[int, str]) -> None:
-        """Asks nodes that are new who they have; one that was gone is new again."""
+        """Ask new nodes for their clients; a node that was gone counts as new."""
+        # a node can have restarted with other settings in between
         self._greeted &= alive.keys()
         for node in alive.keys() - self._greeted:
             self._greeted.add(node)
@@ -156,16 +163,18 @@ class Link:
     def _push(self, sent: Sent, content: RecordDict, kind: str, group: str) -> None:
         message = Message(content, dst_node_id=sent.node, message_type=kind, group_id=group, ttl=self.timeout)
         for name in self.grid.push_messages([message]):
+            # Flower gives None for a message to a node that has just left; a job then goes out again at the next look
             if name is not None:
                 self._sent[name] = sent
 
     def _replies(self) -> Iterator[tuple[Sent, RecordDict | None]]:
-        """What has come in, with what it answers; None where Flower says that it can't come."""
+        """Yield sent messages with the contents of replies, None for a reply that Flower has given up."""
         if not self._sent:
             return
         for reply in self.grid.pull_messages(list(self._sent)):
             sent = self._sent.pop(reply.metadata.reply_to_message_id)
             if reply.has_error():
+                # greeted again when it is back, as it may have other clients then
                 if reply.error.code in GONE:
                     self._greeted.discard(sent.node)
                 yield from self._failed(sent, reply.error.code, reply.error.reason or "")
@@ -177,16 +186,18 @@ class Link:
     def _failed(self, sent: Sent, code: int, reason: str) -> Iterator[tuple[Sent, RecordDict | None]]:
         about = f" with clients {', '.join(map(str, sent.clients))}" if sent.clients else ""
         rank_zero_warn(f"node {sent.node}{about}: Flower's error {code}: {plain(reason, 300)}")
-        # what an app can't do now it can't do in a moment either
+        # an app that failed would fail again, so that only a lost message or node is worth a second try
         yield sent, None if code in GONE or not sent.clients else failure("its site's app failed")
 
     def _heard(self, node: int, content: RecordDict) -> None:
-        """Takes a node's word for who is there, as far as it may be taken."""
+        """Check a node's greeting, and record the node's clients; warn of a wrong greeting, and record no client."""
         try:
             check_failure(content)
+            # a greeting has no tensors, so that not one byte of tensors is read from an unknown node
             hello = unpack(content, "hello", HELLO, self.clients, limit=0)
             if hello["version"] != VERSION:
                 raise Refused(f"it has pfl-lightning {shown(hello['version'])} and the server {VERSION}.")
+            # personal parameters never travel, and would differ from the start
             if hello["initial"] != self.initial:
                 raise Refused("its initial model is another than the server's; give both the same versions of torch.")
             key = self._nodes().get(node, "")
@@ -200,12 +211,17 @@ class Link:
         rank_zero_info(f"node {node} has clients {', '.join(map(str, sorted(hello['clients'])))}.")
 
     def _check_claim(self, node: int, key: str, client: int, sizes: dict[str, int]) -> None:
-        """Refuses a client at a node that isn't its own, or with other data than it had."""
+        """Refuse a node's claim of a client with another holder, or with other numbers of samples than before.
+
+        Raises:
+            Refused: with the reason.
+        """
         own = dict.fromkeys(range(self.clients), MOST_SAMPLES) if self.keys is None else self.keys.get(key, {})
         if client not in own:
             raise Refused(f"it says that it has client {client}, which the server's list gives to another key.")
         holder = self._node_of.get(client)
         if holder not in (None, node):
+            # a site that starts anew gets another node id, and keeps the key
             if key != self._key_of[client]:
                 raise Refused(f"it says that it has client {client}, which a node with another key has.")
             if holder in self._nodes():
@@ -214,33 +230,34 @@ class Link:
             if not 0 <= size <= own[client]:
                 limit = f"0 to {own[client]}" + ("" if self.keys is None else ", as the server's list says")
                 raise Refused(f"it claims {shown(size)} {split} samples of client {client}, which may have {limit}.")
+        # a client's weight in the average is by samples, and must not grow in the middle of a run
         if self.sizes.get(client, sizes) != sizes:
             raise Refused(f"client {client} has other numbers of samples than it had at first.")
 
 
 def initial_of(modules: Sequence[ClientModule]) -> str:
-    """Fingerprint of the models that all begin with, which sites and server compare.
+    """Return a fingerprint of the initial models, equal at the server and at sites with the same models.
 
     Args:
-        modules: the client modules, one a network, as made.
+        modules: the client modules, one per architecture, with initial weights.
     """
     return digest([module.state_dict() for module in modules])
 
 
 def failure(reason: str) -> RecordDict:
-    """A message's content in the place of answers that can't be given.
+    """Return the content of a message with a reason in the place of answers.
 
     Args:
-        reason: a sentence.
+        reason: one sentence.
     """
     return pack({"failure": {"reason": reason}})
 
 
 def check_failure(content: RecordDict) -> None:
-    """Looks whether a site has given a reason in the place of its answers.
+    """Refuse a site's message with a reason in the place of answers.
 
     Raises:
-        Refused: with the reason, if so.
+        Refused: with the site's reason.
     """
     if names(content) == ["failure"]:
         raise Refused(plain(unpack(content, "failure", {"reason": ""}, limit=0)["reason"]))

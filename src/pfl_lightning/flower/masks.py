@@ -1,14 +1,15 @@
-"""Masks for vectors of whole numbers, which cancel in the sum, and shares of secrets for removing masks.
+"""Mask vectors of integers so that masks cancel in the sum, and share secrets for removing the other masks.
 
-Each pair of clients agrees on a mask, which one adds and the other subtracts, and each client adds a mask of its own.
-When the vectors are there, those who are still there reveal shares of the own masks of all who sent a vector, and of
-the keys of those who didn't, whose pairwise masks would stay in the sum else; never both of one client. So a vector
-that comes late stays hidden. Source: Bonawitz et al., 2017 (https://doi.org/10.1145/3133956.3133982), against a server
-that follows the protocol, with all pairs of clients.
+Each pair of clients agrees on a pairwise mask: one client adds the mask, the other subtracts it. Each client also adds
+an own mask, made from a seed. Once vectors have arrived, the remaining clients reveal shares of two kinds of secrets:
+the seed of each client with a vector, and the masking key of each client without, whose pairwise masks would otherwise
+stay in the sum. Nobody reveals both for one client, so that a late vector stays hidden. The protocol protects against a
+server that follows it and is curious. Source: Bonawitz et al., 2017 (https://doi.org/10.1145/3133956.3133982), with
+masks between all pairs of clients.
 
-Keys are of X25519, expanded by HKDF with SHA-256; masks are streams of AES-256 in counter mode; shares are sealed by
-AES-256-GCM, and shared by Shamir's scheme in GF(2^128). Flower's own helpers aren't used: `pseudo_rand_gen` seeds
-NumPy's Mersenne Twister with 32 bits, which can be searched through, and never draws the ring's last number.
+Keys are X25519 keys, expanded by HKDF with SHA-256; masks are streams of AES-256 in counter mode; shares are made by
+Shamir's scheme in GF(2^128) and sealed by AES-256-GCM. Flower's own helpers aren't used: `pseudo_rand_gen` seeds
+NumPy's Mersenne Twister with 32 bits, few enough to try all, and never draws the ring's last number.
 """
 
 import hashlib
@@ -36,14 +37,14 @@ if TYPE_CHECKING:
     from flwr.app import RecordDict
 
 SECRET, BLOCK, NONCE = 32, 16, 12
-"""Bytes of a key, a seed and a hash; of what Shamir's scheme shares at a time; and of a nonce."""
+"""Bytes of a key, a seed or a hash; of a block in Shamir's scheme; and of a nonce."""
 UNSIGNED: dict[torch.dtype, Any] = {torch.int32: np.dtype("<u4"), torch.int64: np.dtype("<u8")}
-"""Types in which rings are computed, where overflow is defined, by the types of vectors."""
+"""Unsigned types for computing in rings, with defined overflow, by the type of vector."""
 
 Numbers: TypeAlias = Any
-"""NumPy's array of unsigned integers, one of a ring's numbers each."""
+"""NumPy array of unsigned integers, numbers of a ring."""
 Keys: TypeAlias = Mapping[int, bytes]
-"""Two public keys of each client, of sealing and of masks, by id."""
+"""Public keys of clients by id: the key for sealing, then the key for masks."""
 
 
 def new_secret() -> bytes:
@@ -64,11 +65,12 @@ def commitment(seed: bytes) -> bytes:
 def session(round: int, keys: Keys) -> bytes:
     """Return a hash of a round and all keys of the round.
 
-    A client derives other masks where the server showed other keys to it, and the sum is none then.
+    Masks depend on this hash: if a server shows different keys to different clients, masks don't cancel and the sum
+    is random.
 
     Args:
-        round: the round's number.
-        keys: of all clients that take part.
+        round: number of the round, from 0.
+        keys: public keys of all clients of the round.
     """
     hashed = hashlib.sha256(f"pfl_lightning round {round}".encode())
     for client in sorted(keys):
@@ -85,7 +87,7 @@ def agreed(secret: bytes, other: bytes, purpose: str, context: bytes) -> bytes:
     """Return the key of a pair of clients, from one client's secret key and the other client's public key.
 
     Raises:
-        Refused: The public key is none.
+        Refused: if the other client's public key is invalid.
     """
     try:
         shared = X25519PrivateKey.from_private_bytes(secret).exchange(X25519PublicKey.from_public_bytes(other))
@@ -98,6 +100,7 @@ def stream(key: bytes, length: int, dtype: torch.dtype) -> Numbers:
     """Return pseudorandom numbers of the ring from a key ``[length]``."""
     # a key is for one purpose and one session, so that a fixed counter never repeats under a key
     kind = UNSIGNED[dtype]
+    # the encryption of zeros is the bare stream
     encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(BLOCK))).encryptor()
     return np.frombuffer(encryptor.update(bytes(length * kind.itemsize)), dtype=kind)
 
@@ -108,10 +111,10 @@ def pairwise(secret: bytes, own: int, others: Iterable[int], keys: Keys, context
     Args:
         secret: the client's secret key for masks.
         own: the client's id.
-        others: ids of the others.
-        keys: public keys of all.
-        context: of `session`.
-        like: a vector, whose length and ring masks have.
+        others: ids of the other clients.
+        keys: public keys of all clients.
+        context: hash from `session`.
+        like: a vector ``[length]`` with the length and type for masks.
     """
     total = np.zeros(len(like), dtype=UNSIGNED[like.dtype])
     for other in others:
@@ -137,9 +140,9 @@ def shares_of(secret: bytes, threshold: int, clients: int) -> list[bytes]:
     """Return shares of a secret, one a client; as many as the threshold recover the secret, and fewer tell nothing.
 
     Args:
-        secret: of a multiple of 16 bytes.
-        threshold: how many are needed, at least 2.
-        clients: how many there are.
+        secret: bytes; the length is a multiple of 16.
+        threshold: number of shares for recovering the secret, at least 2.
+        clients: number of shares.
     """
     blocks = [secret[start : start + BLOCK] for start in range(0, len(secret), BLOCK)]
     splits = [Shamir.split(threshold, clients, block, ssss=False) for block in blocks]
@@ -150,8 +153,8 @@ def recovered(shares: Mapping[int, bytes], threshold: int) -> bytes:
     """Return the secret of some shares.
 
     Args:
-        shares: by the holder's position, from 1; at least as many as the threshold.
-        threshold: how many are needed.
+        shares: shares by the holder's position, from 1; at least as many as the threshold.
+        threshold: number of shares for recovering the secret.
     """
     # interpolation wants exactly as many points as the polynomial has coefficients
     chosen = sorted(shares.items())[:threshold]
@@ -169,9 +172,9 @@ class Party:
     `reveal` shares, after which nothing of the round is left.
 
     Args:
-        client: its id.
-        memory: of the node, which Flower keeps while the SuperNode runs.
-        settings: of the sum, as the site's own configuration has them.
+        client: the client's id.
+        memory: the node's memory, kept by Flower while the SuperNode runs.
+        settings: settings of the sum in the site's own configuration.
     """
 
     def __init__(self, client: int, memory: "RecordDict", settings: SecureSum) -> None:
@@ -189,10 +192,11 @@ class Party:
 
         Args:
             round: the round's number.
-            keys: public keys of all clients that take part, by id.
+            keys: public keys of all clients of the round, by id.
 
         Raises:
-            Refused: if it isn't the time for it, or keys are too few or not this client's.
+            Refused: if the round is at another step, keys are fewer than two or not all different, or this client's
+                key is missing.
         """
         state = self._at(round, "offered")
         own = public(state["sealing"]) + public(state["masking"])
@@ -220,10 +224,10 @@ class Party:
         Args:
             round: the round's number.
             vector: int32 or int64 ``[length]``.
-            clients: ids of those who have shared their secrets, of whom masks are.
+            clients: ids of the clients with shared secrets; masks are agreed with each.
 
         Raises:
-            Refused: if it isn't the time for it, or there are too few of these.
+            Refused: if the round is at another step, or these clients are too few.
         """
         state = self._at(round, "shared")
         keys = dict(zip(state["clients"], state["keys"], strict=True))
@@ -238,15 +242,15 @@ class Party:
     def reveal(self, round: int, sealed: Mapping[int, bytes], sent: Collection[int]) -> dict[int, bytes]:
         """Return a share of each sender's seed and of each dropped client's masking key.
 
-        Never both of one client: together they would take the masks off its vector alone.
+        Both secrets of one client would remove all masks from the client's vector, so that no client reveals both.
 
         Args:
             round: the round's number.
-            sealed: the shares that others have sealed for this client.
-            sent: ids of clients that have sent a vector.
+            sealed: shares sealed for this client, by the id of the sender.
+            sent: ids of the clients with a vector at the server.
 
         Raises:
-            Refused: if it isn't the time for it, too few have sent one, or a share isn't the client's own.
+            Refused: if the round is at another step, vectors are too few, or a share can't be opened.
         """
         state = self._at(round, "hidden")
         hidden = set(state["hidden"])
@@ -301,16 +305,16 @@ def unmasked(
     """Return the sum of vectors, from masked vectors and shares of secrets ``[length]``.
 
     Args:
-        hidden: masked vectors, by client.
-        shares: the shares that clients have revealed, by the client that did and by whom they are of.
-        keys: public keys of all who took part.
-        commitments: of their seeds.
-        clients: ids of those who have shared their secrets, of whom masks are.
-        threshold: shares that are needed of each secret.
+        hidden: masked vectors ``[length]`` by client.
+        shares: revealed shares, by the revealing client and by the client of the secret.
+        keys: public keys of all clients of the round.
+        commitments: hashes of the clients' seeds.
+        clients: ids of the clients with shared secrets; masks are between these.
+        threshold: number of shares for recovering a secret.
         round: the round's number.
 
     Raises:
-        Refused: if there are too few shares, or they don't give back the secrets.
+        Refused: if shares are too few, or don't recover a secret.
     """
     position = {client: index + 1 for index, client in enumerate(sorted(keys))}
     first, context = next(iter(hidden.values())), session(round, keys)
@@ -325,7 +329,7 @@ def unmasked(
             mask = stream(expanded(secret, "own mask", context), len(first), first.dtype)
         else:
             right = hmac.compare_digest(public(secret), keys[client][SECRET:])
-            # of the client's part, which isn't there, the other ends of its pairs have the opposite
+            # the dropped client's own masks never arrived: the sum has the negative masks of the other clients in pairs
             mask = -pairwise(secret, client, sorted(hidden), keys, context, first)
         if not right:
             raise Refused(f"the shares of client {client} don't give its secret back: a client has sent a wrong one.")

@@ -1,4 +1,4 @@
-"""Which metrics a site may tell: those that the task and the method have, as numbers that they can be."""
+"""Check a site's metrics: names known from the task and the method, values within each metric's range."""
 
 import math
 import warnings
@@ -19,23 +19,23 @@ from pfl_lightning.messages import StateDict
 from pfl_lightning.tasks import NextToken, Segmentation
 
 LARGEST = 1e100
-"""What a number is at most; sums of squares of single precision stay below it, and sums over clients stay finite."""
+"""Largest size of a number: above sums of squares in single precision, and small enough for sums over clients."""
 COUNTED = 1 << 48
-"""What an integer of a pooled metric's state is at most: 2^31 samples, of 2^17 positions each."""
+"""Largest integer in the state of a pooled metric: 2^31 samples with 2^17 positions each."""
 TOLERANCE = 1e-6
-"""How far rounding may take a metric out of its range."""
+"""Largest distance of a value from the metric's range, for rounding."""
 NAMED = 3
-"""Metrics that a sentence about others is told of."""
+"""Number of metrics named in a warning; further ones are counted."""
 
 Range = tuple[float, float]
 ANY: Range = (-LARGEST, LARGEST)
 
 
 class Measured:
-    """The metrics that clients of a method should have.
+    """Names, ranges and states of the metrics of a method's clients.
 
     Args:
-        module: the client module, whose ``configure_metrics``, task and `ClientModule.logs` say which.
+        module: the client module, with the metrics in ``configure_metrics``, the task and `ClientModule.logs`.
     """
 
     def __init__(self, module: ClientModule) -> None:
@@ -45,12 +45,14 @@ class Measured:
             str(name): state_of(metric) for name, metric in self.metrics.items() if str(name).endswith(POOLED)
         }
         self.ranges = self._ranges() | {"loss": ANY}
-        """The smallest and the largest value of each metric of an evaluation, by name, in the order of the record."""
+        """Smallest and largest value of each metric of an evaluation, by name, in the order of the record."""
 
     @torch.no_grad()
     def _ranges(self) -> dict[str, Range]:
-        """By what metrics say of a few outputs: only so it is known what a metric with several values calls them."""
+        """Return the range of each metric by name, found by computing the metrics of a few made-up outputs."""
+        # a metric with several values, such as one per class, names the values only when computed
         task = self.module.task
+        # the smallest inputs of each kind: two tokens, or one channel of 2 x 2 pixels
         shape = (2,) if isinstance(task, NextToken) else (1, 2, 2)
         target = Sketch(task, shape).parts([0], "val")[0].y[:2]
         sizes = target.shape if isinstance(task, NextToken) else target.shape[:1]
@@ -58,12 +60,12 @@ class Measured:
         ranges: dict[str, Range] = {}
         try:
             with warnings.catch_warnings():
-                # that two samples have not all classes
+                # torchmetrics warns of classes without samples, and two samples can't have all classes
                 warnings.simplefilter("ignore")
                 self.metrics.update(torch.zeros(*sizes, task.outputs, *places), target)
                 for name in computed(self.metrics):
                     ranges[name] = self._range_of(name)
-        # a task of a user's own may have targets of any kind
+        # a user's own task may have other targets than the sketch; the record then lacks metrics with several values
         except Exception:
             ranges = {str(name): range_of(metric) for name, metric in self.metrics.items()}
         self.metrics.reset()
@@ -72,41 +74,44 @@ class Measured:
     def _range_of(self, name: str) -> Range:
         for key, metric in self.metrics.items(copy_state=False):
             inner = metric.metric if isinstance(metric, ClasswiseWrapper) else metric
+            # a wrapper has no range; the wrapped metric has one for all classes
             if name == key or (inner is not metric and name in metric.compute()):
                 return range_of(inner)
         return ANY
 
     def trained(self, found: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
-        """Means of a client's training that may stand in the record, NaN in the place of impossible ones.
+        """Return the acceptable means of a client's training for the record, NaN for impossible values.
 
         Args:
-            found: what its site told, numbers by name.
+            found: the site's numbers, by name.
 
         Returns:
-            The means, and what is wrong with others.
+            The means, and descriptions of refused numbers.
         """
         known = type(self.module).logs | (self.module.requested & self.module.tells)
         wrong = unknown(found, known, f"that {type(self.module).__name__} doesn't name in its `logs`")
+        # an unknown name could stand for another column of the record, such as the loss
         metrics = {name: bounded(name, value, ANY, wrong) for name, value in found.items() if name in known}
         return {name: math.nan if value is None else value for name, value in metrics.items()}, wrong
 
     def evaluated(
         self, found: Any, splits: Collection[str], where: str
     ) -> tuple[dict[str, dict[str, float]], list[str]]:
-        """Metrics of a client's evaluation that may stand in the record, NaN in the place of impossible ones.
+        """Return the acceptable metrics of a client's evaluation for the record, NaN for impossible values.
 
         Args:
-            found: what its site told.
-            splits: those that were asked for and of which the client has samples.
-            where: the record's name, for the sentence.
+            found: the site's metrics by split, not checked yet.
+            splits: the requested splits with samples of the client.
+            where: the record's name, for error texts.
 
         Returns:
-            Metrics by split, in the order in which they are computed, and what is wrong with others.
+            Metrics by split, in the order of a local evaluation, and descriptions of refused metrics.
 
         Raises:
-            Refused: if it isn't metrics by split, or a metric isn't of its type.
+            Refused: if ``found`` isn't metrics by split, or a metric is neither a float nor a state of the right shape.
         """
         check_type(found, dict, where)
+        # a method that adapts before an evaluation is also measured as received
         adapted = overrides(self.module, "evaluation_phases")
         wanted = [*splits, *(f"{split}_received" for split in splits if adapted)]
         wrong = unknown(found, wanted, "that nobody has asked for")
@@ -123,6 +128,7 @@ class Measured:
         for name, span in self.ranges.items():
             if name not in found:
                 wrong.append(f"{split}/{name}, which is missing")
+            # pooled metrics travel as states; a mean of clients' values would be another number
             if name in self.like:
                 if name in found and self._adds(name, found[name], split, where, wrong):
                     metrics[name] = found[name]
@@ -135,7 +141,7 @@ class Measured:
         return metrics
 
     def _adds(self, name: str, state: StateDict, split: str, where: str, wrong: list[str]) -> bool:
-        """Whether a client's samples can add a state to a metric of all clients' samples."""
+        """Return True for an acceptable state of a pooled metric, with sums and a value within their ranges."""
         check(state, self.like[name], where=f"{where}.{name}")
         if not all(map(is_addend, state.values())):
             wrong.append(f"{split}/{name}, which has sums that can't be")
@@ -145,24 +151,21 @@ class Measured:
 
 
 def is_addend(tensor: Tensor) -> bool:
-    """Whether a tensor can be what samples add to a metric: counts of 0 to `COUNTED`, or sums of up to `LARGEST`."""
+    """Return True for a possible addend to a metric's state: counts from 0 to `COUNTED`, sums up to `LARGEST`."""
     if tensor.is_floating_point():
         return bool((tensor.abs() <= LARGEST).all())
     return bool(((tensor >= 0) & (tensor <= COUNTED)).all())
 
 
 def bounded(name: str, value: float, span: Range, wrong: list[str], or_nan: bool = False) -> float | None:
-    """A value that is in its range.
+    """Return a value within a range; None for a value outside.
 
     Args:
-        name: the metric's.
-        value: its value.
-        span: the range.
-        wrong: gets a few words of one that isn't.
-        or_nan: whether NaN, which says that a metric isn't defined, is in any range.
-
-    Returns:
-        The value; None if it is out of range.
+        name: the metric's name.
+        value: the metric's value.
+        span: smallest and largest value, widened by `TOLERANCE` for rounding.
+        wrong: list of descriptions; a value outside adds one.
+        or_nan: True to accept NaN, the value of an undefined metric.
     """
     low, high = span
     if low - TOLERANCE <= value <= high + TOLERANCE or (or_nan and math.isnan(value)):
@@ -172,24 +175,25 @@ def bounded(name: str, value: float, span: Range, wrong: list[str], or_nan: bool
 
 
 def unknown(found: Iterable[Any], known: Collection[str], why: str) -> list[str]:
-    """A few words of names that aren't known, or none."""
+    """Return one description of all unknown names in a list; an empty list without unknown names."""
     names = [name for name in found if name not in known]
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return [f"{shown(names[0])}{more} {why}"] if names else []
 
 
 def range_of(metric: Metric) -> Range:
-    """The smallest and the largest value of a metric.
+    """Return the smallest and the largest value of a metric.
 
-    torchmetrics' bounds of plots are no ranges: those of a hinge loss end at 1. Of its classification metrics those of
-    which more is better are shares, and agreement beyond chance is from -1 on; other classes say it by
-    ``plot_lower_bound`` and ``plot_upper_bound``.
+    The bounds of plots in torchmetrics are no ranges: a hinge loss has an upper bound of 1. Classification metrics of
+    torchmetrics have shares from 0 to 1 where more is better, and measures of agreement beyond chance go from -1 to 1.
+    A user's own class gives the range by ``plot_lower_bound`` and ``plot_upper_bound``.
 
     Args:
         metric: the metric.
     """
     if isinstance(metric, AGREEMENTS):
         return -1.0, 1.0
+    # the class with the bound decides, as a subclass of a user's own may have set it
     owner = next((kind for kind in type(metric).__mro__ if vars(kind).get("plot_lower_bound") is not None), object)
     shares = owner.__module__.startswith("torchmetrics.classification.") and metric.higher_is_better
     if owner.__module__.startswith("torchmetrics.") and not shares:

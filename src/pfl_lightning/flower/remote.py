@@ -1,4 +1,4 @@
-"""The engine whose clients are at sites: jobs go out as messages, outcomes come back."""
+"""The server's engine in a deployment: send jobs to sites as messages, and check the outcomes that come back."""
 
 import math
 from collections import defaultdict
@@ -37,30 +37,32 @@ from pfl_lightning.flower.wire import unpack
 from pfl_lightning.messages import Message, Restored, StateDict, num_bytes
 
 ANSWER_BYTES = 1 << 20
-"""Bytes of tensors that a client's metrics take at most."""
+"""Largest size of the tensors in a client's metrics, in bytes."""
 TRAINED = {"round": 0, "kept": "", "finite": True, "seconds": 0.0, "metrics": {str: float}}
-"""What a site tells of a client's training, beside its metrics after it."""
+"""Template of a site's answer about a client's training, without the metrics after training."""
 FAR = 10.0
-"""How many times the median norm of a round's updates one is, of which the server warns."""
+"""Factor of the round's median norm above which the server warns of an update."""
 
 Live = Callable[[], Mapping[int, set[str]]]
-"""Gives the names of the states that the server may ask for again, by client."""
+"""Function that returns, by client, the tokens of the states that the server may ask for again."""
 
 
 class Remote(Engine):
-    """Sends each job to the site that has its client, and gives what comes back, one message a site and phase.
+    """Runs clients at sites: sends each job to the client's site, one message per site and phase.
+
+    Answers are not trusted: shapes, types, sizes and numbers are checked, and a client with a wrong answer is left out.
 
     Args:
         modules: the client modules, by architecture.
-        work: how much each client trains, which sites read in the configuration.
+        work: each client's local work. Sites read the same settings from their own copy of the configuration.
         precision: the Trainer's precision plugin.
-        link: the sites.
-        architecture_of: which of the modules a client has.
-        live: the states that sites must keep.
-        max_norm: how far an update may be from the payload at most, as a norm over all of its tensors; None refuses
-            none, and warns of one that is far above the others.
-        compression: what sites compress updates by; None where they send whole weights.
-        summing: how the sum of updates is taken, where the server learns no client's own; None takes each update.
+        link: the connection to the sites.
+        architecture_of: returns the architecture's index in ``modules`` for a client.
+        live: returns the tokens of the states that sites must keep.
+        max_norm: largest Euclidean norm of update minus payload over all floating tensors, above 0; None refuses no
+            update, and warns of an update with a norm above `FAR` times the round's median.
+        compression: the compression of updates; None if sites send whole weights.
+        summing: the secure sum, with which the server learns no single update; None takes each client's update.
     """
 
     may_miss_clients = True
@@ -77,6 +79,7 @@ class Remote(Engine):
         compression: Compression | None = None,
         summing: Summing | None = None,
     ) -> None:
+        # settings read from the first module, such as requested entries, hold for all architectures
         super().__init__(modules[0], work, precision)
         self.modules, self.compression = modules, compression
         self.link, self.architecture_of, self.live, self.max_norm = link, architecture_of, live, max_norm
@@ -84,22 +87,24 @@ class Remote(Engine):
         self.sums = None if summing is None else {}
         self._sketches = Sketches(modules)
         self._measured = Measured(modules[0])
+        # a site with a wrong metric has it every round, so that each kind of warning comes once per node
         self._told: set[int] = set()
         self._told_far: set[int] = set()
         self.begin_round()
 
     def begin_round(self) -> None:
-        """Forgets what earlier rounds took."""
+        """Reset the round's training seconds and evaluation bytes."""
         self._seconds: defaultdict[int, float] = defaultdict(float)
         self._evaluated = 0
 
     @property
     def taken(self) -> dict[str, float]:
-        """What the round has taken, for its record: training seconds of the slowest site, and bytes for evaluations."""
+        """Return the slowest site's training seconds and the evaluations' bytes for the round's record."""
+        # sites train at the same time, so that the slowest one decides how long a round takes
         return {"time/site": max(self._seconds.values(), default=0.0), "bytes/evaluate": self._evaluated}
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
-        """Yields outcomes as sites answer; what isn't as it should be is refused."""
+        """Yield outcomes in the order of sites' answers; a client with a wrong answer gets a refused outcome."""
         asked = {job.client: job for job in jobs}
         if self.summing is not None:
             yield from self._run_summed(asked, self.summing)
@@ -109,19 +114,22 @@ class Remote(Engine):
             try:
                 outcome = self._outcome(asked[client], content)
                 self._count_seconds(outcome)
+                # by architecture, as norms of networks of different sizes can't be compared
                 if self.max_norm is None and outcome.finite:
                     own = norms.setdefault(self.architecture_of(client), {})
                     own[client] = norm_of(outcome.update, asked[client].payload)
                 yield outcome
             except Refused as reason:
                 yield refused(client, reason)
+        # only now, as the median is of the whole round; the updates have been taken by then
         for own in norms.values():
             self._look_for_far(own)
 
     def _run_summed(self, asked: Mapping[int, Job], summing: Summing) -> Iterator[Outcome]:
-        """Yield outcomes with the mean in the place of each update; without enough clients none of a sum.
+        """Yield outcomes with the mean in the place of each update; with too few clients, yield no update.
 
-        Keys come before training: who drops out in the longest phase can then be taken out of the sum.
+        Clients exchange keys before training: the sum then survives a client that drops out during training, the
+        longest phase.
         """
         self.sums = {}
         if not asked:
@@ -133,6 +141,7 @@ class Remote(Engine):
         begun = exchange.begin(sorted(asked))
         jobs = {client: asked[client] for client in exchange.clients} if begun else {}
         if jobs:
+            # a sum has updates of one shape, so that any client's job shows the look of all
             encoding = exchange.encoding(self.look(jobs[min(jobs)]), asked)
             shown = {"sum": ids(jobs), "most": encoding.most or 0, "agreement": encoding.agreement}
             like = {"vector": torch.zeros(encoding.length, dtype=encoding.dtype)}
@@ -140,6 +149,7 @@ class Remote(Engine):
                 try:
                     answer = self._answer(content, client)
                     outcome = self._trained(jobs[client], answer)
+                    # a client whose training diverged sends no vector, and is removed from the sum like a dropped one
                     if outcome.finite:
                         name, limit = f"{client}/masked", num_bytes(like)
                         hidden[client] = unpack(content, name, like, limit=limit)["vector"]
@@ -155,22 +165,26 @@ class Remote(Engine):
             yield from (trained[client]._replace(update=mean) for client, mean in means.items())
         self.sums["time/secure_sum"] = exchange.seconds
         yield from (outcome for outcome in trained.values() if not outcome.finite)
+        # a client with a vector counts in the sum, even if its site refused a later step
         told = {client: reason for client, reason in exchange.refused.items() if client not in hidden}
         yield from (refused(client, reason) for client, reason in told.items())
 
     def _count_seconds(self, outcome: Outcome) -> None:
+        # a site that told impossible seconds has NaN here, which would hide all other times in the sum
         if not math.isnan(outcome.seconds):
             self._seconds[self.link.node(outcome.client)] += outcome.seconds
 
     def _look_for_far(self, norms: Mapping[int, float]) -> None:
-        """Warns, once of each site, of an update that changes far more than others of its architecture.
+        """Warn, once per node, of a client whose update has a norm above `FAR` times the median.
 
         Args:
-            norms: of what each client changes, by client; of fewer than three nobody can say which is far.
+            norms: Euclidean norm of update minus payload, by client, of one architecture.
         """
+        # with one or two norms the median says nothing about which one is far
         middle = median(norms.values()) if len(norms) > 2 else 0.0
         for client, norm in sorted(norms.items()):
             node = self.link.node(client)
+            # written with `not`, as a NaN compares false and should warn
             if middle > 0 and not norm <= FAR * middle and node not in self._told_far:
                 self._told_far.add(node)
                 rank_zero_warn(
@@ -179,11 +193,11 @@ class Remote(Engine):
                 )
 
     def times_asked(self, client: int) -> int:
-        """Return how often a client's site was asked, more than once where the site was gone in between."""
+        """Return the number of messages about a client in the last phase, above 1 after a site's reconnection."""
         return self.link.times_asked[client]
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
-        """Yields metrics as sites answer; clients whose aren't as they should be are left out with a warning."""
+        """Yield clients' metrics in the order of sites' answers; warn of a client with a wrong answer, and skip it."""
         asked = {job.client: job for job in jobs}
         self._evaluated += sum(num_bytes(sent_to(job)) for job in asked.values())
         for client, content in self._ask(MessageType.EVALUATE, asked):
@@ -193,11 +207,11 @@ class Remote(Engine):
                 rank_zero_warn(f"client {client} isn't evaluated: {reason}")
 
     def evaluate(self, job: Job) -> dict[str, dict[str, float]]:
-        """Metrics of one client, at its site."""
+        """Return one client's metrics by split, evaluated at the client's site; empty without an answer."""
         return dict(self.evaluate_all([job])).get(job.client, {})
 
     def become(self, job: Job, training: bool = False) -> ClientData:
-        """Refused: nobody can be a client here.
+        """Refuse to become a client: samples and personal parameters are at the client's site.
 
         Raises:
             MisconfigurationException: always.
@@ -208,31 +222,32 @@ class Remote(Engine):
         )
 
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
-        """Refused, as `become`."""
+        """Refuse to adapt a client here, as in `become`."""
         self.become(job)
 
     def look(self, job: Job) -> Message:
-        """What the update of a job should look like.
+        """Return the template of a job's update: names, types and shapes of all entries.
 
         Raises:
-            MisconfigurationException: if that can't be found out.
+            MisconfigurationException: if the client module can't upload without training.
         """
         return self._sketches.update(self.architecture_of(job.client), job)
 
     def _compressed_look(self, job: Job, like: Message) -> Message:
-        """Return what a job's update looks like as it travels."""
+        """Return the template of a job's update after compression."""
         return cast(Compression, self.compression).look(like, self.modules[self.architecture_of(job.client)])
 
     def _restored(self, job: Job, travelled: Message, like: StateDict) -> Restored:
-        """Return the weights that a site's compressed ones stand for.
+        """Return the weights restored from a site's compressed weights.
 
         Raises:
-            Refused: if they stand for none, or for some that aren't finite.
+            Refused: if the compressed weights are malformed, or the restored weights have a NaN or an infinity.
         """
         try:
             weights = cast(Compression, self.compression).restored(travelled, job.payload["weights"], like)
         except ValueError as error:
             raise Refused(f"update.weights can't be restored: {error}.") from error
+        # what was finite as it travelled can overflow in the sum with the payload
         check_finite(weights, "update.weights")
         return weights
 
@@ -241,7 +256,9 @@ class Remote(Engine):
     ) -> Iterator[tuple[int, RecordDict]]:
         if not asked:
             return
+        # once per phase, as this reads the tokens of all checkpoints
         live = self.live()
+        # names travel as one text with spaces, so that sites check each field by a fixed type
         jobs = {
             client: {
                 "round": job.round,
@@ -262,7 +279,11 @@ class Remote(Engine):
         yield from self.link.ask(kind, str(round), jobs, {client: sent_to(job) for client, job in asked.items()})
 
     def _answer(self, content: RecordDict, client: int) -> dict[str, Any]:
-        """What a client's site tells, as a dict of anything."""
+        """Return a site's answer about a client as a dict, with its entries still unchecked.
+
+        Raises:
+            Refused: if the site gives a reason in the place of an answer.
+        """
         check_failure(content)
         answer: dict[str, Any] = unpack(content, f"{client}/answer", limit=ANSWER_BYTES)
         check_type(answer, dict, "answer")
@@ -272,14 +293,15 @@ class Remote(Engine):
         return answer
 
     def _metrics(self, job: Job, answer: dict[str, Any]) -> dict[str, dict[str, float]]:
-        """Metrics by split, in the order in which they are computed; NaN in the place of what can't be."""
+        """Return metrics by split in the order of the record, with NaN in the place of impossible numbers."""
+        # a split without samples has no metrics, and a site may not invent some
         held = [split for split in job.evaluate if self.link.sizes[job.client][split]]
         metrics, wrong = self._measured.evaluated(answer.get("after"), held, "after")
         self._tell(job.client, wrong)
         return metrics
 
     def _tell(self, client: int, wrong: list[str]) -> None:
-        """Warns, once of each site, of what is left out of its metrics."""
+        """Warn, once per node, of metrics left out of the record."""
         node = self.link.node(client)
         if wrong and node not in self._told:
             self._told.add(node)
@@ -290,19 +312,24 @@ class Remote(Engine):
             )
 
     def _trained(self, job: Job, answer: dict[str, Any]) -> Outcome:
-        """Return a client's outcome without its update."""
+        """Return a client's outcome with an empty update.
+
+        Raises:
+            Refused: if the answer isn't like `TRAINED`, or is about another round.
+        """
         client = job.client
         after = self._metrics(job, answer)
         check({name: value for name, value in answer.items() if name != "after"}, TRAINED, where="answer")
         if answer["round"] != job.round:
             raise Refused(f"it is the answer of round {shown(answer['round'] + 1)}.")
+        # the token goes into checkpoints, and back to the site, where it becomes part of a path
         if answer["kept"] and not TOKEN.fullmatch(answer["kept"]):
             raise Refused(f"answer.kept is {shown(answer['kept'])} and should be 16 hexadecimal digits.")
         metrics, wrong = self._measured.trained(answer["metrics"])
-        # whoever is slower than the time-out isn't waited for
+        # an answer later than the time-out is never read, so that more seconds than that can't be true
         seconds = bounded("seconds", answer["seconds"], (0.0, self.link.timeout), wrong)
         self._tell(client, wrong)
-        # of a client with whom nothing stays there is nothing to keep
+        # the token is empty if a client has nothing to keep, such as a stateless one under FedAvg
         state = ClientState(kept=answer["kept"] or None)
         taken = math.nan if seconds is None else seconds
         return Outcome(client, {}, state, metrics, answer["finite"], after, taken)
@@ -316,10 +343,12 @@ class Remote(Engine):
             like = self.look(job)
             compressed = self.compression is not None and "weights" in job.payload
             travelling = self._compressed_look(job, like) if compressed else like
+            # entries by class or client can be more than in the template, and an exact limit would refuse sound updates
             limit = 2 * num_bytes(travelling)
             update = unpack(content, f"{client}/update", travelling, self._sketches.keys(self.link.clients), limit)
             if compressed:
                 update["weights"] = self._restored(job, update["weights"], like["weights"])
+            # with noise, class counts no longer add up to the number of samples
             private = self.work.example_privacy
             check_counts(update, samples, private is not None and private.counts_epsilon is not None)
             if self.max_norm is not None:
@@ -328,15 +357,15 @@ class Remote(Engine):
 
 
 def sent_to(job: Job) -> Message:
-    """The part of a job's payload that travels; all of it where the site keeps no state that could have the rest."""
+    """Return the part of a job's payload that travels: all entries, unless the site keeps a state with the rest."""
     return job.travelling if job.state.kept else job.payload
 
 
 def refused(client: int, reason: Refused) -> Outcome:
-    """The outcome of a client of whom nothing can be used.
+    """Return the outcome of a refused client, without an update.
 
     Args:
-        client: its id.
-        reason: why.
+        client: the client's id.
+        reason: the reason for the record.
     """
     return Outcome(client, {}, ClientState(), {}, True, {}, 0.0, str(reason).removesuffix(".") or "it gave no reason")

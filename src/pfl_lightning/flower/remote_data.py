@@ -1,4 +1,4 @@
-"""A server's data module: how many samples clients have, who are at their sites, and what the server holds itself."""
+"""Data module of a server with clients at sites: numbers of clients' samples, and samples of the server's own."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, cast
@@ -12,7 +12,7 @@ from pfl_lightning.data.division import Division
 
 
 class AtSites:
-    """What becomes of a data module whose clients are at sites; a class of its own kind is made with it."""
+    """Base class for turning a data module into a server's; `remote_data` makes a class of both."""
 
     at_sites = True
     num_clients: int
@@ -24,16 +24,17 @@ class AtSites:
     _sizes: Mapping[int, Mapping[str, int]]
 
     def prepare_data(self) -> None:
-        """Fetches what the server needs for samples of its own, and nothing without."""
+        """Download data for samples of the server's own; without such samples, download nothing."""
         if self._holds_some:
             super().prepare_data()  # type: ignore[misc]
 
     def setup(self, stage: str | None = None) -> None:
-        """Load what the server needs for samples of its own, and nothing without.
+        """Load data for samples of the server's own; without such samples, load nothing.
 
         Raises:
-            MisconfigurationException: The samples depend on rows of all clients, which are at their sites.
+            MisconfigurationException: if the samples depend on rows of all clients, which are at sites.
         """
+        # `setup` divides what it loads, and may count other clients than the sites have
         clients = self.num_clients
         if self._holds_some:
             super().setup(stage)  # type: ignore[misc]
@@ -46,49 +47,51 @@ class AtSites:
         return self.public is not None or self.central_test is not None or self.server_fraction > 0
 
     def server_samples(self) -> Samples | None:
-        """Those that the server holds, if it does."""
+        """Return the server's own samples; None without."""
+        # without a pool nothing has been loaded, and the base class would look into it
         return super().server_samples() if self._pool is not None else None  # type: ignore[misc]
 
     def central_data(self) -> Samples | None:
-        """Those that the server's model is tested on, if there are some."""
+        """Return the central test samples; None without."""
         return super().central_data() if self._pool is not None else None  # type: ignore[misc]
 
     def client(self, client: int) -> ClientData:
-        """A client, whose samples nobody can look at here."""
+        """Return a client's data with the numbers of samples; reading the samples is refused."""
         return ClientData(cast(FederatedDataModule, self), client)
 
     def size(self, client: int, split: Split) -> int:
-        """Number of samples in one split of one client, as its site has told."""
+        """Return the number of samples in a split of a client, as reported by the client's site."""
         return self._sizes[client][split]
 
     @property
     def newcomers(self) -> range:
-        """Nobody."""
+        """Return an empty range, as a server has no newcomers."""
         return range(0)
 
     @property
     def client_names(self) -> list[str]:
-        """None that are known here."""
+        """Return an empty list, as names are known at sites alone."""
         return []
 
     @property
     def division(self) -> Division:
-        """Unknown here."""
+        """Refuse, as the division of samples is known at sites alone."""
         self._unknown()
 
     def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> list[Samples]:
-        """Unknown here."""
+        """Refuse, as samples are known at sites alone."""
         self._unknown()
 
     def strata_of(self, client: int, split: Split) -> Tensor:
-        """Unknown here."""
+        """Refuse, as strata are known at sites alone."""
         self._unknown()
 
     def counts_of(self, client: int, split: Split) -> Tensor:
-        """Unknown here."""
+        """Refuse, as counts are known at sites alone."""
         self._unknown()
 
     def _unknown(self) -> NoReturn:
+        # the user knows the class by the name in the configuration
         name = type(self).__name__.removeprefix("Remote")
         raise MisconfigurationException(
             f"data={name}: clients are at sites that keep their samples, and the server was to look at them; take a "
@@ -97,13 +100,13 @@ class AtSites:
 
 
 def check_drift(data: FederatedDataModule) -> None:
-    """Refuse data whose clients hold other samples from a round on: at sites, they are what they are.
+    """Refuse data with drift, as a simulation changes clients' samples between rounds and a site doesn't.
 
     Args:
-        data: of the server or of a site.
+        data: data module of the server or of a site.
 
     Raises:
-        MisconfigurationException: if they do.
+        MisconfigurationException: if the data drift.
     """
     if data.drifts:
         raise MisconfigurationException(
@@ -113,14 +116,14 @@ def check_drift(data: FederatedDataModule) -> None:
 
 
 def remote_data(data: FederatedDataModule, sizes: Mapping[int, Mapping[str, int]]) -> FederatedDataModule:
-    """A data module like one that is configured, whose clients are at sites.
+    """Return a copy of a data module for a server with clients at sites.
 
     Args:
-        data: as configured, not set up.
-        sizes: numbers of samples by client and split.
+        data: the data module, not set up.
+        sizes: numbers of samples by client and split; may be filled in later.
 
     Raises:
-        MisconfigurationException: if it doesn't say how many clients there are, or has new ones.
+        MisconfigurationException: if the data have no number of clients, or have newcomers or drift.
     """
     if not data.num_clients:
         raise MisconfigurationException("data.num_clients=null: a server can't find out how many; give their number.")
@@ -129,7 +132,8 @@ def remote_data(data: FederatedDataModule, sizes: Mapping[int, Mapping[str, int]
             f"data.new_clients={data.new_clients}: whoever has a site takes part; leave it out."
         )
     check_drift(data)
-    # not by its __init__, in which Lightning makes copies of what it finds in the calling frames
+    # without __init__, where Lightning collects hyperparameters out of the calling frames; a subclass of the module's
+    # class, so that a user's checks of the kind of data still hold
     remote: Any = object.__new__(type(f"Remote{type(data).__name__}", (AtSites, type(data)), {}))
     vars(remote).update(vars(data), _sizes=sizes)
     return cast(FederatedDataModule, remote)

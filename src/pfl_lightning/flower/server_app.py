@@ -1,4 +1,4 @@
-"""The server's side: `FederatedTrainer.fit` as ever, with an engine whose clients are at sites."""
+"""The server's side of a deployment: `FederatedTrainer.fit` with an engine for clients at sites."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,9 +27,10 @@ from pfl_lightning.trainer import FederatedTrainer
 
 
 class States(FederatedCallback):
-    """Knows which of clients' states at sites the server may ask for again: its own, and those of its checkpoints.
+    """Track the client states at sites to keep: the states of this run and of the run's checkpoints.
 
-    Before the first round it also has the engine find out what updates look like, and tells records what rounds take.
+    Before the first round the callback also has the engine work out templates of updates. In each round it adds the
+    engine's measurements, such as bytes and seconds, to the record.
     """
 
     def __init__(self) -> None:
@@ -38,10 +39,12 @@ class States(FederatedCallback):
         self._saved: dict[Path, tuple[int, dict[int, str]]] = {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes note of the federation, and of where checkpoints are."""
+        """Store the federation and the checkpoint folders, and work out a template of each architecture's update."""
         federation = self._federation = cast(Federation, pl_module)
+        # a user's own checkpoint callback may have no folder
         callbacks = cast(list[Any], trainer.checkpoint_callbacks)
         self._folders = {Path(callback.dirpath) for callback in callbacks if getattr(callback, "dirpath", None)}
+        # a method without a template fails here, before any site has worked
         for client in range(min(len(federation.architectures), federation.data.num_clients)):
             self._engine.look(federation.job(client))
 
@@ -50,30 +53,33 @@ class States(FederatedCallback):
         return cast(Remote, cast(Federation, self._federation).engines[0])
 
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
-        """Begins a row of the record."""
+        """Begin the measurements of a round."""
         self._engine.begin_round()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Adds to the row what sites took, before it is recorded."""
+        """Add the engine's measurements of a round to the round's metrics, before loggers write the row."""
         cast(Federation, pl_module).metrics |= self._engine.taken
 
+    # rounds without an evaluation have no validation
     on_train_epoch_end = on_validation_end
 
     def live(self) -> Mapping[int, set[str]]:
-        """Names of the states by client."""
+        """Return the names of all states to keep, by client."""
         names: dict[int, set[str]] = {}
         federation = cast(Federation, self._federation)
         for client, state in federation.clients.items():
             names.setdefault(client, set()).add(state.kept or "")
+        # a run resumed from any of these checkpoints asks sites for the states of that time
         for path in [path for folder in self._folders for path in folder.glob("*.ckpt")]:
             for client, name in self._names_in(path).items():
                 names.setdefault(client, set()).add(name)
         return {client: own - {""} for client, own in names.items()}
 
     def _names_in(self, path: Path) -> dict[int, str]:
-        """Those in a checkpoint, which is read when it is new."""
+        """Return the names of states in a checkpoint, by client; read a file once after each change."""
         written = path.stat().st_mtime_ns
         if self._saved.get(path, (0, {}))[0] != written:
+            # mapped into memory, as only names are read and weights are large
             clients = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["federation"]["clients"]
             self._saved[path] = written, {client: state.get("kept") or "" for client, state in clients.items()}
         return self._saved[path][1]
@@ -92,28 +98,28 @@ def serve(
     max_norm: float | None = None,
     poll: float = 0.2,
 ) -> Federation:
-    """Fits a federation whose clients are at sites.
+    """Train a federation of clients at sites.
 
     Args:
-        grid: Flower's.
-        trainer: says how rounds are made; its engine is that of sites.
+        grid: Flower's connection to the sites.
+        trainer: the settings of rounds; an engine for sites replaces the trainer's own.
         client: the client module.
-        data: as configured, not set up; the server needs the number of clients, the task and the shape of inputs.
-        aggregator: the server side, in the place of the client module's own.
+        data: the data module, not set up; the server needs the number of clients, the task and the shape of inputs.
+        aggregator: the server side; None takes the client module's own.
         ckpt_path: as for `FederatedTrainer.fit`.
-        keys: which clients a node may have, by its public key, and the most samples that each may claim in a split;
-            None lets any registered node have those of nobody else.
-        timeout: seconds that a phase of a round waits for its sites.
-        patience: seconds in which every client must have a site at first.
-        max_norm: how far an update may be from the payload at most, as a norm; None refuses none, and warns of one far
-            above the round's median.
+        keys: for each public key of a node, the allowed client ids and the largest number of samples per split; None
+            lets any registered node have any client without a site.
+        timeout: seconds to wait for sites in each phase of a round, above 0.
+        patience: seconds for all clients to get a site at the start.
+        max_norm: largest Euclidean norm of an update minus the payload, above 0; None refuses none, and warns of an
+            update far above the round's median.
         poll: seconds between two looks for answers.
 
     Returns:
         The federation after its last round.
 
     Raises:
-        MisconfigurationException: if it can't be deployed, or clients have no site.
+        MisconfigurationException: if settings or data can't be deployed, or a client has no site in time.
     """
     refuse_what_acts_here_alone(trainer)
     private = trainer.rounds.example_privacy and trainer.rounds.example_privacy.deployed()
@@ -122,10 +128,11 @@ def serve(
             f"max-norm={max_norm:g} looks at single updates, which trainer.secure_sum hides; leave it out, and set "
             "trainer.secure_sum.range, to which sites hold their own updates."
         )
-    # other networks of a list are made when they are asked for
+    # making the further nets of a list must leave the run's random numbers as they are
     with isolate_rng():
         initial = initial_of(client.architectures())
     link = Link(grid, data.num_clients, initial, keys, timeout, poll)
+    # `wait` fills the sizes in, in the same dict
     data = remote_data(data, link.sizes)
     link.wait(patience)
     states = States()
@@ -139,13 +146,14 @@ def serve(
         return [engine for _ in modules]
 
     trainer.rounds = replace(trainer.rounds, engine=engines, compile=False, example_privacy=private)
+    # before other callbacks, which may read the round's metrics
     trainer.callbacks.insert(0, states)  # type: ignore[attr-defined]
     trainer.fit(client, datamodule=data, aggregator=aggregator, ckpt_path=ckpt_path)
     return cast(Federation, trainer.lightning_module)
 
 
 def summing_of(federation: Federation) -> Summing | None:
-    """Return how a federation's updates are summed; None where the server takes each of them."""
+    """Return the settings for secure sums of updates; None for a server with access to single updates."""
     settings, aggregator = federation.options.secure_sum, federation.aggregator
     if settings is None:
         return None
@@ -155,7 +163,7 @@ def summing_of(federation: Federation) -> Summing | None:
 
 
 def refuse_what_acts_here_alone(trainer: FederatedTrainer) -> None:
-    """Refuses settings that would have to act at sites, and can't."""
+    """Refuse settings without an effect on clients at sites: several devices, and `ChannelsLast`."""
     if trainer.world_size > 1:
         raise MisconfigurationException(
             f"trainer.devices={trainer.world_size}: clients train at their sites; take 1 for the server."

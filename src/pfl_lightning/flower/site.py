@@ -1,4 +1,4 @@
-"""A site: which clients of the federation it has, and what it lets the server have of them."""
+"""A site's clients under their ids in the federation, and the site's limits on updates for the server."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
@@ -14,51 +14,54 @@ from pfl_lightning.messages import Message
 from pfl_lightning.tasks import Task
 
 ALWAYS = frozenset({"weights", "num_samples"})
-"""Entries of updates that every site sends: what FedAvg needs."""
+"""Entries of updates that every site sends, as needed by FedAvg."""
 
 
 class Site:
     """A site's clients under their ids in the federation.
 
-    It is a source of their samples, as a data module is.
+    A site is a source of samples with the methods of a data module, such as `parts` and `size`.
 
     Args:
-        data: the site's data module, set up: with its own clients only, in the order of ``clients``, or with those of
-            the whole federation.
-        clients: their ids.
+        data: the site's data module, set up. The module has either the site's clients alone, in the order of
+            ``clients``, or all clients of the federation.
+        clients: the ids of the site's clients in the federation.
         allow: entries of updates that may be sent beside ``weights`` and ``num_samples``, such as ``class_counts``.
 
     Raises:
-        MisconfigurationException: if the ids aren't those of clients of the data, or the data are the site's own and
-            become inputs in a way that depends on rows of all sites.
+        MisconfigurationException: if the ids don't fit the data's clients, or if the data have the site's clients alone
+            and inputs depend on rows of all sites.
     """
 
     def __init__(self, data: FederatedDataModule, clients: Sequence[int], allow: Iterable[str] = ()) -> None:
         check_drift(data)
         self.data = data
         self.allow = ALWAYS | frozenset(allow)
+        # data with as many clients as there are ids count as the site's own, and ids name the data's clients in turn
         own = range(data.num_clients) if len(clients) == data.num_clients else clients
         if not clients or len(set(clients)) < len(clients) or not set(own) <= set(range(data.num_clients)):
             raise MisconfigurationException(
                 f"clients={' '.join(map(str, clients))!r} don't fit the site's data, which have {data.num_clients} "
                 "clients; name each of these once by its id in the federation, or some of them by their own."
             )
+        # with a part of the rows a site would, say, scale inputs in another way than the other sites
         if len(own) == data.num_clients and (reason := data.needs_all_clients):
             raise MisconfigurationException(reason)
         self._own = dict(zip(clients, own, strict=True))
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], data: FederatedDataModule) -> "Site":
-        """A site as its node is configured.
+        """Return the site of a node's configuration.
 
         Args:
-            settings: Flower's ``node_config``: ``clients`` are ids, such as ``"0 3"``; ``allow``, such as
-                ``"class_counts prototypes"``.
+            settings: Flower's ``node_config``, with ``clients`` as ids from 0, such as ``"0 3"``, and optionally
+                ``allow`` as names of entries, such as ``"class_counts prototypes"``.
             data: the site's data module, set up.
 
         Raises:
-            MisconfigurationException: if there are no such settings.
+            MisconfigurationException: if ``clients`` is missing or isn't a list of ids.
         """
+        # Flower takes one id without quotes for a number
         words = str(settings.get("clients", "")).split()
         if not words or not all(word.isdecimal() for word in words):
             raise MisconfigurationException(
@@ -69,46 +72,47 @@ class Site:
 
     @property
     def clients(self) -> list[int]:
-        """Ids in the federation of the clients that are here."""
+        """Return the ids of the site's clients in the federation."""
         return list(self._own)
 
     @property
     def task(self) -> Task:
-        """What is predicted."""
+        """Return the task of the site's data, such as a classification."""
         return self.data.task
 
     def client(self, client: int) -> ClientData:
-        """A client's data, under its id in the federation.
+        """Return a client's data.
 
         Args:
-            client: its id.
+            client: the client's id in the federation.
 
         Raises:
-            Refused: if it isn't here.
+            Refused: if the client isn't at this site.
         """
+        # refused here, in a sentence for the server, and not when an engine first reads the samples
         self._local(client)
         return ClientData(self, client)
 
     def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> Sequence[Samples]:
-        """One split of each client, as of a data module."""
+        """Return one split of each client, as a data module does."""
         return self.data.parts([self._local(client) for client in clients], split, device)
 
     def size(self, client: int, split: Split) -> int:
-        """Number of samples in one split of one client."""
+        """Return the number of samples in one split of one client."""
         return self.data.size(self._local(client), split)
 
     def sizes(self) -> dict[int, dict[str, int]]:
-        """Numbers of samples, by client and split."""
+        """Return the numbers of samples by client and split."""
         return {client: {split: self.size(client, split) for split in get_args(Split)} for client in self._own}
 
     def check_method(self, module: ClientModule) -> None:
-        """Refuses a method whose updates would have more than this site sends.
+        """Refuse a method with more entries in updates than this site allows.
 
         Args:
-            module: the client module, with what the server has ``requested``.
+            module: the client module, with the server's ``requested`` entries.
 
         Raises:
-            Refused: if they would, or the server asks for what the method doesn't offer.
+            Refused: if an entry isn't allowed, or the server requests an entry unknown to the method.
         """
         name = type(module).__name__
         if unknown := sorted(module.requested - module.offers - module.tells):
@@ -116,15 +120,16 @@ class Site:
         self._check(module.sends | module.requested, name)
 
     def check_update(self, update: Message, method: str) -> None:
-        """Refuses to send an update that has more than this site sends.
+        """Refuse an update with more entries than this site allows.
 
         Args:
-            update: what a client would send.
-            method: name of its client module.
+            update: a client's update, before sending.
+            method: the name of the client module, for the error.
 
         Raises:
-            Refused: if it has.
+            Refused: if an entry isn't allowed.
         """
+        # beside `check_method`, as an upload may add entries that the module hasn't declared
         self._check(update.keys(), method)
 
     def _check(self, entries: Iterable[str], method: str) -> None:

@@ -1,4 +1,4 @@
-"""What an update will look like, found out without a client: by a client module that receives, and trains nothing."""
+"""Work out templates of updates without clients: a client module receives, trains nothing, and uploads."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,19 +18,20 @@ from pfl_lightning.tasks import MultiLabel, NextToken, Segmentation, Task
 
 
 class Sketch:
-    """A source of random samples, as far as can be known without any: of each class, where there are classes, two.
+    """Source of made-up samples for a task: random inputs, and two samples of each class.
 
     Args:
-        task: what is predicted.
-        shape: of an input.
+        task: the task.
+        shape: shape of an input.
     """
 
     def __init__(self, task: Task, shape: tuple[int, ...]) -> None:
         self.task, self.shape = task, shape
 
     def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> list[Samples]:
-        """The same samples for all."""
+        """Return the same samples for each client."""
         n = self.size(0, split)
+        # a generator of its own, since the run's random numbers may not depend on templates
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(n, *self.shape, generator=generator)
         y = torch.arange(n) % self.task.outputs
@@ -43,37 +44,39 @@ class Sketch:
         return [Samples(x.to(device), y.to(device)) for _ in clients]
 
     def size(self, client: int, split: Split) -> int:
-        """How many there are."""
+        """Return the number of samples, two a class."""
+        # a vocabulary may have 100,000 classes, and a template needs few samples
         return 2 * min(self.task.outputs, 1000)
 
 
 class Sketches:
-    """The looks of updates, each found out once.
+    """Templates of updates, each worked out once.
 
     Args:
-        modules: the client modules, by architecture; left as they are.
+        modules: the client modules, by architecture; left unchanged.
     """
 
     def __init__(self, modules: Sequence[ClientModule]) -> None:
         self._modules = modules
         self._known: dict[tuple[int, str], Message] = {}
-        # what stays with a client is at its site; it looks like what it began with
+        # personal parameters are at sites; initial ones have the same shapes
         self._personal = [detached(personal_entries(module, module.state_dict())) for module in modules]
 
     def keys(self, clients: int) -> int:
-        """What integers in updates count: classes or clients, whichever are more."""
+        """Return the number of possible integer keys in updates: the classes or the clients, whichever are more."""
         return max(self._modules[0].task.outputs, clients)
 
     def update(self, architecture: int, job: Job) -> Message:
-        """What the update of a job looks like.
+        """Return a template of the update for a job: an update of the same names, types and shapes.
 
         Args:
-            architecture: the client's.
-            job: has its payload.
+            architecture: index of the client's architecture.
+            job: the client's job, with the payload.
 
         Raises:
-            MisconfigurationException: if that can't be found out.
+            MisconfigurationException: if an upload without training fails.
         """
+        # by the payload's shapes too: in some methods they decide the shapes of updates
         look = architecture, str(tree_map(lambda t: t.to("meta"), job.payload))
         if look not in self._known:
             try:
@@ -93,6 +96,7 @@ class Sketches:
         data = ClientData(Sketch(module.task, shape), job.client, module.device, cast(torch.dtype, module.dtype))
         with isolate_rng(), as_it_was(module):
             module.eval()
+            # as after a step, since methods divide by the number of steps
             vars(module).update(client_id=job.client, round=job.round, steps_done=1)
             module.receive(self._personal[architecture], job.payload, data)
             update: Message = detached(module.upload(data))
@@ -101,7 +105,7 @@ class Sketches:
 
 @contextmanager
 def as_it_was(module: ClientModule) -> Iterator[None]:
-    """Puts a module's tensors and modes back afterwards."""
+    """Restore a module's tensors and modes at the end of the context."""
     tensors: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     try:
@@ -109,5 +113,5 @@ def as_it_was(module: ClientModule) -> Iterator[None]:
             yield
     finally:
         for name, tensor in tensors.items():
-            # a download may have given a buffer another size
+            # not copied into: a download may have given a buffer another size
             tensor.data = before[name]

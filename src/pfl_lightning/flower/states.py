@@ -1,4 +1,4 @@
-"""What stays with a site's clients between rounds, on the site's own disk."""
+"""Versions of clients' states, such as personal parameters, on a site's own disk between rounds."""
 
 import os
 import re
@@ -16,30 +16,31 @@ from pfl_lightning.flower.template import Refused
 from pfl_lightning.runs.checkpoint_io import compare_checksums, flaw, save
 from pfl_lightning.runs.whole_files import replacing
 
+# 64 random bits, so that runs and processes need no common counter
 TOKEN = re.compile("[0-9a-f]{16}")
 LEFT_BEHIND = 3600
-"""Seconds after which a file that never took its place is taken for that of a killed process."""
+"""Age in seconds from which an unfinished file counts as left by a killed process."""
 
 
 class StateVersions:
-    """Versions of clients' states, each in a file of its own that is never changed.
+    """Versions of clients' states on disk, one file per version, never changed after writing.
 
-    A version is named by a token, which the server keeps in the place of the state. Each follows the one that its
-    client began the round with; what follows the same first version is a line. Lines are kept apart, so that a new run
-    drops nothing of an earlier one.
+    A token names a version, and the server keeps the token in the place of the state. Each version follows the version
+    with which the client began the round. All versions after one first version form a line, in a folder of the line's
+    own, so that a new run drops no version of an earlier run.
 
     Args:
-        folder: where they are; it is made if need be, and closed to all but its owner.
+        folder: the folder of all states; made if missing, and closed to all users but the owner.
 
     Raises:
-        MisconfigurationException: if it can't be made or closed.
+        MisconfigurationException: if the folder can't be made or closed.
     """
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder).absolute()
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # one that was there, whatever the umask
+            # mkdir leaves an existing folder's mode as it is, which may let others read personal models
             self.folder.chmod(0o700)
         except OSError as error:
             raise MisconfigurationException(
@@ -50,21 +51,22 @@ class StateVersions:
     def keep(
         self, client: int, state: ClientState, after: str | None = None, live: Collection[str] | None = None
     ) -> str:
-        """Writes a version, which is on the disk when this returns, and drops those that nobody needs any more.
+        """Write a new version to the disk, and drop versions of no further use.
 
         Args:
             client: the client's id.
-            state: its state.
-            after: token of the version that it began the round with, which stays, as the server may ask once more; None
-                if it had none.
-            live: tokens that the server's checkpoints name: of the same line, all others are dropped. None drops none.
+            state: the client's state.
+            after: the token of the version before training, which is kept, since the server may repeat the round; None
+                for a first version.
+            live: the tokens in use by the server and the server's checkpoints. Other versions of the same line are
+                dropped; None drops none.
 
         Returns:
             The new version's token.
 
         Raises:
-            Refused: if there is no version of the token.
-            OSError: if it can't be written; nothing is left of it then.
+            Refused: if no version has the token ``after``.
+            OSError: if the version can't be written; no file is left then.
         """
         token = secrets.token_hex(8)
         line = self.of(client) / token if after is None else self._file(client, after).parent
@@ -72,6 +74,7 @@ class StateVersions:
             folder.mkdir(mode=0o700, exist_ok=True)
         with written(line / f"{token}.pt") as partial:
             save(vars(state), partial)
+        # new folders are entries of their parents, which a power cut could lose with all that is in them
         if after is None:
             sync(line.parent)
             sync(self.folder)
@@ -80,14 +83,14 @@ class StateVersions:
         return token
 
     def load(self, client: int, token: str) -> ClientState:
-        """A version.
+        """Return a version of a client's state, on the CPU.
 
         Args:
             client: the client's id.
-            token: its token.
+            token: the version's token.
 
         Raises:
-            Refused: if it isn't there, or can't be read.
+            Refused: if the version is missing or damaged.
         """
         path = self._file(client, token)
         try:
@@ -99,11 +102,11 @@ class StateVersions:
             ) from error
 
     def of(self, client: int) -> Path:
-        """The folder of a client."""
+        """Return the folder of a client's versions."""
         return self.folder / str(client)
 
     def _file(self, client: int, token: str) -> Path:
-        # looked at before it becomes part of a path
+        # the token comes from the server, and ".." or "*" in a path would reach other files
         if not (isinstance(token, str) and TOKEN.fullmatch(token)):
             raise Refused(f"client {client}: a token is 16 hexadecimal digits, and not {token!r:.40}.")
         found = next(self.of(client).glob(f"*/{token}.pt"), None)
@@ -113,15 +116,16 @@ class StateVersions:
 
 
 def drop(line: Path, needed: Collection[str | None]) -> None:
-    """Removes versions, and what killed processes have left.
+    """Remove versions of no further use, and files left by killed processes.
 
     Args:
-        line: their folder.
-        needed: tokens of those that stay.
+        line: the folder of a line of versions.
+        needed: tokens of the versions to keep.
     """
     for path in line.iterdir():
-        # another process may be faster
+        # Flower runs messages in processes of their own, so that another one may have removed the file already
         with suppress(FileNotFoundError):
+            # a young unfinished file may be one that another process is writing now
             left_behind = path.suffix != ".pt" and time.time() - path.stat().st_mtime > LEFT_BEHIND
             if left_behind or (path.suffix == ".pt" and path.stem not in needed):
                 path.unlink()
@@ -129,22 +133,23 @@ def drop(line: Path, needed: Collection[str | None]) -> None:
 
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
-    """Gives a path to write to, whose file is then on the disk, for its owner's eyes only, and takes another's place.
+    """Yield a temporary path, and move the written file to ``path``, readable for the owner alone and safe on the disk.
 
     Args:
-        path: the file.
+        path: the final file; an older file is replaced.
     """
     with replacing(path) as partial:
-        # made here, as others make files that everyone may read
+        # made before writing, since torch.save would make a file with the umask's mode, readable for others
         partial.unlink(missing_ok=True)
         os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         yield partial
+        # before the move: after a power cut the new name would else stand for an empty file
         sync(partial)
     sync(path.parent)
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or a folder's list of files, is on the disk."""
+    """Wait until a file's bytes, or a folder's list of files, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

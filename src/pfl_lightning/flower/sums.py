@@ -1,4 +1,4 @@
-"""The server's part of secure sums: four messages a round, none with a client's own update."""
+"""The server's part of secure sums: four messages per round and client, none with a client's own update."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,19 +30,19 @@ from pfl_lightning.privacy.secure_sum import (
 Answer = TypeVar("Answer")
 
 STEPS = {step: f"{MessageType.QUERY}.{step}" for step in ("offer", "share", "reveal")}
-"""Flower's types of the messages beside training, by a client's step."""
+"""Flower's message types of the steps beside training, by step."""
 OFFER = {"keys": torch.zeros(KEYS_BYTES, dtype=torch.uint8), "seed": torch.zeros(COMMITMENT_BYTES, dtype=torch.uint8)}
 SEALED = torch.zeros(SEALED_BYTES, dtype=torch.uint8)
 SHARE = torch.zeros(SHARE_BYTES, dtype=torch.uint8)
 
 
 class Summing(NamedTuple):
-    """The way in which the server of a deployment sums, and the noise of clients.
+    """The settings of a deployment's secure sum, and the clients' noise.
 
     Args:
-        settings: of the sum.
-        weighted: whether clients count by their samples.
-        noise: what each client adds; None where nobody does.
+        settings: the settings of ``trainer.secure_sum``.
+        weighted: True if the mean is weighted by clients' numbers of training samples.
+        noise: each client's share of the noise of differential privacy; None without noise.
     """
 
     settings: SecureSum
@@ -54,10 +54,11 @@ class Exchange:
     """Sends the messages of a round's sum to sites, and removes masks from the sum.
 
     Args:
-        link: the sites.
-        summing: how to sum.
+        link: the connection to the sites.
+        summing: the settings of the sum.
         round: the round's number, from 0.
-        answered: looks whether a client's site gives a reason in the place of its answer, and raises `Refused` then.
+        answered: returns a client's answer, given a message's content and the client's id; raises `Refused` if the
+            site gives a reason in the place of an answer.
     """
 
     def __init__(
@@ -73,11 +74,11 @@ class Exchange:
 
     @property
     def clients(self) -> list[int]:
-        """Ids of the clients with shared secrets."""
+        """Return the ids of all clients with shared secrets, ascending."""
         return sorted(self.sealed)
 
     def begin(self, clients: list[int]) -> bool:
-        """Have clients exchange keys and shares, and return False if too few have.
+        """Have clients exchange keys and shares of secrets; return False, with a warning, if too few clients answer.
 
         Args:
             clients: ids of the round's clients.
@@ -85,6 +86,7 @@ class Exchange:
         start = time.perf_counter()
         for client, offer in self._ask("offer", {client: {} for client in clients}, self._offer):
             self.keys[client], self.seeds[client] = offer
+        # the threshold is a part of all clients asked: dropping clients must not lower the number for a sum
         self.asked = len(clients)
         begun = self._enough(len(self.keys))
         if begun:
@@ -96,43 +98,46 @@ class Exchange:
         return begun
 
     def _enough(self, left: int) -> bool:
-        """Return False, with a warning, if too few of all clients of the round are left."""
+        """Return True if enough of the round's clients are left for a sum, else warn and return False."""
         return enough_to_sum(left, self.asked, self.summing.settings, self.round + 1)
 
     def encoding(self, like: Message, jobs: Mapping[int, Job]) -> Encoding:
-        """Return the encoding of the round's updates as vectors.
+        """Return the encoding of the round's updates as vectors of whole numbers.
 
         Args:
-            like: what an update looks like.
-            jobs: the work of the round's clients, by id.
+            like: an update's template.
+            jobs: the jobs of the round's clients, by id.
         """
-        # of all whom the round has asked, as sites that drop out later have used the same number
+        # the maximum over all clients asked, as each site gets this number before anybody knows who drops out
         most = max(self.link.sizes[client]["train"] for client in jobs) if self.summing.weighted else None
         return Encoding(self.summing.settings, like, len(self.sealed), most, self.summing.noise)
 
     def end(
         self, encoding: Encoding, hidden: Mapping[int, Tensor], received: Message
     ) -> tuple[dict[int, Message], int]:
-        """Return the mean in the place of each client's update, and the number of clipped entries; warn without a sum.
+        """Return the mean in the place of each client's update, and the number of clipped entries.
+
+        Without enough clients or shares, warn, and return no update.
 
         Args:
-            encoding: of the round.
-            hidden: masked vectors, by client.
-            received: the payload that changes are from, where clients add noise.
+            encoding: the round's encoding.
+            hidden: masked vectors ``[length]``, by client.
+            received: the payload of the round, to which the mean change is added where clients add noise.
         """
         start, settings = time.perf_counter(), self.summing.settings
-        # before anybody is asked for a share: sites would refuse, and forget their secrets
+        # sites would refuse to reveal shares for so few clients, so that they aren't asked
         if not self._enough(len(hidden)):
             return {}, 0
-        # sites get shares only now, so that none has to keep more than its own secrets while it trains
+        # sealed shares go to sites only now, so that a site keeps no secrets but its own while it trains
         boxes = {client: {k: tensor(own[client]) for k, own in self.sealed.items() if k != client} for client in hidden}
         payloads = {client: {"sealed": own} for client, own in boxes.items()}
         shares = dict(self._ask("reveal", payloads, self._shares, sent=ids(hidden)))
         try:
-            # of all who have offered keys, as shares are of so many
+            # the secrets were shared among all clients with keys, and their threshold depends on this number
             least = settings.least(len(self.keys))
             total = unmasked(hidden, shares, self.keys, self.seeds, self.sealed, least, self.round)
             samples = {client: self.link.sizes[client]["train"] for client in hidden}
+            # sites add up clipped entries in the vector's first number
             return dict(encoding.stand_ins(total, samples, received)), int(total[0])
         except (Refused, Unsummable) as reason:
             rank_zero_warn(f"round {self.round + 1} has no sum: {str(reason).removesuffix('.')}.")
@@ -143,7 +148,7 @@ class Exchange:
     def _ask(
         self, step: str, payloads: Mapping[int, Message], read: Callable[[RecordDict, int], Answer], **row: Any
     ) -> Iterator[tuple[int, Answer]]:
-        """Yield each client's answer, and keep the reason of each client without a sound answer."""
+        """Yield each client's answer to one step, and keep the reason of each refused answer."""
         jobs = {client: {"round": self.round, "sent": "", **row} for client in payloads}
         for client, content in self.link.ask(STEPS[step], str(self.round + 1), jobs, payloads):
             try:
@@ -152,22 +157,28 @@ class Exchange:
             except Refused as reason:
                 self.refused[client] = reason
                 if step == "reveal":
-                    # as the client counts all the same, where the shares of others are enough
+                    # only a warning: the client's vector is in the sum, and other clients' shares may be enough
                     rank_zero_warn(f"round {self.round + 1}: client {client} has revealed no shares: {reason}")
 
     def _offer(self, content: RecordDict, client: int) -> tuple[bytes, bytes]:
+        # both have fixed sizes, so that a site can't fill the server's memory
         offer = unpack(content, f"{client}/offer", OFFER, limit=KEYS_BYTES + COMMITMENT_BYTES)
         return data(offer["keys"]), data(offer["seed"])
 
     def _boxes(self, content: RecordDict, client: int) -> dict[int, bytes]:
+        # a client keeps the share for itself
         return self._of_clients(content, f"{client}/sealed", SEALED, sorted(self.keys.keys() - {client}))
 
     def _shares(self, content: RecordDict, client: int) -> dict[int, bytes]:
         return self._of_clients(content, f"{client}/shares", SHARE, self.clients)
 
     def _of_clients(self, content: RecordDict, name: str, like: Tensor, clients: list[int]) -> dict[int, bytes]:
-        """Return the parts of a client's record, one for each of some clients."""
-        # the template takes any of the ids, and each is needed
+        """Return the parts of a client's record by id, exactly one for each id in ``clients``.
+
+        Raises:
+            Refused: if a part is missing, or one too many.
+        """
+        # a template with integers as keys accepts a part of the ids, and a sum needs each
         sent = unpack(content, name, dict.fromkeys(clients, like), self.link.clients, len(clients) * len(like))
         if sorted(sent) != clients:
             raise Refused(f"{name} is of clients {ids(sent)} and should be of {ids(clients)}.")
@@ -175,7 +186,7 @@ class Exchange:
 
 
 def tensor(data: bytes) -> Tensor:
-    """Return bytes as a tensor for the wire."""
+    """Return bytes as a uint8 tensor for the wire."""
     return torch.tensor(list(data), dtype=torch.uint8)
 
 
@@ -185,5 +196,6 @@ def data(tensor: Tensor) -> bytes:
 
 
 def ids(clients: Any) -> str:
-    """Return clients' ids as a text."""
+    """Return clients' ids as a text with spaces, ascending."""
+    # one order everywhere, so that server and sites name the same clients by the same text
     return " ".join(map(str, sorted(clients)))

@@ -1,4 +1,4 @@
-"""What a record from elsewhere should look like, and whether it does."""
+"""Check records from other machines against templates: entries, types, shapes and sizes of changes."""
 
 import math
 import re
@@ -13,36 +13,36 @@ from torch import Tensor
 from pfl_lightning.messages import Message
 
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
-"""Commands to a terminal, as ANSI has them: colours, moves, titles."""
+"""ANSI commands to a terminal: colours, moves, titles."""
 
 
 class Refused(ValueError):
-    """What came from elsewhere is not what it should be; the text is one sentence."""
+    """Raised for a message from another machine that breaks a rule, with one sentence."""
 
 
 def plain(text: str, most: int = 500) -> str:
-    r"""A text of a site's as it may be shown: one line, without commands to a terminal.
+    r"""Return a site's text in a form safe to print: one line without commands to a terminal.
 
     >>> plain("the disk\n is \x1b[31mfull\x1b[0m")
     'the disk is full'
 
     Args:
-        text: anything.
-        most: characters that are left at most.
+        text: any text.
+        most: largest number of characters to return.
     """
-    # a text that is far too long isn't looked at to its end
+    # cut first: a site may send gigabytes, and the pattern needs time for each character
     line = ESCAPES.sub("", text[: 4 * most])
     return " ".join("".join(letter if letter.isprintable() else " " for letter in line).split())[:most]
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor that hasn't been made yet.
+    """Type and shape of a tensor not read yet.
 
     Args:
-        dtype: its type.
-        shape: its shape.
-        start: where its bytes begin in the message's.
+        dtype: the tensor's type.
+        shape: the tensor's shape.
+        start: position of the tensor's first byte in the message's bytes.
     """
 
     dtype: torch.dtype
@@ -54,7 +54,7 @@ class Spec:
 
 
 def check(record: Any, like: Any, keys: int = 0, where: str = "record") -> None:
-    """Refuses a record that doesn't look like its template: entries, nesting, types and shapes, but not values.
+    """Refuse a record with other entries, nesting, types or shapes than a template; values are not compared.
 
     >>> check({"loss": 0.5, "acc": 1.0}, {str: float})
     >>> check({"w": torch.zeros(3)}, {"w": torch.ones(2)})
@@ -62,14 +62,15 @@ def check(record: Any, like: Any, keys: int = 0, where: str = "record") -> None:
     pfl_lightning.flower.template.Refused: record.w is float32 [3] and should be float32 [2].
 
     Args:
-        record: tensors, or `Spec` in their place, in dicts, lists and tuples, beside numbers, texts and None.
-        like: the same with any values. A type, such as ``float``, stands for its values; a dict whose only key is
-            ``str`` for one with any names; and one whose keys are all integers for one with any of 0 to ``keys`` - 1.
-        keys: how many classes or clients there are.
-        where: the record's name, for the sentence.
+        record: tensors, or `Spec` in the place of tensors, in dicts, lists and tuples, beside numbers, texts and None.
+        like: the template, a record with any values. A type, such as ``float``, stands for any value of the type; a
+            dict with the only key ``str`` for a dict with any names; a dict with integers as keys for a dict with any
+            keys from 0 to ``keys`` - 1.
+        keys: number of classes or clients.
+        where: the record's name, for error texts.
 
     Raises:
-        Refused: if it doesn't.
+        Refused: if the record differs from the template.
     """
     if isinstance(like, Tensor | Spec):
         found, wanted = spec_of(record), spec_of(like)
@@ -91,15 +92,15 @@ def check(record: Any, like: Any, keys: int = 0, where: str = "record") -> None:
 
 
 def check_type(value: Any, wanted: type, where: str) -> None:
-    """Refuses what isn't of a type itself: a bool is no int.
+    """Refuse a value of another type, subclasses included: a bool is no int.
 
     Args:
         value: a part of a record.
         wanted: the type.
-        where: its name, for the sentence.
+        where: the part's name, for error texts.
 
     Raises:
-        Refused: if it isn't.
+        Refused: if the value is of another type.
     """
     if type(value) is not wanted:
         found = spec_of(value) or type(value).__name__
@@ -107,7 +108,8 @@ def check_type(value: Any, wanted: type, where: str) -> None:
 
 
 def check_dict(record: Mapping[Any, Any], like: Mapping[Any, Any], keys: int, where: str) -> None:
-    """The same as `check` for dicts."""
+    """Refuse a dict with other keys or values than a template; see `check`."""
+    # such templates have one value for all keys, as a sender chooses names and how many there are
     any_name = list(like) == [str]
     any_number = bool(like) and all(type(key) is int for key in like)
     for key in record:
@@ -125,24 +127,24 @@ def check_dict(record: Mapping[Any, Any], like: Mapping[Any, Any], keys: int, wh
 
 
 def spec_of(value: Any) -> Spec | None:
-    """A tensor's type and shape; None of anything else."""
+    """Return the type and shape of a tensor; None for any other value."""
     if isinstance(value, Tensor):
         return Spec(value.dtype, tuple(value.shape))
     return value if isinstance(value, Spec) else None
 
 
 def check_finite(record: Any, where: str = "record") -> None:
-    """Refuses a record with a tensor that holds a NaN or an infinity.
+    """Refuse a record with a NaN or an infinity in a tensor.
 
     Args:
-        record: what came.
-        where: its name, for the sentence.
+        record: the record.
+        where: the record's name, for error texts.
 
     Raises:
-        Refused: if there is one.
+        Refused: if a tensor has a NaN or an infinity.
     """
     if isinstance(record, Tensor):
-        # not by a sum, which overflows for finite float16
+        # entry by entry: a sum of finite float16 can overflow
         if record.is_floating_point() and not torch.isfinite(record).all():
             raise Refused(f"{where} has a NaN or an infinity.")
     elif isinstance(record, Mapping | list | tuple):
@@ -151,32 +153,34 @@ def check_finite(record: Any, where: str = "record") -> None:
 
 
 def check_norm(update: Message, payload: Message, max_norm: float) -> None:
-    """Refuses an update that changes more than a bound allows.
+    """Refuse an update with a change above a norm.
 
     Args:
-        update: what a client sent.
-        payload: what it had received. From a floating tensor that stands in the same place of both, with one shape,
-            the received one is subtracted; others count as they are.
-        max_norm: the largest Euclidean norm of all floating tensors together.
+        update: the client's update.
+        payload: the payload that the client received. Each floating tensor of the update counts minus the payload's
+            tensor in the same place with the same shape; without such a tensor it counts whole.
+        max_norm: largest Euclidean norm of all floating tensors together.
 
     Raises:
-        Refused: if the norm is above it, or isn't a number.
+        Refused: if the norm is above ``max_norm``, or NaN.
     """
     norm = norm_of(update, payload)
+    # not by ">", which is false for NaN
     if not norm <= max_norm:
         raise Refused(f"the update's change has the norm {norm:.3g}, which is more than max_norm={max_norm:.3g}.")
 
 
 def norm_of(update: Message, payload: Message) -> float:
-    """How much an update changes: the Euclidean norm of all floating tensors together, as `check_norm` takes it."""
+    """Return the Euclidean norm of an update's change, over all floating tensors; see `check_norm`."""
     return math.hypot(*norms(update, payload))
 
 
 def norms(record: Any, base: Any) -> list[float]:
-    """The norm of each floating tensor's difference from what stands in its place in another record."""
+    """Return the norm of the change of each floating tensor from a base record."""
     if isinstance(record, Tensor):
         if not record.is_floating_point():
             return []
+        # squares of large float16 or float32 overflow
         wide = record.double()
         if isinstance(base, Tensor) and base.shape == record.shape:
             wide = wide - base.detach().cpu()
@@ -185,21 +189,24 @@ def norms(record: Any, base: Any) -> list[float]:
         under = base if isinstance(base, Mapping) else {}
         return [norm for key, part in record.items() for norm in norms(part, under.get(key))]
     if isinstance(record, list | tuple):
+        # in lists of other lengths places don't correspond
         beside = base if isinstance(base, list | tuple) and len(base) == len(record) else [None] * len(record)
         return [norm for part, other in zip(record, beside, strict=True) for norm in norms(part, other)]
     return []
 
 
 def check_counts(update: Message, samples: int, noisy: bool = False) -> None:
-    """Refuses an update that counts other samples than its client said that it has.
+    """Refuse an update with other numbers of samples than the client's site has reported at first.
+
+    A client could else raise its weight in the mean at any round.
 
     Args:
-        update: what a client sent; ``num_samples`` and ``class_counts`` are looked at where they are.
-        samples: the client's training samples, as its site told at first.
-        noisy: whether class counts have noise, and so another sum.
+        update: the client's update; ``num_samples`` and ``class_counts`` are checked if present.
+        samples: number of the client's training samples, as reported at first.
+        noisy: True for class counts with noise, and so with another sum.
 
     Raises:
-        Refused: if it does.
+        Refused: if the numbers differ.
     """
     if "num_samples" in update and int(update["num_samples"]) != samples:
         raise Refused(f"num_samples is {int(update['num_samples'])}, and was {samples} at first.")

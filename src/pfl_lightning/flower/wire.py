@@ -1,7 +1,7 @@
-"""Records on Flower's wire: their tensors as bytes, their nesting as JSON; nothing is pickled, and NumPy reads nothing.
+"""Write and read messages of Flower: tensors as bytes, nesting as JSON; without pickle and without NumPy's reader.
 
-`pack` makes a message's content of all its records at once, so that equal tensors travel once; `unpack` gives one of
-them, after everything that it claims has been compared with its bytes and with its template.
+`pack` writes all records of a message at once, so that equal tensors travel once; `unpack` reads one record, after
+comparing the record's nesting with the bytes and with a template.
 """
 
 import json
@@ -18,6 +18,7 @@ from pfl_lightning.flower.template import Refused, Spec, check, check_finite
 if TYPE_CHECKING:
     from flwr.app import RecordDict
 
+# a fixed list and no lookup in torch, which has attributes of many kinds under names that a sender chooses
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -33,29 +34,31 @@ DTYPES = {
         torch.bool,
     )
 }
-"""Types of tensors that travel, by name."""
+"""Types of tensors in messages, by name."""
 TENSORS, RECORD, STYPE = "tensors", "record/", "pfl_lightning.bytes"
+# deeper nesting could exhaust the stack, and torch has a limit of dimensions too
 DEPTH, DIMENSIONS = 16, 16
 TREE_BYTES = 1 << 20
-"""Characters that a record's nesting takes at most: some 10,000 tensors."""
+"""Largest number of characters of a record's nesting, for some 10,000 tensors."""
 ANY_NAMES = 256
-"""Entries of a dict whose template lets them have any names."""
+"""Largest number of entries to make room for in a dict with any names."""
 LIMIT = 1 << 36
-"""Bytes that a record without a template takes at most, if no other limit is given."""
+"""Default of the largest number of bytes of a record's tensors: 64 GiB."""
 
 
 def pack(records: Mapping[str, Any]) -> "RecordDict":
-    """A message's content.
+    """Return the content of a message with all given records.
 
     Args:
-        records: by name, such as ``"3/update"``: tensors in dicts (by texts or integers), lists and tuples, beside
-            numbers, texts, truth values and None. Tensors of the same bits travel once, in one record or in several.
+        records: records by name, such as ``"3/update"``: tensors in dicts (with texts or integers as keys), lists and
+            tuples, beside numbers, texts, truth values and None. Tensors of the same bits travel once, in one record or
+            in several.
 
     Raises:
-        TypeError: if there is something else in a record.
-        ValueError: if a record has too many parts.
+        TypeError: if a record has a value of another type.
+        ValueError: if a record's nesting takes too many characters.
     """
-    # an extra, which no other module of the package needs
+    # imported late: Flower is an extra, and reading and writing nestings works without
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
     content = RecordDict()
@@ -65,41 +68,43 @@ def pack(records: Mapping[str, Any]) -> "RecordDict":
         if len(tree) > TREE_BYTES:
             raise ValueError(f"{name}: names and nesting take {len(tree)} characters, {TREE_BYTES} at most can travel.")
         content[RECORD + name] = ConfigRecord({"tree": tree})
+    # one array for all records, which may share the bytes of a tensor
     data = table.data()
     content[TENSORS] = ArrayRecord({TENSORS: Array("uint8", (len(data),), STYPE, data)})
     return content
 
 
 def names(content: "RecordDict") -> list[str]:
-    """Names of the records in a message's content."""
+    """Return the names of the records in a message's content."""
     return [name.removeprefix(RECORD) for name in content.config_records if name.startswith(RECORD)]
 
 
 def unpack(content: "RecordDict", name: str, like: Any = None, keys: int = 0, limit: int = LIMIT) -> Any:
-    """One of the records of a message, with tensors of its own.
+    """Return a record of a message, with tensors in new memory.
 
-    Nothing is made before all that the record claims has been checked: its names, nesting, types and shapes, and that
-    the bytes are there.
+    No tensor is allocated before names, nesting, types, shapes and the number of bytes have been checked.
 
     Args:
-        content: the message's.
+        content: the message's content.
         name: the record's name.
-        like: its template, as for `template.check`; its tensors must then be finite too. None takes any record.
-        keys: how many classes or clients there are, for dicts by integers.
-        limit: the most bytes that its tensors may take.
+        like: the record's template, as for `template.check`; tensors must then be finite too. None accepts any record.
+        keys: number of classes or clients, for dicts with integers as keys.
+        limit: largest number of bytes of the record's tensors.
 
     Raises:
-        Refused: if there is no such record, or it isn't what it should be, whatever is wrong with it.
+        Refused: if the message has no such record, or the record can't be read or breaks a rule.
     """
     try:
         data = sent_bytes(content)
         if RECORD + name not in content.config_records:
             raise Refused(f"the message has no record {name}.")
         tree = content.config_records[RECORD + name]["tree"]
+        # before JSON is read: a short text may stand for a great many objects
         room = TREE_BYTES if like is None else min(TREE_BYTES, room_for(like, keys))
         if not isinstance(tree, str) or len(tree) > room:
             raise Refused(f"{name}: names and nesting are no text of at most {room} characters.")
         record = decode(json.loads(tree), len(data))
+        # tensors may share bytes, so that a small message could claim any amount of memory
         if (size := sum(num_bytes(spec) for spec in specs(record))) > limit:
             raise Refused(f"{name} has {size} bytes, and may have {limit}.")
         if like is not None:
@@ -111,50 +116,51 @@ def unpack(content: "RecordDict", name: str, like: Any = None, keys: int = 0, li
     except Refused:
         raise
     except Exception as error:
-        # a sender decides what fails here and how: deep brackets, say, are a RecursionError
+        # any kind of error, since a sender decides which: deep brackets, for one, raise RecursionError
         raise Refused(f"{name} can't be read ({type(error).__name__}: {shown(str(error))}).") from error
 
 
 class Table:
-    """The bytes of a message's tensors, one after another, each once."""
+    """Collects the bytes of a message's tensors; equal bytes are stored once."""
 
     def __init__(self) -> None:
         self._starts: dict[bytes, int] = {}
         self._end = 0
 
     def place(self, data: bytes) -> int:
-        """Where some bytes begin; added if they are new."""
+        """Return the position of some bytes, added at the end if new."""
         if data not in self._starts:
             self._starts[data] = self._end
             self._end += len(data)
         return self._starts[data]
 
     def data(self) -> bytes:
-        """All of them."""
+        """Return all bytes in the order of their positions."""
         return b"".join(self._starts)
 
 
 def encode(value: Any, table: Table, where: str) -> list[Any]:
-    """A record as JSON has it, its tensors in a table.
+    """Return a record as lists for JSON, with the bytes of tensors added to a table.
 
     Args:
         value: the record.
-        table: takes the bytes of its tensors.
-        where: its name, for the message.
+        table: the table of the message.
+        where: the record's name, for error texts.
 
     Raises:
-        TypeError: if there is something in it that can't travel.
+        TypeError: if the record has a value of another type than `pack` allows.
     """
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in DTYPES or value.layout != torch.strided:
             raise TypeError(f"{where}: a tensor of {dtype} and {value.layout} can't travel.")
-        # as bytes, since NumPy has no bfloat16; a view of one element may have a stride that can't be seen so
+        # viewed as bytes, since NumPy has no bfloat16; cloned, as the stride of a one-element view can forbid that
         flat = value.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
         return ["t", dtype, list(value.shape), table.place(flat.view(torch.uint8).numpy().tobytes())]
     if isinstance(value, Mapping):
         if wrong := [key for key in value if type(key) not in (str, int)]:
             raise TypeError(f"{where}: the key {wrong[0]!r} is neither a text nor an integer and can't travel.")
+        # pairs and no JSON object, which would turn integer keys into texts
         return ["d", [[key, encode(part, table, f"{where}.{key}")] for key, part in value.items()]]
     if isinstance(value, list | tuple):
         parts = [encode(part, table, f"{where}.{index}") for index, part in enumerate(value)]
@@ -165,10 +171,10 @@ def encode(value: Any, table: Table, where: str) -> list[Any]:
 
 
 def sent_bytes(content: "RecordDict") -> bytes:
-    """The bytes of a message's tensors.
+    """Return the bytes of a message's tensors.
 
     Raises:
-        Refused: if they aren't there as `pack` puts them.
+        Refused: if the message has no array of bytes as from `pack`.
     """
     arrays = content.array_records.get(TENSORS)
     if arrays is None or list(arrays) != [TENSORS] or arrays[TENSORS].stype != STYPE:
@@ -177,11 +183,13 @@ def sent_bytes(content: "RecordDict") -> bytes:
 
 
 def room_for(like: Any, keys: int) -> int:
-    """The most characters that the nesting of a record may take: so many are read before it is compared.
+    """Return the largest number of characters of a record's nesting, for a template.
+
+    More characters are refused unread.
 
     Args:
         like: the record's template.
-        keys: how many classes or clients there are.
+        keys: number of classes or clients.
     """
     if isinstance(like, Mapping):
         rooms = [len(json.dumps(key)) + room_for(part, keys) for key, part in like.items() if key is not str]
@@ -196,15 +204,15 @@ def room_for(like: Any, keys: int) -> int:
 
 
 def decode(node: Any, available: int, depth: int = 0) -> Any:
-    """A record with a `Spec` in the place of each tensor.
+    """Return a record with a `Spec` in the place of each tensor.
 
     Args:
-        node: what JSON gave.
-        available: bytes that were sent.
-        depth: how deep in the record it is.
+        node: lists from JSON, as from `encode`.
+        available: number of bytes in the message.
+        depth: depth of the node within the record, from 0.
 
     Raises:
-        Refused: if it is unsound in itself.
+        Refused: if the nesting has another form, or a tensor's bytes are missing.
     """
     if depth > DEPTH or not isinstance(node, list) or len(node) not in (2, 4):
         raise Refused(f"the nesting is no record's, or deeper than {DEPTH}.")
@@ -219,6 +227,7 @@ def decode(node: Any, available: int, depth: int = 0) -> Any:
     if kind == "d" and isinstance(parts[0], list):
         record = {}
         for key, part in parts[0]:
+            # the later of two equal keys would win in silence
             if type(key) not in (str, int) or key in record:
                 raise Refused(f"the nesting has the key {shown(key)} twice, or it can't be one.")
             record[key] = decode(part, available, depth + 1)
@@ -227,10 +236,10 @@ def decode(node: Any, available: int, depth: int = 0) -> Any:
 
 
 def claimed(dtype: Any, shape: Any, start: Any, available: int) -> Spec:
-    """What a message says of a tensor.
+    """Return the type, shape and position of a tensor from a message's nesting.
 
     Raises:
-        Refused: if it can't be, or its bytes weren't sent.
+        Refused: if type, shape or position are impossible, or bytes are missing.
     """
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise Refused(f"a tensor has the type {shown(dtype)}, which doesn't travel.")
@@ -245,17 +254,17 @@ def claimed(dtype: Any, shape: Any, start: Any, available: int) -> Spec:
 
 
 def is_size(value: Any) -> bool:
-    """Whether a value can be a length or a place: an integer of at most 48 bits."""
+    """Return True for a possible length or position: an integer from 0, of at most 48 bits."""
     return type(value) is int and 0 <= value < 1 << 48
 
 
 def num_bytes(spec: Spec) -> int:
-    """Bytes that a tensor takes."""
+    """Return the number of bytes of a tensor."""
     return math.prod(spec.shape) * spec.dtype.itemsize
 
 
 def specs(record: Any) -> Iterator[Spec]:
-    """What stands for tensors in a record, at any depth."""
+    """Yield each `Spec` in a record, at any depth."""
     if isinstance(record, Spec):
         yield record
     elif isinstance(record, dict | list | tuple):
@@ -264,10 +273,10 @@ def specs(record: Any) -> Iterator[Spec]:
 
 
 def made(record: Any, data: bytes) -> Any:
-    """The record with its tensors, each with memory of its own.
+    """Return a record with tensors, each in new memory, in the place of each `Spec`.
 
     Args:
-        record: what `decode` gave.
+        record: a record from `decode`.
         data: the message's bytes.
 
     Raises:
@@ -275,8 +284,10 @@ def made(record: Any, data: bytes) -> Any:
     """
     if isinstance(record, Spec):
         own = bytearray(memoryview(data)[record.start : record.start + num_bytes(record)])
+        # frombuffer refuses an empty buffer
         if not own:
             return torch.empty(record.shape, dtype=record.dtype)
+        # torch's behaviour is undefined for other bytes in a bool tensor
         if record.dtype == torch.bool and max(own) > 1:
             raise Refused("a truth value is neither 0 nor 1.")
         return torch.frombuffer(own, dtype=record.dtype).reshape(record.shape)
