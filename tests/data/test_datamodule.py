@@ -451,7 +451,7 @@ def test_hyperparameters_are_plain():
         "download": True,
         "new_clients": 0,
         "client_split": None,
-        "resident": True,
+        "resident": None,
     }
 
 

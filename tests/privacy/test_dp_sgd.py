@@ -772,4 +772,4 @@ class Branching(FedAvg):
 
 @pytest.mark.parametrize("engine", [Sequential, Vectorised])
 def test_a_step_that_cannot_be_taken_by_samples_is_refused(engine):
-    refused("can't", make_client(Branching), engine=engine)
+    refused("Branching", make_client(Branching), engine=engine)

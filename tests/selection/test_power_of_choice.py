@@ -147,7 +147,7 @@ def test_a_choice_of_nobody_who_is_there_is_refused(wrong):
         def choose(self, start):
             return wrong
 
-    with pytest.raises(MisconfigurationException, match=r"trainer\.cohort=Wrong chose clients .* in round 1; let"):
+    with pytest.raises(MisconfigurationException, match=r"trainer\.cohort=Wrong chose clients .* in round 1; "):
         fit(make_client(), cohort=Wrong())
 
 

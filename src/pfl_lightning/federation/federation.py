@@ -110,6 +110,8 @@ class Federation(LightningModule):
         """Result of an audit of the guarantee, for the summary; empty unless a callback audits."""
         check_finite(client, self.aggregator)
         check_guarantee(client, self.aggregator, options.min_clients)
+        if options.secure_sum is not None:
+            check_sums(client, self.aggregator)
         if options.example_privacy is not None:
             noisy_counts = options.example_privacy.counts_epsilon is not None
             check_example_level(client, self.aggregator, options.cohort, noisy_counts)
@@ -123,8 +125,6 @@ class Federation(LightningModule):
                     "update, and trainer.secure_sum adds whole vectors up; leave one of the two out."
                 )
             options.compression.check(client, self.aggregator)
-        if options.secure_sum is not None:
-            check_sums(client, self.aggregator)
         for module in self._architectures:
             module.settle_common()
             check_tied(module)
