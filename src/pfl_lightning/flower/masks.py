@@ -8,7 +8,7 @@ server that follows it and is curious. Source: Bonawitz et al., 2017 (https://do
 masks between all pairs of clients.
 
 Keys are X25519 keys, expanded by HKDF with SHA-256; masks are streams of AES-256 in counter mode; shares are made by
-Shamir's scheme in GF(2^128) and sealed by AES-256-GCM. Flower's own helpers aren't used: `pseudo_rand_gen` seeds
+Shamir's scheme in GF(2^128) and sealed by AES-256-GCM. Flower's own helpers aren't used: ``pseudo_rand_gen`` seeds
 NumPy's Mersenne Twister with 32 bits, few enough to try all, and never draws the ring's last number.
 """
 
