@@ -1,7 +1,7 @@
 """Audits of a guarantee by canaries: a lower bound on epsilon in one run."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast
 
@@ -13,9 +13,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pfl_lightning.callbacks.base import FederatedCallback
+from pfl_lightning.callbacks.sample_exchange import SampleExchange
 from pfl_lightning.client import ClientModule
-from pfl_lightning.data import Samples, Split
+from pfl_lightning.data import Samples
 from pfl_lightning.engines import Outcome
 from pfl_lightning.engines.steps import step_values
 from pfl_lightning.federation.evaluation import undisturbed
@@ -28,14 +28,13 @@ from pfl_lightning.seeds import derive_seed
 from pfl_lightning.tasks import Classification
 
 Unit: TypeAlias = Literal["client", "sample"]
-PartsOf: TypeAlias = Callable[..., Sequence[Samples]]
 
 CONFIDENCE = 0.95
 RIDGE = 0.1
 """Weight of the penalty in the regression of a client's change on gradients of norm 1."""
 
 
-class CanaryAudit(FederatedCallback):
+class CanaryAudit(SampleExchange):
     r"""Bounds the :math:`\epsilon` of a run from below, by canaries and a coin for each.
 
     With a correct guarantee the bound is above the guaranteed :math:`\epsilon` with a probability of 5 % at most. A
@@ -129,7 +128,13 @@ class CanaryAudit(FederatedCallback):
         check(federation)
         if unit == "sample":
             self._label(federation)
-            vars(data)["parts"] = partial(self._parts, data.parts, federation)
+            blank = federation.options.example_privacy is not None
+
+            def exchange(samples: Samples, client: int) -> Samples:
+                # clients that join later have no canaries
+                return self.exchanged(samples, client, federation, blank) if client < data.num_clients else samples
+
+            self.exchange_samples(data, exchange)
         rank_zero_warn(
             f"CanaryAudit: {self.canaries} canaries change the models of this run, and so all of its metrics; it "
             "bounds epsilon, and is for nothing else."
@@ -183,24 +188,6 @@ class CanaryAudit(FederatedCallback):
             )
 
     # Canaries of samples
-
-    def _parts(
-        self,
-        parts: PartsOf,
-        federation: Federation,
-        clients: Sequence[int],
-        split: Split,
-        device: torch.device | str = "cpu",
-    ) -> Sequence[Samples]:
-        # canaries are training samples only: clients are evaluated on their own
-        found = parts(clients, split, device)
-        if split != "train":
-            return found
-        blank = federation.options.example_privacy is not None
-        return [
-            self.exchanged(samples, client, federation, blank) if client < federation.data.num_clients else samples
-            for client, samples in zip(clients, found, strict=True)
-        ]
 
     def exchanged(self, samples: Samples, client: int, federation: Federation, blank: bool) -> Samples:
         """Return a client's training samples and canaries, as one split.
@@ -296,12 +283,11 @@ class CanaryAudit(FederatedCallback):
             Gradients of norm 1 ``[n, d]``, canaries before all other samples, and the change ``[d]``; in float64 on the
             CPU.
         """
-        plain: PartsOf = vars(federation.data)["parts"].args[0]
         engine, job = federation.engines[federation.architecture_of(client)], federation.job(client)
         module = engine.module
         with undisturbed():
             engine.become(job)
-            (samples,) = plain([client], "train")
+            samples = self.own_samples(federation.data, client)
             rows, canaries = self.crafted(samples, client, federation)
             kept = torch.ones(len(samples), dtype=torch.bool, device=rows.device)
             kept[rows] = False
@@ -408,14 +394,6 @@ class CanaryAudit(FederatedCallback):
             rank_zero_warn(f"{told}, above the {claim:.2f} that is claimed: the guarantee doesn't hold.")
         else:
             rank_zero_info(f"{told}, within the {claim:.2f} that is claimed.")
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the data back without canaries."""
-        vars(cast(Any, trainer).datamodule).pop("parts", None)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give the data back without canaries."""
-        self.teardown(trainer, pl_module, "fit")
 
 
 def directions_of(client: ClientModule, model: StateDict) -> dict[str, str]:

@@ -1,24 +1,20 @@
 """Attacks on training samples: bad clients train honestly on forged samples."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 
 from pfl_lightning.callbacks.attacks.base import Attack
-from pfl_lightning.data import Samples, Split
+from pfl_lightning.callbacks.sample_exchange import SampleExchange
+from pfl_lightning.data import Samples
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.tasks import Classification
 
-PartsOf: TypeAlias = Callable[[Sequence[int], Split, torch.device | str], Sequence[Samples]]
-"""A function that returns one split of each of some clients, as data modules' own."""
 
-
-class SampleAttack(Attack):
+class SampleAttack(SampleExchange, Attack):
     """Change the training samples of bad clients during a fit.
 
     Samples of validation and test stay as they are, and so do the class counts told by clients. Takes the arguments of
@@ -54,33 +50,10 @@ class SampleAttack(Attack):
         super().on_fit_start(trainer, pl_module)
         federation = cast(Federation, pl_module)
         if bad := self.bad(federation):
-            # every look-up of samples goes through `parts`, a GPU's copy of the pool included
-            vars(federation.data)["parts"] = partial(self._parts, federation.data.parts, bad, federation)
-
-    def _parts(
-        self,
-        parts: PartsOf,
-        bad: set[int],
-        federation: Federation,
-        clients: Sequence[int],
-        split: Split,
-        device: torch.device | str = "cpu",
-    ) -> Sequence[Samples]:
-        found = parts(clients, split, device)
-        if split != "train":
-            return found
-        pairs = zip(clients, found, strict=True)
-        return [self.poisoned(own, client, federation) if client in bad else own for client, own in pairs]
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the data module its own samples back."""
-        # the attribute of the instance hid the class's own method
-        vars(cast(Any, trainer).datamodule).pop("parts", None)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give the data module its own samples back."""
-        # Lightning doesn't tear down a fit that fails, and the data module may be used again
-        self.teardown(trainer, pl_module, "fit")
+            self.exchange_samples(
+                federation.data,
+                lambda samples, client: self.poisoned(samples, client, federation) if client in bad else samples,
+            )
 
 
 class LabelFlip(SampleAttack):
