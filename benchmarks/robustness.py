@@ -101,8 +101,20 @@ def make(runs: Sequence[Run], parent: int | None = None) -> None:
     """
     if parent is not None:
         end_with(parent)
-    for name in ("lightning.fabric", "lightning.pytorch"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    with contextlib.ExitStack() as levels:
+        for logger in map(logging.getLogger, ("lightning.fabric", "lightning.pytorch")):
+            # whoever calls this goes on afterwards, with the lines that it had
+            levels.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.WARNING)
+        made_each(runs)
+
+
+def made_each(runs: Sequence[Run]) -> None:
+    """Make runs in turn.
+
+    Args:
+        runs: the runs.
+    """
     # Lightning warns where a program's own arguments and explicit ones come together
     sys.argv = sys.argv[:1]
     for run in runs:

@@ -58,16 +58,3 @@ def no_settings_of_weights_and_biases_stay() -> Iterator[None]:
     if wandb := sys.modules.get("wandb"):
         wandb.finish()
         wandb.teardown()
-
-
-@pytest.fixture(autouse=True)
-def loggers_tell_as_before() -> Iterator[None]:
-    """A benchmark that a test runs in this process silences loggers, whose lines later tests read."""
-    names = [None, *logging.root.manager.loggerDict]
-    before = {name: logging.getLogger(name).level for name in names}
-    disabled = logging.root.manager.disable
-    yield
-    logging.disable(disabled)
-    for name in [None, *logging.root.manager.loggerDict]:
-        if logging.getLogger(name).level != before.get(name, logging.NOTSET):
-            logging.getLogger(name).setLevel(before.get(name, logging.NOTSET))
