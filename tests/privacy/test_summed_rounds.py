@@ -11,10 +11,11 @@ from pfl_lightning import WeightedAverage
 from pfl_lightning.aggregators import AggregatorList
 from pfl_lightning.aggregators.means import CoordinateMedian
 from pfl_lightning.callbacks import SignFlip
-from pfl_lightning.methods import CFL, FedAvg, FedBN, FedDBE, FedMD, FedPer, Local
+from pfl_lightning.compression import TopK
+from pfl_lightning.methods import CFL, FedAdam, FedAvg, FedBN, FedDBE, FedMD, FedPer, Local
 from pfl_lightning.methods.fedmd import Consensus
 from pfl_lightning.methods.registry import METHODS
-from pfl_lightning.privacy import DPAverage, SecureSum
+from pfl_lightning.privacy import DPFTRL, DPAverage, SecureSum
 
 SUMS = [method.name for method in METHODS if method.new_aggregator().sums_only and "weights" in method.client.sends]
 
@@ -111,6 +112,8 @@ def test_without_enough_clients_a_round_leaves_everything_as_it_is():
         (FedAvg, {"aggregator": DPAverage(noise_multiplier=1, sample_cap=9)}, "aggregator.sample_cap=9"),
         (FedAvg, {"aggregator": DPAverage(noise_multiplier=1, clip_by="entry")}, "aggregator.clip_by=entry"),
         (FedAvg, {"aggregator": DPAverage(noise_multiplier=1, quantile=0.5)}, "aggregator.quantile=0.5"),
+        (FedAvg, {"aggregator": DPFTRL(3, noise_multiplier=1.0)}, "aggregator=DPFTRL"),
+        (FedAvg, {"compression": TopK()}, "trainer.compression=TopK"),
     ],
 )
 def test_what_needs_more_than_sums_is_refused(client, settings, named):
@@ -134,6 +137,17 @@ def test_without_noise_and_bound_it_is_the_plain_mean():
     run = fit(make_client(), aggregator=aggregator, secure_sum=SecureSum(bits=30))
     plain = fit(make_client(), aggregator=WeightedAverage(weighting="uniform"))
     assert distance(run, plain) < 1e-5
+
+
+def test_a_server_behind_the_noise_steps_by_the_sum():
+    def ended(server, **secure):
+        aggregator = DPAverage(noise_multiplier=0.0, clip=1e3, server=server)
+        return fit(make_client(), aggregator=aggregator, **secure)
+
+    plain, summed = ended(FedAdam()), ended(FedAdam(), secure_sum=SecureSum(bits=30))
+    assert distance(plain, summed) < 1e-3
+    assert summed.federation.aggregator.state["server"].keys() == plain.federation.aggregator.state["server"].keys()
+    assert distance(summed, ended(None, secure_sum=SecureSum(bits=30))) > 1e-2
 
 
 def test_shares_add_up_to_the_noise_that_is_accounted_for():
