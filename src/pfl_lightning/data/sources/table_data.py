@@ -396,7 +396,8 @@ class TableData(OwnedData):
             MisconfigurationException: if nothing was fitted for this client.
         """
         fitted = self._fitted_clients
-        if isinstance(client, int) and self._pool is not None and (names := self.client_names):
+        # `arrange` may have given the clients other ids since the fit
+        if isinstance(client, int) and self._pool is not None and client < len(names := self.client_names):
             client = names[client]
         # without names, clients are known by their ids alone
         places = {name: place for place, name in enumerate(fitted)}
