@@ -275,7 +275,11 @@ class TableData(OwnedData):
             codes = table[time].cat.codes.to_numpy()
             columns["time"] = np.where(codes < 0, np.nan, codes)
         words = {**self._vocabularies, **self._found}
-        self._text_columns = [column for column in self._features if table[column].dtype.kind not in "biufc"]
+        raw = self._raw if isinstance(self._raw, dict) else {}
+        is_coded = [column in words or isinstance(raw.get(column), tuple) for column in self._features]
+        self._text_columns = [
+            column for column, coded in zip(self._features, is_coded, strict=True) if coded and has_texts(table[column])
+        ]
         self.preprocessing = {
             "features": list(self._features),
             "categories": {column: words[column] for column in self._features if column in words},
@@ -1113,6 +1117,16 @@ def without_empty(values: Any) -> Any:
         return values
     is_empty = np.fromiter((isinstance(each, str) and not each for each in values), dtype=bool, count=len(values))
     return values.mask(is_empty) if is_empty.any() else values
+
+
+def has_texts(values: Any) -> bool:
+    """Return whether the first value of a column that isn't missing is a text.
+
+    Args:
+        values: a pandas series.
+    """
+    first = values.first_valid_index()
+    return first is not None and isinstance(values[first], str)
 
 
 def numbers_with_gaps(values: Any, owner: str, decimal: str | None = None) -> NDArray[np.float64]:
