@@ -1219,7 +1219,8 @@ def parts_of_dates(values: Any, parts: Sequence[str], since: str, owner: str) ->
         )
     if getattr(dates.dt, "tz", None) is not None:
         dates = dates.dt.tz_localize(None)
-    made = {part: getattr(dates.dt, part) for part in parts if part != "days"}
+    # pandas 3 warns of its older name, weekday
+    made = {part: getattr(dates.dt, "day_of_week" if part == "weekday" else part) for part in parts if part != "days"}
     if "days" in parts:
         made["days"] = (dates - pandas.Timestamp(since)) / pandas.Timedelta(days=1)
     return {part: made[part].to_numpy(dtype=np.float64, na_value=np.nan) for part in parts}
