@@ -1115,7 +1115,12 @@ def without_empty(values: Any) -> Any:
     """
     if values.dtype.kind not in "OUST":
         return values
-    is_empty = np.fromiter((isinstance(each, str) and not each for each in values), dtype=bool, count=len(values))
+    if values.dtype == object:
+        # no comparison of the whole column: cells may hold arrays
+        objects = values.to_numpy()
+        is_empty = np.fromiter((isinstance(each, str) and not each for each in objects), dtype=bool, count=len(values))
+    else:
+        is_empty = (values == "").to_numpy(dtype=bool, na_value=False)
     return values.mask(is_empty) if is_empty.any() else values
 
 
