@@ -161,11 +161,11 @@ def test_categories_gaps_and_unknown_texts():
     mode = ready(preprocessing=Preprocessing(drop=["admitted", "age", "smoker"], fill_category="mode"))
     own = ready(preprocessing=Preprocessing(drop=["admitted", "age", "smoker"], fill_category="absent"))
     rows = {"ward": ["heart", None, "garden", "", "surgery"]}
-    assert onehot.inputs(rows, None).tolist() == [[0, 1, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 1]]
-    assert codes.inputs(rows, None).flatten().tolist() == [1, 3, 3, 3, 2]
-    assert mode.inputs(rows, None).tolist() == [[0, 1, 0], [0, 0, 1], [0, 0, 0], [0, 0, 1], [0, 0, 1]]
+    assert onehot.inputs(rows, "new").tolist() == [[0, 1, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 1]]
+    assert codes.inputs(rows, "new").flatten().tolist() == [1, 3, 3, 3, 2]
+    assert mode.inputs(rows, "new").tolist() == [[0, 1, 0], [0, 0, 1], [0, 0, 0], [0, 0, 1], [0, 0, 1]]
     assert own.preprocessing["inputs"][-1] == "ward=absent"
-    assert own.inputs(rows, None)[:, 3].tolist() == [0, 1, 0, 1, 0]
+    assert own.inputs(rows, "new")[:, 3].tolist() == [0, 1, 0, 1, 0]
 
 
 def test_rare_categories_are_left_out():
@@ -335,11 +335,11 @@ def test_a_table_of_late_clients_takes_what_a_checkpoint_has(by, tmp_path):
     ulm = rows_of(first, 0, "test").assign(site="Ulm")
     if by == "table":
         assert data.preprocessing["numbers"] == first.preprocessing["numbers"]
-        assert torch.equal(data.inputs(ulm, "Ulm"), first.inputs(ulm, None))
+        assert torch.equal(data.inputs(ulm, "Ulm"), first.inputs(ulm, "new"))
         return
     median = table.query("site == 'Ulm' and fold == 'train'")["age"].median()
     assert data.preprocessing["numbers"]["age"]["fill"][1] == median
-    for client in ("Ulm", None, 2):
+    for client in ("Ulm", "new", 2):
         with pytest.raises(MisconfigurationException, match="take one of Bremen, Erfurt"):
             first.inputs(ulm, client)
 

@@ -682,6 +682,11 @@ class TableData(OwnedData):
         # division by infinity gives the 0 of constant columns
         return ((x - mean) / deviation.where(deviation > 0, math.inf)).float()
 
+    @property
+    def class_names(self) -> list[str]:
+        """Labels of the classes as written in the table, by class number; known after `setup`."""
+        return list(self._labels)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the data module's entry in checkpoints, from which `inputs` can prepare raw rows without the table."""
         state = super().state_dict()
@@ -720,12 +725,7 @@ class TableData(OwnedData):
             self._shape = (taken.get("width") or len(taken.get("inputs", self._features)),)
         super().load_state_dict(state_dict)
 
-    @property
-    def class_names(self) -> list[str]:
-        """Class labels as written in the table, by class number; empty without classes."""
-        return list(self._labels)
-
-    def inputs(self, rows: Any, client: str | int | None) -> Tensor:
+    def inputs(self, rows: Any, client: int | str) -> Tensor:
         """Return the net's inputs for raw rows, prepared as a client's own rows are.
 
         The data module has been set up, or has loaded its entry of a checkpoint, for which the table itself isn't
@@ -734,7 +734,7 @@ class TableData(OwnedData):
         Args:
             rows: a CSV or Parquet file, a pandas data frame, a dict with a list of values per column, or a list of
                 dicts, one per row. The target and other further columns have no effect.
-            client: name or id of the client; None for a client unknown to the federation.
+            client: name or id of the client, or ``new`` for one unknown to the federation.
 
         Raises:
             MisconfigurationException: if a feature column is missing, or has values that were refused in the table
@@ -770,11 +770,11 @@ class TableData(OwnedData):
         shared = None if self.standardize != "client" else place
         return self.transform(self._scaled(self._matrix(columns), shared))  # type: ignore[no-any-return]
 
-    def _fitted_place(self, client: str | int | None) -> int:
+    def _fitted_place(self, client: int | str) -> int:
         """Return a client's position in the lists of values that were fitted on each client's own rows.
 
         Args:
-            client: name or id of the client; None for an unknown one.
+            client: name or id of the client.
 
         Raises:
             MisconfigurationException: if nothing was fitted for this client.
