@@ -346,6 +346,26 @@ def fitted_words(codes: NDArray[np.int64], words: Sequence[str], rule: Column) -
     return [words[place] for place in sorted(ranked.tolist()) if counts[place] >= (rule.min_count or 1)]
 
 
+def filled_word(codes: NDArray[np.int64], words: Sequence[str], known: Sequence[str], fill: str | None) -> str | None:
+    """Return the category of a gap; None for none.
+
+    >>> filled_word(np.array([1, 1, 0, -1]), ["a", "b"], ["a", "b"], "mode")
+    'b'
+
+    Args:
+        codes: position of each training row's text in ``words``; -1 for gaps.
+        words: the texts of the table.
+        known: the vocabulary.
+        fill: ``mode``, a category, or None.
+    """
+    if fill != "mode":
+        return fill
+    counts = np.bincount(codes[codes >= 0], minlength=len(words))
+    counted = [(count, word) for count, word in zip(counts.tolist(), words, strict=True) if count and word in known]
+    # of equally frequent categories the first
+    return max(counted, key=lambda pair: pair[0])[1] if counted else None
+
+
 def input_names(fitted: Mapping[str, Any]) -> list[str]:
     """Return the name of each input, such as ``age``, ``age missing``, ``sex=F`` or ``admitted.month``.
 
