@@ -1,6 +1,7 @@
 """Preprocessing of columns, fitted on training rows after the division of a pool."""
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
@@ -34,6 +35,9 @@ Part: TypeAlias = Literal["year", "month", "day", "weekday", "hour", "days"]
 
 Raw: TypeAlias = Mapping[str, Any]
 """Columns of raw rows by name: numbers with NaN for gaps, or a pair of codes, with -1 for gaps, and their texts."""
+
+UNBOUNDED = {"low": -sys.float_info.max, "high": sys.float_info.max}
+"""Bounds of a column without values to fit them on."""
 
 FILLS = ("median", "mean", "mode")
 """Values that a gap may take from the training rows of its column."""
@@ -272,7 +276,7 @@ def fitted_numbers(values: NDArray[np.float64], rule: Column) -> dict[str, float
     """
     gaps = np.isnan(values)
     there = values[~gaps]
-    fitted = {} if rule.clip is None else {"low": -math.inf, "high": math.inf}
+    fitted = {} if rule.clip is None else dict(UNBOUNDED)
     if not len(there) and isinstance(rule.fill, str):
         return None
     if rule.clip is not None and len(there):

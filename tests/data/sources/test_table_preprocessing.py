@@ -227,10 +227,13 @@ def test_values_that_fit_no_column_are_refused_with_their_row(change, says):
 
 
 def test_dates_and_ids_that_nobody_named_are_refused():
-    with pytest.raises(MisconfigurationException, match=r"'admitted' .* holds dates"):
-        ready(preprocessing=Preprocessing())
+    typed = frame().assign(admitted=pandas.to_datetime(frame()["admitted"]))
+    for table in (frame(), typed):
+        for features in (None, ["age", "admitted"]):
+            with pytest.raises(MisconfigurationException, match=r"'admitted' .* dates.* data\.preprocessing\.dates"):
+                ready(table, Preprocessing(), features=features)
     table = frame().assign(id=[f"patient {row}" for row in range(COUNT)])
-    with pytest.raises(MisconfigurationException, match=r"'id' .* holds ids"):
+    with pytest.raises(MisconfigurationException, match=r"'id' .* holds ids: .* data\.preprocessing\.categories"):
         ready(table, preprocessing=Preprocessing(**DATES))
     assert ready(table, Preprocessing(drop=["id", "admitted"])).input_shape == (5,)
 
@@ -358,6 +361,20 @@ def test_given_texts_and_standardize_come_from_a_checkpoint_too(by, tmp_path):
     assert data.preprocessing["categories"] == first.preprocessing["categories"]
     with pytest.raises(MisconfigurationException, match="is no checkpoint of a run with a TableData"):
         hospitals(fitted=tmp_path / "none.ckpt")
+
+
+def test_fitted_values_of_other_settings_are_refused(tmp_path):
+    torch.save({"TableData": ready().state_dict()}, tmp_path / "last.ckpt")
+    for settings in ({"preprocessing": Preprocessing(by="client")}, {"preprocessing": None}):
+        with pytest.raises(MisconfigurationException, match=r"preprocessing\.by=table, and here it is (client|null)"):
+            ready(**settings, features=["age", "smoker", "ward"], fitted=tmp_path / "last.ckpt")
+    with pytest.raises(MisconfigurationException, match=r"data\.fitted: there is no column 'smoker'"):
+        hospitals(frame().drop(columns="smoker"), features=["age"], fitted=tmp_path / "last.ckpt")
+
+
+def test_training_rows_outside_a_given_vocabulary_are_told_of():
+    with pytest.warns(UserWarning, match=r"vocabulary\.ward: \d+ of 40 training rows hold other texts \(heart\)"):
+        ready(preprocessing=Preprocessing(vocabulary={"ward": ["eyes", "surgery"]}, drop=["admitted"]))
 
 
 # scikit-learn's own

@@ -21,6 +21,7 @@ from pfl_lightning.data.division import Division
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.preprocessing import (
     CHUNK,
+    UNBOUNDED,
     Column,
     FittedOn,
     Preprocessing,
@@ -192,6 +193,8 @@ class TableData(OwnedData):
         self._shape = None if self._settings else (len(self._features),)
         if fitted is not None:
             self.load_state_dict(fitted_of(Path(fitted), type(self).__qualname__))
+            for column in self._features:
+                check_column("fitted", column, there)
 
     def _check_preprocessing(self, standardize: object, categories: object) -> None:
         """Refuse ``preprocessing`` that is none, or settings beside which it has no place."""
@@ -265,6 +268,7 @@ class TableData(OwnedData):
         if self._pool is not None:
             # once more, for the server's public samples, which are fitted by themselves
             self.preprocessing, self._taken = {}, {}
+        self._check_taken()
         others = [column for column in self._others.values() if column is not None]
         wanted = list(dict.fromkeys([*self._features, *self._targets, *others]))
         table = read_table(self._path, wanted, self._csv)
@@ -302,6 +306,23 @@ class TableData(OwnedData):
         }
         self._labels = self._labels_of(table)
         return Loaded(x, targets_of(y if y.shape[1] > 1 else y[:, 0]), **columns)
+
+    def _check_taken(self) -> None:
+        """Refuse fitted values of a checkpoint that were made by another kind of preprocessing."""
+        settings, taken = self._settings, self._taken
+        if not taken:
+            return
+        here = None if settings is None else settings.by
+        if settings is not None and (settings.transformer is not None or "transformer" in taken):
+            raise MisconfigurationException(
+                "data.preprocessing.transformer is in no checkpoint, so its fitted values can't be taken; fit anew on "
+                "the first run's table"
+            )
+        if here != taken.get("by"):
+            raise MisconfigurationException(
+                f"data.fitted: the checkpoint has fitted values of data.preprocessing.by={taken.get('by') or 'null'}, "
+                f"and here it is {here or 'null'}; give the settings of the first run"
+            )
 
     def _matrix(self, columns: Sequence[Tensor]) -> Tensor:
         """Return columns side by side, [rows, columns]."""
@@ -393,12 +414,16 @@ class TableData(OwnedData):
                 + f"name all texts of the column in {setting}"
             )
         # codes of ids and dates would let a net learn the rows by heart, with good figures and no use
-        if not is_target and not self._are_named and (is_date or 2 * len(words) > len(values)):
+        is_id = 2 * len(words) > len(values) and not self._are_named
+        if not is_target and (is_id or (is_date and not (self._are_named and self._settings is None))):
             kind = "dates" if is_date else "ids: nearly each row has a text of its own"
-            raise MisconfigurationException(
-                f"{owner} holds {kind}, such as {shortened(words[codes[0]])}; list the inputs in data.features, "
-                "without this column, or with it to turn its texts into codes in alphabetical order"
+            advice = (
+                "list the inputs in data.features, without this column, or with it to turn its texts into codes in "
+                "alphabetical order"
+                if self._settings is None
+                else f"name it in data.preprocessing.drop or data.preprocessing.{'dates' if is_date else 'categories'}"
             )
+            raise MisconfigurationException(f"{owner} holds {kind}, such as {shortened(words[codes[0]])}; {advice}")
         return words, codes
 
     def _raw_columns(self, table: Any, where: str) -> dict[str, Any]:
@@ -444,6 +469,10 @@ class TableData(OwnedData):
         if isinstance(values.dtype, package("pandas", "tables", "TableData").CategoricalDtype):
             return True
         there = values[values.notna()]
+        if values.dtype.kind in "mM":
+            raise MisconfigurationException(
+                f"{owner} holds dates; name it in data.preprocessing.drop, or its parts in data.preprocessing.dates"
+            )
         if there.empty or plain_numbers(there, owner) is not None:
             return False
         self._texts(there, owner, f"data.preprocessing.vocabulary.{name}", is_target=False)
@@ -456,11 +485,7 @@ class TableData(OwnedData):
             words: vocabularies of columns without a given one.
         """
         settings = cast(Preprocessing, self._settings)
-        given = {
-            name: vocabulary(f"data.preprocessing.vocabulary.{name}", settings.vocabulary[name])
-            for name in settings.vocabulary
-        }
-        words = {**given, **words}
+        words = {**{name: list(map(as_text, given)) for name, given in settings.vocabulary.items()}, **words}
         rules = {name: settings.of(name, is_category=name in words) for name in self._features}
         categories = {}
         for name in self._features:
@@ -620,9 +645,12 @@ class TableData(OwnedData):
             return
         words = {}
         for name in self._features:
-            if not isinstance(raw.get(name), tuple) or name in settings.vocabulary:
+            if not isinstance(raw.get(name), tuple):
                 continue
             codes, there = raw[name]
+            if name in settings.vocabulary:
+                self._warn_of_unknown(name, codes[members], there)
+                continue
             if self._taken:
                 words[name] = self._taken["categories"][name]
             elif not (found := fitted_words(codes[members], there, settings.of(name, is_category=True))):
@@ -669,6 +697,23 @@ class TableData(OwnedData):
                 f"these are 0 in all their rows: {listed(whose)}"
             )
 
+    def _warn_of_unknown(self, name: str, codes: NDArray[np.int64], words: Sequence[str]) -> None:
+        """Warn of training rows with texts outside a given vocabulary.
+
+        Args:
+            name: name of the column.
+            codes: position of each row's text in ``words``; -1 for gaps.
+            words: the texts of the table.
+        """
+        given = {as_text(word) for word in cast(Preprocessing, self._settings).vocabulary[name]}
+        counts = np.bincount(codes[codes >= 0], minlength=len(words)).tolist()
+        unknown = {word: count for word, count in zip(words, counts, strict=True) if count and word not in given}
+        if unknown:
+            rank_zero_warn(
+                f"data.preprocessing.vocabulary.{name}: {sum(unknown.values())} of {len(codes)} training rows hold "
+                f"other texts ({listed(list(unknown))}), and count as unknown; correct them, or add these texts."
+            )
+
     def _rule(self, name: str) -> Column:
         """Return the settings of a column of numbers, or of a number made of a date."""
         settings = cast(Preprocessing, self._settings)
@@ -712,13 +757,11 @@ class TableData(OwnedData):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over how raw rows become inputs; a data module that has been set up keeps its own way.
 
-        A later `setup` fits nothing anew that the state has.
+        A later `setup` fits nothing anew that the state has, and refuses other kinds of preprocessing.
 
         Args:
             state_dict: the data module's entry in a checkpoint.
 
-        Raises:
-            MisconfigurationException: if the entry's inputs were made by another kind of preprocessing.
         """
         # before the base class, which asks for the shape
         if self._pool is None and "table" in state_dict:
@@ -881,9 +924,6 @@ class TableData(OwnedData):
 OUTLINE = ("by", "categories", "codes", "dates", "since", "indicators", "inputs")
 """Entries of ``preprocessing`` that say how columns become inputs, beside the fitted numbers."""
 
-UNBOUNDED = {"low": -math.inf, "high": math.inf}
-"""Bounds of a column that isn't clipped."""
-
 
 def check_given(moments: Mapping[str, Sequence[float]], features: Sequence[str]) -> None:
     """Check the given mean and deviation of columns.
@@ -935,13 +975,16 @@ def check_named(settings: Preprocessing, features: Sequence[str]) -> None:
         features: names of the feature columns, those to drop among them.
 
     Raises:
-        MisconfigurationException: if a column is no feature, or is named twice in contrary settings.
+        MisconfigurationException: if a column is no feature, or is named twice in contrary settings, or a vocabulary
+            is no list of different texts.
     """
     kinds = {name: getattr(settings, name) for name in ("drop", "categories", "vocabulary", "dates")}
     parts = [f"{name}.{part}" for name, each in settings.dates.items() for part in each]
     for setting, names in {**kinds, "columns": settings.columns}.items():
         for name in names:
             check_column(f"preprocessing.{setting}", name, [*features, *(parts if setting == "columns" else ())])
+    for name, words in settings.vocabulary.items():
+        vocabulary(f"data.preprocessing.vocabulary.{name}", words)
     for name in settings.dates:
         if other := [setting for setting in ("drop", "categories", "vocabulary") if name in kinds[setting]]:
             raise MisconfigurationException(
