@@ -14,6 +14,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.parsing import collect_init_args
 from torch import Tensor
 
+from pfl_lightning.data import client_names
 from pfl_lightning.data.batches import LastBatch
 from pfl_lightning.data.checks import NO_RANDOM, SAMPLES, ClientSplit, ClientTest, check_settings, check_strata, differs
 from pfl_lightning.data.client_data import ClientData, class_counts
@@ -436,6 +437,26 @@ class FederatedDataModule(LightningDataModule, ABC):
     def client_names(self) -> list[str]:
         """Names of the clients by id; empty unless the pool is divided by named clients."""
         return self._ready().division.names
+
+    def client_id(self, client: int | str) -> int:
+        """Return the id of a client given by id or by name.
+
+        Args:
+            client: the name, or the id, from 0 to num_clients - 1 or of one of the `newcomers`.
+
+        Raises:
+            MisconfigurationException: if there is no such client, or an integer is the id of one client and the name of
+                another.
+        """
+        return client_names.client_id(client, self.client_names, self.num_clients + len(self.newcomers))
+
+    def client_label(self, client: int) -> str:
+        """Return a client's id for messages, followed by the client's name unless the name is the id: ``3 (Bremen)``.
+
+        Args:
+            client: client id, 0 to num_clients - 1, or one of the `newcomers`.
+        """
+        return client_names.client_label(client, self.client_names)
 
     @property
     def newcomers(self) -> range:
