@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from pfl_lightning.aggregators import Aggregator, AggregatorList, ClassMeans, Server, WeightedAverage
     from pfl_lightning.client import ClientModule, Phase
     from pfl_lightning.federation.federation import Federation
+    from pfl_lightning.federation.prediction import Predictions
     from pfl_lightning.trainer import FederatedTrainer
 
 __version__ = "0.1.0"
@@ -19,6 +20,7 @@ __all__ = [
     "FederatedTrainer",
     "Federation",
     "Phase",
+    "Predictions",
     "Server",
     "WeightedAverage",
     "__version__",
@@ -31,6 +33,7 @@ _MODULES = {
     **dict.fromkeys(("ClientModule", "Phase"), "client"),
     "FederatedTrainer": "trainer",
     "Federation": "federation.federation",
+    "Predictions": "federation.prediction",
 }
 _ROOMS = (
     "aggregators",

@@ -298,8 +298,8 @@ class FederatedDataModule(LightningDataModule, ABC):
         """Return the data module's entry in checkpoints, from which `inputs` works without the samples.
 
         The entry has ``clients``, the names of the federation's clients by id; ``num_clients``; ``task`` as in
-        configurations; ``input_shape``; ``like``, a tree of empty tensors with the shape and type of loaded inputs; and
-        ``preprocessing``, unless empty. An override adds entries of plain values and tensors.
+        configurations; ``input_shape``; ``class_names``; ``like``, a tree of empty tensors with the shape and type of
+        loaded inputs; and ``preprocessing``, unless empty. An override adds entries of plain values and tensors.
         """
         if self._pool is None:
             # samples at sites, or a data module made by `from_state`
@@ -311,6 +311,7 @@ class FederatedDataModule(LightningDataModule, ABC):
                 "task": plain(self.task),
                 "input_shape": list(self.input_shape),
                 "like": self._like(),
+                "class_names": self.class_names,
             }
         return state | ({"preprocessing": self.preprocessing} if self.preprocessing else {})
 
@@ -344,7 +345,10 @@ class FederatedDataModule(LightningDataModule, ABC):
     @property
     def class_names(self) -> list[str]:
         """Names of the classes by number; empty if classes have numbers alone."""
-        return []
+        # folders of images have their names in an attribute, tables in the vocabulary of their only target
+        columns = list(self.preprocessing.get("classes", {}).values())
+        names = getattr(self, "classes", None) or (columns[0] if len(columns) == 1 else self._saved.get("class_names"))
+        return [str(name) for name in names or ()]
 
     def inputs(self, rows: Any, client: int | None) -> Tree:
         """Return raw rows as inputs of a net, as clients' samples become inputs.
@@ -548,6 +552,8 @@ class FederatedDataModule(LightningDataModule, ABC):
     @property
     def newcomers(self) -> range:
         """Ids of the clients that take no part in training and join afterwards, above the federation's ids."""
+        if self._pool is None and self._saved:
+            return range(self.num_clients, self.num_clients)
         return range(self.num_clients, len(self._ready().division.clients))
 
     @property
