@@ -25,7 +25,7 @@ from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.preprocessing import FittedOn, moments_of, standardized, trained_on
 from pfl_lightning.data.samples import Samples
 from pfl_lightning.data.sources.base import OwnedData, targets_of
-from pfl_lightning.data.sources.columns import check_finite_column, chosen_columns, package
+from pfl_lightning.data.sources.columns import check_column, check_finite_column, chosen_columns, package
 from pfl_lightning.settings import Unpack, check_choices
 from pfl_lightning.tasks import MultiLabel, Task
 
@@ -121,6 +121,8 @@ class TableData(OwnedData):
         # columns named by the user may be ids or dates, on purpose; columns that were merely left over may not
         self._are_named = features is not None
         self._found: dict[str, list[str]] = {}
+        self._labels: list[str] = []
+        self._fitted_clients: list[str] = []
         self._vocabularies = self._given_vocabularies(classes, categories or {})
         self.input_shape = (len(self._features),)
 
@@ -155,11 +157,7 @@ class TableData(OwnedData):
         others = [column for column in self._others.values() if column is not None]
         wanted = list(dict.fromkeys([*self._features, *self._targets, *others]))
         table = read_table(self._path, wanted, self._csv)
-        # large numbers, such as times in seconds, lose their differences in single precision: subtract the mean first
-        wide = torch.float32 if self.standardize is None else torch.float64
-        x = torch.empty(len(table), len(self._features), dtype=wide)
-        for index, column in enumerate(self._features):
-            x[:, index] = self._numbers(table[column], is_target=False)
+        x = self._matrix([self._numbers(table[column], is_target=False) for column in self._features])
         y = torch.stack([self._numbers(table[column], is_target=True) for column in self._targets], dim=1)
         columns = {name: None if column is None else table[column].to_numpy() for name, column in self._others.items()}
         if (time := self._others["time"]) is not None and getattr(table[time].dtype, "ordered", False):
@@ -175,7 +173,26 @@ class TableData(OwnedData):
             "classes": {column: words[column] for column in self._targets if column in words},
             "standardize": self.standardize,
         }
+        self._labels = self._labels_of(table)
         return Loaded(x, targets_of(y if y.shape[1] > 1 else y[:, 0]), **columns)
+
+    def _matrix(self, columns: Sequence[Tensor]) -> Tensor:
+        """Return columns side by side, [rows, columns]."""
+        # large numbers, such as times in seconds, lose their differences in single precision: subtract the mean first
+        wide = torch.float32 if self.standardize is None else torch.float64
+        x = torch.empty(len(columns[0]), len(columns), dtype=wide)
+        for index, column in enumerate(columns):
+            x[:, index] = column
+        return x
+
+    def _labels_of(self, table: Any) -> list[str]:
+        """Return the class labels as written in the table, by class number; an empty list without classes."""
+        if not self.task.has_classes:
+            return []
+        (target,) = self._targets
+        is_bool = table[target].dtype.kind == "b"
+        words = self.preprocessing["classes"].get(target, ["False", "True"] if is_bool else [])
+        return [*words, *map(str, range(len(words), self.task.outputs))]
 
     def _numbers(self, values: Any, is_target: bool) -> Tensor:
         """Return a column as numbers, or as codes, whose vocabulary is kept.
@@ -190,12 +207,7 @@ class TableData(OwnedData):
         """
         column = str(values.name)
         owner = f"column {column!r} of {self._where}"
-        if gaps := int(values.isna().sum()):
-            raise MisconfigurationException(
-                f"{owner} has no value in {gaps} of {len(values)} rows, first in row "
-                f"{int(values.isna().to_numpy().argmax())} (counted from 0); fill them in, or leave these rows or the "
-                "column out"
-            )
+        check_no_gaps(values, owner)
         setting = "data.classes" if is_target else f"data.categories.{column}"
         # a given vocabulary also applies to numbers, such as postal codes, which are no quantities
         if column in self._vocabularies:
@@ -269,18 +281,19 @@ class TableData(OwnedData):
             samples: the pool, as loaded.
             division: the pool positions of each client's rows.
         """
+        # the clients in the order of the lists in `preprocessing`; `arrange` may give the clients other ids later
+        self._fitted_clients = list(division.names)
         if self.standardize is None:
             warn_of_scales(moments_of(samples.x, trained_on(division))[1], self._features)
             return samples
         if isinstance(self.standardize, Mapping):
             # a column without given moments stays unchanged: mean 0, deviation 1
             known = {column: self.standardize.get(column, (0.0, 1.0)) for column in self._features}
-            mean, deviation = torch.tensor(list(known.values()), dtype=torch.float64).T
             self.preprocessing |= {
                 "mean": {column: float(values[0]) for column, values in known.items()},
                 "deviation": {column: float(values[1]) for column, values in known.items()},
             }
-            return Samples(((samples.x - mean) / deviation).float(), samples.y)
+            return Samples(self._scaled(samples.x, None), samples.y)
         x, statistics = standardized(samples.x, division, self.standardize)
         for name, of_groups in zip(("mean", "deviation"), zip(*statistics, strict=True), strict=True):
             columns = np.stack(of_groups, axis=1).tolist()
@@ -289,6 +302,114 @@ class TableData(OwnedData):
                 for column, values in zip(self._features, columns, strict=True)
             }
         return Samples(x, samples.y)
+
+    def _scaled(self, x: Tensor, client: int | None) -> Tensor:
+        """Return feature columns standardized by the fitted or given values, in single precision.
+
+        Args:
+            x: the columns, [rows, columns].
+            client: position of the client among those fitted; None where all clients share the values.
+        """
+        if self.standardize is None:
+            return x
+        mean, deviation = (
+            torch.tensor(
+                [each if client is None else each[client] for each in self.preprocessing[name].values()],
+                dtype=torch.float64,
+            )
+            for name in ("mean", "deviation")
+        )
+        # division by infinity gives the 0 of constant columns
+        return ((x - mean) / deviation.where(deviation > 0, math.inf)).float()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the data module's entry in checkpoints, from which `inputs` can prepare raw rows without the table."""
+        state = super().state_dict()
+        if not self.preprocessing:
+            return state
+        return state | {
+            "classes": list(self._labels),
+            "table": {"clients": list(self._fitted_clients), **self._csv},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over how raw rows become inputs; a data module that has been set up keeps its own way.
+
+        Args:
+            state_dict: the data module's entry in a checkpoint.
+        """
+        super().load_state_dict(state_dict)
+        if self._pool is not None or "table" not in state_dict:
+            return
+        self.preprocessing = dict(state_dict["preprocessing"])
+        self._labels = list(state_dict["classes"])
+        table = dict(state_dict["table"])
+        self._fitted_clients = table.pop("clients")
+        self._csv = table
+        self._features, self._targets = self.preprocessing["features"], self.preprocessing["targets"]
+        self.standardize = self.preprocessing["standardize"]
+        self.input_shape = (len(self._features),)
+
+    def inputs(self, rows: Any, client: str | int) -> Tensor:
+        """Return the net's inputs for raw rows, prepared as a client's own rows are.
+
+        The data module has been set up, or has loaded its entry of a checkpoint, for which the table itself isn't
+        needed.
+
+        Args:
+            rows: a CSV or Parquet file, a pandas data frame, a dict with a list of values per column, or a list of
+                dicts, one per row. The target and other further columns have no effect.
+            client: name or id of the client.
+
+        Raises:
+            MisconfigurationException: if a feature column is missing, or has values that were refused in the table
+                too, or nothing was fitted for the client.
+        """
+        if not self.preprocessing:
+            raise MisconfigurationException(
+                "data: nothing is known yet of how raw rows become inputs; call setup(), or load_state_dict() with the "
+                "data module's entry of a checkpoint"
+            )
+        table, owner = rows_table(rows, self._features, self._csv)
+        words = self.preprocessing["categories"]
+        columns = []
+        for name in self._features:
+            values, whose = table[name], f"column {name!r} of {owner}"
+            check_no_gaps(values, whose)
+            if name in words:
+                columns.append(codes_of(values, words[name], whose, "the vocabulary of the training table"))
+                continue
+            if (numbers := plain_numbers(values, whose)) is None:
+                raise MisconfigurationException(f"{whose} holds texts, where the training table has numbers")
+            check_finite_column(numbers, whose)
+            columns.append(numbers)
+        place = self._fitted_place(client) if self.standardize == "client" else None
+        return self.transform(self._scaled(self._matrix(columns), place))  # type: ignore[no-any-return]
+
+    def _fitted_place(self, client: str | int) -> int:
+        """Return a client's position in the lists of values that were fitted on each client's own rows.
+
+        Args:
+            client: name or id of the client.
+
+        Raises:
+            MisconfigurationException: if nothing was fitted for this client.
+        """
+        fitted = self._fitted_clients
+        # `arrange` may have given the clients other ids since the fit
+        if isinstance(client, int) and self._pool is not None and client < len(names := self.client_names):
+            client = names[client]
+        # without names, clients are known by their ids alone
+        places = {name: place for place, name in enumerate(fitted)}
+        count = len(fitted) or len(next(iter(self.preprocessing["mean"].values())))
+        place = places.get(client, -1) if isinstance(client, str) else client
+        if not 0 <= place < count:
+            known = listed(fitted) if fitted else f"clients 0 to {count - 1}"
+            raise MisconfigurationException(
+                f"client {client!r}: inputs are standardized by each client's own training rows, and none are of this "
+                f"client; take one of {known}, or fit with data.standardize=table"
+            )
+        return place
 
     @property
     def fitted_on(self) -> FittedOn:
@@ -447,6 +568,53 @@ def read_table(path: Any, columns: Sequence[str] | None, csv: dict[str, str]) ->
     except Exception as error:
         reason = " ".join(str(error).split())[:100]
         raise MisconfigurationException(f"data.path={str(path)!r} cannot be read ({reason}); give a table") from None
+
+
+def rows_table(rows: Any, columns: Sequence[str], csv: dict[str, str]) -> tuple[Any, str]:
+    """Return raw rows as a data frame of some columns, and a name of the rows for messages.
+
+    Args:
+        rows: a CSV or Parquet file, a pandas data frame, a dict with a list of values per column, or a list of dicts.
+        columns: names of the columns.
+        csv: settings of ``pandas.read_csv``.
+
+    Raises:
+        MisconfigurationException: if the rows are no table, or a column is missing.
+    """
+    path = Path(rows) if isinstance(rows, str | os.PathLike) else rows
+    owner = str(path) if isinstance(path, Path) else "the rows"
+    if isinstance(path, Mapping | list):
+        try:
+            path = package("pandas", "tables", "TableData").DataFrame(path)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise MisconfigurationException(
+                f"data: the rows cannot be read as a table ({' '.join(str(error).split())[:100]}); give a dict with a "
+                "list of values per column, or a list of dicts"
+            ) from None
+    # a Parquet file knows its types and has no cells to part
+    known = {"decimal": ".", "sep": ","} if isinstance(path, Path) and path.suffix == ".parquet" else csv
+    there = column_names(path, known)
+    for column in columns:
+        check_column("inputs", column, there)
+    return read_table(path, columns, known), owner
+
+
+def check_no_gaps(values: Any, owner: str) -> None:
+    """Check that a column has a value in each row.
+
+    Args:
+        values: a pandas series.
+        owner: name of the column for the message.
+
+    Raises:
+        MisconfigurationException: if a value is missing.
+    """
+    if gaps := int(values.isna().sum()):
+        raise MisconfigurationException(
+            f"{owner} has no value in {gaps} of {len(values)} rows, first in row "
+            f"{int(values.isna().to_numpy().argmax())} (counted from 0); fill them in, or leave these rows or the "
+            "column out"
+        )
 
 
 def plain_numbers(values: Any, owner: str) -> Tensor | None:
