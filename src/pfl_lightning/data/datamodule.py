@@ -298,7 +298,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         """Return the data module's entry in checkpoints, from which `inputs` works without the samples.
 
         The entry has ``clients``, the names of the federation's clients by id; ``num_clients``; ``task`` as in
-        configurations; ``input_shape``; ``class_names``; ``like``, a tree of empty tensors with the shape and type of
+        configurations; ``input_shape``; ``classes``, their names; ``like``, a tree of empty tensors with the shape and type of
         loaded inputs; and ``preprocessing``, unless empty. An override adds entries of plain values and tensors.
         """
         if self._pool is None:
@@ -311,7 +311,7 @@ class FederatedDataModule(LightningDataModule, ABC):
                 "task": plain(self.task),
                 "input_shape": list(self.input_shape),
                 "like": self._like(),
-                "class_names": self.class_names,
+                "classes": self.class_names,
             }
         return state | ({"preprocessing": self.preprocessing} if self.preprocessing else {})
 
@@ -345,12 +345,10 @@ class FederatedDataModule(LightningDataModule, ABC):
     @property
     def class_names(self) -> list[str]:
         """Names of the classes by number; empty if classes have numbers alone."""
-        # folders of images have their names in an attribute, tables in the vocabulary of their only target
-        columns = list(self.preprocessing.get("classes", {}).values())
-        names = getattr(self, "classes", None) or (columns[0] if len(columns) == 1 else self._saved.get("class_names"))
-        return [str(name) for name in names or ()]
+        # folders of images have their names in an attribute
+        return [str(name) for name in getattr(self, "classes", None) or self._saved.get("classes", ())]
 
-    def inputs(self, rows: Any, client: int | None) -> Tree:
+    def inputs(self, rows: Any, client: int | str) -> Tree:
         """Return raw rows as inputs of a net, as clients' samples become inputs.
 
         An override may take other rows, such as data frames. It needs `setup` or `load_state_dict`.
@@ -358,7 +356,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         Args:
             rows: inputs as `load` returns them, ``[n, ...]``: a tensor, an array, or a tree of these; or a map-style
                 Dataset, whose items are such inputs without targets, or pairs that begin with them.
-            client: id of the client whose rows they are; None for a client unknown to the federation.
+            client: name or id of the client whose rows they are, or ``new`` for one unknown to the federation.
 
         Raises:
             MisconfigurationException: if the rows have another shape or type than the inputs in training, or numbers

@@ -197,7 +197,7 @@ class Asked:
     def __iter__(self) -> Iterator[Batch]:
         data = self._data()
         for client, rows in self.found:
-            known = client if client < data.num_clients + len(data.newcomers) else None
+            known = client if client < data.num_clients + len(data.newcomers) else NEW
             yield client, None if rows is None else data.inputs(rows, known), data.class_names
 
     def named(self, results: Iterable[Predictions]) -> dict[int | str, Predictions]:

@@ -322,6 +322,11 @@ class TableData(OwnedData):
         # division by infinity gives the 0 of constant columns
         return ((x - mean) / deviation.where(deviation > 0, math.inf)).float()
 
+    @property
+    def class_names(self) -> list[str]:
+        """Labels of the classes as written in the table, by class number; known after `setup`."""
+        return list(self._labels)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the data module's entry in checkpoints, from which `inputs` can prepare raw rows without the table."""
         state = super().state_dict()
