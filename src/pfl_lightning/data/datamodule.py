@@ -298,8 +298,8 @@ class FederatedDataModule(LightningDataModule, ABC):
         """Return the data module's entry in checkpoints, from which `inputs` works without the samples.
 
         The entry has ``clients``, the names of the federation's clients by id; ``num_clients``; ``task`` as in
-        configurations; ``input_shape``; ``classes``, their names; ``like``, a tree of empty tensors with the shape and type of
-        loaded inputs; and ``preprocessing``, unless empty. An override adds entries of plain values and tensors.
+        configurations; ``input_shape``; ``classes``, their names; ``like``, a tree of empty tensors with the shape and
+        type of loaded inputs; and ``preprocessing``, unless empty. An override adds plain values and tensors.
         """
         if self._pool is None:
             # samples at sites, or a data module made by `from_state`
