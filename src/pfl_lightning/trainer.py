@@ -387,7 +387,8 @@ class FederatedTrainer(RunFolders):
             raise NeedsSamples("trainer.predict without data= predicts for test splits; give datamodule=, or rows.")
         # A federation's own callbacks would look for one, so the loop is a plain Trainer's.
         loop = Trainer(
-            accelerator=self.accelerator,
+            # by name: for an accelerator's object Lightning prepares mixed precision for a GPU
+            accelerator=self.strategy.root_device.type,
             devices=1,
             precision=cast(Any, self.precision),
             logger=False,

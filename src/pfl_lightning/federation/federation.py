@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from functools import cached_property
 from typing import Any, cast
@@ -17,6 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from pfl_lightning.aggregators.base import Aggregator, Server, checked_logs
+from pfl_lightning.aggregators.weighted_average import WeightedAverage
 from pfl_lightning.client.common import (
     common_parameters,
     personal_entries,
@@ -673,8 +673,7 @@ class Federation(LightningModule):
             batch_idx: number of the batch.
         """
         client, x, class_names = batch
-        with self._seated(client) as (engine, job, is_new):
-            return predicted(engine, job, is_new, x, class_names)
+        return predicted(*self._seated(client), x, class_names)
 
     def model_of(self, client: int) -> ClientModule:
         """Return a copy of one client's model, the same model as in an evaluation.
@@ -682,16 +681,19 @@ class Federation(LightningModule):
         Args:
             client: the client's id, or one from the number of clients up for a newcomer.
         """
-        with self._seated(client) as (engine, job, is_new), undisturbed():
-            become(engine, job, is_new)
-            # Lightning leaves the Trainer out of copies
-            model = deepcopy(engine.module)
+        engine, job, is_new = self._seated(client)
+        try:
+            with undisturbed():
+                become(engine, job, is_new)
+                # Lightning leaves the Trainer out of copies
+                model = deepcopy(engine.module)
+        finally:
+            self.release_modes()
         release(model)
         return model
 
-    @contextmanager
-    def _seated(self, client: int) -> Iterator[tuple[Sequential, Job, bool]]:
-        """Yield a client's engine and job, and whether the client is new; reset the modules' modes afterwards.
+    def _seated(self, client: int) -> tuple[Sequential, Job, bool]:
+        """Return a client's engine and job, and whether the client is new.
 
         The reference engine serves all settings: a single client leaves other engines nothing to do at once.
 
@@ -710,10 +712,7 @@ class Federation(LightningModule):
             )
         is_new = client >= data.num_clients
         job = self._first_job(client) if is_new else self.job(client, ("test",))
-        try:
-            yield Sequential(module, self.options.work(data), self.trainer.precision_plugin), job, is_new
-        finally:
-            self.release_modes()
+        return Sequential(module, self.options.work(data), self.trainer.precision_plugin), job, is_new
 
     def _first_job(self, client: int) -> Job:
         """Return the job of a client that never trained, with the payload of a newcomer."""
@@ -826,7 +825,21 @@ class Federation(LightningModule):
             # Not needed for resuming: `load_from_checkpoint(path, client=3)` builds a client's model from them without
             # the aggregator.
             "payloads": {client: self.aggregator.download(client) for client in clients},
+            "newcomer": self._newcomer_payload(),
         }
+
+    def _newcomer_payload(self) -> Message:
+        """Return the payload of an unknown client, by which a checkpoint alone predicts for one; empty without one."""
+        kind = type(self.aggregator)
+        # An author's own `download` may note each client that it sees, which a checkpoint must not cause.
+        same_for_all = kind.download is WeightedAverage.download
+        if self.aggregator.meets_newcomers or not (same_for_all or kind.welcome is not Aggregator.welcome):
+            return {}
+        try:
+            return self.welcome(self.data.num_clients + len(self.data.newcomers))
+        # a server that looks clients up, and so can't welcome any, is no reason to lose a checkpoint
+        except MisconfigurationException:
+            return {}
 
     def load_federation_state(self, state: Mapping[str, Any]) -> None:
         """Continue from the saved state of a federation of the same method.

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import CHUNK, ClientData, FederatedDataModule, Samples
 from pfl_lightning.data.trees import Tree, rows_in
-from pfl_lightning.engines import Job, LocalWork, Sequential
+from pfl_lightning.engines import ClientState, Job, LocalWork, Sequential
 from pfl_lightning.engines.evaluation import OUTPUTS
 from pfl_lightning.federation.checkpoint import saved_job
 from pfl_lightning.federation.evaluation import undisturbed
+from pfl_lightning.seeds import derive_seed
 from pfl_lightning.tasks import Task
 
 NEW = "new"
@@ -256,23 +257,32 @@ class SavedClients(LightningModule):
         client, x, class_names = batch
         first, total = self.modules_of_clients[0], len(self.saved["payloads"])
         name = type(first).__name__
-        if client not in self.saved["payloads"]:
-            raise NeedsSamples(
-                f"client={NEW}: the model of a new client comes from {name}'s server, which needs the run's data; give "
-                "the data module of the run, or let it join by trainer.join"
-            )
         if self.saved["clients"].get(client, {}).get("kept") is not None:
             raise MisconfigurationException(
                 f"client={client}: its personal entries are at its site and not in {self.path}; export its model there."
             )
-        index = first.architecture_of(client, total)
-        samples = ClientData(
-            NoSamples(first.task, f"{name} makes the model of client {client} from its samples"), client
-        )
+        is_new = client >= total
+        index = first.architecture_of(client % total, total)
         if index not in self._engines:
             module = self.modules_of_clients[index]
             self._engines[index] = Sequential(module, LocalWork(), self.trainer.precision_plugin)
-        return predicted(self._engines[index], saved_job(self.saved, client, index, samples, ()), False, x, class_names)
+        samples = ClientData(
+            NoSamples(first.task, f"{name} makes the model of client {client} from its samples"), client
+        )
+        job = self._first_job(client, index, samples) if is_new else saved_job(self.saved, client, index, samples, ())
+        return predicted(self._engines[index], job, is_new, x, class_names)
+
+    def _first_job(self, client: int, architecture: int, samples: ClientData) -> Job:
+        """Return the job of a new client, with the payload that the checkpoint keeps for one."""
+        saved = self.saved
+        if not (payload := saved.get("newcomer")):
+            raise NeedsSamples(
+                f"client={NEW}: the checkpoint has no model for a new client; give the data module of the run, or let "
+                "the client join by trainer.join"
+            )
+        seed = derive_seed(saved["seed"], "join", saved["round"], client)
+        state = ClientState(saved["initial"][architecture])
+        return Job(client, saved["round"], state, payload, samples, seed, saved["lr_factor"])
 
 
 def data_of(checkpoint: Mapping[str, Any]) -> FederatedDataModule:
