@@ -212,21 +212,21 @@ class Writer(BasePredictionWriter):
         self.batches: list[Any] = []
         self.epochs: list[Any] = []
 
-    def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+    def write_on_batch_end(self, trainer, pl_module, prediction, *_):
         self.batches.append(prediction)
 
     def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
         self.epochs.append(predictions)
 
 
-def test_lightning_s_prediction_writers_get_each_client_s_predictions(tmp_path):
-    writer = Writer()
-    run = fit(make_client(), root=tmp_path, max_rounds=1, callbacks=[writer])
-    assert run.trainer.predict(run.model, return_predictions=False) == {}
-    assert [len(each) for each in writer.batches] == [run.data.size(client, "test") for client in range(4)]
-    saved = Writer()
-    make_trainer(callbacks=[saved]).predict(make_client(), ROWS, ckpt_path=run.last, clients=[1])
-    assert [len(each) for each in saved.batches] == [7] and len(saved.epochs[0]) == 1
+def test_prediction_writers_work_with_the_checkpoint_alone_too(tmp_path):
+    run = fit(make_client(), root=tmp_path, max_rounds=1)
+    for data in ({"datamodule": blobs()}, {}):
+        writer = Writer()
+        trainer = make_trainer(callbacks=[writer])
+        settings = {"ckpt_path": run.last, "clients": [1, 3], "return_predictions": False}
+        assert trainer.predict(make_client(), ROWS, **data, **settings) == {}
+        assert [len(each) for each in writer.batches] == [7, 7] and len(writer.epochs) == 1
 
 
 def test_precision_is_the_trainer_s(tmp_path):

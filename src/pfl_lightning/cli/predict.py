@@ -1,6 +1,7 @@
 """The command ``pfl-lightning predict``: predict for new rows with the clients' models of a finished run."""
 
 import csv
+import sys
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 import pfl_lightning.data
 import pfl_lightning.methods
@@ -143,7 +143,9 @@ def checkpoint_of(given: str, runs: Path) -> Path:
 def given_column(config: Mapping[str, Any], options: Any) -> str | None:
     """Return the run's own column of clients, if the table has it and no clients are named."""
     column = settings_of_data(config).get("client")
-    if options.client or options.data is None or options.data.suffix not in TABLES or not isinstance(column, str):
+    if options.client or not isinstance(column, str) or options.data is None:
+        return None
+    if options.data.suffix not in TABLES or not options.data.is_file():
         return None
     return column if column in read_table(options.data, None, csv_of(config, options.data)) else None
 
@@ -211,7 +213,6 @@ def predictions(
     """
     asked: Any = rows.of_clients if rows is not None and rows.places else clients
     data = None if rows is None or rows.places else rows.of_clients
-    reason = "predict: without --data the clients' own test rows are read"
     if rows is not None:
         model = class_of(config, "model", pfl_lightning.methods).load_from_checkpoint(path, map_location="cpu")
         # imported, so that the checkpoint's entry of the data finds it
@@ -219,19 +220,11 @@ def predictions(
         try:
             return quiet_trainer(config).predict(model, data, ckpt_path=path, clients=asked)
         except NeedsSamples as error:
-            reason = f"predict: {str(error).partition(';')[0]}"
-    try:
-        made = configured(["--config", str(file), *QUIET.split()])
-        return made.trainer.predict(
-            made.model,
-            data,
-            datamodule=made.datamodule,
-            ckpt_path=path,
-            clients=asked,
-            aggregator=made.aggregator,
-        )
-    except MisconfigurationException as error:
-        raise UsageError(f"{reason}: {error}") from error
+            # told before the data are read, which may be refused for reasons of their own
+            print(f"predict: {str(error).partition(';')[0]}: reading the data of {file}", file=sys.stderr)
+    made = configured(["--config", str(file), *QUIET.split()])
+    settings = {"datamodule": made.datamodule, "aggregator": made.aggregator}
+    return made.trainer.predict(made.model, data, ckpt_path=path, clients=asked, **settings)
 
 
 def quiet_trainer(config: Mapping[str, Any]) -> FederatedTrainer:

@@ -97,7 +97,7 @@ class NoSamples:
             NeedsSamples: always.
         """
         raise NeedsSamples(
-            f"{self.reason}, which aren't here; give the data module of the run, with the data that it was trained with"
+            f"{self.reason}, which aren't in the checkpoint; give the data module of the run, with its data"
         )
 
     size = parts
