@@ -235,7 +235,7 @@ def quiet_trainer(config: Mapping[str, Any]) -> FederatedTrainer:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{name: value for name, value in kept.items() if value is not None},  # type: ignore[arg-type]
+        **{name: value for name, value in kept.items() if value is not None},
     )
 
 

@@ -565,7 +565,7 @@ class ClientModule(LightningModule):
                 # TorchScript is deprecated, and there are programs that read nothing else
                 warnings.simplefilter("ignore")
                 if kind == ".ts":
-                    torch.jit.trace(model, example).save(str(path))
+                    torch.jit.trace(model, example).save(str(path))  # type: ignore[no-untyped-call]
                     return
                 rows = {0: torch.export.Dim("n", min=1)}
                 program = torch.export.export(model, (example,), dynamic_shapes=(rows,))

@@ -298,7 +298,7 @@ def data_of(checkpoint: Mapping[str, Any]) -> FederatedDataModule:
             need the samples.
     """
     saved = checkpoint["federation"]
-    known: list[type[FederatedDataModule]] = [FederatedDataModule]
+    known: list[Any] = [FederatedDataModule]
     for kind in known:
         # the list grows while the loop runs, until it has all descendants
         known += kind.__subclasses__()
