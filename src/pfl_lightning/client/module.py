@@ -34,6 +34,7 @@ from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.data.client_names import client_id
 from pfl_lightning.data.trees import rows_in
+from pfl_lightning.internals.of_lightning import COMMAND_LINE_NOTES
 from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.nets import CNN, Net, NetFactory
 from pfl_lightning.nets.base import checked_list, checked_net
@@ -772,7 +773,7 @@ def trained_class(path: str | Path) -> type[ClientModule]:
             author of a checkpoint must not choose the code that runs on loading.
     """
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    module, _, name = saved.get("hyper_parameters", {}).get("_class_path", "").rpartition(".")
+    module, _, name = saved.get("hyper_parameters", {}).get(COMMAND_LINE_NOTES[0], "").rpartition(".")
     if module.startswith("pfl_lightning."):
         import_module(module)
     kind = getattr(sys.modules.get(module), name, None) if name else None
