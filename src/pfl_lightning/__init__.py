@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from pfl_lightning.aggregators import Aggregator, AggregatorList, ClassMeans, Server, WeightedAverage
     from pfl_lightning.client import ClientModule, Phase
     from pfl_lightning.federation.federation import Federation
+    from pfl_lightning.federation.prediction import Predictions
     from pfl_lightning.trainer import FederatedTrainer
 
 # On some processors, MKL's products of small matrices depend on where a matrix lies in memory, which differs from run
@@ -24,6 +25,7 @@ __all__ = [
     "FederatedTrainer",
     "Federation",
     "Phase",
+    "Predictions",
     "Server",
     "WeightedAverage",
     "__version__",
@@ -36,6 +38,7 @@ _MODULES = {
     **dict.fromkeys(("ClientModule", "Phase"), "client"),
     "FederatedTrainer": "trainer",
     "Federation": "federation.federation",
+    "Predictions": "federation.prediction",
 }
 _ROOMS = (
     "aggregators",

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from pfl_lightning.aggregators.base import Aggregator, Server, checked_logs
+from pfl_lightning.aggregators.weighted_average import WeightedAverage
 from pfl_lightning.client.common import (
     common_parameters,
     personal_entries,
@@ -31,9 +32,9 @@ from pfl_lightning.contract.messages import check_entries, check_payload, sound_
 from pfl_lightning.contract.pairing import check_common, check_finite, check_pair, check_split, check_tied
 from pfl_lightning.contract.sums import check_sums
 from pfl_lightning.contract.task import check_requirements, check_task
-from pfl_lightning.data import FederatedDataModule, Split
+from pfl_lightning.data import ClientData, FederatedDataModule, Split
 from pfl_lightning.data.description import fingerprint
-from pfl_lightning.engines import ClientState, Engine, Job, Outcome
+from pfl_lightning.engines import ClientState, Engine, Job, Outcome, Sequential
 from pfl_lightning.engines.base import given_modes, release
 from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.engines.examples import releases_of
@@ -43,6 +44,7 @@ from pfl_lightning.federation.checkpoint import check_same, pair_clients, saved_
 from pfl_lightning.federation.evaluation import Evaluations, undisturbed
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.participation import Participation, check_tells
+from pfl_lightning.federation.prediction import Batch, NoSamples, Predictions, become, predicted
 from pfl_lightning.federation.resuming import (
     Settings,
     changes,
@@ -261,7 +263,9 @@ class Federation(LightningModule):
         Raises:
             MisconfigurationException: if the clients can't be paired, or the kept metrics are of other samples.
         """
-        use = "fit" if self._fitting else "join" if getattr(self.trainer, "joins", False) else "test"
+        # Strangers among the data's clients are new clients, also for predictions.
+        newcomers = getattr(self.trainer, "joins", False) or self.trainer.state.fn == TrainerFn.PREDICTING
+        use = "fit" if self._fitting else "join" if newcomers else "test"
         # The checkpoint's sizes and fingerprint are of the first division; later ones of a drift follow from it.
         with self.data.at_round(1):
             changed = pair_clients(saved, self.data, use)
@@ -647,6 +651,7 @@ class Federation(LightningModule):
         self.release_modes()
 
     on_test_model_eval, on_test_model_train = on_validation_model_eval, on_validation_model_train
+    on_predict_model_eval = on_validation_model_eval
 
     def release_modes(self) -> None:
         """Restore the modes of client modules as given by the user; submodules frozen by ``eval()`` stay frozen."""
@@ -660,6 +665,69 @@ class Federation(LightningModule):
     def test_step(self, clients: list[int], batch_idx: int) -> None:
         """Evaluate all clients on the test splits."""
         self.evaluations.evaluate(clients, ("test",))
+
+    def predict_step(self, batch: Batch, batch_idx: int = 0) -> Predictions:
+        """Return the predictions of one client's model, the same model as in an evaluation.
+
+        Args:
+            batch: the client's id, inputs, and names of the classes.
+            batch_idx: number of the batch.
+        """
+        client, x, class_names = batch
+        return predicted(*self._seated(client), x, class_names)
+
+    def model_of(self, client: int) -> ClientModule:
+        """Return a copy of one client's model, the same model as in an evaluation.
+
+        Args:
+            client: the client's id, or one from the number of clients up for a newcomer.
+        """
+        engine, job, is_new = self._seated(client)
+        try:
+            with undisturbed():
+                become(engine, job, is_new)
+                # Lightning leaves the Trainer out of copies
+                model = deepcopy(engine.module)
+        finally:
+            self.release_modes()
+        release(model)
+        return model
+
+    def _seated(self, client: int) -> tuple[Sequential, Job, bool]:
+        """Return a client's engine and job, and whether the client is new.
+
+        The reference engine serves all settings: a single client leaves other engines nothing to do at once.
+
+        Raises:
+            MisconfigurationException: if the model is at a site, or a new client's would need an update of its own.
+        """
+        data, module = self.data, self._architectures[self.architecture_of(client)]
+        if data.at_sites:
+            raise MisconfigurationException(
+                f"client={client}: its samples and personal entries are at its site; export its model there."
+            )
+        if self.options.evaluate == "after":
+            rank_zero_warn(
+                "trainer.evaluate=after measures models after local training, which aren't kept; predictions are of "
+                "the models before the next round's training."
+            )
+        is_new = client >= data.num_clients
+        job = self._first_job(client) if is_new else self.job(client, ("test",))
+        return Sequential(module, self.options.work(data), self.trainer.precision_plugin), job, is_new
+
+    def _first_job(self, client: int) -> Job:
+        """Return the job of a client that never trained, with the payload of a newcomer."""
+        if self.aggregator.meets_newcomers:
+            raise MisconfigurationException(
+                f"aggregator {self.aggregator.name} makes a new client's model from an update of its own, so there is "
+                "none before the client has trained; let it join by trainer.join."
+            )
+        state = ClientState(self.initial[self.architecture_of(client)])
+        seed = derive_seed(cast(int, self.seed), "join", self.round, client)
+        reason = f"{type(self.client).__name__} makes the model of a new client from its samples"
+        source = self.data if client in self.data.newcomers else NoSamples(self.client.task, reason)
+        samples = ClientData(source, client)
+        return Job(client, self.round, state, self.welcome(client), samples, seed, self.lr_factor, ("test",))
 
     def on_validation_epoch_end(self) -> None:
         """Summarise the evaluation over clients into the round's row of metrics, for loggers and callbacks."""
@@ -758,7 +826,21 @@ class Federation(LightningModule):
             # Not needed for resuming: `load_from_checkpoint(path, client=3)` builds a client's model from them without
             # the aggregator.
             "payloads": {client: self.aggregator.download(client) for client in clients},
+            "newcomer": self._newcomer_payload(),
         }
+
+    def _newcomer_payload(self) -> Message:
+        """Return the payload of an unknown client, by which a checkpoint alone predicts for one; empty without one."""
+        kind = type(self.aggregator)
+        # An author's own `download` may note each client that it sees, which a checkpoint must not cause.
+        same_for_all = kind.download is WeightedAverage.download
+        if self.aggregator.meets_newcomers or not (same_for_all or kind.welcome is not Aggregator.welcome):
+            return {}
+        try:
+            return self.welcome(self.data.num_clients + len(self.data.newcomers))
+        # a server that looks clients up, and so can't welcome any, is no reason to lose a checkpoint
+        except MisconfigurationException:
+            return {}
 
     def load_federation_state(self, state: Mapping[str, Any]) -> None:
         """Continue from the saved state of a federation of the same method.

@@ -73,7 +73,7 @@ class FedRoD(PersonalNet, FedAvg):
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model, and count the client's classes."""
         super().on_download(payload, data)
-        if data is not None:
+        if data is not None and self.training_follows:
             # the power before the logarithm: with gamma = 0 an absent class counts 0^0 = 1, and not 0 times -infinity
             self.log_prior.copy_(data.class_counts.to(self.log_prior.dtype).pow(self.gamma).log())
 

@@ -108,6 +108,18 @@ class Task(ABC):
         """
         return None
 
+    def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
+        """Return what a net's outputs predict: ``classes`` and ``probabilities``, or ``values``.
+
+        By default ``values`` are the outputs; with classes, logits of the classes are in the second dimension.
+
+        Args:
+            outputs: the net's outputs for n samples, floating.
+        """
+        if self.has_classes:
+            return {"classes": outputs.argmax(1), "probabilities": outputs.softmax(1)}
+        return {"values": outputs}
+
 
 def described(target: Any) -> str:
     """Describe targets, for messages."""

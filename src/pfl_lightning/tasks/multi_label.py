@@ -60,6 +60,10 @@ class MultiLabel(Task):
         """Refuse all outputs but one logit per sample and label."""
         check_shape(outputs, [len(target), self.num_labels], net, self)
 
+    def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
+        """Return ``classes``, the labels more probable than not ``[n, labels]``, bool, and ``probabilities``."""
+        return {"classes": outputs > 0, "probabilities": outputs.sigmoid()}
+
 
 class F1(MultilabelF1Score):
     """F1 of all labels together; NaN without any true or predicted label."""

@@ -67,6 +67,10 @@ class NextToken(Task):
         """Refuse all outputs but one logit per position and token."""
         check_shape(outputs, [*target.shape, self.vocabulary], net, self)
 
+    def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
+        """Return ``classes``, tokens by position ``[n, T]``, and ``probabilities`` ``[n, T, vocabulary]``."""
+        return {"classes": outputs.argmax(-1), "probabilities": outputs.softmax(-1)}
+
 
 class Perplexity(Ratio):
     """Exponential of the mean cross-entropy of the counted positions; NaN without any.

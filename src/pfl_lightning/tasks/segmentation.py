@@ -63,6 +63,10 @@ class Segmentation(Task):
         """Refuse all outputs but one logit per pixel and class."""
         check_shape(outputs, [len(target), self.num_classes, *target.shape[1:]], net, self)
 
+    def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
+        """Return ``classes`` of pixels ``[n, H, W]``, and ``probabilities`` ``[n, num_classes, H, W]``."""
+        return {"classes": outputs.argmax(1), "probabilities": outputs.softmax(1)}
+
 
 class Confusion(Metric):
     """Counts of pixels by true and predicted class, ``[true, predicted]``; subclasses compute metrics from the counts.
