@@ -74,7 +74,7 @@ def test_plain_values_import_and_call_nothing(path):
 
 def test_regression_is_scored_as_scikit_learn_does():
     y, outputs = drawn(50, 2), drawn(50, 2, seed=1)
-    values = measured(Regression(2).metrics(), outputs, y)
+    values = measured(Regression(2).configure_metrics(), outputs, y)
     assert values["mae"] == pytest.approx(mean_absolute_error(y, outputs), rel=1e-5)
     assert values["r2"] == pytest.approx(r2_score(y, outputs), rel=1e-5)
     assert float(Regression(2).loss(outputs, y)) == pytest.approx(float(F.mse_loss(outputs, y)))
@@ -84,18 +84,18 @@ def test_targets_of_one_quantity_may_have_no_dimension_for_it():
     y, outputs = drawn(50), drawn(50, 1, seed=1)
     task = Regression()
     task.check(y, "x")
-    assert measured(task.metrics(), outputs, y) == measured(task.metrics(), outputs, y[:, None])
+    assert measured(task.configure_metrics(), outputs, y) == measured(task.configure_metrics(), outputs, y[:, None])
     assert torch.equal(task.loss(outputs, y), task.loss(outputs, y[:, None]))
 
 
 @pytest.mark.parametrize("y", [torch.tensor([2.0]), torch.tensor([1e6, 1e6, 1e6])])
 def test_r2_without_variance_is_not_defined(y):
-    assert math.isnan(measured(Regression().metrics(), torch.zeros(len(y), 1), y)["r2"])
+    assert math.isnan(measured(Regression().configure_metrics(), torch.zeros(len(y), 1), y)["r2"])
 
 
 def test_several_labels_are_scored_as_scikit_learn_does():
     y, outputs = labels(60, 4, classes=2), drawn(60, 4)
-    values = measured(MultiLabel(4).metrics(), outputs, y)
+    values = measured(MultiLabel(4).configure_metrics(), outputs, y)
     assert values["map"] == pytest.approx(average_precision_score(y, outputs), rel=1e-4)
     assert values["f1"] == pytest.approx(f1_score(y, outputs > 0, average="micro"), rel=1e-5)
 
@@ -105,24 +105,24 @@ def test_labels_that_nobody_has_are_no_part_of_the_mean_precision():
     y[:, 2] = 0
     with_positives = [0, 1, 3]
     expected = average_precision_score(y[:, with_positives], outputs[:, with_positives])
-    assert measured(MultiLabel(4).metrics(), outputs, y)["map"] == pytest.approx(expected, rel=1e-4)
+    assert measured(MultiLabel(4).configure_metrics(), outputs, y)["map"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_without_any_label_nothing_is_defined():
-    values = measured(MultiLabel(4).metrics(), -torch.ones(3, 4), torch.zeros(3, 4))
+    values = measured(MultiLabel(4).configure_metrics(), -torch.ones(3, 4), torch.zeros(3, 4))
     assert all(map(math.isnan, values.values()))
 
 
 def test_small_logits_are_no_probabilities():
     y, outputs = labels(60, 4, classes=2), torch.rand(60, 4, generator=torch.Generator().manual_seed(3)) - 0.5
-    near, far = (measured(MultiLabel(4).metrics(), factor * outputs, y)["map"] for factor in (1, 9))
+    near, far = (measured(MultiLabel(4).configure_metrics(), factor * outputs, y)["map"] for factor in (1, 9))
     assert near == pytest.approx(far, rel=1e-5)
 
 
 def test_intersection_over_union_by_hand():
     predicted, y = torch.tensor([[0, 0, 1, 1, 2]]), torch.tensor([[0, 1, 1, 1, 255]])
     outputs = F.one_hot(predicted, 3).movedim(-1, 1).float()[:, :, None]
-    values = measured(Segmentation(3, 255).metrics(), outputs, y[:, None])
+    values = measured(Segmentation(3, 255).configure_metrics(), outputs, y[:, None])
     # class 0: 1 of 2; class 1: 2 of 3; class 2 occurs only where nothing counts
     assert values["miou"] == pytest.approx((1 / 2 + 2 / 3) / 2)
     assert values["pixel_acc"] == pytest.approx(3 / 4)
@@ -132,9 +132,9 @@ def test_perplexity_by_hand():
     y = torch.tensor([[1, 2, -100]])
     outputs = torch.zeros(1, 3, 7)
     outputs[0, 2] = 50 * drawn(7)
-    values = measured(NextToken(7).metrics(), outputs, y)
+    values = measured(NextToken(7).configure_metrics(), outputs, y)
     assert values["perplexity"] == pytest.approx(7)
-    assert math.isnan(measured(NextToken(7).metrics(), outputs, torch.full_like(y, -100))["perplexity"])
+    assert math.isnan(measured(NextToken(7).configure_metrics(), outputs, torch.full_like(y, -100))["perplexity"])
 
 
 @pytest.mark.parametrize(

@@ -26,20 +26,37 @@ class Task(ABC):
         MisconfigurationException: if the task has no output.
     """
 
-    monitor: ClassVar[str]
-    """The metric that selects the best round."""
-    mode: ClassVar[Literal["max", "min"]]
-    """The direction of ``monitor``: ``max`` if larger values are better, ``min`` if smaller ones are."""
     has_classes: ClassVar[bool] = False
     """True if each sample has one class, by which methods and partitioners tell samples apart."""
 
     allows_nan: ClassVar[bool] = False
     """True if NaN in a target stands for a missing value, left out by the task's loss and metrics."""
 
+    samples_meet: ClassVar[bool] = False
+    """True if the loss of a sample depends on the other samples of its batch.
+
+    Evaluations then compute it over all of a client's samples at once, and it isn't for `DPSGD`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # tasks written for earlier versions, whose metrics came from a method of this name
+        if "configure_metrics" not in vars(cls) and callable(method := vars(cls).get("metrics")):
+            cls.configure_metrics = method  # type: ignore[method-assign]
+
     def __post_init__(self) -> None:
         # a task of no output has a loss of NaN, which would only show after the first round
         if self.outputs < 1:
             raise MisconfigurationException(f"task {self} must have at least 1 output.")
+
+    @property
+    @abstractmethod
+    def monitor(self) -> str:
+        """The metric that selects the best round; a plain class attribute will do."""
+
+    @property
+    @abstractmethod
+    def mode(self) -> Literal["max", "min"]:
+        """The direction of ``monitor``: ``max`` if larger values are better, ``min`` if smaller ones are."""
 
     @property
     @abstractmethod
@@ -65,7 +82,7 @@ class Task(ABC):
         return len(target)
 
     @abstractmethod
-    def metrics(self) -> MetricCollection:
+    def configure_metrics(self) -> MetricCollection:
         """Return the metrics of one client's evaluation; a metric undefined on the client's samples becomes NaN."""
 
     def pooled(self) -> dict[str, Metric]:

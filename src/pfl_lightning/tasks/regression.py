@@ -37,7 +37,7 @@ class Regression(Task):
         errors = F.mse_loss(outputs, target.view_as(outputs).to(outputs.dtype), reduction=reduction)
         return errors if reduction == "mean" else errors / self.quantities
 
-    def metrics(self) -> MetricCollection:
+    def configure_metrics(self) -> MetricCollection:
         """Return ``mae``, the mean absolute error, and ``r2``, the share of explained variance."""
         return MetricCollection({"mae": AbsoluteError(), "r2": R2(self.quantities)})
 
