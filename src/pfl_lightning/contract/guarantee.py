@@ -83,7 +83,7 @@ def check_example_level(
     if client.task.samples_meet:
         raise MisconfigurationException(
             f"{setting} bounds the gradient of each sample's own loss, and the loss of task {client.task} compares "
-            "samples of a batch; take a task without, such as Survival(loss='discrete', bins=...)."
+            "samples of a batch; take a task without, such as Survival(bins=[...])."
         )
     if getattr(client.task, "class_weights", None) == "balanced":
         raise MisconfigurationException(

@@ -32,11 +32,6 @@ class Task(ABC):
     allows_nan: ClassVar[bool] = False
     """True if NaN in a target stands for a missing value, left out by the task's loss and metrics."""
 
-    samples_meet: ClassVar[bool] = False
-    """True if the loss of a sample depends on the other samples of its batch.
-
-    Evaluations then compute it over all of a client's samples at once, and it isn't for `DPSGD`."""
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # tasks written for earlier versions, whose metrics came from a method of this name
@@ -62,6 +57,14 @@ class Task(ABC):
     @abstractmethod
     def outputs(self) -> int:
         """Number of a net's outputs for a sample, or for each position of a sample."""
+
+    @property
+    def samples_meet(self) -> bool:
+        """Whether a sample's loss depends on the other samples of its batch, as in a ranking.
+
+        Evaluations then compute the loss over all of a client's samples at once, and DP-SGD refuses the task.
+        """
+        return False
 
     @abstractmethod
     def loss(self, outputs: Tensor, target: Any, reduction: Reduction = "mean") -> Tensor:

@@ -103,9 +103,7 @@ class Area(Metric):
     target: list[Tensor]
     counts: Tensor
 
-    def __init__(
-        self, num_classes: int, kind: Literal["auroc", "average_precision"], bins: int | None = None
-    ) -> None:
+    def __init__(self, num_classes: int, kind: Literal["auroc", "average_precision"], bins: int | None = None) -> None:
         super().__init__()
         self.num_classes, self.kind, self.bins = num_classes, kind, bins
         if bins is None:
