@@ -214,11 +214,6 @@ class Federation(LightningModule):
                 f"trainer.callbacks={rounds['attacks'][0].split()[0]} changes single updates, and trainer.secure_sum "
                 "has summed them by then; leave one of the two out."
             )
-        if rounds["attacks"] and self.aggregator.turns([0], 0) is not None:
-            raise MisconfigurationException(
-                f"trainer.callbacks={rounds['attacks'][0].split()[0]} changes updates at the end of a round, and "
-                f"aggregator={self.aggregator.name} has handed them on by then; leave one of the two out."
-            )
         self.settings = settings_of(self._architectures, self.aggregator, self.data, rounds)
         if self.seed is not None:
             if self.data is not self._met:
@@ -238,6 +233,8 @@ class Federation(LightningModule):
         check_common(self._architectures, shared)
         self._shared = shared[0]
         self._set_up_server(self.seed)
+        if self.aggregator.turns([0], 0) is not None:
+            self._check_turns()
         # A method whose server keeps no global model, such as Local, shows the initial weights in its place.
         whole = self.aggregator.global_model()
         self.start = {name: tensor for name, tensor in self._shared.items() if name not in whole}
@@ -302,6 +299,16 @@ class Federation(LightningModule):
             f"data={type(self.data).__name__} fits its preprocessing on samples of {fitted}, which {setting} doesn't "
             f"bound; give {remedies}{'' if per_sample else ', or data.standardize=client'}, or take data without any."
         )
+
+    def _check_turns(self) -> None:
+        """Refuse attacks on updates where clients train in turns."""
+        for listener in self._listeners("on_aggregate_start"):
+            callback = cast(Any, listener).__self__
+            if getattr(callback, "is_attack", False):
+                raise MisconfigurationException(
+                    f"trainer.callbacks={type(callback).__name__} changes updates at the end of a round, and "
+                    f"aggregator={self.aggregator.name} has handed them on by then; leave one of the two out."
+                )
 
     def _check_drift(self) -> None:
         """Refuse settings for fixed local samples when samples move between clients over the rounds."""

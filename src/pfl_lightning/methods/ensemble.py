@@ -22,7 +22,7 @@ class Ensemble(ClientModule):
     `Task.combined`. Training never looks at other models, so that a client's own model is the one of `Local`. A client
     receives all other models in each round, and a prediction takes m times as long. A client that comes later predicts
     with the others' models before it has trained. Takes the arguments of `FedAvg`.
-    Source: Breiman, 1996, bagging (https://doi.org/10.1007/BF00058655).
+    Source: Guha et al., 2019, ensembles of local models (https://arxiv.org/abs/1902.11175).
     """
 
     needs = frozenset({"models"})
