@@ -376,7 +376,8 @@ class Federation(LightningModule):
         # A client with a state has taken part before, and so has received the entries that travel once.
         once = self.aggregator.sends_once
         data, has_once = self.data.client(client), bool(once) and client in self.clients
-        return Job(client, self.round, state, payload, data, seed, self.lr_factor, evaluate, once, has_once)
+        order_seed = derive_seed(cast(int, self.seed), "epochs", client) if self.options.steps_continue else None
+        return Job(client, self.round, state, payload, data, seed, self.lr_factor, evaluate, once, has_once, order_seed)
 
     def welcome(self, client: int, update: Message | None = None) -> Message:
         """Return the server's payload for a new client.
