@@ -59,7 +59,9 @@ cell = "" if accuracy is None else accuracy
     + "".join(f"{k},1 2,0,0,{value}\\n" for k, value in enumerate(plan.get("later", []), 3))
 )
 tested = plan.get("clients", [cell, cell])
-(folder / "clients.csv").write_text("\\n".join(["client,test/acc", *(f"{k},{v}" for k, v in enumerate(tested)), ""]))
+names = plan.get("names", [""] * len(tested))
+rows = [f"{k},{name},{value}" for k, (name, value) in enumerate(zip(names, tested))]
+(folder / "clients.csv").write_text("\\n".join(["client,name,test/acc", *rows, ""]))
 part = {"round": 2, "val/acc": accuracy, "test/acc": accuracy} | plan.get("central", {})
 (folder / "summary.json").write_text(json.dumps({
     "final": part, "selected": part, "best_on_test": part, "best_global": plan.get("central", {}), "seconds": 1.5,
@@ -330,14 +332,15 @@ def table_of(out=OUT) -> dict[str, dict[str, str]]:
 
 
 def test_the_best_alone_is_bold_and_differences_have_intervals_and_stars(stand_in):
-    own = [0.50, 0.60, 0.55]
-    # gains over Local by seed, of all clients: 20, 21 and 22 points; -1, 2 and -1; none
-    gains = {"FedPer": (0.20, 0.21, 0.22), "FedProx": (-0.01, 0.02, -0.01), "Local": (0, 0, 0), "Ditto": (0, 0, 0)}
+    own, names = [0.50, 0.60, 0.55], ["Bremen", "Erfurt", "Kiel"]
+    # gains over Local by seed, of all clients: 20, 21 and 22 points; -2, 2 and 3; none
+    gains = {"FedPer": (0.20, 0.21, 0.22), "FedProx": (-0.02, 0.02, 0.03), "Local": (0, 0, 0), "Ditto": (0, 0, 0)}
     stand_in(
         **{
             f"{method}_{seed}": {
                 "clients": [value + gain for value in own],
-                "accuracy": 0.9 - 0.1 * (method == "Ditto"),
+                "names": names,
+                "accuracy": 0.8 if method == "Ditto" else 0.9,
             }
             for method, by_seed in gains.items()
             for seed, gain in enumerate(by_seed)
@@ -347,7 +350,7 @@ def test_the_best_alone_is_bold_and_differences_have_intervals_and_stars(stand_i
     table = table_of()
     # 2.484 is t's 97.5 % quantile of two degrees of freedom times 1 / sqrt(3)
     assert table["FedPer"]["over Local"] == "+21.00 [+18.52, +23.48]* (100 %)"
-    assert table["FedProx"]["over Local"] == "+0.00 [-4.30, +4.30] (33 %)"
+    assert table["FedProx"]["over Local"] == "+1.00 [-5.57, +7.57] (67 %)"
     # the same difference at each seed has no interval
     assert (table["Ditto"]["over Local"], table["Local"]["over Local"]) == ("+0.00 (0 %)", "-")
     bold = {(method, title) for method, row in table.items() for title, cell in row.items() if cell[:2] == "**"}
@@ -360,6 +363,21 @@ def test_the_best_alone_is_bold_and_differences_have_intervals_and_stars(stand_i
     assert latex.count(r"\textbf{") == 4 and latex.count("{") == latex.count("}")
     body = [line for line in latex.splitlines() if line.endswith(r"\\")]
     assert {line.count("&") for line in body} == {len(table["Local"]) - 1}
+    by_client = read_csv(OUT / "by_client.csv")
+    assert [row["client"] for row in by_client[:3]] == names
+    (row,) = (row for row in by_client if (row["client"], row["method"]) == ("Erfurt", "FedPer"))
+    numbers = [float(row[name]) for name in ("mean", "std", "gain over Local", "low", "high")]
+    assert numbers == pytest.approx([0.81, 0.01, 0.21, 0.21 - 0.0248413, 0.21 + 0.0248413])
+    assert "| Bremen | +21.00 [+18.52, +23.48] | +1.00 [-5.57, +7.57]" in (OUT / "by_client.md").read_text()
+    assert (OUT / "by_client.tex").read_text().count(r"\begin{table}") == 2
+    assert (OUT / "report.html").read_text().count("<h2>By client</h2>") == 1
+
+
+def test_unnamed_clients_of_other_partitions_are_not_compared_by_client(stand_in):
+    stand_in(FedAvg_1={"partition": "q"})
+    assert compare("--methods FedAvg --data Digits --seeds 0 1 --vary_data") == 0
+    assert "no table by client" in (OUT / "comparison.md").read_text()
+    assert not list(OUT.glob("by_client*"))
 
 
 @pytest.mark.parametrize(

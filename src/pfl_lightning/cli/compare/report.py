@@ -7,6 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from pfl_lightning.cli.compare.by_client import OTHERS, by_client
 from pfl_lightning.cli.compare.cost_to_target import cost_to_target, is_target
 from pfl_lightning.cli.compare.page import page
 from pfl_lightning.cli.compare.results import (
@@ -122,6 +123,9 @@ def write(
         notes.append(RANKS)
     if marked:
         notes.append(BOLD)
+    sites = by_client(methods, reference, monitor)
+    if clients and sites is None:
+        notes.append(OTHERS)
     notes += same_numbers(methods)
     notes += differences(methods) or ["Same partition, cohorts and initial weights for all methods at each seed."]
     names = [column.name for column in all_columns(methods)]
@@ -142,7 +146,9 @@ def write(
         runs = {name: [result.rows for result in results] for name, results in methods.items() if results}
         plot_mean_curves(runs, column).savefig(out / "curves.png", dpi=150)
     lines = [" ".join(note.split()) for note in notes]
-    report = page(out.name, cells, marked, whole + best, lines, methods, column, monitor)
+    if sites is not None:
+        sites.write(out)
+    report = page(out.name, cells, marked, whole + best, lines, methods, column, monitor, sites)
     (out / "report.html").write_text(report)
     closing = f"report.html, tables, curves and one folder per run: {out}"
     return "\n".join(["", text_table(cells), "", caption, "", *notes, closing])
