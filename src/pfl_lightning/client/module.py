@@ -34,7 +34,7 @@ from pfl_lightning.nets.base import checked_list, checked_net
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.settings import check_choices
 from pfl_lightning.tasks import Classification, Task
-from pfl_lightning.tasks.base import number_of_classes, task_for
+from pfl_lightning.tasks.base import Reduction, number_of_classes, task_for
 from pfl_lightning.tasks.plain import hparams, made
 
 Batch: TypeAlias = tuple[Any, Any]
@@ -124,6 +124,7 @@ class ClientModule(LightningModule):
     differs between clients; let steps read buffers.
     """
 
+    _class_weights: Tensor | None
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
     _architecture: int
 
@@ -167,6 +168,10 @@ class ClientModule(LightningModule):
         self.assign_nets = assign_nets
         self._build = partial(self.nets[self._architecture], tuple(input_shape), self.task.outputs)
         self.net = self.new_net()
+        weighs = isinstance(self.task, Classification) and self.task.class_weights is not None
+        # a buffer: clients' weights differ, and engines give each client its own buffers
+        own_weights = torch.ones(self.task.outputs) if weighs else None
+        self.register_buffer("_class_weights", own_weights, persistent=False)
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.optimizer_lifetime, self.buffers_policy = optimizer_lifetime, buffers
         self.phase = Phase()
@@ -303,7 +308,19 @@ class ClientModule(LightningModule):
             logits: the classifier's output ``[n, outputs]``.
             target: the task's targets; class numbers ``[n]`` for classification.
         """
-        return self.task.loss(logits, target)
+        return self.task_loss(logits, target)
+
+    def task_loss(self, outputs: Tensor, target: Any, reduction: Reduction = "mean") -> Tensor:
+        """Return the task's loss for local training, with the client's class weights if the task has them.
+
+        Args:
+            outputs: the outputs ``[n, outputs]``, of the net or of other weights in it.
+            target: the task's targets.
+            reduction: the mean over the errors that the task's `Task.weight` counts, or their sum.
+        """
+        if self._class_weights is None:
+            return self.task.loss(outputs, target, reduction)
+        return cast(Classification, self.task).loss(outputs, target, reduction, self._class_weights)
 
     def local_phases(self) -> list[Phase]:
         """Return the phases of local training in a round, in order; by default one phase with all parameters."""
@@ -407,7 +424,7 @@ class ClientModule(LightningModule):
 
         A client with an undefined (NaN) metric is left out of that metric's mean over clients.
         """
-        return self.task.metrics()
+        return self.task.configure_metrics()
 
     def local_optimizer(self, phase: Phase, parameters: list[nn.Parameter]) -> Optimizer:
         """Return a new optimizer for one phase of local training.
@@ -508,6 +525,9 @@ class ClientModule(LightningModule):
             payload: the aggregator's payload for the client.
             data: the client's data; None outside a federation.
         """
+        if self._class_weights is not None and data is not None:
+            weights = cast(Classification, self.task).weights(data.class_counts)
+            self._class_weights.copy_(weights)
         self.assign(personal)
         self.on_download(payload, data)
 

@@ -26,15 +26,17 @@ class Task(ABC):
         MisconfigurationException: if the task has no output.
     """
 
-    monitor: ClassVar[str]
-    """The metric that selects the best round."""
-    mode: ClassVar[Literal["max", "min"]]
-    """The direction of ``monitor``: ``max`` if larger values are better, ``min`` if smaller ones are."""
     has_classes: ClassVar[bool] = False
     """True if each sample has one class, by which methods and partitioners tell samples apart."""
 
     allows_nan: ClassVar[bool] = False
     """True if NaN in a target stands for a missing value, left out by the task's loss and metrics."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # tasks written for earlier versions, whose metrics came from a method of this name
+        if "configure_metrics" not in vars(cls) and callable(method := vars(cls).get("metrics")):
+            cls.configure_metrics = method  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         # a task of no output has a loss of NaN, which would only show after the first round
@@ -43,8 +45,26 @@ class Task(ABC):
 
     @property
     @abstractmethod
+    def monitor(self) -> str:
+        """The metric that selects the best round; a plain class attribute will do."""
+
+    @property
+    @abstractmethod
+    def mode(self) -> Literal["max", "min"]:
+        """The direction of ``monitor``: ``max`` if larger values are better, ``min`` if smaller ones are."""
+
+    @property
+    @abstractmethod
     def outputs(self) -> int:
         """Number of a net's outputs for a sample, or for each position of a sample."""
+
+    @property
+    def samples_meet(self) -> bool:
+        """Whether a sample's loss depends on the other samples of its batch, as in a ranking.
+
+        Evaluations then compute the loss over all of a client's samples at once, and DP-SGD refuses the task.
+        """
+        return False
 
     @abstractmethod
     def loss(self, outputs: Tensor, target: Any, reduction: Reduction = "mean") -> Tensor:
@@ -65,7 +85,7 @@ class Task(ABC):
         return len(target)
 
     @abstractmethod
-    def metrics(self) -> MetricCollection:
+    def configure_metrics(self) -> MetricCollection:
         """Return the metrics of one client's evaluation; a metric undefined on the client's samples becomes NaN."""
 
     def pooled(self) -> dict[str, Metric]:

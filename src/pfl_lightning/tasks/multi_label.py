@@ -38,7 +38,7 @@ class MultiLabel(Task):
         # a sum over samples of means over labels: `weight` counts samples, so that sum / weight is the mean
         return errors if reduction == "mean" else errors / self.num_labels
 
-    def metrics(self) -> MetricCollection:
+    def configure_metrics(self) -> MetricCollection:
         """Return ``map``, the mean over labels of the average precision, and ``f1`` of all labels together."""
         return MetricCollection({"map": MeanPrecision(self.num_labels), "f1": F1(self.num_labels)})
 

@@ -44,7 +44,7 @@ class NextToken(Task):
         """Return the number of counted positions."""
         return (target != self.ignore_index).sum()
 
-    def metrics(self) -> MetricCollection:
+    def configure_metrics(self) -> MetricCollection:
         """Return ``perplexity``, the exponential of the mean cross-entropy, and ``token_acc``, the share of hits."""
         return MetricCollection(
             {"perplexity": Perplexity(self.ignore_index), "token_acc": TokenAccuracy(self.ignore_index)}
