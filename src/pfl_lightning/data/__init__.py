@@ -11,6 +11,7 @@ from pfl_lightning.data.diabetes import Diabetes
 from pfl_lightning.data.digits import Digits
 from pfl_lightning.data.emnist import EMNIST
 from pfl_lightning.data.fashion_mnist import FashionMNIST
+from pfl_lightning.data.flamby import FedHeartDisease, FedTcgaBrca
 from pfl_lightning.data.image_folder import ImageFolder
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.mnist import MNIST
@@ -54,6 +55,8 @@ __all__ = [
     "Dirichlet",
     "DominantLabels",
     "FashionMNIST",
+    "FedHeartDisease",
+    "FedTcgaBrca",
     "FederatedDataModule",
     "FolderData",
     "HFData",
