@@ -28,10 +28,12 @@ from pfl_lightning.data.partitioners import (
 from pfl_lightning.data.samples import CHUNK, Samples, Split
 from pfl_lightning.data.sources import (
     ClientDatasets,
+    FlowerDatasets,
     FolderData,
     HFData,
     LeafData,
     OwnedData,
+    PFLlibData,
     TableData,
     TensorData,
     VisionData,
@@ -58,6 +60,7 @@ __all__ = [
     "FedHeartDisease",
     "FedTcgaBrca",
     "FederatedDataModule",
+    "FlowerDatasets",
     "FolderData",
     "HFData",
     "ImageFolder",
@@ -66,6 +69,7 @@ __all__ = [
     "Loaded",
     "Natural",
     "OwnedData",
+    "PFLlibData",
     "Partitioner",
     "Pathological",
     "RandomClasses",
