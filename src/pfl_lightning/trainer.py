@@ -93,6 +93,9 @@ class FederatedTrainer(RunFolders):
             rounded, at least one client).
         local_epochs: passes over a client's training data per round; None is 1, unless ``local_steps`` is given.
         local_steps: batches per client and round, instead of ``local_epochs``.
+        steps_continue: whether a client's ``local_steps`` go on where its last round stopped, until its epoch is over,
+            as in FLamby; else each round begins with a new order of samples. Phases of a method that are counted in
+            epochs, or have samples of their own, begin anew in either case.
         engine: how the clients of a round are run: ``sequential``, one after another (a small net in one thread, unless
             ``OMP_NUM_THREADS`` is set); ``vectorised``, many clients in one computation, with the same result up to
             rounding; ``processes``, several clients at once on the cores of a CPU, with the same result; ``auto``, the
@@ -155,6 +158,7 @@ class FederatedTrainer(RunFolders):
         compression: Compression | None = None,
         secure_sum: SecureSum | None = None,
         default_root_dir: str = "runs",
+        steps_continue: bool = False,
         **kwargs: Unpack[TrainerSettings],
     ) -> None:
         # the same dict: jsonargparse finds the Trainer's settings by following `**kwargs` into its call
@@ -169,6 +173,7 @@ class FederatedTrainer(RunFolders):
             clients_per_round=clients_per_round,
             local_epochs=local_epochs,
             local_steps=local_steps,
+            steps_continue=steps_continue,
             engine=engine,
             workers=workers,
             compile=compile,

@@ -109,6 +109,8 @@ class ClientModule(LightningModule):
     """Entries that a payload must have."""
     requires: ClassVar[frozenset[str]] = frozenset()
     """Requirements on data and net: ``classes``, one a sample, or ``vector features`` ``[n, d]``."""
+    pools: ClassVar[bool] = False
+    """True if one client trains for all in each round, on the training samples of all clients."""
     client_level: ClassVar[bool] = False
     """True if others learn about this client from its ``weights`` alone, as `DPAverage` needs it.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pfl_lightning.data.batches import LastBatch
 from pfl_lightning.data.checks import NO_RANDOM, SAMPLES, ClientSplit, ClientTest, check_settings, check_strata, differs
-from pfl_lightning.data.client_data import ClientData, class_counts
+from pfl_lightning.data.client_data import ClientData, Together, class_counts
 from pfl_lightning.data.division import Division, redivided
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.partitioners import Dirichlet, Partitioner
@@ -422,6 +422,14 @@ class FederatedDataModule(LightningDataModule, ABC):
         """
         self._ready()
         return ClientData(self, client)
+
+    def pooled(self, client: int) -> ClientData:
+        """Return one client's data, with the training samples of all clients in the place of its own.
+
+        Args:
+            client: client id, 0 to num_clients - 1.
+        """
+        return ClientData(Together(self, range(self.num_clients)), client)
 
     def size(self, client: int, split: Split) -> int:
         """Return the number of samples in one split of one client.

@@ -28,7 +28,14 @@ from pfl_lightning.client.module import ClientModule
 from pfl_lightning.contract.aggregator_memory import Remembered
 from pfl_lightning.contract.guarantee import check_example_level, check_guarantee
 from pfl_lightning.contract.messages import check_entries, check_payload, sound_updates
-from pfl_lightning.contract.pairing import check_common, check_finite, check_pair, check_split, check_tied
+from pfl_lightning.contract.pairing import (
+    check_common,
+    check_finite,
+    check_pair,
+    check_pools,
+    check_split,
+    check_tied,
+)
 from pfl_lightning.contract.sums import check_sums
 from pfl_lightning.contract.task import check_requirements, check_task
 from pfl_lightning.data import FederatedDataModule, Split
@@ -115,6 +122,7 @@ class Federation(LightningModule):
         if options.example_privacy is not None:
             noisy_counts = options.example_privacy.counts_epsilon is not None
             check_example_level(client, self.aggregator, options.cohort, noisy_counts)
+        check_pools(client, self._deployed, options.secure_sum is not None, options.evaluate)
         check_pair(client, self.aggregator)
         check_requirements(client, self.aggregator)
         check_tells(client, options.cohort)
@@ -225,6 +233,8 @@ class Federation(LightningModule):
         check_common(self._architectures, shared)
         self._shared = shared[0]
         self._set_up_server(self.seed)
+        if self.aggregator.turns([0], 0) is not None:
+            self._check_turns()
         # A method whose server keeps no global model, such as Local, shows the initial weights in its place.
         whole = self.aggregator.global_model()
         self.start = {name: tensor for name, tensor in self._shared.items() if name not in whole}
@@ -289,6 +299,16 @@ class Federation(LightningModule):
             f"data={type(self.data).__name__} fits its preprocessing on samples of {fitted}, which {setting} doesn't "
             f"bound; give {remedies}{'' if per_sample else ', or data.standardize=client'}, or take data without any."
         )
+
+    def _check_turns(self) -> None:
+        """Refuse attacks on updates where clients train in turns."""
+        for listener in self._listeners("on_aggregate_start"):
+            callback = cast(Any, listener).__self__
+            if getattr(callback, "is_attack", False):
+                raise MisconfigurationException(
+                    f"trainer.callbacks={type(callback).__name__} changes updates at the end of a round, and "
+                    f"aggregator={self.aggregator.name} has handed them on by then; leave one of the two out."
+                )
 
     def _check_drift(self) -> None:
         """Refuse settings for fixed local samples when samples move between clients over the rounds."""
@@ -356,7 +376,8 @@ class Federation(LightningModule):
         # A client with a state has taken part before, and so has received the entries that travel once.
         once = self.aggregator.sends_once
         data, has_once = self.data.client(client), bool(once) and client in self.clients
-        return Job(client, self.round, state, payload, data, seed, self.lr_factor, evaluate, once, has_once)
+        order_seed = derive_seed(cast(int, self.seed), "epochs", client) if self.options.steps_continue else None
+        return Job(client, self.round, state, payload, data, seed, self.lr_factor, evaluate, once, has_once, order_seed)
 
     def welcome(self, client: int, update: Message | None = None) -> Message:
         """Return the server's payload for a new client.
@@ -416,7 +437,12 @@ class Federation(LightningModule):
             # Samples have moved, so the kept metrics are of samples that the clients no longer hold.
             self.evaluations.after.clear()
         size = self.options.cohort_size(len(clients))
-        cohort = self.participation.cohort(clients, size, cast(int, self.seed), self.round)
+        # One client stands for all where one trains on all samples.
+        cohort = (
+            clients[:1]
+            if self.client.pools
+            else self.participation.cohort(clients, size, cast(int, self.seed), self.round)
+        )
         choosing = time.perf_counter() - start
         self.evaluations.results = {}
         self.metrics = new_row(self.round + 1, cohort, self.trainer.optimizers[0].param_groups[0]["lr"])
@@ -424,14 +450,19 @@ class Federation(LightningModule):
         outcomes: dict[int, Outcome] = {}
         listeners = self._listeners("on_client_fit_end")
         start = time.perf_counter()
-        for engine, own in self.engines_of(cohort):
-            for trained in engine.complete("training", self._jobs(own)):
-                outcome = self._compressed(trained)
-                outcomes[outcome.client] = outcome
-                # Refused clients gave no usable result; callbacks shall not record it.
-                if not outcome.refused:
-                    for ended in listeners:
-                        ended(self.trainer, self, outcome.client, outcome)
+        turns = self.aggregator.turns(cohort, self.round)
+        handed: Message = {}
+        for together in [cohort] if turns is None else [[client] for client in turns]:
+            for engine, own in self.engines_of(together):
+                for trained in engine.complete("training", self._jobs(own, handed)):
+                    outcome = self._compressed(trained)
+                    outcomes[outcome.client] = outcome
+                    # Refused clients gave no usable result; callbacks shall not record it.
+                    if not outcome.refused:
+                        for ended in listeners:
+                            ended(self.trainer, self, outcome.client, outcome)
+                        if turns is not None and outcome.finite:
+                            handed = {"weights": outcome.update["weights"]}
         self.metrics["time/train"] = time.perf_counter() - start + choosing
         if (private := self.options.example_privacy) is not None:
             self._spend(cohort, outcomes)
@@ -508,8 +539,13 @@ class Federation(LightningModule):
         received = self.aggregator.download(cohort[0])
         return summed(outcomes, settings, sizes, weighted, received, noise, draw, self.round + 1)
 
-    def _jobs(self, clients: list[int]) -> Iterator[Job]:
-        """Yield the job of each client of a cohort, and count the bytes sent."""
+    def _jobs(self, clients: list[int], handed: Message) -> Iterator[Job]:
+        """Yield the job of each client of a cohort, and count the bytes sent.
+
+        Args:
+            clients: the clients' ids.
+            handed: entries from another client that replace the payload's.
+        """
         listeners = self._listeners("on_client_fit_start")
         known: dict[str, Any] | None = None
         size = 0
@@ -517,6 +553,10 @@ class Federation(LightningModule):
             for started in listeners:
                 started(self.trainer, self, client)
             job = self.job(client, self.options.splits_after)
+            if handed:
+                job = job._replace(payload=job.payload | handed)
+            if self.client.pools:
+                job = job._replace(data=self.data.pooled(client))
             sent = job.travelling
             # Most methods send every client the same tensors; check and measure them once.
             if known is None or sent.keys() != known.keys() or any(sent[k] is not known[k] for k in known):

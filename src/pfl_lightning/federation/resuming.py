@@ -84,6 +84,7 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int) ->
         "clients_per_round": f"{options.cohort_size(num_clients)} of {num_clients}",
         "local_epochs": None if options.local_steps is not None else options.local_epochs or 1,
         "local_steps": options.local_steps,
+        "steps_continue": options.steps_continue,
         "min_clients": options.min_clients,
         "example_privacy": options.example_privacy,
         "compression": options.compression,

@@ -5,7 +5,9 @@ from pfl_lightning.methods.apfl import APFL
 from pfl_lightning.methods.apple import APPLE, CorePool
 from pfl_lightning.methods.cfl import CFL
 from pfl_lightning.methods.cwfedavg import CwFedAvg
+from pfl_lightning.methods.cyclic import CyclicTransfer
 from pfl_lightning.methods.ditto import Ditto
+from pfl_lightning.methods.ensemble import Ensemble
 from pfl_lightning.methods.feature_alignment import FeatureAlignment
 from pfl_lightning.methods.fedala import FedALA
 from pfl_lightning.methods.fedamp import CloudProx, FedAMP
@@ -59,6 +61,7 @@ from pfl_lightning.methods.moon import MOON
 from pfl_lightning.methods.per_fedavg import PerFedAvg
 from pfl_lightning.methods.pfedhn import HyperNetwork, PFedHN
 from pfl_lightning.methods.pfedme import PFedMe
+from pfl_lightning.methods.pooled import Pooled
 from pfl_lightning.methods.q_fedavg import FairAverage, QFedAvg
 from pfl_lightning.methods.scaffold import SCAFFOLD, ControlVariates
 from pfl_lightning.methods.wdr import WDR
@@ -87,9 +90,11 @@ __all__ = [
     "CosineClassifier",
     "CriticalAverage",
     "CwFedAvg",
+    "CyclicTransfer",
     "Ditto",
     "DomainConsensus",
     "DynamicAverage",
+    "Ensemble",
     "FairAverage",
     "FeatureAlignment",
     "FeatureGenerator",
@@ -150,6 +155,7 @@ __all__ = [
     "PFedHN",
     "PFedMe",
     "PerFedAvg",
+    "Pooled",
     "QFedAvg",
     "TrainablePrototypes",
 ]

@@ -103,6 +103,9 @@ def aligned_fedrema() -> Aggregator:
 METHODS = (
     Method("Local", m.Local),
     Method("FedAvg", m.FedAvg),
+    Method("Pooled", m.Pooled),
+    Method("Ensemble", m.Ensemble),
+    Method("Cyclic", m.FedAvg, m.CyclicTransfer),
     Method("FedProx", m.FedProx),
     Method("FedAvgM", m.FedAvg, m.FedAvgM),
     Method("FedAdagrad", m.FedAvg, m.FedAdagrad),

@@ -84,6 +84,17 @@ class Task(ABC):
         """
         return len(target)
 
+    def combined(self, outputs: Tensor, shares: Tensor) -> Tensor:
+        """Return the outputs that stand for the mean prediction of several models; by default the mean of outputs.
+
+        A task whose outputs are logits overrides it, so that probabilities are averaged.
+
+        Args:
+            outputs: the models' outputs ``[models, n, ...]``.
+            shares: the models' weights ``[models]``, of sum 1.
+        """
+        return torch.tensordot(shares.to(outputs.dtype), outputs, 1)
+
     @abstractmethod
     def configure_metrics(self) -> MetricCollection:
         """Return the metrics of one client's evaluation; a metric undefined on the client's samples becomes NaN."""
@@ -209,6 +220,20 @@ def number_of_classes(task: Task, asker: str, instead: str = METHODS_WITHOUT) ->
     if task.has_classes:
         return task.outputs
     raise MisconfigurationException(f"{asker} needs the class of each sample, and task {task} has none; {instead}.")
+
+
+def log_mean(logarithms: Tensor, shares: Tensor) -> Tensor:
+    """Return the logarithm of the mean of values given by their logarithms.
+
+    >>> log_mean(torch.tensor([[1.0], [3.0]]).log(), torch.tensor([0.5, 0.5])).exp()
+    tensor([2.])
+
+    Args:
+        logarithms: the logarithms ``[models, ...]``.
+        shares: the models' weights ``[models]``, of sum 1.
+    """
+    logs = shares.to(logarithms.dtype).log().view(-1, *[1] * (logarithms.dim() - 1))
+    return (logarithms + logs).logsumexp(0)
 
 
 class Ratio(Metric):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from pfl_lightning.tasks.base import Reduction, Task, check_range, check_shape, described
+from pfl_lightning.tasks.base import Reduction, Task, check_range, check_shape, described, log_mean
 from pfl_lightning.tasks.class_metrics import Area, Brier, CalibrationError, Share
 
 ClassMetric = Literal[
@@ -127,6 +127,10 @@ class Classification(Task):
             return torch.tensor(self.class_weights or [1.0] * self.num_classes)
         balanced = counts.sum() / ((counts > 0).sum() * counts)
         return torch.where(counts > 0, balanced, 0.0)
+
+    def combined(self, outputs: Tensor, shares: Tensor) -> Tensor:
+        """Return the logarithms of the mean probabilities; see `Task.combined`."""
+        return log_mean(outputs.log_softmax(2), shares)
 
     def configure_metrics(self) -> MetricCollection:
         """Return the metrics by name."""

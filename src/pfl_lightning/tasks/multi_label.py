@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MultilabelAveragePrecision, MultilabelF1Score
 
-from pfl_lightning.tasks.base import Reduction, Task, check_shape, described
+from pfl_lightning.tasks.base import Reduction, Task, check_shape, described, log_mean
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ class MultiLabel(Task):
         errors = F.binary_cross_entropy_with_logits(outputs, target.to(outputs.dtype), reduction=reduction)
         # a sum over samples of means over labels: `weight` counts samples, so that sum / weight is the mean
         return errors if reduction == "mean" else errors / self.num_labels
+
+    def combined(self, outputs: Tensor, shares: Tensor) -> Tensor:
+        """Return the logits of the mean probabilities; see `Task.combined`."""
+        # the logarithms of both sides, as 1 minus a rounded probability would have no logarithm
+        return log_mean(F.logsigmoid(outputs), shares) - log_mean(F.logsigmoid(-outputs), shares)
 
     def configure_metrics(self) -> MetricCollection:
         """Return ``map``, the mean over labels of the average precision, and ``f1`` of all labels together."""

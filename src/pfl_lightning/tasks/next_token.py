@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 
-from pfl_lightning.tasks.base import Ratio, Reduction, Task, check_range, check_shape, described
+from pfl_lightning.tasks.base import Ratio, Reduction, Task, check_range, check_shape, described, log_mean
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class NextToken(Task):
     def weight(self, target: Tensor) -> Tensor:
         """Return the number of counted positions."""
         return (target != self.ignore_index).sum()
+
+    def combined(self, outputs: Tensor, shares: Tensor) -> Tensor:
+        """Return the logarithms of the mean probabilities; see `Task.combined`."""
+        return log_mean(outputs.log_softmax(-1), shares)
 
     def configure_metrics(self) -> MetricCollection:
         """Return ``perplexity``, the exponential of the mean cross-entropy, and ``token_acc``, the share of hits."""

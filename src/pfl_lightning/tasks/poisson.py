@@ -7,7 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from pfl_lightning.tasks.base import Ratio, Reduction
+from pfl_lightning.tasks.base import Ratio, Reduction, log_mean
 from pfl_lightning.tasks.regression import AbsoluteError, Regression
 
 
@@ -30,6 +30,10 @@ class Poisson(Regression):
         y = target.view_as(outputs).to(outputs.dtype)
         errors = outputs.exp() - y * outputs
         return errors.mean() if reduction == "mean" else errors.sum() / self.quantities
+
+    def combined(self, outputs: Tensor, shares: Tensor) -> Tensor:
+        """Return the logarithms of the mean of the models' means; see `Task.combined`."""
+        return log_mean(outputs, shares)
 
     def configure_metrics(self) -> MetricCollection:
         """Return ``deviance``, and ``mae``, the mean absolute error of the means."""

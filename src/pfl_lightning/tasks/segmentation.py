@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 
-from pfl_lightning.tasks.base import Reduction, Task, check_range, check_shape, described
+from pfl_lightning.tasks.base import Reduction, Task, check_range, check_shape, described, log_mean
 from pfl_lightning.tasks.class_metrics import Confusion
 
 
@@ -41,6 +41,10 @@ class Segmentation(Task):
     def weight(self, target: Tensor) -> Tensor:
         """Return the number of counted pixels."""
         return (target != self.ignore_index).sum()
+
+    def combined(self, outputs: Tensor, shares: Tensor) -> Tensor:
+        """Return the logarithms of the mean probabilities; see `Task.combined`."""
+        return log_mean(outputs.log_softmax(2), shares)
 
     def configure_metrics(self) -> MetricCollection:
         """Return ``miou``, the mean intersection over union of the occurring classes, and ``pixel_acc``."""

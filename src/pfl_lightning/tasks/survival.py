@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat
 
-from pfl_lightning.tasks.base import Reduction, Task, check_shape, described
+from pfl_lightning.tasks.base import Reduction, Task, check_shape, described, log_mean
 
 ROWS = 1024
 """Samples compared with all others at once, which bounds the memory of comparisons."""
@@ -119,6 +119,15 @@ class Survival(Task):
         widths = ends.diff(prepend=ends.new_zeros(1))
         survival = -F.softplus(outputs.double()).cumsum(1)
         return -(survival.exp() * widths).sum(1)
+
+    def combined(self, outputs: Tensor, shares: Tensor) -> Tensor:
+        """Return the mean log risks, or the logits of hazards with the mean survival; see `Task.combined`."""
+        if self.bins is None:
+            return super().combined(outputs, shares)
+        survival = log_mean((-F.softplus(outputs)).cumsum(2), shares)
+        # the logarithms of 1 - h, which rounding may bring to 0
+        stayed = survival.diff(dim=1, prepend=torch.zeros_like(survival[:, :1])).clamp(max=-1e-30)
+        return (-stayed).expm1().log()
 
     def configure_metrics(self) -> MetricCollection:
         """Return ``c_index``, the concordance index."""
