@@ -275,7 +275,7 @@ def test_commands_are_those_of_trials_until_all_of_a_method_s_are_made(stand_in,
     out, err = capsys.readouterr()
     (run,) = out.splitlines()
     assert "--model.mu 1 " in run and "/tuning/" not in run
-    assert err == "FedProx: mu=1, best validation 0.5 of 2 trials\n"
+    assert err == "FedProx: mu=1, best validation 0.5 of 2 trials; mu=1 is at the edge of the grid\n"
 
 
 # Tables that a file describes
@@ -504,7 +504,7 @@ def test_the_table_is_there_in_all_forms(compared):
     assert text.endswith("Same partition, cohorts and initial weights for all methods at each seed.\n")
     assert r"\begin{tabular}" in (out / "comparison.tex").read_text()
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert (out / "report.html").read_text().count("<svg") == 3
+    assert (out / "report.html").read_text().count("<svg") == 4
 
 
 def test_runs_are_logged_to_one_group_of_weights_and_biases(compared):
