@@ -112,7 +112,7 @@ def test_each_command_of_the_ledger_makes_runs_that_there_can_be(line, capsys, m
 
 
 SOURCES = blocks("docs/data.md")
-PACKAGES = {"TableData": "pandas", "HFData": "datasets"}
+PACKAGES = {"TableData": "pandas", "HFData": "datasets", "FlowerDatasets": "datasets"}
 
 
 @pytest.mark.parametrize("block", SOURCES, ids=range(len(SOURCES)))

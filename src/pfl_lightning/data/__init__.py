@@ -11,6 +11,7 @@ from pfl_lightning.data.diabetes import Diabetes
 from pfl_lightning.data.digits import Digits
 from pfl_lightning.data.emnist import EMNIST
 from pfl_lightning.data.fashion_mnist import FashionMNIST
+from pfl_lightning.data.flamby import FedHeartDisease, FedTcgaBrca
 from pfl_lightning.data.image_folder import ImageFolder
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.mnist import MNIST
@@ -28,10 +29,12 @@ from pfl_lightning.data.preprocessing import Column, Preprocessing
 from pfl_lightning.data.samples import CHUNK, Samples, Split
 from pfl_lightning.data.sources import (
     ClientDatasets,
+    FlowerDatasets,
     FolderData,
     HFData,
     LeafData,
     OwnedData,
+    PFLlibData,
     TableData,
     TensorData,
     VisionData,
@@ -56,7 +59,10 @@ __all__ = [
     "Dirichlet",
     "DominantLabels",
     "FashionMNIST",
+    "FedHeartDisease",
+    "FedTcgaBrca",
     "FederatedDataModule",
+    "FlowerDatasets",
     "FolderData",
     "HFData",
     "ImageFolder",
@@ -65,6 +71,7 @@ __all__ = [
     "Loaded",
     "Natural",
     "OwnedData",
+    "PFLlibData",
     "Partitioner",
     "Pathological",
     "Preprocessing",
