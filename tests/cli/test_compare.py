@@ -469,31 +469,32 @@ def compared(tmp_path_factory):
             patch.setenv(f"WANDB_{name}_DIR", str(root / name.lower()))
         # as this process has: other numbers of threads give other bits
         patch.setenv("OMP_NUM_THREADS", "1")
-        assert compare(f"--methods FedPer {settings} --seeds 3 --out out") == 0
         wandb = "--trainer.logger WandbLogger --trainer.logger.offline true"
-        assert compare(f"--methods FedProx {settings} --seeds 3 --out logged {wandb}") == 0
-        pfl(f"fit --model FedPer {settings} --seed_everything 3")
+        assert compare(f"--methods FedPer {settings} --seeds 3 --out out {wandb}") == 0
+        for method in ("FedPer", "FedProx"):
+            pfl(f"fit --model {method} {settings} --seed_everything 3")
     return root
 
 
 def test_a_run_is_what_fit_does(compared):
     (one,) = (compared / "out/FedPer/seed_3").glob("*/*/checkpoints/last.ckpt")
-    (other,) = (compared / "runs").glob("*/*/checkpoints/last.ckpt")
+    (other,) = (compared / "runs").glob("FedPer-*/*/checkpoints/last.ckpt")
     assert equal(load(one)["state_dict"], load(other)["state_dict"])
     assert equal(load(one)["federation"], load(other)["federation"])
 
 
 def test_every_run_has_its_configuration_beside_it(compared):
-    for out, method in (("out", "FedPer"), ("logged", "FedProx")):
-        (row,) = read_csv(compared / out / "runs.csv")
-        assert row["method"] == method
-        assert f"class_path: pfl_lightning.methods.{method}" in (compared / out / row["config"]).read_text()
-        assert read_csv(compared / out / "comparison.csv")[0]["configs"] == row["config"]
+    (row,) = read_csv(compared / "out/runs.csv")
+    assert row["method"] == "FedPer"
+    assert "class_path: pfl_lightning.methods.FedPer" in (compared / "out" / row["config"]).read_text()
+    assert read_csv(compared / "out/comparison.csv")[0]["configs"] == row["config"]
 
 
 def test_methods_start_alike(compared):
-    (one,), (other,) = (read_csv(compared / out / "runs.csv") for out in ("out", "logged"))
-    assert all(one[name] == other[name] for name in ("partition", "initial", "seed"))
+    (row,) = read_csv(compared / "out/runs.csv")
+    (path,) = (compared / "runs").glob("FedProx-*/*/summary.json")
+    other = json.loads(path.read_text())
+    assert row["seed"] == "3" and all(row[name] == str(other[name]) for name in ("partition", "initial"))
 
 
 def test_the_table_is_there_in_all_forms(compared):
@@ -508,9 +509,9 @@ def test_the_table_is_there_in_all_forms(compared):
 
 
 def test_runs_are_logged_to_one_group_of_weights_and_biases(compared):
-    (path,) = (compared / "logged/FedProx/seed_3/wandb").glob("offline-run-*/run-*.wandb")
+    (path,) = (compared / "out/FedPer/seed_3/wandb").glob("offline-run-*/run-*.wandb")
     (run,) = [record.run for record in records(path) if record.WhichOneof("record_type") == "run"][:1]
-    assert (run.run_group, run.display_name) == ("logged", "FedProx seed 3")
+    assert (run.run_group, run.display_name) == ("out", "FedPer seed 3")
     # the run's own folder bears its id
     assert [folder.name for folder in path.parents[2].glob("lightning_logs/*")] == [run.run_id]
 
