@@ -192,7 +192,10 @@ class TableData(OwnedData):
         self._vocabularies = self._given_vocabularies(classes, categories or {})
         self._shape = None if self._settings else (len(self._features),)
         if fitted is not None:
+            own = self.num_clients
             self.load_state_dict(fitted_of(Path(fitted), type(self).__qualname__))
+            # the clients of this table, and not of the checkpoint's
+            self.num_clients = own
             for column in self._features:
                 check_column("fitted", column, there)
 
