@@ -129,6 +129,7 @@ class Preprocessing:
         check_choices("data.preprocessing", by=(self.by, ("table", "client")))
         if self.transformer is not None:
             check_transformer(self)
+        # from YAML, the parser makes objects of the entries; in Python, dicts are shorter
         own = {
             name: Column(**column) if isinstance(column, Mapping) else column for name, column in self.columns.items()
         }
@@ -184,7 +185,7 @@ class Preprocessing:
 
 
 def check_transformer(settings: Preprocessing) -> None:
-    """Check that a given transformer is one, and that no other setting stands beside it.
+    """Check a given scikit-learn transformer, beside which no other setting may stand.
 
     Args:
         settings: the settings.
@@ -252,7 +253,7 @@ def is_finite(value: Any) -> bool:
 
 
 def is_fitted(rule: Column) -> bool:
-    """Return whether the settings of a column of numbers take anything from its values.
+    """Return whether the settings of a column of numbers need statistics of training rows.
 
     Args:
         rule: the column's settings.
@@ -261,7 +262,7 @@ def is_fitted(rule: Column) -> bool:
 
 
 def fitted_numbers(values: NDArray[np.float64], rule: Column) -> dict[str, float] | None:
-    """Return how a column of numbers is clipped, filled and scaled, by some of its values.
+    """Return the bounds, the fill and the scale of a column of numbers, by the values of training rows.
 
     >>> fitted_numbers(np.array([1.0, np.nan, 3.0]), Column(fill="mean", scale="minmax"))
     {'fill': 2.0, 'center': 1.0, 'width': 2.0}
@@ -287,6 +288,7 @@ def fitted_numbers(values: NDArray[np.float64], rule: Column) -> dict[str, float
         fitted = {"low": float(low), "high": float(high)}
         there = np.clip(there, low, high)
     fill = middle(there, rule.fill) if isinstance(rule.fill, str) else float(rule.fill or 0)
+    # filled values count for the scale, as in a pipeline of an imputer and a scaler
     filled = np.where(gaps, fill, values)
     filled[~gaps] = there
     if isinstance(rule.scale, list | tuple):
@@ -313,7 +315,7 @@ def middle(values: NDArray[np.float64], kind: str) -> float:
 
 
 def center_and_width(values: NDArray[np.float64], scale: str) -> tuple[float, float]:
-    """Return the number that becomes 0 and the distance that becomes 1; a constant column has width 0.
+    """Return the number to become 0 and the distance to become 1; a constant column has width 0.
 
     Args:
         values: at least one number.
@@ -334,7 +336,7 @@ def center_and_width(values: NDArray[np.float64], scale: str) -> tuple[float, fl
 
 
 def fitted_words(codes: NDArray[np.int64], words: Sequence[str], rule: Column) -> list[str]:
-    """Return the categories of training rows that are frequent enough, in their order.
+    """Return the frequent categories of training rows, in order.
 
     >>> fitted_words(np.array([0, 2, 2, 1, 1, -1]), ["a", "b", "c"], Column(min_count=2))
     ['b', 'c']
@@ -413,6 +415,7 @@ def preprocessed(raw: Raw, fitted: Mapping[str, Any], client: int | None) -> NDA
             if feature in fitted["codes"]:
                 columns.append(np.where(found < 0, len(known), found))
             else:
+                # an unknown text or a gap, -1, is 0 in all
                 columns += [found == place for place in range(len(known))]
         else:
             names = [f"{feature}.{part}" for part in fitted["dates"].get(feature, ())] or [feature]
@@ -423,6 +426,7 @@ def preprocessed(raw: Raw, fitted: Mapping[str, Any], client: int | None) -> NDA
                 columns.append(scaled(raw[name], **own))
         if feature in fitted["indicators"]:
             columns.append(gaps)
+    # an overflow is refused below, by the name of the input, and needs no warning of NumPy's
     with np.errstate(over="ignore"):
         result = np.stack(columns, axis=1).astype(np.float32)
     if not np.isfinite(result).all():

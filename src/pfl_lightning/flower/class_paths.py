@@ -166,8 +166,8 @@ def is_any_text(name: str, text: str, classes: Mapping[str, Collection[type]]) -
     hints: list[Any] = []
     for end in range(1, len(parts)):
         # settings may be a dataclass by their annotation alone, without a class path
-        settings = {kind for hint in hints for kind in (hint, *get_args(hint)) if is_dataclass(kind)}
-        owners = {*classes.get(".".join(parts[:end]), ()), *settings}
+        settings = {kind for hint in hints for kind in (hint, *get_args(hint)) if isinstance(kind, type)}
+        owners = {*classes.get(".".join(parts[:end]), ()), *filter(is_dataclass, settings)}
         hints = [hint for owner in owners if (hint := annotation(owner, parts[end])) is not None]
         # under the annotation Any the parser would read settings in one line, with classes in them
         of_text = end == len(parts) - 1 and isinstance(read(text), str)

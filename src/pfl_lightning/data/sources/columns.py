@@ -329,7 +329,7 @@ def numbers_with_gaps(values: Any, owner: str, decimal: str | None = None) -> ND
 
 
 def has_texts(values: Any) -> bool:
-    """Return whether the first value of a column that isn't missing is a text.
+    """Return whether the first value of a column, gaps aside, is a text.
 
     Args:
         values: a pandas series.

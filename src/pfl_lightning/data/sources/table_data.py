@@ -192,12 +192,15 @@ class TableData(OwnedData):
         self._vocabularies = self._given_vocabularies(classes, categories or {})
         self._shape = None if self._settings else (len(self._features),)
         if fitted is not None:
+            own = self.num_clients
             self.load_state_dict(fitted_of(Path(fitted), type(self).__qualname__))
+            # the clients of this table, and not of the checkpoint's
+            self.num_clients = own
             for column in self._features:
                 check_column("fitted", column, there)
 
     def _check_preprocessing(self, standardize: object, categories: object) -> None:
-        """Refuse ``preprocessing`` that is none, or settings beside which it has no place."""
+        """Refuse ``preprocessing`` of a wrong type, or beside settings of the same purpose."""
         settings = self._settings
         if settings is None:
             return
@@ -222,7 +225,7 @@ class TableData(OwnedData):
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Shape of one input; under ``preprocessing``, a vocabulary that isn't given is looked up in the table."""
+        """Shape of one input; under ``preprocessing``, fitted by a `setup` on first access unless settings tell."""
         if self._shape is None:
             settings = cast(Preprocessing, self._settings)
             is_known = set(self._features) <= {*settings.vocabulary, *settings.dates}
@@ -294,6 +297,7 @@ class TableData(OwnedData):
         words = {**self._vocabularies, **self._found}
         raw = self._raw if isinstance(self._raw, dict) else {}
         is_coded = [column in words or isinstance(raw.get(column), tuple) for column in self._features]
+        # in a file of raw rows, these columns are read as texts, so that "01" doesn't become 1
         self._text_columns = [
             column for column, has in zip(self._features, is_coded, strict=True) if has and has_texts(table[column])
         ]
@@ -308,7 +312,7 @@ class TableData(OwnedData):
         return Loaded(x, targets_of(y if y.shape[1] > 1 else y[:, 0]), **columns)
 
     def _check_taken(self) -> None:
-        """Refuse fitted values of a checkpoint that were made by another kind of preprocessing."""
+        """Refuse fitted values of a checkpoint from another kind of preprocessing."""
         settings, taken = self._settings, self._taken
         if not taken:
             return
@@ -437,6 +441,7 @@ class TableData(OwnedData):
         """
         settings = cast(Preprocessing, self._settings)
         raw: dict[str, Any] = {}
+        # raw rows alone may look otherwise: a column of texts may have none, or only numbers
         is_fitted = "inputs" in self.preprocessing
         dates = self.preprocessing["dates"] if is_fitted else settings.dates
         for name in self._features:
@@ -479,7 +484,7 @@ class TableData(OwnedData):
         return True
 
     def _outline(self, words: Mapping[str, list[str]]) -> dict[str, Any]:
-        """Return how columns become inputs, as far as settings and vocabularies decide it.
+        """Return the layout of inputs, decided by settings and vocabularies.
 
         Args:
             words: vocabularies of columns without a given one.
@@ -525,6 +530,7 @@ class TableData(OwnedData):
                     f"data.public: column {self._fitted_words[0]!r} holds texts, and the texts of public rows would "
                     "give other inputs than those of clients; list all texts in data.public.preprocessing.vocabulary"
                 )
+            # a fitted vocabulary has told the number of inputs
             self.input_shape = tuple(x.shape[1:])
             return Samples(x, samples.y)
         if self.standardize is None:
@@ -560,7 +566,7 @@ class TableData(OwnedData):
         return Samples(x, samples.y)
 
     def _inherited(self, values: list[Any], taken: list[Any]) -> list[Any]:
-        """Return values of clients, with those of the checkpoint for clients that it knows.
+        """Return fitted values of clients, for the clients of a checkpoint the checkpoint's values.
 
         Args:
             values: a value fitted anew for each client.
@@ -588,6 +594,7 @@ class TableData(OwnedData):
             self._fit(fitted_rows, rows[trained_on(division).numpy()])
         x: Tensor | None = None
         for place, (_, held) in enumerate(groups):
+            # in chunks, so that no second table in double precision lies in memory
             for part in torch.split(held, CHUNK):
                 own = torch.from_numpy(self._made(take_rows(self._raw, rows[part.numpy()]), place))
                 if x is None:
@@ -607,6 +614,7 @@ class TableData(OwnedData):
             raw: the rows' columns, or a data frame for a given transformer.
             place: position of the client among those fitted; without effect under ``by=table``.
         """
+        # under by=table, one fit serves all clients, unknown ones too
         is_shared = self.preprocessing["by"] == "table"
         if "transformer" not in self.preprocessing:
             return preprocessed(raw, self.preprocessing, None if is_shared else place)
@@ -625,6 +633,7 @@ class TableData(OwnedData):
         from sklearn.base import clone
 
         settings = cast(Preprocessing, self._settings)
+        # clones: the user's own object stays unfitted, and each client has one
         self._transformers = [clone(settings.transformer).fit(self._raw.iloc[rows]) for rows in groups]
         width = self._transformers[0].transform(self._raw.iloc[groups[0][:1]]).shape[1]
         self.preprocessing |= {"by": settings.by, "transformer": str(settings.transformer), "width": int(width)}
@@ -641,6 +650,7 @@ class TableData(OwnedData):
         """
         settings, raw = cast(Preprocessing, self._settings), self._raw
         if self._taken and settings.by == "table":
+            # nothing is fitted anew: new clients share the federation's values
             self.preprocessing |= {name: self._taken[name] for name in (*OUTLINE, "numbers", "category_fill")}
             return
         words = {}
@@ -674,6 +684,7 @@ class TableData(OwnedData):
                 if (each := fitted_numbers(values[rows], rule)) is None:
                     if settings.by == "table":
                         raise no_value(name, self._where)
+                    # refusing would end the run of all clients for one of them, and NaN would spoil its model
                     empty.setdefault(place, []).append(name)
                     each = {**({} if rule.clip is None else UNBOUNDED), "fill": 0.0, "center": 0.0, "width": 0.0}
                 of_groups.append(each)
@@ -755,7 +766,7 @@ class TableData(OwnedData):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over how raw rows become inputs; a data module that has been set up keeps its own way.
+        """Take over the preprocessing of a checkpoint, unless the data module has been set up.
 
         A later `setup` fits nothing anew that the state has, and refuses other kinds of preprocessing.
 
@@ -826,7 +837,7 @@ class TableData(OwnedData):
         return self.transform(self._scaled(self._matrix(columns), shared))  # type: ignore[no-any-return]
 
     def _fitted_place(self, client: int | str) -> int:
-        """Return a client's position in the lists of values that were fitted on each client's own rows.
+        """Return a client's position in lists of values fitted on each client's own rows.
 
         Args:
             client: name or id of the client.
@@ -848,7 +859,7 @@ class TableData(OwnedData):
 
     @property
     def fitted_on(self) -> FittedOn:
-        """Return the rows that decide over inputs; a vocabulary taken from the table counts as all clients' rows."""
+        """Return the deciding rows of the fit; a vocabulary from the table counts as all clients' rows."""
         by = self.standardize if self._settings is None else self._settings.by if self._fits_values else None
         if by == "table" or self._found or self._fitted_words:
             return "all clients"
@@ -856,7 +867,7 @@ class TableData(OwnedData):
 
     @property
     def _fitted_words(self) -> list[str]:
-        """Columns whose vocabulary comes from the table, under ``preprocessing``."""
+        """Columns with a vocabulary from the table, under ``preprocessing``."""
         given = self._settings.vocabulary if self._settings else {}
         return (
             [name for name in self.preprocessing.get("categories", ()) if name not in given] if self._settings else []
@@ -864,7 +875,7 @@ class TableData(OwnedData):
 
     @property
     def _fits_values(self) -> bool:
-        """Whether ``preprocessing`` fits fills, bounds or scales, or a transformer."""
+        """True if ``preprocessing`` fits fills, bounds, scales or a transformer."""
         settings, fitted = cast(Preprocessing, self._settings), self.preprocessing
         return (
             settings.transformer is not None
@@ -893,7 +904,7 @@ class TableData(OwnedData):
 
     @property
     def head_lines(self) -> list[tuple[str, str]]:
-        """Return lines about inputs, classes and what they are fitted on."""
+        """Return lines about inputs, classes and the rows of the fit."""
         fitted = self.preprocessing
         if not fitted:
             return []
@@ -968,7 +979,7 @@ def warn_of_scales(widths: NDArray[np.float64], names: Sequence[str]) -> None:
 
 
 def check_named(settings: Preprocessing, features: Sequence[str]) -> None:
-    """Check that the columns named in settings of preprocessing are features, and each is of one kind.
+    """Check the columns named in settings of preprocessing: features, each of one kind.
 
     Args:
         settings: the settings.
