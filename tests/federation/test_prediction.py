@@ -264,6 +264,14 @@ def test_a_checkpoint_without_the_data_s_entry_predicts_with_the_data(tmp_path):
     assert torch.equal(predicted[1].outputs, run.trainer.predict(run.model, ROWS, clients=[1])[1].outputs)
 
 
+def test_figures_of_trained_models_are_told_from_predictions(tmp_path):
+    run = fit(make_client(), root=tmp_path, max_rounds=1, evaluate="after")
+    with pytest.warns(UserWarning, match=r"trainer\.evaluate=after"):
+        run.trainer.predict(run.model, ROWS)
+    with pytest.warns(UserWarning, match=r"trainer\.evaluate=after"):
+        make_trainer().predict(make_client(), ROWS, ckpt_path=run.last)
+
+
 class Halved(Blobs):
     """Inputs by code and a number of its own."""
 

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from pfl_lightning.client import ClientModule
@@ -231,6 +232,7 @@ class SavedClients(LightningModule):
         self.saved = checkpoint["federation"]
         self.path = path
         self.data = data_of(checkpoint)
+        warn_of_trained(self.saved.get("settings", {}).get("trainer.evaluate", "before"))
         self.modules_of_clients = client.architectures()
         # Lightning moves them to the device
         self.architectures = nn.ModuleList(self.modules_of_clients)
@@ -283,6 +285,19 @@ class SavedClients(LightningModule):
         seed = derive_seed(saved["seed"], "join", saved["round"], client)
         state = ClientState(saved["initial"][architecture])
         return Job(client, saved["round"], state, payload, samples, seed, saved["lr_factor"])
+
+
+def warn_of_trained(evaluate: str) -> None:
+    """Warn if a run's figures are of models that aren't kept.
+
+    Args:
+        evaluate: the setting ``trainer.evaluate``.
+    """
+    if evaluate == "after":
+        rank_zero_warn(
+            "trainer.evaluate=after measures models after local training, which aren't kept; predictions are of the "
+            "models before the next round's training."
+        )
 
 
 def data_of(checkpoint: Mapping[str, Any]) -> FederatedDataModule:
