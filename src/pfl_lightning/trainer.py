@@ -367,15 +367,16 @@ class FederatedTrainer(RunFolders):
         held = getattr(self, "datamodule", None) if datamodule is None else datamodule
         if model is not None and held is None and ckpt_path is not None:
             return self._predict_saved(model, data, present_checkpoint(self, ckpt_path), clients, return_predictions)
-        federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
-        own = federation or self.lightning_module
-        if not isinstance(own, Federation):
+        federation = self.lightning_module if model is None else self._federation(model, datamodule, aggregator)
+        if not isinstance(federation, Federation):
             raise MisconfigurationException("trainer.predict needs model=, as this Trainer has no federation yet.")
+        path = present_checkpoint(self, ckpt_path)
         # Lightning refuses loaders beside a data module, and keeps an earlier one.
         self.datamodule = held
-        asked = Asked(clients, data, lambda: own.data)
+        asked = Asked(clients, data, lambda: federation.data)
         with ended_together(self.strategy), leaving_nothing_if_refused(self):
-            return asked.named(super().predict(own, asked, None, return_predictions, path) or [])  # type: ignore[arg-type]
+            found = super().predict(federation, asked, None, return_predictions, path)  # type: ignore[arg-type]
+        return asked.named(cast(list[Predictions], found or []))
 
     def _predict_saved(
         self,
@@ -403,7 +404,8 @@ class FederatedTrainer(RunFolders):
             enable_model_summary=False,
         )
         asked = Asked(clients, data, lambda: saved.data)
-        return asked.named(loop.predict(saved, asked, return_predictions=return_predictions) or [])  # type: ignore[arg-type]
+        found = loop.predict(saved, asked, return_predictions=return_predictions)  # type: ignore[arg-type]
+        return asked.named(cast(list[Predictions], found or []))
 
     def client(self, client: int | str) -> ClientModule:
         """Return one client's model after a fit or an evaluation: an independent copy, an ordinary LightningModule.

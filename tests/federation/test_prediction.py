@@ -264,6 +264,45 @@ def test_a_checkpoint_without_the_data_s_entry_predicts_with_the_data(tmp_path):
     assert torch.equal(predicted[1].outputs, run.trainer.predict(run.model, ROWS, clients=[1])[1].outputs)
 
 
+def test_figures_of_trained_models_are_told_from_predictions(tmp_path):
+    run = fit(make_client(), root=tmp_path, max_rounds=1, evaluate="after")
+    with pytest.warns(UserWarning, match=r"trainer\.evaluate=after"):
+        run.trainer.predict(run.model, ROWS)
+    with pytest.warns(UserWarning, match=r"trainer\.evaluate=after"):
+        make_trainer().predict(make_client(), ROWS, ckpt_path=run.last)
+
+
+class Halved(Blobs):
+    """Inputs by code and a number of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.factor = 0.5
+
+    def transform(self, x: Any) -> Any:
+        return self.factor * x
+
+
+class Kept(Halved):
+    """The same, in the checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"factor": self.factor}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.factor = state_dict["factor"]
+
+
+def test_inputs_by_an_author_s_own_code_need_the_data_or_an_entry_of_it(tmp_path):
+    run = fit(make_client(), blobs(data=Halved), root=tmp_path / "halved", max_rounds=1)
+    expected = run.trainer.predict(run.model, ROWS)[0].outputs
+    with pytest.raises(NeedsSamples, match="Halved"):
+        make_trainer().predict(make_client(), ROWS, ckpt_path=run.last)
+    kept = fit(make_client(), blobs(data=Kept), root=tmp_path / "kept", max_rounds=1)
+    assert torch.equal(make_trainer().predict(make_client(), ROWS, ckpt_path=kept.last)[0].outputs, expected)
+
+
 # One client's model, as an ordinary module
 
 

@@ -51,7 +51,7 @@ from pfl_lightning.federation.checkpoint import check_same, pair_clients, saved_
 from pfl_lightning.federation.evaluation import Evaluations, undisturbed
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.participation import Participation, check_tells
-from pfl_lightning.federation.prediction import Batch, NoSamples, Predictions, become, predicted
+from pfl_lightning.federation.prediction import Batch, NoSamples, Predictions, become, predicted, warn_of_trained
 from pfl_lightning.federation.resuming import (
     Settings,
     changes,
@@ -746,11 +746,7 @@ class Federation(LightningModule):
             raise MisconfigurationException(
                 f"client={client}: its samples and personal entries are at its site; export its model there."
             )
-        if self.options.evaluate == "after":
-            rank_zero_warn(
-                "trainer.evaluate=after measures models after local training, which aren't kept; predictions are of "
-                "the models before the next round's training."
-            )
+        warn_of_trained(self.options.evaluate)
         is_new = client >= data.num_clients
         job = self._first_job(client) if is_new else self.job(client, ("test",))
         return Sequential(module, self.options.work(data), self.trainer.precision_plugin), job, is_new

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from pfl_lightning.client import ClientModule
@@ -231,6 +232,7 @@ class SavedClients(LightningModule):
         self.saved = checkpoint["federation"]
         self.path = path
         self.data = data_of(checkpoint)
+        warn_of_trained(self.saved.get("settings", {}).get("trainer.evaluate", "before"))
         self.modules_of_clients = client.architectures()
         # Lightning moves them to the device
         self.architectures = nn.ModuleList(self.modules_of_clients)
@@ -285,6 +287,19 @@ class SavedClients(LightningModule):
         return Job(client, saved["round"], state, payload, samples, seed, saved["lr_factor"])
 
 
+def warn_of_trained(evaluate: str) -> None:
+    """Warn if a run's figures are of models that aren't kept.
+
+    Args:
+        evaluate: the setting ``trainer.evaluate``.
+    """
+    if evaluate == "after":
+        rank_zero_warn(
+            "trainer.evaluate=after measures models after local training, which aren't kept; predictions are of the "
+            "models before the next round's training."
+        )
+
+
 def data_of(checkpoint: Mapping[str, Any]) -> FederatedDataModule:
     """Return the data module of a checkpoint, without samples, only to make inputs of raw rows.
 
@@ -299,13 +314,24 @@ def data_of(checkpoint: Mapping[str, Any]) -> FederatedDataModule:
     """
     saved = checkpoint["federation"]
     known: list[Any] = [FederatedDataModule]
-    for kind in known:
+    for each in known:
         # the list grows while the loop runs, until it has all descendants
-        known += kind.__subclasses__()
-    kind = next((kind for kind in reversed(known) if kind.__qualname__ in checkpoint), None)
-    own = kind is not None and not kind.transform.__module__.startswith("pfl_lightning.")
-    if kind is None or own:
-        reason = f"{kind.__qualname__} has a transform of its own" if kind else "it has no imported data module's entry"
-        raise NeedsSamples(f"the checkpoint alone can't make inputs of raw rows: {reason}; give the run's data module")
+        known += each.__subclasses__()
+    kind: type[FederatedDataModule] | None
+    kind = next((each for each in reversed(known) if each.__qualname__ in checkpoint), None)
+    if kind is None or not works_alone(kind):
+        reason = f"{kind.__qualname__} may need the samples" if kind else "no class of data that it names is imported"
+        raise NeedsSamples(
+            f"the checkpoint alone can't make inputs of raw rows, as {reason}; give the run's data module"
+        )
     names = {"clients": saved.get("names", []), "num_clients": len(saved["payloads"])}
     return kind.from_state(names | checkpoint[kind.__qualname__])
+
+
+def works_alone(kind: type[FederatedDataModule]) -> bool:
+    """Return whether a data module's class makes inputs from its entry in a checkpoint, without ``__init__``."""
+    # an author's class that takes its entry back knows what its own code needs
+    if not kind.load_state_dict.__module__.startswith("pfl_lightning."):
+        return True
+    fits = kind.fitted_on is not FederatedDataModule.fitted_on and kind.inputs is FederatedDataModule.inputs
+    return not fits and all(made.__module__.startswith("pfl_lightning.") for made in (kind.transform, kind.inputs))
