@@ -93,7 +93,8 @@ class Task(ABC):
             outputs: the models' outputs ``[models, n, ...]``.
             shares: the models' weights ``[models]``, of sum 1.
         """
-        return torch.tensordot(shares.to(outputs.dtype), outputs, 1)
+        mean: Tensor = torch.tensordot(shares.to(outputs.dtype), outputs, 1)
+        return mean
 
     @abstractmethod
     def configure_metrics(self) -> MetricCollection:

@@ -147,7 +147,7 @@ class Area(Metric):
             scores: the probabilities of the class ``[n]``.
             having: whether a sample has the class ``[n]``.
         """
-        different, places = scores.unique(return_inverse=True)
+        different, places = torch.unique(scores, return_inverse=True)
         with_it = torch.bincount(places[having], minlength=len(different))
         return torch.bincount(places, minlength=len(different)) - with_it, with_it
 
@@ -189,7 +189,8 @@ class CalibrationError(Metric):
     def compute(self) -> Tensor:
         """Return the error."""
         count, right, probability = self.sums
-        return (right - probability).abs().sum() / count.sum()
+        error: Tensor = (right - probability).abs().sum() / count.sum()
+        return error
 
 
 class Brier(Ratio):

@@ -134,7 +134,7 @@ class Classification(Task):
 
     def configure_metrics(self) -> MetricCollection:
         """Return the metrics by name."""
-        made: dict[str, Metric] = {name: self._metric(name, None) for name in self.metrics}
+        made: dict[str, Metric | MetricCollection] = {name: self._metric(name, None) for name in self.metrics}
         return MetricCollection(made)
 
     def _metric(self, name: ClassMetric, bins: int | None) -> Metric:

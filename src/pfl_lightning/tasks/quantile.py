@@ -55,7 +55,7 @@ class Quantile(Regression):
             outputs: the net's outputs ``[n, quantities * levels]``.
             target: ``[n]`` or ``[n, quantities]``.
         """
-        predicted = outputs.unflatten(1, (self.quantities, len(self.levels)))
+        predicted = outputs.reshape(-1, self.quantities, len(self.levels))
         gap = target.reshape(len(outputs), self.quantities, 1).to(outputs.dtype) - predicted
         levels = gap.new_tensor(self.levels)
         return torch.maximum(levels * gap, (levels - 1) * gap)
@@ -72,7 +72,7 @@ class Quantile(Regression):
 
     def configure_metrics(self) -> MetricCollection:
         """Return ``pinball``, the mean loss, ``mae`` of the middle level, and ``coverage`` with two levels or more."""
-        made: dict[str, Metric] = {"pinball": Pinball(self), "mae": AbsoluteError(self.middle)}
+        made: dict[str, Metric | MetricCollection] = {"pinball": Pinball(self), "mae": AbsoluteError(self.middle)}
         return MetricCollection(made | ({"coverage": Coverage(self)} if len(self.levels) > 1 else {}))
 
     def pooled(self) -> dict[str, Metric]:
@@ -120,7 +120,7 @@ class Coverage(Ratio):
 
     def update(self, outputs: Tensor, target: Tensor) -> None:
         """Add samples; see `AbsoluteError.update`."""
-        predicted = outputs.unflatten(1, (self.task.quantities, len(self.task.levels)))
+        predicted = outputs.reshape(-1, self.task.quantities, len(self.task.levels))
         y = target.reshape(len(outputs), self.task.quantities)
         inside = (predicted[..., 0] <= y) & (y <= predicted[..., -1])
         self.total += inside.sum()

@@ -86,7 +86,7 @@ class Survival(Task):
         time, event = target.unbind(1)
         # comparisons by rows and no sorting, so that vmap computes them for many clients; each sample is at risk at its
         # own time, so that no sum is empty
-        at_risk = [scores.masked_fill(time < own[:, None], -math.inf).logsumexp(1) for own in time.split(ROWS)]
+        at_risk = [scores.masked_fill(time < own[:, None], -math.inf).logsumexp(1) for own in torch.split(time, ROWS)]
         return event * (torch.cat(at_risk) - scores)
 
     def _discrete(self, logits: Tensor, target: Tensor) -> Tensor:
@@ -194,9 +194,10 @@ class Concordance(Metric):
         time, censored = target[:, 0], target[:, 1] == 0
         right, pairs = torch.zeros(2, dtype=torch.float64, device=risk.device)
         # samples with an event, against all others
-        for rows in (~censored).nonzero()[:, 0].split(ROWS):
+        for rows in torch.split((~censored).nonzero()[:, 0], ROWS):
             own, score = time[rows, None], risk[rows, None]
             later = (own < time) | ((own == time) & censored)
             right += (later * ((score > risk).double() + (score == risk).double() / 2)).sum()
             pairs += later.sum()
-        return right / pairs
+        index: Tensor = right / pairs
+        return index
