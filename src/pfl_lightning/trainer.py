@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
@@ -379,10 +380,17 @@ class FederatedTrainer(RunFolders):
         aggregator: Aggregator | None,
         ckpt_path: str | Path | None,
     ) -> tuple[Federation | None, str | None]:
-        """Return the federation and the checkpoint's path of an evaluation."""
+        """Return the federation and the checkpoint's path of an evaluation, whose rows become inputs as in training."""
         # Made first, as it names the run, under whose folders best and last are looked up.
         federation = None if model is None else self._federation(model, datamodule, aggregator)
-        return federation, present_checkpoint(self, ckpt_path)
+        path = present_checkpoint(self, ckpt_path)
+        if datamodule is not None:
+            trained = (
+                fitted_in(path, datamodule) if path else getattr(federation or self.lightning_module, "trained", {})
+            )
+            # Before Lightning sets the data up, as texts of a few new rows alone may be refused as ids.
+            datamodule.adopt(trained.get("preprocessing", {}), trained.get("names", []))
+        return federation, path
 
     def _federation(
         self, model: ClientModule, datamodule: FederatedDataModule | None, aggregator: Aggregator | None
@@ -694,6 +702,23 @@ def present_checkpoint(trainer: RunFolders, ckpt_path: str | Path | None) -> str
             "give the path of one."
         )
     return path
+
+
+def fitted_in(path: str, data: FederatedDataModule) -> dict[str, Any]:
+    """Return a checkpoint's ``preprocessing`` and names of clients; empty for a file that is no such checkpoint.
+
+    Args:
+        path: the checkpoint.
+        data: the data module of the class whose entry is read.
+    """
+    try:
+        # Memory-mapped: the weights stay on disk.
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        names = checkpoint["federation"].get("names", [])
+        return {**checkpoint.get(type(data).__qualname__, {}), "names": names}
+    # Lightning reads the file again, and explains what is wrong with it.
+    except Exception:
+        return {}
 
 
 def as_list(value: Any) -> list[Any]:

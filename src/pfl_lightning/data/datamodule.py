@@ -160,6 +160,7 @@ class FederatedDataModule(LightningDataModule, ABC):
     drift: Mapping[int, Any] | None = None
     """Partitioners by the round from which on each one's division holds."""
     _pool: Pool | None = None
+    _asked_clients: int = 0
     _divisions: Mapping[int, Division]
     _held: tuple[int, Division] | None = None
     _public: Samples | None = None
@@ -217,6 +218,10 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.drift = drift
         self.preprocessing: dict[str, Any] = {}
         """How raw values became inputs and targets, known after `setup`: plain values, which checkpoints hold."""
+        self.adopted: dict[str, Any] = {}
+        """The ``preprocessing`` of the federation that these data are tested by or join; see `adopt`."""
+        self.adopted_names: list[str] = []
+        """Names of that federation's clients, by id."""
         check_settings({**vars(self), "num_clients": num_clients})
 
     @property
@@ -263,7 +268,8 @@ class FederatedDataModule(LightningDataModule, ABC):
     def preprocess(self, samples: Samples, division: Division) -> Samples:
         """Fit preprocessing on training rows and apply the result to all rows; by default, change nothing.
 
-        `setup` calls this once, after the division. An override keeps the fitted values in ``preprocessing``.
+        `setup` calls this once, after the division. An override keeps the fitted values in ``preprocessing``, and takes
+        values from ``adopted`` in the place of fitting them, unless ``adopted`` is empty.
 
         Args:
             samples: the pool, as loaded.
@@ -304,6 +310,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         """
         if self._pool is not None:
             return
+        self._asked_clients = self.num_clients
         if not isinstance(self.task, Task):
             raise MisconfigurationException(
                 f"{type(self).__name__}.task={self.task!r} must be a task of pfl_lightning.tasks, such as Regression()"
@@ -325,6 +332,25 @@ class FederatedDataModule(LightningDataModule, ABC):
             self._divisions[start] = redivided(pool.division, pool.strata, partitioner, groups, start, self.seed)
         self._pool = pool
         self.num_clients = len(pool.division.clients) - pool.division.newcomers
+
+    def adopt(self, preprocessing: Mapping[str, Any], names: Sequence[str]) -> None:
+        """Set up, if necessary anew, with values that a federation's preprocessing fitted in the place of own ones.
+
+        A model understands the rows of a client that comes later only if these rows become inputs as the rows did that
+        trained the model.
+
+        Args:
+            preprocessing: the federation's ``preprocessing``; an empty one goes back to own values.
+            names: names of the federation's clients by id, for values fitted on each client's own rows.
+        """
+        if preprocessing == (self.preprocessing if preprocessing else self.adopted):
+            return
+        self.adopted, self.adopted_names = dict(preprocessing), list(names)
+        if self._pool is not None:
+            self._pool = self._held = None
+            # `setup` has counted the clients where their number was left to the data
+            self.num_clients = self._asked_clients
+            self.setup()
 
     def _check_transform(self, pool: Pool) -> None:
         """Refuse a user's `transform` that is random."""

@@ -196,6 +196,23 @@ def shown(then: Any, now: Any) -> tuple[str, str]:
     return one, other
 
 
+def preprocessing_of(fitted: Mapping[str, Any], data: FederatedDataModule) -> tuple[Settings, Settings]:
+    """Return a federation's preprocessing and a data module's, as settings with the same names.
+
+    Moments of each client are left out where the data took over the federation's: the data may have other clients.
+
+    Args:
+        fitted: the federation's ``preprocessing``; an empty one leaves both empty.
+        data: the data module, set up.
+    """
+    both = [fitted, data.preprocessing] if fitted else [{}, {}]
+    if data.adopted and fitted.get("standardize") == data.preprocessing.get("standardize") == "client":
+        both = [{name: each[name] for name in each if name not in ("mean", "deviation")} for each in both]
+    then, now = (flat("data.preprocessing", each) for each in both)
+    # Filled up with empty entries, so that a vocabulary that only one of the two has counts as a change.
+    return dict.fromkeys(now) | then, dict.fromkeys(then) | now
+
+
 def check_rounds(done: int, asked: int | None) -> None:
     """Refuse a checkpoint with more rounds than ``max_rounds``.
 

@@ -22,7 +22,7 @@ from pfl_lightning.data.columns import DATE, NUMBER, is_number, mostly
 from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.division import Division
 from pfl_lightning.data.loaded import Loaded
-from pfl_lightning.data.preprocessing import FittedOn, moments_of, standardized, trained_on
+from pfl_lightning.data.preprocessing import FittedOn, Moments, moments_of, standardized, trained_on
 from pfl_lightning.data.samples import Samples
 from pfl_lightning.data.sources.base import OwnedData, targets_of
 from pfl_lightning.data.sources.columns import check_finite_column, chosen_columns, package
@@ -152,6 +152,8 @@ class TableData(OwnedData):
 
     def load(self) -> Loaded:
         """Read the named columns."""
+        if self.adopted:
+            self._adopt_columns()
         others = [column for column in self._others.values() if column is not None]
         wanted = list(dict.fromkeys([*self._features, *self._targets, *others]))
         table = read_table(self._path, wanted, self._csv)
@@ -176,6 +178,39 @@ class TableData(OwnedData):
             "standardize": self.standardize,
         }
         return Loaded(x, targets_of(y if y.shape[1] > 1 else y[:, 0]), **columns)
+
+    def _adopt_columns(self) -> None:
+        """Take the order of features and the vocabularies of the federation that these rows join.
+
+        Raises:
+            MisconfigurationException: if the features are others.
+        """
+        features = self.adopted["features"]
+        if set(features) != set(self._features):
+            raise MisconfigurationException(
+                f"data.features: inputs of the federation are {listed(features)}, and those of {self._where} are "
+                f"{listed(self._features)}; name the federation's in data.features"
+            )
+        self._features = list(features)
+        # vocabularies in the settings stay, and a line tells where they differ
+        self._vocabularies = self.adopted["categories"] | self.adopted["classes"] | self._vocabularies
+        self._found = {}
+
+    def _adopted_moments(self, division: Division) -> dict[int, Moments]:
+        """Return the federation's moments by position in the division; a client that it doesn't know has none."""
+        if self.adopted.get("standardize") != self.standardize:
+            return {}
+        mean, deviation = (
+            np.array([self.adopted[moment][column] for column in self._features]) for moment in ("mean", "deviation")
+        )
+        if self.standardize == "table":
+            return {0: (mean, deviation)}
+        clients = {name: client for client, name in enumerate(self.adopted_names)}
+        return {
+            place: (mean[:, clients[name]], deviation[:, clients[name]])
+            for place, name in enumerate(division.names)
+            if name in clients
+        }
 
     def _numbers(self, values: Any, is_target: bool) -> Tensor:
         """Return a column as numbers, or as codes, whose vocabulary is kept.
@@ -281,7 +316,7 @@ class TableData(OwnedData):
                 "deviation": {column: float(values[1]) for column, values in known.items()},
             }
             return Samples(((samples.x - mean) / deviation).float(), samples.y)
-        x, statistics = standardized(samples.x, division, self.standardize)
+        x, statistics = standardized(samples.x, division, self.standardize, self._adopted_moments(division))
         for name, of_groups in zip(("mean", "deviation"), zip(*statistics, strict=True), strict=True):
             columns = np.stack(of_groups, axis=1).tolist()
             self.preprocessing[name] = {
