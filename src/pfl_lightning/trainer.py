@@ -345,28 +345,32 @@ class FederatedTrainer(RunFolders):
         rounds: int = 1,
         ckpt_path: str | Path | None = None,
         aggregator: Aggregator | None = None,
+        names: list[str] | None = None,
     ) -> dict[str, float]:
         """Let the data's new clients receive from the server and train, with a test before and after.
 
         Args:
             model: the client module; None takes the federation of this Trainer.
             datamodule: the clients' data, with ``new_clients``; if clients have names, the new ones are exactly those
-                with names that the federation doesn't know.
+                with names that the federation doesn't know, with or without the others beside. Their rows become inputs
+                as the training rows did.
             epochs: passes over a new client's samples in each phase; None takes the method's own number.
             rounds: rounds in which a new client receives and trains; more than one matter only for methods with
                 personal state.
             ckpt_path: a checkpoint, or ``best`` or ``last`` of this method's newest run that has one.
             aggregator: the server side, instead of the client module's own.
+            names: names of the new clients that join; None takes all new clients.
 
         Returns:
             Test metrics as ``new_received/METRIC`` before and ``new/METRIC`` after training, validation metrics as
                 ``new_val_received/METRIC`` and ``new_val/METRIC``.
 
         Raises:
-            MisconfigurationException: if there are no new clients, or the server has no payload for them.
+            MisconfigurationException: if there are no new clients, if a name is of no new client, or if the server has
+                no payload for them.
         """
         federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
-        self._joining = partial(joined_row, epochs=epochs, rounds=rounds)
+        self._joining = partial(joined_row, epochs=epochs, rounds=rounds, names=names)
         try:
             with ended_together(self.strategy), leaving_nothing_if_refused(self):
                 return cast(dict[str, float], super().test(federation, datamodule=datamodule, ckpt_path=path))

@@ -71,7 +71,7 @@ class SplitSettings(TypedDict, total=False):
     public_samples: int
     seed: int
     download: bool
-    new_clients: int | float
+    new_clients: int | float | list[str]
     client_split: ClientSplit | None
     resident: bool | None
     drift: dict[int, Partitioner] | None
@@ -124,8 +124,8 @@ class FederatedDataModule(LightningDataModule, ABC):
             clients hold CIFAR10. The settings by which that data set would be divided and split have no effect.
         public_samples: number of samples of ``public``, taken outside its original test half, class proportions kept.
         new_clients: clients that take no part in training and join afterwards: their number, or their share of all
-            clients in (0, 1). The partitioner divides the pool among old and new clients alike; ``seed`` draws which
-            clients are new. New clients have ids from num_clients up.
+            clients in (0, 1), of which ``seed`` draws who is new, or a list of their names. The partitioner divides the
+            pool among old and new clients alike. New clients have ids from num_clients up.
         seed: seed of the subset, the partition, the splits and the draw of new clients, 0 to 2**32 - 1.
         download: fetch missing files, where the data set supports it.
         drift: partitioners by the round, from 2 on, in which each begins to divide the training samples of all clients
@@ -182,7 +182,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         public_samples: int = 3000,
         seed: int = 1,
         download: bool = True,
-        new_clients: int | float = 0,
+        new_clients: int | float | list[str] = 0,
         client_split: ClientSplit | None = None,
         resident: bool | None = None,
         drift: dict[int, Partitioner] | None = None,
