@@ -345,7 +345,7 @@ class FederatedTrainer(RunFolders):
         rounds: int = 1,
         ckpt_path: str | Path | None = None,
         aggregator: Aggregator | None = None,
-        names: list[str] | None = None,
+        names: list[str] | str | None = None,
     ) -> dict[str, float]:
         """Let the data's new clients receive from the server and train, with a test before and after.
 
@@ -359,7 +359,7 @@ class FederatedTrainer(RunFolders):
                 personal state.
             ckpt_path: a checkpoint, or ``best`` or ``last`` of this method's newest run that has one.
             aggregator: the server side, instead of the client module's own.
-            names: names of the new clients that join; None takes all new clients.
+            names: names of the new clients that join, or a single one; None takes all new clients.
 
         Returns:
             Test metrics as ``new_received/METRIC`` before and ``new/METRIC`` after training, validation metrics as

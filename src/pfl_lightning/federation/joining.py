@@ -51,7 +51,7 @@ class Joined:
 
 
 def join(
-    federation: Federation, epochs: int | None = None, rounds: int = 1, names: Sequence[str] | None = None
+    federation: Federation, epochs: int | None = None, rounds: int = 1, names: Sequence[str] | str | None = None
 ) -> Joined:
     """Let every new client receive, train and be tested, independently of the other new clients.
 
@@ -64,7 +64,7 @@ def join(
         federation: a trained federation, on its device.
         epochs: passes over a client's samples in each phase; None takes the method's own number.
         rounds: rounds of receiving and training, at least 1.
-        names: names of the new clients that join; None takes all.
+        names: names of the new clients that join, or a single one; None takes all.
 
     Raises:
         MisconfigurationException: before any training, if there are no new clients, if a name is of no new client, if
@@ -106,12 +106,12 @@ def join(
     )
 
 
-def joining_clients(data: FederatedDataModule, names: Sequence[str] | None) -> list[int]:
+def joining_clients(data: FederatedDataModule, names: Sequence[str] | str | None) -> list[int]:
     """Return the ids of the new clients that join.
 
     Args:
         data: the data module, paired with the federation.
-        names: names of the clients; None takes all new clients.
+        names: names of the clients, or a single one; None takes all new clients.
 
     Raises:
         MisconfigurationException: if there are no new clients, or a name is of no new client.
@@ -141,7 +141,7 @@ def joining_clients(data: FederatedDataModule, names: Sequence[str] | None) -> l
 
 
 def joined_row(
-    federation: Federation, epochs: int | None, rounds: int, names: Sequence[str] | None = None
+    federation: Federation, epochs: int | None, rounds: int, names: Sequence[str] | str | None = None
 ) -> dict[str, float]:
     """Let new clients join, log their metrics, print a table, write ``clients.csv``, and return the metrics.
 
@@ -149,7 +149,7 @@ def joined_row(
         federation: a trained federation, on its device.
         epochs: passes over a client's samples in each phase; None takes the method's own number.
         rounds: rounds of receiving and training, at least 1.
-        names: names of the new clients that join; None takes all.
+        names: names of the new clients that join, or a single one; None takes all.
     """
     joined = join(federation, epochs, rounds, names)
     metrics, data, metric = joined.metrics, federation.data, federation.monitor.metric
