@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
@@ -13,6 +14,7 @@ from federations import Spy, blobs, fit, load, make_client, read_csv, untimed
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import FedPer
 from pfl_lightning.runs.report import PackedRows, append_row, columns_of, write_rows
+from pfl_lightning.selection import Cyclic
 
 ALWAYS = {
     "round",
@@ -219,3 +221,23 @@ def test_a_record_of_lists_is_resumed(tmp_path):
     resumed = fit(make_client(), root=tmp_path / "elsewhere", ckpt_path=tmp_path / "earlier.ckpt", max_rounds=3)
     assert untimed(resumed.rows) == untimed(whole.rows)
     assert untimed(read_csv(resumed.folder / "rounds.csv")) == untimed(read_csv(whole.folder / "rounds.csv"))
+
+
+def test_settings_made_in_python_are_hyper_parameters(tmp_path):
+    run = fit(make_client(FedPer), blobs(seed=7), root=tmp_path, max_rounds=1, cohort=Cyclic(), clients_per_round=2)
+    logged = yaml.unsafe_load((run.folder / "hparams.yaml").read_text())
+    expected = {
+        "method": "FedPer",
+        "data.seed": 7,
+        "data.partitioner": "Sizes",
+        "data.task": "Classification(num_classes=3)",
+        "model.net": "Net",
+        "model.optimizer": "SGD",
+        "model.optimizer.lr": 0.1,
+        "model.optimizer.momentum": 0.9,
+        "aggregator.name": run.federation.aggregator.name,
+        "trainer.cohort": "Cyclic",
+        "trainer.clients_per_round": "2 of 4",
+    }
+    assert {name: logged.get(name) for name in expected} == expected
+    assert not {"data", "aggregator"} & set(logged)

@@ -29,6 +29,7 @@ from pfl_lightning.data.samples import Parts, Samples, Split
 from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.data.trees import Tree, take
 from pfl_lightning.messages import tree_map
+from pfl_lightning.settings import as_call
 from pfl_lightning.tasks import Classification, Task
 
 LONG = 100
@@ -223,6 +224,9 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.adopted_names: list[str] = []
         """Names of that federation's clients, by id."""
         check_settings({**vars(self), "num_clients": num_clients})
+
+    def __repr__(self) -> str:
+        return as_call(self, ("num_clients", "partitioner"))
 
     @property
     def task(self) -> Task:

@@ -16,13 +16,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.client.arguments import kept_arguments
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.optimizers import Configured
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.internals.of_lightning import COMMAND_LINE_NOTES
 from pfl_lightning.internals.of_torch import LAST_RATES
+from pfl_lightning.settings import kept_arguments
 
 Settings: TypeAlias = dict[str, Any]
 """Numbers, texts, booleans, None, and lists of these, by dotted names as on the command line."""
