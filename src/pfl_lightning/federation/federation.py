@@ -552,16 +552,17 @@ class Federation(LightningModule):
             expected: the number of clients in the cohort.
         """
         round = self.round + 1
-        accepted = unrefused(outcomes, round)
+        label = self.data.client_label
+        accepted = unrefused(outcomes, round, label)
         # Under a privacy guarantee the run must not stop because of divergence: stopping would reveal something about
         # the clients.
         private = bool(self.aggregator.guarantee)
         ends = not private and self.options.example_privacy is None
-        sound = finite(accepted, round, expected if ends else 0)
+        sound = finite(accepted, round, expected if ends else 0, label)
         updates = {client: outcome.update for client, outcome in sound.items()}
         # Read now and not at set-up: the Trainer's precision may have changed the weights' dtype.
         shared = shared_entries(self.client, self.client.state_dict())
-        usable = sound_updates(updates, self.aggregator, type(self.client).__name__, shared)
+        usable = sound_updates(updates, self.aggregator, type(self.client).__name__, shared, label)
         taken = {client: sound[client] for client in usable}
         if expected and not private:
             taken = enough(taken, round, self.options.min_clients)
@@ -596,8 +597,8 @@ class Federation(LightningModule):
             if self.options.example_privacy is not None and not is_finite(outcome.state.personal):
                 # The update still counts: leaving it out would reveal something about the samples without noise.
                 rank_zero_warn(
-                    f"round {self.round + 1}: what stays with client {client} became NaN or infinite; try a smaller "
-                    "learning rate."
+                    f"round {self.round + 1}: what stays with client {self.data.client_label(client)} became NaN or "
+                    "infinite; try a smaller learning rate."
                 )
             kept = storable(own, f"client {client}'s state")
             self.clients[client] = outcome.state if kept is own else ClientState(**kept)
