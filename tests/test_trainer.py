@@ -353,3 +353,29 @@ def test_last_goes_on_with_the_run_that_wrote_last(tmp_path):
     assert fit(make_client(), root=tmp_path, max_rounds=2, ckpt_path=older / "checkpoints/last.ckpt").folder == older
     os.utime(newer, (2e9, 2e9))
     assert fit(make_client(), root=tmp_path, max_rounds=3, ckpt_path="last").folder == older
+
+
+def test_data_may_stand_in_the_place_of_loaders(tmp_path):
+    data, model = blobs(), make_client()
+    trainer = make_trainer(tmp_path, max_rounds=1)
+    trainer.fit(model, data)
+    assert trainer.datamodule is data and trainer.lightning_module.round == 1
+    for act in (trainer.test, trainer.validate):
+        assert act(model, data, verbose=False) == act(model, datamodule=data, verbose=False)
+    for wrong in ({"val_dataloaders": data}, {"train_dataloaders": data, "datamodule": data}):
+        with pytest.raises(MisconfigurationException, match="data loaders hold no clients"):
+            trainer.fit(model, **wrong)
+
+
+def test_without_a_model_the_federation_is_tested_as_it_stands(tmp_path):
+    # validated after the second round alone, so that best.ckpt isn't the last round
+    trainer = make_trainer(tmp_path, max_rounds=3, check_val_every_n_epoch=2)
+    with pytest.raises(MisconfigurationException, match="model=None"):
+        trainer.test(datamodule=blobs())
+    model = make_client()
+    trainer.fit(model, blobs(val_fraction=0.2))
+    before = {name: tensor.clone() for name, tensor in trainer.lightning_module.state_dict().items()}
+    assert trainer.test(verbose=False) == trainer.test(model, verbose=False)
+    assert equal(trainer.lightning_module.state_dict(), before) and trainer.lightning_module.round == 3
+    trainer.test(ckpt_path="best", verbose=False)
+    assert trainer.lightning_module.round == 2

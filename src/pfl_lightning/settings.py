@@ -1,6 +1,8 @@
-"""Types of keyword settings, and checks of settings with a list of choices or a lower bound."""
+"""Types of keyword settings, checks of settings, and the settings of an object read back."""
 
-from collections.abc import Collection
+import inspect
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -50,3 +52,71 @@ def check_least(owner: str, **settings: tuple[float, float]) -> None:
         # written with `not`, so that NaN is refused too
         if not value >= least:
             raise MisconfigurationException(f"{owner}.{name}={value} must be {least} or more.")
+
+
+def kept_arguments(made: object) -> dict[str, Any]:
+    """Return an object's constructor arguments, as far as it kept them as attributes or in ``hparams``.
+
+    >>> from torch.nn import Dropout
+    >>> kept_arguments(Dropout(0.25))
+    {'p': 0.25, 'inplace': False}
+
+    Args:
+        made: the object.
+    """
+    kept = getattr(made, "__dict__", {})
+    named = {name: kept[name] for name in parameters_of(made) if name in kept}
+    return named | dict(getattr(made, "hparams", {}))
+
+
+def parameters_of(made: object) -> dict[str, inspect.Parameter]:
+    """Return the parameters of all ``__init__`` of an object's classes, by name; a subclass's parameters win.
+
+    Args:
+        made: the object.
+    """
+    # from the base class to the object's own, so that a default which a subclass changes is the one that holds
+    inits = [vars(cls).get("__init__") for cls in reversed(type(made).__mro__)]
+    signatures = [inspect.signature(init) for init in inits if inspect.isfunction(init)]
+    return {name: parameter for each in signatures for name, parameter in each.parameters.items()}
+
+
+SHORT = 60
+"""Length in characters up to which `as_call` shows a value in full."""
+
+
+def as_call(made: object, shown: Collection[str] = ()) -> str:
+    """Return the call that makes an object, with the arguments that differ from their defaults.
+
+    >>> from torch.nn import Dropout
+    >>> as_call(Dropout(0.25)), as_call(Dropout(), shown=["p"])
+    ('Dropout(p=0.25)', 'Dropout(p=0.5)')
+
+    Args:
+        made: the object; arguments that it keeps neither as attributes nor in ``hparams`` are left out.
+        shown: arguments to show even with their defaults.
+    """
+    parameters, kept = parameters_of(made), kept_arguments(made)
+    told = [name for name in kept if name in parameters and (name in shown or not is_default(kept, parameters, name))]
+    return f"{type(made).__name__}({', '.join(f'{name}={value_text(kept[name])}' for name in told)})"
+
+
+def is_default(kept: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], name: str) -> bool:
+    """Return whether an argument has its default; False for values that can't be compared, such as arrays."""
+    default = parameters[name].default
+    try:
+        return kept[name] is default or bool(kept[name] == default)
+    except (ValueError, TypeError, RuntimeError):
+        return False
+
+
+def value_text(value: Any) -> str:
+    """Return a setting as short text: a class or function by its name, a large object by its class."""
+    if isinstance(value, partial):
+        made = next((part for part in (value.func, *value.args) if inspect.isclass(part)), value.func)
+        arguments = ", ".join(f"{name}={value_text(each)}" for name, each in value.keywords.items())
+        return f"{getattr(made, '__name__', made)}({arguments})"
+    if inspect.isclass(value) or inspect.isroutine(value):
+        return str(value.__name__)
+    text = repr(value)
+    return text if len(text) <= SHORT and "\n" not in text and " object at 0x" not in text else type(value).__name__

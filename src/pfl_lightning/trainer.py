@@ -37,6 +37,7 @@ from pfl_lightning.compression import Compression
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine, EngineMaker, Processes
 from pfl_lightning.engines.client_parallel import ClientParallel, ended_together
+from pfl_lightning.engines.errors import tell_names
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import final_test
 from pfl_lightning.federation.joining import joined_row
@@ -217,7 +218,7 @@ class FederatedTrainer(RunFolders):
     def fit(  # type: ignore[override]
         self,
         model: ClientModule,
-        train_dataloaders: None = None,
+        train_dataloaders: FederatedDataModule | None = None,
         val_dataloaders: None = None,
         datamodule: FederatedDataModule | None = None,
         ckpt_path: str | Path | None = None,
@@ -228,7 +229,7 @@ class FederatedTrainer(RunFolders):
 
         Args:
             model: the client module; afterwards it holds the global model.
-            train_dataloaders: unused; keeps Lightning's signature.
+            train_dataloaders: the clients' data, as ``datamodule``, so that ``fit(model, data)`` works.
             val_dataloaders: unused; keeps Lightning's signature.
             datamodule: the clients' data.
             ckpt_path: a checkpoint to resume from, or ``last`` for the last one of this method's newest run, whose
@@ -241,7 +242,7 @@ class FederatedTrainer(RunFolders):
         Raises:
             MisconfigurationException: if the checkpoint is of another method, net or data, or of other settings.
         """
-        refuse_loaders(train_dataloaders, val_dataloaders)
+        datamodule = data_in(datamodule, train_dataloaders, val_dataloaders)
         federation = self._federation(model, datamodule, aggregator)
         federation.resume_changed = resume_changed
         path = checkpoint_file(self, ckpt_path, begun=True)
@@ -274,6 +275,9 @@ class FederatedTrainer(RunFolders):
                 # fast_dev_run only tries the code, so its models aren't tested.
                 if self.state.fn == TrainerFn.FITTING and not self.fast_dev_run:  # type: ignore[attr-defined]
                     federation.call("on_final_test", final_test(federation, best_checkpoint(self)))
+        except Exception as error:
+            tell_names(error, federation.data.client_label)
+            raise
         finally:
             # After an error too: the next run would take a module left in evaluation mode for a frozen one.
             federation.release_modes()
@@ -282,7 +286,7 @@ class FederatedTrainer(RunFolders):
     def validate(  # type: ignore[override]
         self,
         model: ClientModule | None = None,
-        dataloaders: None = None,
+        dataloaders: FederatedDataModule | None = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: FederatedDataModule | None = None,
@@ -291,22 +295,23 @@ class FederatedTrainer(RunFolders):
         """Evaluate every client on the client's validation split.
 
         Args:
-            model: the client module; None takes the federation of this Trainer.
-            dataloaders: unused; keeps Lightning's signature.
+            model: the client module; None takes the federation of this Trainer as it stands, unlike Lightning, which
+                would load the best checkpoint.
+            dataloaders: the clients' data, as ``datamodule``, so that ``validate(model, data)`` works.
             ckpt_path: a checkpoint, or ``best`` or ``last`` of this method's newest run that has one.
             verbose: whether to print the result.
             datamodule: the clients' data.
             aggregator: the server side, instead of the client module's own.
         """
-        refuse_loaders(dataloaders)
-        federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
+        datamodule = data_in(datamodule, dataloaders)
+        federation, data, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
         with ended_together(self.strategy), leaving_nothing_if_refused(self):
-            return super().validate(federation, datamodule=datamodule, ckpt_path=path, verbose=verbose)
+            return super().validate(federation, datamodule=data, ckpt_path=path, verbose=verbose)
 
     def test(  # type: ignore[override]
         self,
         model: ClientModule | None = None,
-        dataloaders: None = None,
+        dataloaders: FederatedDataModule | None = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: FederatedDataModule | None = None,
@@ -315,17 +320,18 @@ class FederatedTrainer(RunFolders):
         """Evaluate every client on the client's test split.
 
         Args:
-            model: the client module; None takes the federation of this Trainer.
-            dataloaders: unused; keeps Lightning's signature.
+            model: the client module; None takes the federation of this Trainer as it stands, unlike Lightning, which
+                would load the best checkpoint.
+            dataloaders: the clients' data, as ``datamodule``, so that ``test(model, data)`` works.
             ckpt_path: a checkpoint, or ``best`` or ``last`` of this method's newest run that has one.
             verbose: whether to print the result.
             datamodule: the clients' data.
             aggregator: the server side, instead of the client module's own.
         """
-        refuse_loaders(dataloaders)
-        federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
+        datamodule = data_in(datamodule, dataloaders)
+        federation, data, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
         with ended_together(self.strategy), leaving_nothing_if_refused(self):
-            return super().test(federation, datamodule=datamodule, ckpt_path=path, verbose=verbose)
+            return super().test(federation, datamodule=data, ckpt_path=path, verbose=verbose)
 
     def predict(  # type: ignore[override]
         self,
@@ -432,31 +438,36 @@ class FederatedTrainer(RunFolders):
         rounds: int = 1,
         ckpt_path: str | Path | None = None,
         aggregator: Aggregator | None = None,
+        names: list[str] | str | None = None,
     ) -> dict[str, float]:
         """Let the data's new clients receive from the server and train, with a test before and after.
 
         Args:
-            model: the client module; None takes the federation of this Trainer.
+            model: the client module; None takes the federation of this Trainer as it stands, unlike Lightning, which
+                would load the best checkpoint.
             datamodule: the clients' data, with ``new_clients``; if clients have names, the new ones are exactly those
-                with names that the federation doesn't know.
+                with names that the federation doesn't know, with or without the others beside. Their rows become inputs
+                as the training rows did.
             epochs: passes over a new client's samples in each phase; None takes the method's own number.
             rounds: rounds in which a new client receives and trains; more than one matter only for methods with
                 personal state.
             ckpt_path: a checkpoint, or ``best`` or ``last`` of this method's newest run that has one.
             aggregator: the server side, instead of the client module's own.
+            names: names of the new clients that join, or a single one; None takes all new clients.
 
         Returns:
             Test metrics as ``new_received/METRIC`` before and ``new/METRIC`` after training, validation metrics as
                 ``new_val_received/METRIC`` and ``new_val/METRIC``.
 
         Raises:
-            MisconfigurationException: if there are no new clients, or the server has no payload for them.
+            MisconfigurationException: if there are no new clients, if a name is of no new client, or if the server has
+                no payload for them.
         """
-        federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
-        self._joining = partial(joined_row, epochs=epochs, rounds=rounds)
+        federation, data, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
+        self._joining = partial(joined_row, epochs=epochs, rounds=rounds, names=names)
         try:
             with ended_together(self.strategy), leaving_nothing_if_refused(self):
-                return cast(dict[str, float], super().test(federation, datamodule=datamodule, ckpt_path=path))
+                return cast(dict[str, float], super().test(federation, datamodule=data, ckpt_path=path))
         finally:
             self._joining = None
 
@@ -466,11 +477,31 @@ class FederatedTrainer(RunFolders):
         datamodule: FederatedDataModule | None,
         aggregator: Aggregator | None,
         ckpt_path: str | Path | None,
-    ) -> tuple[Federation | None, str | None]:
-        """Return the federation and the checkpoint's path of an evaluation."""
+    ) -> tuple[Federation, FederatedDataModule, str | None]:
+        """Return the federation, the data and the checkpoint's path of an evaluation.
+
+        Rows of the data become inputs as the training rows did.
+        """
+        current, data = self.lightning_module, datamodule or getattr(self, "datamodule", None)
+        if model is None and not isinstance(current, Federation):
+            raise MisconfigurationException(
+                "model=None takes the federation that this Trainer has trained, and it has trained none; give a client "
+                "module, and a checkpoint's ckpt_path."
+            )
         # Made first, as it names the run, under whose folders best and last are looked up.
-        federation = None if model is None else self._federation(model, datamodule, aggregator)
-        return federation, present_checkpoint(self, ckpt_path)
+        federation = current if model is None else self._federation(model, data, aggregator)
+        path = present_checkpoint(self, ckpt_path)
+        if model is None and path is None:
+            # Lightning would load the best checkpoint into the federation, and later rounds would go on from there.
+            rank_zero_info(
+                f"model=None: the federation as it stands, after round {federation.round}; take ckpt_path='best' for "
+                "the round with the best validation."
+            )
+        if datamodule is not None:
+            trained = fitted_in(path, datamodule) if path else federation.trained
+            # Before Lightning sets the data up, as texts of a few new rows alone may be refused as ids.
+            datamodule.adopt(trained.get("preprocessing", {}), trained.get("names", []))
+        return federation, cast(FederatedDataModule, data), path
 
     def _federation(
         self, model: ClientModule, datamodule: FederatedDataModule | None, aggregator: Aggregator | None
@@ -478,7 +509,7 @@ class FederatedTrainer(RunFolders):
         """Return the federation of a client module: the Trainer's current one for the same module, or a new one."""
         # Without a datamodule take the earlier run's. Lightning sets this attribute only at run time, so it may be
         # missing.
-        data = getattr(self, "datamodule", None) if datamodule is None else datamodule
+        data = datamodule or getattr(self, "datamodule", None)
         check_classes(model, data, aggregator)
         current = self.lightning_module
         # The same module as before: keep its federation, which has been trained.
@@ -612,10 +643,22 @@ def check_callback(callback: Any) -> None:
             )
 
 
-def refuse_loaders(*loaders: Any) -> None:
-    """Refuse data loaders, as samples must come by client."""
-    if any(loader is not None for loader in loaders):
+def data_in(datamodule: FederatedDataModule | None, *loaders: Any) -> FederatedDataModule | None:
+    """Return the data module, which may stand in the place of a loader; refuse loaders, which hold no clients.
+
+    Args:
+        datamodule: the argument ``datamodule``.
+        *loaders: the arguments for loaders, in their order.
+
+    Raises:
+        MisconfigurationException: if a loader is given, or two data modules.
+    """
+    given = [loader for loader in loaders if loader is not None]
+    if datamodule is None and len(given) == 1 and given[0] is loaders[0] and isinstance(given[0], FederatedDataModule):
+        return given[0]
+    if given:
         raise MisconfigurationException("data loaders hold no clients; give datamodule=, a FederatedDataModule.")
+    return datamodule
 
 
 def check_classes(model: Any, datamodule: Any, aggregator: Any) -> None:
@@ -778,6 +821,23 @@ def present_checkpoint(trainer: RunFolders, ckpt_path: str | Path | None) -> str
             "give the path of one."
         )
     return path
+
+
+def fitted_in(path: str, data: FederatedDataModule) -> dict[str, Any]:
+    """Return a checkpoint's ``preprocessing`` and names of clients; empty for a file that is no such checkpoint.
+
+    Args:
+        path: the checkpoint.
+        data: the data module of the class whose entry is read.
+    """
+    try:
+        # Memory-mapped: the weights stay on disk.
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        names = checkpoint["federation"].get("names", [])
+        return {**checkpoint.get(type(data).__qualname__, {}), "names": names}
+    # Lightning reads the file again, and explains what is wrong with it.
+    except Exception:
+        return {}
 
 
 def as_list(value: Any) -> list[Any]:

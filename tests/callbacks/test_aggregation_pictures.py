@@ -121,9 +121,9 @@ def test_pictures_show_the_history_and_the_last_round(shown, tmp_path):
         clients_per_round=3,
         callbacks=callbacks,
     )
-    rounds, weights, samples = shown["plot_weights"][0]
+    rounds, weights, samples, names = shown["plot_weights"][0]
     assert rounds == [1, 2, 3] and weights.shape == samples.shape == (3, 4)
-    assert shown["plot_weight_heatmaps"][0] == (rounds, weights, samples)
+    assert shown["plot_weight_heatmaps"][0] == (rounds, weights, samples, names) and names == []
     for row, part, (_, updates) in zip(weights, samples, watch.rounds, strict=True):
         assert (~row.isnan()).nonzero().flatten().tolist() == (~part.isnan()).nonzero().flatten().tolist()
         assert [client for client in range(4) if not row[client].isnan()] == list(updates)
@@ -131,7 +131,7 @@ def test_pictures_show_the_history_and_the_last_round(shown, tmp_path):
 
     before, updates = watch.rounds[-1]
     last, tau = list(updates), torch.stack(list(vectors(run, before, updates).values()))
-    lambdas, shares, norms, clients, title = shown["plot_weights_against"][0]
+    lambdas, shares, norms, clients, title, _ = shown["plot_weights_against"][0]
     assert clients == last and "3" in title
     torch.testing.assert_close(norms, torch.linalg.vector_norm(tau, dim=1))
     assert torch.equal(lambdas, weights[-1, last]) and torch.equal(shares, samples[-1, last])

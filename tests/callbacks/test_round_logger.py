@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -15,6 +16,7 @@ from pfl_lightning.callbacks import RoundLogger
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import FedPer
 from pfl_lightning.runs.report import PackedRows, append_row, columns_of, write_rows
+from pfl_lightning.selection import Cyclic
 
 ALWAYS = {
     "round",
@@ -284,3 +286,23 @@ def test_trackers_get_a_curve_per_client_up_to_the_number_asked_for(tmp_path):
 def test_a_negative_number_of_curves_is_refused():
     with pytest.raises(MisconfigurationException, match="client_curves=-1"):
         RoundLogger(client_curves=-1)
+
+
+def test_settings_made_in_python_are_hyper_parameters(tmp_path):
+    run = fit(make_client(FedPer), blobs(seed=7), root=tmp_path, max_rounds=1, cohort=Cyclic(), clients_per_round=2)
+    logged = yaml.unsafe_load((run.folder / "hparams.yaml").read_text())
+    expected = {
+        "method": "FedPer",
+        "data.seed": 7,
+        "data.partitioner": "Sizes",
+        "data.task": "Classification(num_classes=3)",
+        "model.net": "Net",
+        "model.optimizer": "SGD",
+        "model.optimizer.lr": 0.1,
+        "model.optimizer.momentum": 0.9,
+        "aggregator.name": run.federation.aggregator.name,
+        "trainer.cohort": "Cyclic",
+        "trainer.clients_per_round": "2 of 4",
+    }
+    assert {name: logged.get(name) for name in expected} == expected
+    assert not {"data", "aggregator"} & set(logged)

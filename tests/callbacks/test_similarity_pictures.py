@@ -183,7 +183,7 @@ def test_pictures_come_every_so_many_rounds_and_at_the_end(drawn, tmp_path):
     folder = run(tmp_path, SimilarityPictures(every=3)).folder / "pictures"
     assert sorted(path.name for path in folder.iterdir()) == ["round_0003", *(f"{name}.png" for name in sorted(LOOKS))]
     assert {path.stem for path in (folder / "round_0003").iterdir()} == LOOKS
-    assert [list(similarities) for similarities, _ in drawn["plot_similarity"]] == [[1, 2, 3], [1, 2, 4]]
+    assert [list(similarities) for similarities, *_ in drawn["plot_similarity"]] == [[1, 2, 3], [1, 2, 4]]
 
 
 def test_a_run_s_own_delta_is_the_one_that_is_drawn(drawn, tmp_path):
@@ -191,7 +191,8 @@ def test_a_run_s_own_delta_is_the_one_that_is_drawn(drawn, tmp_path):
     assert [delta for _, _, delta in drawn["plot_gaps"]] == [0.9, 0.2]
     for done, (rounds, gaps, _) in zip(runs, drawn["plot_gaps"], strict=True):
         assert rounds == [1, 2, 3, 4] and gaps == [row["similarity/gap"] for row in done.rows]
-    ((counts, groups),) = drawn["plot_peer_counts"]
+    ((counts, groups, names),) = drawn["plot_peer_counts"]
+    assert names == []
     assert torch.equal(counts, runs[0].federation.aggregator.state["peer_counts"]) and groups == [0, 0, 1, 1, 2, 2]
     assert all(chance == pytest.approx(1 / 3) for _, _, _, chance in drawn["plot_peers"])
 

@@ -12,7 +12,7 @@ from federations import blobs, make_client
 from pfl_lightning import methods
 from pfl_lightning.cli.load_config import configured
 from pfl_lightning.client import ClientModule
-from pfl_lightning.data import FederatedDataModule, TableData
+from pfl_lightning.data import FederatedDataModule, TableData, TensorData
 from pfl_lightning.flower.remote_data import remote_data
 from pfl_lightning.flower.site import ALWAYS, Site
 from pfl_lightning.flower.template import Refused
@@ -216,3 +216,37 @@ def test_a_server_with_samples_of_its_own_refuses_it_too(settings, says):
         return
     with pytest.raises(MisconfigurationException, match=says):
         server.setup()
+
+
+TOWNS = ["Bremen", "Ulm", "St. Josef"]
+
+
+@pytest.mark.parametrize(
+    ("clients", "ids"),
+    [("Ulm", [1]), ("St. Josef", [2]), ("St. Josef, Bremen", [2, 0]), ("Ulm, 0", [1, 0]), ("2", [2])],
+)
+def test_a_site_names_its_clients(clients, ids):
+    assert Site.of({"clients": clients}, data(24, 16, 30), TOWNS).clients == ids
+
+
+@pytest.mark.parametrize(("clients", "says"), [("Brehmen", "did you mean Bremen"), ("3", "clients=3"), ("", "no ids")])
+def test_a_wrong_name_is_refused(clients, says):
+    with pytest.raises(MisconfigurationException, match=says):
+        Site.of({"clients": clients}, data(24, 16, 30), TOWNS)
+
+
+def test_a_site_s_own_data_are_paired_by_name_and_not_by_position():
+    settings = {"client": ["Ulm"] * 8 + ["Bremen"] * 12, "val_fraction": 0.0, "test_fraction": 0.0}
+    own = TensorData(torch.zeros(20, 2), torch.arange(20) % 2, Classification(2), **settings)
+    own.setup()
+    site = Site.of({"clients": "Ulm, Bremen"}, own, TOWNS)
+    assert site.size(1, "train") == 8 and site.size(0, "train") == 12
+    with pytest.raises(MisconfigurationException, match=r"clients='St\. Josef'"):
+        Site.of({"clients": "St. Josef"}, own, TOWNS)
+
+
+@pytest.mark.parametrize("names", [["Bremen"], ["Ulm", "Ulm"], ["Bremen", "Ulm", "Jena"]])
+def test_names_of_a_server_fit_the_number_of_clients(names):
+    with pytest.raises(MisconfigurationException, match=r"data\.num_clients"):
+        remote_data(blobs(24, 16), {}, names)
+    assert remote_data(blobs(24, 16), {}, ["Bremen", "Ulm"]).client_label(1) == "1 (Ulm)"

@@ -10,6 +10,7 @@ from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.messages import Message, StateDict, Updates, detached
 from pfl_lightning.selection import Sampling
+from pfl_lightning.settings import as_call
 
 AnyAggregator = TypeVar("AnyAggregator", bound="Aggregator")
 
@@ -99,6 +100,9 @@ class Aggregator:
     become Python's). It names the entries that it `needs` from an update and `sends` in a payload, so that an
     aggregator which doesn't fit its clients is refused before the first round.
     """
+
+    def __repr__(self) -> str:
+        return as_call(self)
 
     needs: frozenset[str] = frozenset()
     """Entries that it reads from updates; an instance may set its own, depending on its settings."""

@@ -115,14 +115,14 @@ class AggregationPictures(Pictures):
         write_rows(self.folder / "aggregation.csv", [csv_row(row) for row in self._table.tolist()])
         rounds, weights, samples = by_round(self._table, federation.data.num_clients)
         last = self._table[self._table[:, 0] == rounds[-1]]
-        clients, title = last[:, 1].long(), f"Round {rounds[-1]}"
+        clients, title, names = last[:, 1].long(), f"Round {rounds[-1]}", federation.data.client_names
 
-        self.show(trainer, "weights", lambda: plot_weights(rounds, weights, samples), where)
-        self.show(trainer, "weights_heatmap", lambda: plot_weight_heatmaps(rounds, weights, samples), where)
+        self.show(trainer, "weights", lambda: plot_weights(rounds, weights, samples, names), where)
+        self.show(trainer, "weights_heatmap", lambda: plot_weight_heatmaps(rounds, weights, samples, names), where)
         self.show(
             trainer,
             "weights_vs_norms",
-            lambda: plot_weights_against(last[:, 2], last[:, 3], last[:, 4], clients.tolist(), title),
+            lambda: plot_weights_against(last[:, 2], last[:, 3], last[:, 4], clients.tolist(), title, names),
             where,
         )
         self.show(trainer, "objective", lambda: plot_server_terms(record_so_far(trainer, federation)), where)

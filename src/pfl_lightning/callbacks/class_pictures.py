@@ -63,7 +63,7 @@ class ClassPictures(Pictures):
         shape = federation.data.num_clients, federation.client.num_classes
         self._starts: dict[int, Tensor] = {}
         self._received, self._trained = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
-        self.show(trainer, "partition", lambda: plot_partition(federation.data.counts))
+        self.show(trainer, "partition", lambda: plot_partition(federation.data.counts, federation.data.client_names))
 
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
         """Record the row norms of the payloads; with `WDR`, trace a client in the first round."""

@@ -169,7 +169,8 @@ class RoundLogger(FederatedCallback):
             )
         # taken from the federation, which computes it once: it needs the samples of all clients
         self.fingerprints = {"partition": federation.trained["partition"], **self.fingerprints}
-        settings = {f"data.{name}": value for name, value in federation.data.hparams.items() if name[0] != "_"}
+        settings = built_settings(federation)
+        settings |= {f"data.{name}": value for name, value in federation.data.hparams.items() if name[0] != "_"}
         # Lightning logs the client module's settings later, and TensorBoard keeps only the first call
         settings |= {name: value for name, value in federation.hparams.items() if name[0] != "_"}
         for logger in trainer.loggers:
@@ -366,6 +367,25 @@ def curves_of(clients: Sequence[Row]) -> Row:
         for row in clients
         for name, value in row.items()
         if name not in ("client", "name")
+    }
+
+
+def built_settings(federation: Federation) -> Row:
+    """Return the settings that hyper-parameters lack: of net, optimizer, aggregator, Trainer, partitioner and task.
+
+    Objects are described by their class and settings, whether made in Python or by the command line. None is left out.
+
+    Args:
+        federation: the federation, set up.
+    """
+    nets = dict.fromkeys(type(cast(ClientModule, each).net).__name__ for each in federation.architectures)
+    # the command line logs a whole section under each of these names
+    sections = ("data", "aggregator")
+    known = {name: value for name, value in federation.settings.items() if name not in sections and value is not None}
+    return known | {
+        "model.net": ", ".join(nets),
+        "aggregator.name": federation.aggregator.name,
+        "data.task": str(federation.data.task),
     }
 
 

@@ -128,14 +128,15 @@ class SimilarityPictures(Pictures):
         """Draw all rounds so far."""
         if not self.rows:
             return
-        groups = self._groups
-        self.show(trainer, "similarity", lambda: plot_similarity(self.similarities, groups), where)
+        groups, names = self._groups, federation.data.client_names
+        self.show(trainer, "similarity", lambda: plot_similarity(self.similarities, groups, names), where)
         self.show(trainer, "similarity_peers", self._draw_peers, where)
         if gaps := {row["round"]: row["gap"] for row in self.rows if "gap" in row}:
             delta = self.delta if self._own is None else self._own.delta
             self.show(trainer, "similarity_gap", lambda: plot_gaps(list(gaps), list(gaps.values()), delta), where)
         if (own := self._own) is not None:
-            self.show(trainer, "peer_counts", lambda: plot_peer_counts(own.state["peer_counts"], groups), where)
+            counts = own.state["peer_counts"]
+            self.show(trainer, "peer_counts", lambda: plot_peer_counts(counts, groups, names), where)
 
     def _draw_peers(self) -> "Figure":
         rounds, peers = [row["round"] for row in self.rows], [row["counts"] for row in self.rows]

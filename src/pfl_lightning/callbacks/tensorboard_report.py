@@ -26,7 +26,7 @@ class TensorBoardReport(FederatedCallback):
         """Log the partition."""
         federation = cast(Federation, pl_module)
         for logger in tensorboard_loggers(trainer):
-            figure = plot_partition(amounts(federation.data))
+            figure = plot_partition(amounts(federation.data), federation.data.client_names)
             logger.experiment.add_figure("partition", figure, federation.round)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -31,7 +31,8 @@ class WandbReport(FederatedCallback):
             # W&B's summary shows the last value by default; the best one is what people sort by
             best = f"{monitor.mode},last"
             logger.experiment.define_metric(f"val/{monitor.metric}", step_metric="round", summary=best)
-            logger.log_image("partition", [plot_partition(amounts(federation.data))])
+            partition = plot_partition(amounts(federation.data), federation.data.client_names)
+            logger.log_image("partition", [partition])
             earlier = [row for record in records(trainer) for row in record.rows] if logger.experiment.offline else []
             for row in earlier:
                 logger.log_metrics(numbers(row), step=row["round"])

@@ -18,6 +18,7 @@ from pfl_lightning.cli.argv import later_wins
 from pfl_lightning.cli.commands import TRAINER
 from pfl_lightning.cli.configs import resolved
 from pfl_lightning.cli.default_server import with_server
+from pfl_lightning.cli.earlier_run import with_run
 from pfl_lightning.cli.null_settings import refuse_nulls
 from pfl_lightning.cli.parser_errors import sentence
 from pfl_lightning.cli.usage import fail
@@ -71,11 +72,11 @@ class Parser(LightningArgumentParser):
         return parsed
 
     def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:
-        """Parse a command line after resolving names of configurations, the aggregator and the local budget.
+        """Parse a command line after resolving an earlier run, names of configurations, aggregator and local budget.
 
         The order matters: names become paths first, as the next two read the files.
         """
-        words = resolved(sys.argv[1:] if args is None else args)
+        words = resolved(with_run(sys.argv[1:] if args is None else args))
         return super().parse_args(later_wins(with_server(words)), *rest, **kwargs)
 
     def error(self, message: str, *args: Any, **kwargs: Any) -> NoReturn:

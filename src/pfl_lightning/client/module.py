@@ -40,7 +40,7 @@ from pfl_lightning.nets import CNN, Net, NetFactory
 from pfl_lightning.nets.base import checked_list, checked_net
 from pfl_lightning.nets.cut_net import as_net
 from pfl_lightning.seeds import derive_seed
-from pfl_lightning.settings import check_choices
+from pfl_lightning.settings import as_call, check_choices
 from pfl_lightning.tasks import Classification, Task
 from pfl_lightning.tasks.base import Reduction, number_of_classes, task_for
 from pfl_lightning.tasks.plain import hparams, made
@@ -147,6 +147,10 @@ class ClientModule(LightningModule):
         made = super().__new__(cls)
         vars(made).update(_made_with=(own_containers(args), own_containers(kwargs)), _architecture=0)
         return made
+
+    def extra_repr(self) -> str:
+        """Return the settings that differ from their defaults, for the first lines of the module's text."""
+        return as_call(self).partition("(")[2].removesuffix(")")
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Check the updates and payloads of every round."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -17,7 +17,9 @@ Types: TypeAlias = dict[str, dtype]
 """Types of tensors, by name."""
 
 
-def sound_updates(updates: Updates, aggregator: Aggregator, method: str, shared: StateDict) -> Updates:
+def sound_updates(
+    updates: Updates, aggregator: Aggregator, method: str, shared: StateDict, label: Callable[[int], str] = str
+) -> Updates:
     """Return the updates fit for the aggregator; leave out all others with a warning.
 
     Args:
@@ -26,6 +28,7 @@ def sound_updates(updates: Updates, aggregator: Aggregator, method: str, shared:
         method: name of the client module, for errors.
         shared: the entries that clients share. An update's ``weights`` have these names, shapes and types, or, as in
             methods that send a part of them, the names of the majority of updates.
+        label: returns a client's id and name for messages.
 
     Raises:
         MisconfigurationException: if no update can be used.
@@ -43,11 +46,11 @@ def sound_updates(updates: Updates, aggregator: Aggregator, method: str, shared:
     if wrong and len(wrong) == len(updates):
         client, reason = next(iter(wrong.items()))
         raise MisconfigurationException(
-            f"client {client}: {method}.upload gave {reason}, which {aggregator.name} can't use; let it add to "
+            f"client {label(client)}: {method}.upload gave {reason}, which {aggregator.name} can't use; let it add to "
             "super().upload(data), or say in `sends` and `offers` what it gives."
         )
     for client, reason in wrong.items():
-        rank_zero_warn(f"client {client} is left out of the aggregation: {method}.upload gave {reason}.")
+        rank_zero_warn(f"client {label(client)} is left out of the aggregation: {method}.upload gave {reason}.")
     return {client: update for client, update in updates.items() if client not in wrong}
 
 

@@ -10,9 +10,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.client import ClientModule
-from pfl_lightning.client.arguments import kept_arguments, parameters_of
 from pfl_lightning.client.common import personal_entries, shared_entries
 from pfl_lightning.messages import StateDict
+from pfl_lightning.settings import kept_arguments, parameters_of
 
 
 def check_finite(client: ClientModule, aggregator: Aggregator) -> None:

@@ -51,6 +51,12 @@ def is_number_or_share(value: Any) -> bool:
     return is_share(value)
 
 
+def are_names(value: Any) -> bool:
+    """Return whether a value is a list of different names, at least one."""
+    known = isinstance(value, (list, tuple)) and all(isinstance(name, str | int) for name in value)
+    return known and len(value) == len(set(map(str, value))) > 0
+
+
 def is_later_round(value: Any) -> bool:
     """Return whether a value is the number of a round after the first."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 2
@@ -62,8 +68,9 @@ CONDITIONS: list[tuple[Callable[[Any], bool], str]] = [
     (lambda s: isinstance(s.root, (str, os.PathLike)), "root={root!r} must be a folder"),
     (lambda s: s.num_clients is None or s.num_clients >= 1, "num_clients={num_clients} must be at least 1"),
     (
-        lambda s: is_number_or_share(s.new_clients),
-        "new_clients={new_clients!r} must be a number of clients from 0 up, or a share of them between 0 and 1",
+        lambda s: is_number_or_share(s.new_clients) or are_names(s.new_clients),
+        "new_clients={new_clients!r} must be a number of clients from 0 up, or a share of them between 0 and 1, or a "
+        "list of their names",
     ),
     (
         lambda s: callable(s.partitioner) and not isinstance(s.partitioner, type),

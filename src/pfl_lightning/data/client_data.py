@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, get_args
 from weakref import WeakSet
 
 import torch
@@ -61,6 +61,11 @@ class ClientData:
         self._where = (device, dtype)
         self._together: Collection[ClientData] = ()
         self._found: dict[Split, tuple[Sequence[Samples], int]] = {}
+
+    def __repr__(self) -> str:
+        label = getattr(self.source, "client_label", str)(self.client)
+        sizes = ", ".join(f"{split}={self.size(split)}" for split in get_args(Split))
+        return f"ClientData(client {label}, {sizes})"
 
     @cached_property
     def train(self) -> Samples:

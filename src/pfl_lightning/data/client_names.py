@@ -9,6 +9,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 LISTED = 12
 """Largest number of names that a message lists when none is close."""
 
+WIDEST = 16
+"""Largest number of letters of a name beside an axis."""
+
 
 def client_id(client: int | str, names: Sequence[str], total: int, setting: str = "client") -> int:
     """Return the id of a client given by id or by name.
@@ -84,3 +87,17 @@ def client_label(client: int, names: Sequence[str]) -> str:
     """
     named = client < len(names) and names[client] != str(client)
     return f"{client} ({names[client]})" if named else str(client)
+
+
+def axis_label(client: int, names: Sequence[str]) -> str:
+    """Return a client's name, cut to fit beside an axis, or the id of an unnamed client.
+
+    >>> axis_label(1, ["Bremen", "St. Joseph-Stift Bremen"]), axis_label(1, [])
+    ('St. Joseph-Stif…', '1')
+
+    Args:
+        client: the client's id.
+        names: names of all clients by id; empty if clients have no names.
+    """
+    name = names[client] if client < len(names) else str(client)
+    return name if len(name) <= WIDEST else f"{name[: WIDEST - 1]}…"

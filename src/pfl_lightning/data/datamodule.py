@@ -31,6 +31,7 @@ from pfl_lightning.data.samples import Parts, Samples, Split
 from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.data.trees import Tree, take
 from pfl_lightning.messages import tree_map
+from pfl_lightning.settings import as_call
 from pfl_lightning.tasks import Classification, Task
 from pfl_lightning.tasks.plain import plain
 
@@ -74,7 +75,7 @@ class SplitSettings(TypedDict, total=False):
     public_samples: int
     seed: int
     download: bool
-    new_clients: int | float
+    new_clients: int | float | list[str]
     client_split: ClientSplit | None
     resident: bool | None
     drift: dict[int, Partitioner] | None
@@ -127,8 +128,8 @@ class FederatedDataModule(LightningDataModule, ABC):
             clients hold CIFAR10. The settings by which that data set would be divided and split have no effect.
         public_samples: number of samples of ``public``, taken outside its original test half, class proportions kept.
         new_clients: clients that take no part in training and join afterwards: their number, or their share of all
-            clients in (0, 1). The partitioner divides the pool among old and new clients alike; ``seed`` draws which
-            clients are new. New clients have ids from num_clients up.
+            clients in (0, 1), of which ``seed`` draws who is new, or a list of their names. The partitioner divides the
+            pool among old and new clients alike. New clients have ids from num_clients up.
         seed: seed of the subset, the partition, the splits and the draw of new clients, 0 to 2**32 - 1.
         download: fetch missing files, where the data set supports it.
         drift: partitioners by the round, from 2 on, in which each begins to divide the training samples of all clients
@@ -163,6 +164,7 @@ class FederatedDataModule(LightningDataModule, ABC):
     drift: Mapping[int, Any] | None = None
     """Partitioners by the round from which on each one's division holds."""
     _pool: Pool | None = None
+    _asked_clients: int = 0
     _divisions: Mapping[int, Division]
     _held: tuple[int, Division] | None = None
     _public: Samples | None = None
@@ -186,7 +188,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         public_samples: int = 3000,
         seed: int = 1,
         download: bool = True,
-        new_clients: int | float = 0,
+        new_clients: int | float | list[str] = 0,
         client_split: ClientSplit | None = None,
         resident: bool | None = None,
         drift: dict[int, Partitioner] | None = None,
@@ -222,7 +224,14 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.drift = drift
         self.preprocessing: dict[str, Any] = {}
         """How raw values became inputs and targets, known after `setup`: plain values, which checkpoints hold."""
+        self.adopted: dict[str, Any] = {}
+        """The ``preprocessing`` of the federation that these data are tested by or join; see `adopt`."""
+        self.adopted_names: list[str] = []
+        """Names of that federation's clients, by id."""
         check_settings({**vars(self), "num_clients": num_clients})
+
+    def __repr__(self) -> str:
+        return as_call(self, ("num_clients", "partitioner"))
 
     @property
     def task(self) -> Task:
@@ -268,7 +277,8 @@ class FederatedDataModule(LightningDataModule, ABC):
     def preprocess(self, samples: Samples, division: Division) -> Samples:
         """Fit preprocessing on training rows and apply the result to all rows; by default, change nothing.
 
-        `setup` calls this once, after the division. An override keeps the fitted values in ``preprocessing``.
+        `setup` calls this once, after the division. An override keeps the fitted values in ``preprocessing``, and takes
+        values from ``adopted`` in the place of fitting them, unless ``adopted`` is empty.
 
         Args:
             samples: the pool, as loaded.
@@ -391,6 +401,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         """
         if self._pool is not None:
             return
+        self._asked_clients = self.num_clients
         if not isinstance(self.task, Task):
             raise MisconfigurationException(
                 f"{type(self).__name__}.task={self.task!r} must be a task of pfl_lightning.tasks, such as Regression()"
@@ -412,6 +423,25 @@ class FederatedDataModule(LightningDataModule, ABC):
             self._divisions[start] = redivided(pool.division, pool.strata, partitioner, groups, start, self.seed)
         self._pool = pool
         self.num_clients = len(pool.division.clients) - pool.division.newcomers
+
+    def adopt(self, preprocessing: Mapping[str, Any], names: Sequence[str]) -> None:
+        """Set up, if necessary anew, with values that a federation's preprocessing fitted in the place of own ones.
+
+        A model understands the rows of a client that comes later only if these rows become inputs as the rows did that
+        trained the model.
+
+        Args:
+            preprocessing: the federation's ``preprocessing``; an empty one goes back to own values.
+            names: names of the federation's clients by id, for values fitted on each client's own rows.
+        """
+        if preprocessing == (self.preprocessing if preprocessing else self.adopted):
+            return
+        self.adopted, self.adopted_names = dict(preprocessing), list(names)
+        if self._pool is not None:
+            self._pool = self._held = None
+            # `setup` has counted the clients where their number was left to the data
+            self.num_clients = self._asked_clients
+            self.setup()
 
     def _check_transform(self, pool: Pool) -> None:
         """Refuse a user's `transform` that is random."""

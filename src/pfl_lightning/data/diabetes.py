@@ -15,6 +15,9 @@ from pfl_lightning.tasks import Regression
 BANDS = {35: "under 35", 45: "35 to 44", 55: "45 to 54", 65: "55 to 64", 200: "65 and over"}
 """Age bands of a client's patients, each by the age below which it ends."""
 
+MOMENTS = ("mean", "deviation")
+"""Entries of ``preprocessing`` with one number a column."""
+
 
 class Diabetes(OwnedData):
     """442 patients, 10 measurements each, and the progression of diabetes one year later; needs no files.
@@ -53,9 +56,12 @@ class Diabetes(OwnedData):
             division: the pool positions of each client's patients.
         """
         # the target too: values up to 346 would need a learning rate of their own
-        values, [(mean, deviation)] = standardized(torch.column_stack([samples.x, samples.y]), division, by="table")
         names = self.preprocessing["features"] + self.preprocessing["targets"]
-        for name, numbers in (("mean", mean), ("deviation", deviation)):
+        known = [np.array([self.adopted[moment][name] for name in names]) for moment in MOMENTS if self.adopted]
+        values, [(mean, deviation)] = standardized(
+            torch.column_stack([samples.x, samples.y]), division, "table", {0: (known[0], known[1])} if known else None
+        )
+        for name, numbers in zip(MOMENTS, (mean, deviation), strict=True):
             self.preprocessing[name] = dict(zip(names, numbers.tolist(), strict=True))
         return Samples(values[:, :-1].contiguous(), values[:, -1].contiguous())
 

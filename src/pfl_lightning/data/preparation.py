@@ -1,5 +1,6 @@
 """Preparation of a pool: check the loaded samples, choose the subset, divide and split."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Integral
 from typing import Any, Literal, Protocol
@@ -19,6 +20,7 @@ from pfl_lightning.data.checks import (
     rows_of_test_half,
     warn_of_one_class,
 )
+from pfl_lightning.data.client_names import client_id
 from pfl_lightning.data.client_splits import cut_of
 from pfl_lightning.data.columns import check_splits, check_times, column_of, numbered
 from pfl_lightning.data.division import Division, divide
@@ -44,7 +46,7 @@ class Asked(Protocol):
     central_test: float | Literal["original"] | None
     server_fraction: float
     seed: int
-    new_clients: int | float
+    new_clients: int | float | list[str]
     original_test: Tensor
 
     @property
@@ -148,7 +150,9 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
         seed=data.seed,
     )
     newcomers = how_many(data.new_clients, data.num_clients or None, len(division.clients))
-    return Pool(samples, newcomers_last(division, newcomers, data.seed), strata)
+    are_named = isinstance(data.new_clients, Sequence)
+    named = positions_of(data.new_clients, division.names, name) if are_named else None
+    return Pool(samples, newcomers_last(division, newcomers, data.seed, named), strata)
 
 
 def _column(name: str, values: Any, count: int, needed: bool) -> NDArray[Any] | None:
@@ -163,21 +167,24 @@ def _column(name: str, values: Any, count: int, needed: bool) -> NDArray[Any] | 
     return None
 
 
-def how_many(new_clients: float, num_clients: int | None, total: int = 0) -> int:
+def how_many(new_clients: float | Sequence[str], num_clients: int | None, total: int = 0) -> int:
     """Return the number of new clients.
 
     >>> how_many(3, 9), how_many(0.25, 9), how_many(0.01, 9), how_many(0, 9), how_many(0.25, None, total=12)
     (3, 3, 1, 0, 3)
 
     Args:
-        new_clients: number of new clients, or their share of all clients in (0, 1), which means at least one client.
+        new_clients: number of new clients, or their share of all clients in (0, 1), which means at least one client,
+            or their names.
         num_clients: number of the federation's clients M; None if all existing clients take part or are new.
         total: number of all clients, if M is None.
 
     Raises:
         MisconfigurationException: if no client is left for the federation.
     """
-    if isinstance(new_clients, Integral):
+    if isinstance(new_clients, Sequence):
+        count = len(new_clients)
+    elif isinstance(new_clients, Integral):
         count = int(new_clients)
     elif num_clients is None:
         count = max(1, round(total * new_clients))
@@ -191,20 +198,40 @@ def how_many(new_clients: float, num_clients: int | None, total: int = 0) -> int
     return count
 
 
-def newcomers_last(division: Division, count: int, seed: int) -> Division:
-    """Draw the new clients of a division and put them last; the order of the remaining clients stays.
+def positions_of(new_clients: Sequence[str], names: list[str], owner: str) -> list[int]:
+    """Return the positions of new clients that are given by name.
+
+    Args:
+        new_clients: names of the new clients.
+        names: names of all clients; empty if clients have no names.
+        owner: the data module's class, for the message.
+
+    Raises:
+        MisconfigurationException: if there is no such client.
+    """
+    if not names:
+        raise MisconfigurationException(
+            f"data.new_clients={new_clients} names clients, and the clients of {owner} have no names; give a number of "
+            "clients or a share such as 0.2"
+        )
+    return [client_id(str(name), names, len(names), "data.new_clients") for name in new_clients]
+
+
+def newcomers_last(division: Division, count: int, seed: int, named: Sequence[int] | None = None) -> Division:
+    """Put the new clients of a division last, drawn or named; the order of the remaining clients stays.
 
     Args:
         division: the division among the federation's and the new clients.
         count: number of new clients; 0 changes nothing.
         seed: seed of the draw, 0 or more.
+        named: positions of the new clients; None draws them.
     """
     if not count:
         return division
     total = len(division.clients)
     # a stream of its own: splits draw from (seed, 1 + client, ...) and (seed, 0, small number)
-    drawn = np.random.default_rng((seed, 0, 0, 1)).permutation(total)[:count]
-    order = [*sorted(set(range(total)) - set(drawn.tolist())), *sorted(drawn.tolist())]
+    drawn = np.random.default_rng((seed, 0, 0, 1)).permutation(total)[:count].tolist() if named is None else named
+    order = [*sorted(set(range(total)) - set(drawn)), *sorted(drawn)]
     clients = [division.clients[part] for part in order]
     names = [division.names[part] for part in order] if division.names else []
     return replace(division, clients=clients, names=names, newcomers=count)

@@ -510,7 +510,9 @@ def chunks(values: Tensor, rows: Tensor) -> Iterator[NDArray[np.float64]]:
         yield values[part].double().numpy()
 
 
-def standardized(values: Tensor, division: Division, by: Literal["table", "client"]) -> tuple[Tensor, list[Moments]]:
+def standardized(
+    values: Tensor, division: Division, by: Literal["table", "client"], known: Mapping[int, Moments] | None = None
+) -> tuple[Tensor, list[Moments]]:
     """Subtract each column's mean and divide by the deviation, both over training rows; constant columns become 0.
 
     Args:
@@ -518,6 +520,7 @@ def standardized(values: Tensor, division: Division, by: Literal["table", "clien
         division: the pool positions of each client's rows.
         by: ``table`` fits on the training rows of all the federation's clients and applies the result to all rows;
             ``client`` fits on each client's training rows for that client's rows, and rows of no client become 0.
+        known: moments in the place of fitted ones, by the client's position in the division; 0 under ``table``.
 
     Returns:
         The columns in single precision, and the moments: one pair for all clients, or one per client, new clients
@@ -529,8 +532,8 @@ def standardized(values: Tensor, division: Division, by: Literal["table", "clien
         groups = [(held["train"], torch.cat(list(held.values()))) for held in division.clients]
     result = torch.zeros(values.shape, dtype=torch.float32)
     statistics = []
-    for fitted, rows in groups:
-        mean, deviation = moments_of(values, fitted)
+    for place, (fitted, rows) in enumerate(groups):
+        mean, deviation = known[place] if known and place in known else moments_of(values, fitted)
         statistics.append((mean, deviation))
         # division by infinity gives the 0 of constant columns
         width = np.where(deviation > 0, deviation, np.inf)

@@ -1,6 +1,7 @@
 """Errors while clients run: name the client, round and phase, cross processes, and report missing clients."""
 
 import pickle
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -62,6 +63,33 @@ class during:
         error.__notes__ = [*notes, f"{NOTE}{where}."]
         if not hasattr(error, "add_note"):
             print(f"{type(error).__name__}: {error}\n{NOTE}{where}.", file=sys.stderr)
+
+
+def tell_names(error: Exception, label: Callable[[int], str]) -> None:
+    """Put clients' names behind their ids in an error's note, which an engine writes without knowing any name.
+
+    Args:
+        error: an error that has left `during`; without a note of `during` it stays unchanged.
+        label: returns a client's id and name.
+    """
+    notes = getattr(error, "__notes__", [])
+    for place, note in enumerate(notes):
+        if note.startswith(NOTE):
+            told = re.sub(r"(?<=client )\d+|(?<=clients )\d+(, \d+)*", lambda found: labels(found[0], label), note)
+            error.__notes__ = [*notes[:place], told, *notes[place + 1 :]]
+
+
+def labels(ids: str, label: Callable[[int], str]) -> str:
+    """Return clients' ids and names.
+
+    >>> labels("0, 2", lambda client: f"{client} ({'abc'[client]})")
+    '0 (a), 2 (c)'
+
+    Args:
+        ids: the ids, separated by commas.
+        label: returns a client's id and name.
+    """
+    return ", ".join(label(int(client)) for client in ids.split(", "))
 
 
 def moment(phase: str, round: int) -> str:

@@ -17,26 +17,30 @@ class TrainingDiverged(RuntimeError):
     """The loss or the weights of every client in a round became NaN or infinite."""
 
 
-def unrefused(outcomes: Mapping[int, Outcome], round: int) -> dict[int, Outcome]:
+def unrefused(outcomes: Mapping[int, Outcome], round: int, label: Callable[[int], str] = str) -> dict[int, Outcome]:
     """Return the outcomes not refused by the engine, by id, and warn of refused ones.
 
     Args:
         outcomes: the outcomes of the round, by client.
         round: the round's number, from 1.
+        label: returns a client's id and name for messages.
     """
     for client, outcome in sorted(outcomes.items()):
         if outcome.refused:
-            rank_zero_warn(f"round {round}: client {client} is left out of the aggregation: {outcome.refused}.")
+            rank_zero_warn(f"round {round}: client {label(client)} is left out of the aggregation: {outcome.refused}.")
     return {client: outcome for client, outcome in outcomes.items() if not outcome.refused}
 
 
-def finite(outcomes: Mapping[int, Outcome], round: int, expected: int) -> dict[int, Outcome]:
+def finite(
+    outcomes: Mapping[int, Outcome], round: int, expected: int, label: Callable[[int], str] = str
+) -> dict[int, Outcome]:
     """Return the outcomes without NaN and infinities, by id, and warn of diverged clients.
 
     Args:
         outcomes: the outcomes of the round, by client.
         round: the round's number, from 1.
         expected: the number of clients in the cohort; 0 never raises.
+        label: returns a client's id and name for messages.
 
     Raises:
         TrainingDiverged: if all expected clients diverged.
@@ -50,7 +54,7 @@ def finite(outcomes: Mapping[int, Outcome], round: int, expected: int) -> dict[i
     if diverged:
         rank_zero_warn(
             f"round {round}: left out of the aggregation, because their loss or weights became NaN or "
-            f"infinite: clients {', '.join(map(str, diverged))}."
+            f"infinite: clients {', '.join(map(label, diverged))}."
         )
     # Sorted, because engines finish clients in different orders, and sums of floats depend on the order.
     return {client: outcomes[client] for client in sorted(outcomes) if outcomes[client].finite}

@@ -159,7 +159,7 @@ def pair_clients(saved: Mapping[str, Any], data: FederatedDataModule, use: str) 
     if bool(then) != bool(now) and "names" in saved:
         one, other = ("names", "none") if then else ("no names", "some")
         raise MisconfigurationException(
-            f"{owner(saved)}'s clients have {one} and the data's clients have {other}, so clients can't be paired; "
+            f"{subject(saved)}'s clients have {one} and the data's clients have {other}, so clients can't be paired; "
             "take data with the same client names."
         )
     check_sizes(saved, data)
@@ -169,12 +169,12 @@ def pair_clients(saved: Mapping[str, Any], data: FederatedDataModule, use: str) 
     earlier = saved["settings"].get("data.new_clients", 0) if "settings" in saved else new
     if earlier != new:
         raise MisconfigurationException(
-            f"{owner(saved)}'s run had data.new_clients={earlier} and this one has {new}, so new clients may have been "
-            "trained on; take the same number."
+            f"{subject(saved)}'s run had data.new_clients={earlier} and this one has {new}, so new clients may have "
+            "been trained on; take the same number."
         )
     if use != "fit" and "partition" in saved and saved["partition"] != fingerprint(data):
         raise MisconfigurationException(
-            f"{owner(saved)}'s clients hold other samples than the data's clients, and no names pair them; take the "
+            f"{subject(saved)}'s clients hold other samples than the data's clients, and no names pair them; take the "
             "same data, partitioner and data.seed, or data with client names."
         )
     return False
@@ -189,7 +189,7 @@ def pair_names(saved: Mapping[str, Any], data: FederatedDataModule, use: str) ->
             at = next((k for k, pair in enumerate(zip(then, now, strict=False)) if pair[0] != pair[1]), None)
             other = f"{len(then)} and {len(now)}" if at is None else f"client {at} is {then[at]!r} and {now[at]!r}"
             raise MisconfigurationException(
-                f"{owner(saved)}'s clients are not the data's clients ({other}); resume with the data of that run."
+                f"{subject(saved)}'s clients are not the data's clients ({other}); resume with the data of that run."
             )
         check_sizes(saved, data)
         return False
@@ -200,7 +200,7 @@ def pair_names(saved: Mapping[str, Any], data: FederatedDataModule, use: str) ->
     new = [name for name in every if name not in known]
     if use == "test" and (strange := [name for name in new if name not in drawn]):
         raise MisconfigurationException(
-            f"{owner(saved)} doesn't know the clients {listed(strange)} of data; leave them out, or let them join by "
+            f"{subject(saved)} doesn't know the clients {listed(strange)} of data; leave them out, or let them join by "
             "trainer.join."
         )
     data.arrange(then)
@@ -226,16 +226,16 @@ def check_sizes(saved: Mapping[str, Any], data: FederatedDataModule) -> None:
     sizes = [data.size(client, "train") for client in range(data.num_clients)]
     if len(saved["sizes"]) != len(sizes):
         raise MisconfigurationException(
-            f"{owner(saved)} has {len(saved['sizes'])} clients and data.num_clients={len(sizes)}."
+            f"{subject(saved)} has {len(saved['sizes'])} clients and data.num_clients={len(sizes)}."
         )
     if saved["sizes"] != sizes:
         raise MisconfigurationException(
-            f"{owner(saved)}'s clients hold other numbers of samples than the data's clients; resume with the same "
+            f"{subject(saved)}'s clients hold other numbers of samples than the data's clients; resume with the same "
             "data, partitioner and data.seed."
         )
 
 
-def owner(saved: Mapping[str, Any]) -> str:
+def subject(saved: Mapping[str, Any]) -> str:
     """Return an error's subject: the checkpoint, or this Trainer's federation."""
     return "ckpt_path: the checkpoint" if "round" in saved else "this Trainer's federation"
 

@@ -47,7 +47,7 @@ from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.engines.examples import releases_of
 from pfl_lightning.engines.threads import threads_for
 from pfl_lightning.federation.accepted_updates import enough, finite, summed, unrefused
-from pfl_lightning.federation.checkpoint import check_same, pair_clients, saved_states, storable
+from pfl_lightning.federation.checkpoint import check_same, pair_clients, saved_states, storable, subject
 from pfl_lightning.federation.evaluation import Evaluations, undisturbed
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.participation import Participation, check_tells
@@ -57,7 +57,7 @@ from pfl_lightning.federation.resuming import (
     changes,
     check_rounds,
     check_settings,
-    flat,
+    preprocessing_of,
     rounds_of,
     settings_of,
 )
@@ -208,6 +208,9 @@ class Federation(LightningModule):
         if self.data.drifts:
             self._check_drift()
         self._check_fitted()
+        if self._fitting and self.seed is None:
+            # Data that another federation has tested keep that one's preprocessing, which a new federation fits anew.
+            self.data.adopt({}, [])
         self.data.go_to(max(1, self.round))
         self.client.check_optimizers(cast(int, self.trainer.max_epochs) if self._fitting else 0)
         rounds = rounds_of(self.options, self.trainer, self.data.num_clients)
@@ -258,6 +261,7 @@ class Federation(LightningModule):
             "sizes": list(self.sizes(range(data.num_clients), "train").values()),
             "partition": fingerprint(data),
             "settings": self.settings,
+            "preprocessing": data.preprocessing,
         }
         self.trained |= {name: saved[name] for name in self.trained if name in saved}
 
@@ -279,6 +283,11 @@ class Federation(LightningModule):
         # The checkpoint's sizes and fingerprint are of the first division; later ones of a drift follow from it.
         with self.data.at_round(1):
             changed = pair_clients(saved, self.data, use)
+        if use != "fit" and (lines := changes(*preprocessing_of(saved.get("preprocessing", {}), self.data))):
+            rank_zero_warn(
+                f"{subject(saved)}'s model has learned from inputs that were made otherwise ({lines[0]}); give it the "
+                "data that it was trained with."
+            )
         self._met, when = self.data, self.options.evaluate
         if use == "test" and when != "before" and "partition" in saved and saved["partition"] != fingerprint(self.data):
             raise MisconfigurationException(
@@ -588,16 +597,17 @@ class Federation(LightningModule):
             expected: the number of clients in the cohort.
         """
         round = self.round + 1
-        accepted = unrefused(outcomes, round)
+        label = self.data.client_label
+        accepted = unrefused(outcomes, round, label)
         # Under a privacy guarantee the run must not stop because of divergence: stopping would reveal something about
         # the clients.
         private = bool(self.aggregator.guarantee)
         ends = not private and self.options.example_privacy is None
-        sound = finite(accepted, round, expected if ends else 0)
+        sound = finite(accepted, round, expected if ends else 0, label)
         updates = {client: outcome.update for client, outcome in sound.items()}
         # Read now and not at set-up: the Trainer's precision may have changed the weights' dtype.
         shared = shared_entries(self.client, self.client.state_dict())
-        usable = sound_updates(updates, self.aggregator, type(self.client).__name__, shared)
+        usable = sound_updates(updates, self.aggregator, type(self.client).__name__, shared, label)
         taken = {client: sound[client] for client in usable}
         if expected and not private:
             taken = enough(taken, round, self.options.min_clients)
@@ -632,8 +642,8 @@ class Federation(LightningModule):
             if self.options.example_privacy is not None and not is_finite(outcome.state.personal):
                 # The update still counts: leaving it out would reveal something about the samples without noise.
                 rank_zero_warn(
-                    f"round {self.round + 1}: what stays with client {client} became NaN or infinite; try a smaller "
-                    "learning rate."
+                    f"round {self.round + 1}: what stays with client {self.data.client_label(client)} became NaN or "
+                    "infinite; try a smaller learning rate."
                 )
             kept = storable(own, f"client {client}'s state")
             self.clients[client] = outcome.state if kept is own else ClientState(**kept)
@@ -881,6 +891,9 @@ class Federation(LightningModule):
     def load_federation_state(self, state: Mapping[str, Any]) -> None:
         """Continue from the saved state of a federation of the same method.
 
+        Args:
+            state: the checkpoint's entry ``federation``, with the data module's ``preprocessing`` beside.
+
         Raises:
             MisconfigurationException: if the checkpoint's clients are not those of the data module.
         """
@@ -923,31 +936,24 @@ class Federation(LightningModule):
         """
         if "federation" not in checkpoint:
             raise MisconfigurationException("ckpt_path: the checkpoint is not of a federation.")
-        state = checkpoint["federation"]
-        check_same(state, self.method)
+        check_same(checkpoint["federation"], self.method)
+        # Checkpoints of earlier versions, and data without preprocessing, have no such entry.
+        fitted = checkpoint.get(type(self.data).__qualname__, {}).get("preprocessing") or {}
+        state = checkpoint["federation"] | {"preprocessing": fitted}
         if self.options.client_states == "disk":
             # With client_states=disk the checkpoint is memory-mapped, and its file can't be freed while one tensor
             # still refers to it; so these small entries are copied.
             state = state | deepcopy({name: state[name] for name in ("initial", "start", "aggregator")})
         self.load_federation_state(state)
         self.clients = self._kept(self.clients)
-        # Checkpoints of earlier versions, and data without preprocessing, have no such entry.
-        fitted = checkpoint.get(type(self.data).__qualname__, {}).get("preprocessing")
-        then, now = (flat("data.preprocessing", each if fitted else {}) for each in (fitted, self.data.preprocessing))
-        # Fill up both sides with empty entries, so that a vocabulary that only one side has counts as a change.
-        then, now = dict.fromkeys(now) | then, dict.fromkeys(then) | now
         if self._fitting:
+            then, now = preprocessing_of(fitted, self.data)
             check_rounds(self.round, self.trainer.max_epochs)
             # Fails for another net even with resume_changed=true: no run could continue with different weights.
             self.load_state_dict(checkpoint["state_dict"])
             if "settings" in state:
                 state = {**state, "settings": state["settings"] | then}
             self.changed = check_settings(state, self.settings | now, self.resume_changed)
-        elif lines := changes(then, now):
-            rank_zero_warn(
-                f"ckpt_path: the checkpoint's model has learned from inputs that were made otherwise ({lines[0]}); "
-                "give it the data that it was trained with, or a table with data.fitted=CHECKPOINT."
-            )
 
     def on_fit_end(self) -> None:
         """Load the global model into the client module."""

@@ -4,7 +4,7 @@ The server aggregates no update of new clients, and the federation's state doesn
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -15,18 +15,25 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from pfl_lightning.client import ClientModule, Phase
 from pfl_lightning.client.hooks import overrides
-from pfl_lightning.data import Split
+from pfl_lightning.data import FederatedDataModule, Split
+from pfl_lightning.data.client_names import client_id
+from pfl_lightning.data.description import described
 from pfl_lightning.engines import ClientState, Job, Outcome
 from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.federation.evaluation import Metrics
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.options import is_count
 from pfl_lightning.messages import Message, is_finite
+from pfl_lightning.runs.folder import run_folder
+from pfl_lightning.runs.report import write_rows
 from pfl_lightning.runs.tables import text_table
 from pfl_lightning.seeds import derive_seed
 
 SPLITS: dict[Split, str] = {"test": "new", "val": "new_val"}
 """Splits that new clients are evaluated on, with the prefix of their metrics' names."""
+
+SHOWN = 20
+"""Largest number of new clients that are printed one by one."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,9 @@ class Joined:
     clients: dict[int, dict[str, float]] = field(default_factory=dict)
 
 
-def join(federation: Federation, epochs: int | None = None, rounds: int = 1) -> Joined:
+def join(
+    federation: Federation, epochs: int | None = None, rounds: int = 1, names: Sequence[str] | str | None = None
+) -> Joined:
     """Let every new client receive, train and be tested, independently of the other new clients.
 
     In each round a client receives the server's payload, runs the method's local training and builds its update; its
@@ -55,20 +64,16 @@ def join(federation: Federation, epochs: int | None = None, rounds: int = 1) -> 
         federation: a trained federation, on its device.
         epochs: passes over a client's samples in each phase; None takes the method's own number.
         rounds: rounds of receiving and training, at least 1.
+        names: names of the new clients that join, or a single one; None takes all.
 
     Raises:
-        MisconfigurationException: before any training, if there are no new clients, if the server has no payload for
-            them, or if a number is less than 1.
+        MisconfigurationException: before any training, if there are no new clients, if a name is of no new client, if
+            the server has no payload for them, or if a number is less than 1.
     """
     for name, value in (("epochs", epochs), ("rounds", rounds)):
         if value is not None and not is_count(value):
             raise MisconfigurationException(f"{name}={value} must be at least 1.")
-    newcomers = federation.data.newcomers
-    if not newcomers:
-        raise MisconfigurationException(
-            f"data.new_clients={federation.data.new_clients} leaves nobody to join; before training set a number of "
-            "clients or a share such as 0.2, or take data with clients of unknown names."
-        )
+    newcomers = joining_clients(federation.data, names)
     payloads = {client: federation.welcome(client) for client in newcomers}
     initial = {client: ClientState(federation.initial[federation.architecture_of(client)]) for client in newcomers}
     with isolate_rng(), torch.inference_mode(False), torch.enable_grad():
@@ -90,7 +95,8 @@ def join(federation: Federation, epochs: int | None = None, rounds: int = 1) -> 
                 if round + 1 < rounds:
                     payloads = answers(federation, outcomes)
     if diverged := [c for c, outcome in outcomes.items() if not (outcome.finite and is_finite(outcome.state.personal))]:
-        rank_zero_warn(f"the loss or the weights of new clients {', '.join(map(str, diverged))} became NaN or infinite")
+        clients = ", ".join(map(federation.data.client_label, diverged))
+        rank_zero_warn(f"the loss or the weights of new clients {clients} became NaN or infinite")
     # Joining phases make the whole personal model, so an adaptation before evaluation would count twice.
     whole = overrides(federation.client, "joining_phases")
     return reported(
@@ -100,15 +106,53 @@ def join(federation: Federation, epochs: int | None = None, rounds: int = 1) -> 
     )
 
 
-def joined_row(federation: Federation, epochs: int | None, rounds: int) -> dict[str, float]:
-    """Let all new clients join, log their metrics, print a table, and return the metrics.
+def joining_clients(data: FederatedDataModule, names: Sequence[str] | str | None) -> list[int]:
+    """Return the ids of the new clients that join.
+
+    Args:
+        data: the data module, paired with the federation.
+        names: names of the clients, or a single one; None takes all new clients.
+
+    Raises:
+        MisconfigurationException: if there are no new clients, or a name is of no new client.
+    """
+    if names is not None:
+        named = [names] if isinstance(names, str) else list(names)
+        chosen = sorted({client_id(name, data.client_names, data.newcomers.stop, "names") for name in named})
+        if trained := [data.client_label(client) for client in chosen if client not in data.newcomers]:
+            raise MisconfigurationException(
+                f"names: client {', '.join(trained)} has trained in the federation, so it isn't new; leave it out, or "
+                "test it by trainer.test."
+            )
+        if chosen:
+            return chosen
+    if not data.newcomers and data.client_names:
+        raise MisconfigurationException(
+            f"data.new_clients={data.new_clients} leaves nobody to join: all {data.num_clients} clients of data "
+            "have trained; take data with a client of another name, or set data.new_clients before training."
+        )
+    if not data.newcomers or names is not None:
+        given = f"data.new_clients={data.new_clients}" if names is None else f"names={names}"
+        raise MisconfigurationException(
+            f"{given} leaves nobody to join; before training set data.new_clients to a number of clients or a share "
+            "such as 0.2, or take data with clients of unknown names."
+        )
+    return list(data.newcomers)
+
+
+def joined_row(
+    federation: Federation, epochs: int | None, rounds: int, names: Sequence[str] | str | None = None
+) -> dict[str, float]:
+    """Let new clients join, log their metrics, print a table, write ``clients.csv``, and return the metrics.
 
     Args:
         federation: a trained federation, on its device.
         epochs: passes over a client's samples in each phase; None takes the method's own number.
         rounds: rounds of receiving and training, at least 1.
+        names: names of the new clients that join, or a single one; None takes all.
     """
-    metrics = join(federation, epochs, rounds).metrics
+    joined = join(federation, epochs, rounds, names)
+    metrics, data, metric = joined.metrics, federation.data, federation.monitor.metric
     for logger in federation.trainer.loggers:
         logger.log_metrics(metrics, step=federation.round)
         logger.save()
@@ -120,6 +164,19 @@ def joined_row(federation: Federation, epochs: int | None, rounds: int) -> dict[
         for name in names
     ]
     rank_zero_only(print)(text_table([["new clients, test", "received", "joined"], *cells]))
+    by_client = [
+        [
+            data.client_label(client),
+            *(f"{own.get(f'{when}/{metric}', math.nan):.4g}" for when in ("new_received", "new")),
+        ]
+        for client, own in joined.clients.items()
+    ]
+    # A client's name tells more than its id; the numbers of many clients are in the file.
+    if data.client_names and len(by_client) <= SHOWN:
+        rank_zero_only(print)(text_table([[f"client, test {metric}", "received", "joined"], *by_client]))
+    if folder := run_folder(federation.trainer):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_rows(folder / "clients.csv", [described(data, c) | own for c, own in joined.clients.items()])
     return metrics
 
 

@@ -16,13 +16,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from pfl_lightning.aggregators.base import Aggregator
-from pfl_lightning.client.arguments import kept_arguments
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.optimizers import Configured
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.internals.of_lightning import COMMAND_LINE_NOTES
 from pfl_lightning.internals.of_torch import LAST_RATES
+from pfl_lightning.settings import kept_arguments
 from pfl_lightning.tasks.plain import plain as plain_task
 
 Settings: TypeAlias = dict[str, Any]
@@ -198,6 +198,25 @@ def shown(then: Any, now: Any) -> tuple[str, str]:
     if isinstance(then, list) and isinstance(now, list) and len(then) == len(now) and len(one) > LONG:
         return next(shown(each, its) for each, its in zip(then, now, strict=True) if each != its)
     return one, other
+
+
+def preprocessing_of(fitted: Mapping[str, Any], data: FederatedDataModule) -> tuple[Settings, Settings]:
+    """Return a federation's preprocessing and a data module's, as settings with the same names.
+
+    Values of each client are left out where the data took over the federation's: the data may have other clients.
+
+    Args:
+        fitted: the federation's ``preprocessing``; an empty one leaves both empty.
+        data: the data module, set up.
+    """
+    both = [fitted, data.preprocessing] if fitted else [{}, {}]
+    ways = ("standardize", "by")
+    if data.adopted and any(fitted.get(way) == data.preprocessing.get(way) == "client" for way in ways):
+        of_clients = ("mean", "deviation", "numbers", "category_fill")
+        both = [{name: each[name] for name in each if name not in of_clients} for each in both]
+    then, now = (flat("data.preprocessing", each) for each in both)
+    # Filled up with empty entries, so that a vocabulary that only one of the two has counts as a change.
+    return dict.fromkeys(now) | then, dict.fromkeys(then) | now
 
 
 def check_rounds(done: int, asked: int | None) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from pfl_lightning.flower.class_paths import check_arguments, check_class_paths,
 from pfl_lightning.flower.client_app import Worker, app_of
 from pfl_lightning.flower.link import MOST_SAMPLES
 from pfl_lightning.flower.server_app import serve
-from pfl_lightning.flower.site import Site
+from pfl_lightning.flower.site import Site, ids_of
 from pfl_lightning.flower.states import StateVersions
 
 AT_SITES = """
@@ -90,7 +90,14 @@ def client_app(folder: Path) -> ClientApp:
         cli.datamodule.prepare_data()
         cli.datamodule.setup()
         states = StateVersions(str(node.get("state-dir", f"states-{context.node_id}")))
-        return Worker(cli.trainer, cli.model, Site.of(node, cli.datamodule), states, cli.aggregator, context.state)
+        return Worker(
+            cli.trainer,
+            cli.model,
+            Site.of(node, cli.datamodule, names_in(context.run_config)),
+            states,
+            cli.aggregator,
+            context.state,
+        )
 
     return app_of(worker)
 
@@ -149,26 +156,40 @@ def fitted(grid: Grid, folder: Path, run: Mapping[str, Any]) -> None:
         cli.aggregator,
         # Flower's settings have no None: an empty text and 0 stand for it
         ckpt_path=str(run.get("ckpt-path", "")) or None,
-        keys=keys_in(folder / str(run["keys"])) if run.get("keys") else None,
+        keys=keys_in(folder / str(run["keys"]), names_in(run)) if run.get("keys") else None,
         timeout=float(run["timeout"]),
         patience=float(run["patience"]),
         max_norm=float(run["max-norm"]) or None,
+        names=names_in(run),
     )
 
 
-def keys_in(path: Path) -> dict[str, dict[int, int]]:
+def names_in(run: Mapping[str, Any]) -> list[str]:
+    """Return the names of all clients by id; empty for clients known by ids alone.
+
+    >>> names_in({"names": "Bremen, St. Josef"}), names_in({})
+    (['Bremen', 'St. Josef'], [])
+
+    Args:
+        run: Flower's ``run_config``: ``names`` has the names, separated by commas.
+    """
+    return [name.strip() for name in str(run.get("names", "")).split(",") if name.strip()]
+
+
+def keys_in(path: Path, names: Sequence[str] = ()) -> dict[str, dict[int, int]]:
     """Return the allowed clients of each public key, with the largest number of samples per client and split.
 
     Args:
         path: a YAML file with lines such as ``ecdsa-sha2-nistp384 AAAAE2...: 0 3``: a key from a ``.pub`` file of
-            ``ssh-keygen``, and client ids; ``{clients: 0 3, max-samples: 5000}`` in the place of ids sets a limit.
+            ``ssh-keygen``, and client ids or names; ``{clients: 0 3, max-samples: 5000}`` in their place sets a limit.
+        names: names of all clients by id; empty for clients known by ids alone.
 
     Raises:
         MisconfigurationException: if the file can't be read so.
     """
     try:
-        return {public_key(key): clients_in(value) for key, value in load(path.read_text()).items()}
-    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        return {public_key(key): clients_in(value, names) for key, value in load(path.read_text()).items()}
+    except (OSError, ValueError, AttributeError, yaml.YAMLError, MisconfigurationException) as error:
         raise MisconfigurationException(
             f"keys={path.name!r} can't be read ({' '.join(str(error).split())[:200]}); give lines such as "
             "'ecdsa-sha2-nistp384 AAAAE2...: 0 3', with a site's public key and the ids of its clients, or "
@@ -176,14 +197,15 @@ def keys_in(path: Path) -> dict[str, dict[int, int]]:
         ) from error
 
 
-def clients_in(value: Any) -> dict[int, int]:
+def clients_in(value: Any, names: Sequence[str] = ()) -> dict[int, int]:
     """Return the clients of a key, each with the largest number of samples in a split.
 
     >>> clients_in({"clients": "0 3", "max-samples": 5000})
     {0: 5000, 3: 5000}
 
     Args:
-        value: the part of a line after the key: ids apart by spaces, or a mapping with ``clients``.
+        value: the part of a line after the key: ids or names, or a mapping with ``clients``.
+        names: names of all clients by id; empty for clients known by ids alone.
 
     Raises:
         ValueError: if the value is of another form, or the limit out of its range.
@@ -195,7 +217,7 @@ def clients_in(value: Any) -> dict[int, int]:
     # YAML reads "yes" as a truth value, which isinstance would take for an int
     if type(most) is not int or not 0 < most <= MOST_SAMPLES:
         raise ValueError(f"max-samples={most} is no number from 1 to {MOST_SAMPLES}")
-    return dict.fromkeys(map(int, str(settings["clients"]).split()), most)
+    return dict.fromkeys(ids_of(str(settings["clients"]), names), most)
 
 
 def public_key(text: str) -> str:

@@ -55,6 +55,8 @@ timeout = 600
 patience = 600
 # largest norm of what a client changes; 0 refuses none, and warns of one far above the median
 max-norm = 0.0
+# names of the clients by id, separated by commas, such as "Bremen, Ulm"; empty knows clients by their ids alone
+names = ""
 # a file of this folder with lines such as "ecdsa-sha2-nistp384 AAAAE2...: 0 3", a site's public key and its clients;
 # without one a client is whose registered key claims it first; "{{clients: 0 3, max-samples: 5000}}" in the place of
 # the ids bounds the samples that each may claim

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from pfl_lightning.client import ClientModule
+from pfl_lightning.data.client_names import client_label
 from pfl_lightning.flower.template import Refused, plain
 from pfl_lightning.flower.wire import names, pack, unpack
 from pfl_lightning.messages import digest
@@ -69,7 +70,9 @@ class Link:
         keys: Mapping[str, Mapping[int, int]] | None = None,
         timeout: float = 600.0,
         poll: float = 0.2,
+        names: Sequence[str] = (),
     ) -> None:
+        self.names = names
         self.grid, self.clients, self.initial, self.keys = grid, clients, initial, keys
         self.timeout, self.poll = timeout, poll
         self.sizes: dict[int, dict[str, int]] = {}
@@ -80,6 +83,10 @@ class Link:
         self._key_of: dict[int, str] = {}
         self._greeted: set[int] = set()
         self._sent: dict[str, Sent] = {}
+
+    def label(self, client: int) -> str:
+        """Return a client's id for messages, followed by the client's name."""
+        return client_label(client, self.names)
 
     def wait(self, seconds: float) -> None:
         """Wait until every client has a site.
@@ -98,7 +105,7 @@ class Link:
                 time.sleep(self.poll)
         if missing := sorted(set(range(self.clients)) - self._node_of.keys()):
             raise MisconfigurationException(
-                f"no site has said within {seconds:.0f} s that it has clients {', '.join(map(str, missing))} of "
+                f"no site has said within {seconds:.0f} s that it has clients {', '.join(map(self.label, missing))} of "
                 f"data.num_clients={self.clients}; start it, or register its key."
             )
 
@@ -184,7 +191,7 @@ class Link:
                 self._heard(sent.node, reply.content)
 
     def _failed(self, sent: Sent, code: int, reason: str) -> Iterator[tuple[Sent, RecordDict | None]]:
-        about = f" with clients {', '.join(map(str, sent.clients))}" if sent.clients else ""
+        about = f" with clients {', '.join(map(self.label, sent.clients))}" if sent.clients else ""
         rank_zero_warn(f"node {sent.node}{about}: Flower's error {code}: {plain(reason, 300)}")
         # an app that failed would fail again, so that only a lost message or node is worth a second try
         yield sent, None if code in GONE or not sent.clients else failure("its site's app failed")
@@ -208,7 +215,7 @@ class Link:
             return
         for client, sizes in hello["clients"].items():
             self._node_of[client], self._key_of[client], self.sizes[client] = node, key, sizes
-        rank_zero_info(f"node {node} has clients {', '.join(map(str, sorted(hello['clients'])))}.")
+        rank_zero_info(f"node {node} has clients {', '.join(map(self.label, sorted(hello['clients'])))}.")
 
     def _check_claim(self, node: int, key: str, client: int, sizes: dict[str, int]) -> None:
         """Refuse a node's claim of a client with another holder, or with other numbers of samples than before.
@@ -218,21 +225,25 @@ class Link:
         """
         own = dict.fromkeys(range(self.clients), MOST_SAMPLES) if self.keys is None else self.keys.get(key, {})
         if client not in own:
-            raise Refused(f"it says that it has client {client}, which the server's list gives to another key.")
+            raise Refused(
+                f"it says that it has client {self.label(client)}, which the server's list gives to another key."
+            )
         holder = self._node_of.get(client)
         if holder not in (None, node):
             # a site that starts anew gets another node id, and keeps the key
             if key != self._key_of[client]:
-                raise Refused(f"it says that it has client {client}, which a node with another key has.")
+                raise Refused(f"it says that it has client {self.label(client)}, which a node with another key has.")
             if holder in self._nodes():
-                raise Refused(f"it says that it has client {client}, which node {holder} has.")
+                raise Refused(f"it says that it has client {self.label(client)}, which node {holder} has.")
         for split, size in sizes.items():
             if not 0 <= size <= own[client]:
                 limit = f"0 to {own[client]}" + ("" if self.keys is None else ", as the server's list says")
-                raise Refused(f"it claims {shown(size)} {split} samples of client {client}, which may have {limit}.")
+                raise Refused(
+                    f"it claims {shown(size)} {split} samples of client {self.label(client)}, which may have {limit}."
+                )
         # a client's weight in the average is by samples, and must not grow in the middle of a run
         if self.sizes.get(client, sizes) != sizes:
-            raise Refused(f"client {client} has other numbers of samples than it had at first.")
+            raise Refused(f"client {self.label(client)} has other numbers of samples than it had at first.")
 
 
 def initial_of(modules: Sequence[ClientModule]) -> str:

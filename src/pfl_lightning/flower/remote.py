@@ -188,8 +188,9 @@ class Remote(Engine):
             if middle > 0 and not norm <= FAR * middle and node not in self._told_far:
                 self._told_far.add(node)
                 rank_zero_warn(
-                    f"client {client} at node {node} changes the model by the norm {norm:.3g}, where the round's "
-                    f"median is {middle:.3g}, and counts; max-norm={FAR / 2 * middle:.1g}, say, leaves such ones out."
+                    f"client {self.link.label(client)} at node {node} changes the model by the norm {norm:.3g}, where "
+                    f"the round's median is {middle:.3g}, and counts; max-norm={FAR / 2 * middle:.1g}, say, leaves "
+                    "such ones out."
                 )
 
     def times_asked(self, client: int) -> int:
@@ -204,7 +205,7 @@ class Remote(Engine):
             try:
                 yield client, self._metrics(asked[client], self._answer(content, client))
             except Refused as reason:
-                rank_zero_warn(f"client {client} isn't evaluated: {reason}")
+                rank_zero_warn(f"client {self.link.label(client)} isn't evaluated: {reason}")
 
     def evaluate(self, job: Job) -> dict[str, dict[str, float]]:
         """Return one client's metrics by split, evaluated at the client's site; empty without an answer."""
@@ -307,8 +308,8 @@ class Remote(Engine):
             self._told.add(node)
             more = f"; and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
             rank_zero_warn(
-                f"client {client} at node {node} tells metrics that the record leaves out: {'; '.join(wrong[:NAMED])}"
-                f"{more}. What else the node tells of that kind is left out without a word."
+                f"client {self.link.label(client)} at node {node} tells metrics that the record leaves out: "
+                f"{'; '.join(wrong[:NAMED])}{more}. What else the node tells of that kind is left out without a word."
             )
 
     def _trained(self, job: Job, answer: dict[str, Any]) -> Outcome:

@@ -22,6 +22,7 @@ class AtSites:
     needs_all_clients: str
     _pool: Any
     _sizes: Mapping[int, Mapping[str, int]]
+    _names: Sequence[str]
 
     def prepare_data(self) -> None:
         """Download data for samples of the server's own; without such samples, download nothing."""
@@ -70,8 +71,8 @@ class AtSites:
 
     @property
     def client_names(self) -> list[str]:
-        """Return an empty list, as names are known at sites alone."""
-        return []
+        """Return the names that the server's settings give; an empty list without."""
+        return list(self._names)
 
     @property
     def division(self) -> Division:
@@ -115,15 +116,18 @@ def check_drift(data: FederatedDataModule) -> None:
         )
 
 
-def remote_data(data: FederatedDataModule, sizes: Mapping[int, Mapping[str, int]]) -> FederatedDataModule:
+def remote_data(
+    data: FederatedDataModule, sizes: Mapping[int, Mapping[str, int]], names: Sequence[str] = ()
+) -> FederatedDataModule:
     """Return a copy of a data module for a server with clients at sites.
 
     Args:
         data: the data module, not set up.
         sizes: numbers of samples by client and split; may be filled in later.
+        names: names of the clients by id; empty for clients known by ids alone.
 
     Raises:
-        MisconfigurationException: if the data have no number of clients, or have newcomers or drift.
+        MisconfigurationException: if the data have no number of clients, newcomers or drift, or names don't fit.
     """
     if not data.num_clients:
         raise MisconfigurationException("data.num_clients=null: a server can't find out how many; give their number.")
@@ -132,8 +136,13 @@ def remote_data(data: FederatedDataModule, sizes: Mapping[int, Mapping[str, int]
             f"data.new_clients={data.new_clients}: whoever has a site takes part; leave it out."
         )
     check_drift(data)
+    if names and (len(names) != data.num_clients or len(set(names)) < len(names)):
+        raise MisconfigurationException(
+            f"names={', '.join(names)!r} must be {data.num_clients} different names, as data.num_clients says; correct "
+            "one of the two."
+        )
     # without __init__, where Lightning collects hyperparameters out of the calling frames; a subclass of the module's
     # class, so that a user's checks of the kind of data still hold
     remote: Any = object.__new__(type(f"Remote{type(data).__name__}", (AtSites, type(data)), {}))
-    vars(remote).update(vars(data), _sizes=sizes)
+    vars(remote).update(vars(data), _sizes=sizes, _names=list(names))
     return cast(FederatedDataModule, remote)

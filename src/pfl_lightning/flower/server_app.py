@@ -97,6 +97,7 @@ def serve(
     patience: float = 600.0,
     max_norm: float | None = None,
     poll: float = 0.2,
+    names: Sequence[str] = (),
 ) -> Federation:
     """Train a federation of clients at sites.
 
@@ -114,6 +115,7 @@ def serve(
         max_norm: largest Euclidean norm of an update minus the payload, above 0; None refuses none, and warns of an
             update far above the round's median.
         poll: seconds between two looks for answers.
+        names: names of the clients by id, by which the record and checkpoints know them; empty for ids alone.
 
     Returns:
         The federation after its last round.
@@ -131,9 +133,9 @@ def serve(
     # making the further nets of a list must leave the run's random numbers as they are
     with isolate_rng():
         initial = initial_of(client.architectures())
-    link = Link(grid, data.num_clients, initial, keys, timeout, poll)
+    link = Link(grid, data.num_clients, initial, keys, timeout, poll, names)
     # `wait` fills the sizes in, in the same dict
-    data = remote_data(data, link.sizes)
+    data = remote_data(data, link.sizes, names)
     link.wait(patience)
     states = States()
 

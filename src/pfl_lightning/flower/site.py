@@ -8,6 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import ClientData, FederatedDataModule, Samples, Split
+from pfl_lightning.data.client_names import client_id
 from pfl_lightning.flower.remote_data import check_drift
 from pfl_lightning.flower.template import Refused
 from pfl_lightning.messages import Message
@@ -33,12 +34,21 @@ class Site:
             and inputs depend on rows of all sites.
     """
 
-    def __init__(self, data: FederatedDataModule, clients: Sequence[int], allow: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        data: FederatedDataModule,
+        clients: Sequence[int],
+        allow: Iterable[str] = (),
+        names: Sequence[str] = (),
+    ) -> None:
         check_drift(data)
         self.data = data
         self.allow = ALWAYS | frozenset(allow)
         # data with as many clients as there are ids count as the site's own, and ids name the data's clients in turn
         own = range(data.num_clients) if len(clients) == data.num_clients else clients
+        # names on both sides pair clients, whatever their order in the site's data
+        if names and data.client_names:
+            own = [client_id(names[client], data.client_names, data.num_clients, "clients") for client in clients]
         if not clients or len(set(clients)) < len(clients) or not set(own) <= set(range(data.num_clients)):
             raise MisconfigurationException(
                 f"clients={' '.join(map(str, clients))!r} don't fit the site's data, which have {data.num_clients} "
@@ -50,25 +60,21 @@ class Site:
         self._own = dict(zip(clients, own, strict=True))
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], data: FederatedDataModule) -> "Site":
+    def of(cls, settings: Mapping[str, Any], data: FederatedDataModule, names: Sequence[str] = ()) -> "Site":
         """Return the site of a node's configuration.
 
         Args:
-            settings: Flower's ``node_config``, with ``clients`` as ids from 0, such as ``"0 3"``, and optionally
-                ``allow`` as names of entries, such as ``"class_counts prototypes"``.
+            settings: Flower's ``node_config``, with ``clients`` as ids from 0, such as ``"0 3"``, or as names,
+                separated by commas, and optionally ``allow`` as names of entries, such as ``"class_counts
+                prototypes"``.
             data: the site's data module, set up.
+            names: names of all clients by id, as the server gives them; empty for clients known by ids alone.
 
         Raises:
-            MisconfigurationException: if ``clients`` is missing or isn't a list of ids.
+            MisconfigurationException: if ``clients`` is missing, or isn't a list of clients.
         """
         # Flower takes one id without quotes for a number
-        words = str(settings.get("clients", "")).split()
-        if not words or not all(word.isdecimal() for word in words):
-            raise MisconfigurationException(
-                f"clients={' '.join(words)!r} are no ids of clients; give the site's, such as "
-                "--node-config 'clients=\"0 3\"'."
-            )
-        return cls(data, list(map(int, words)), str(settings.get("allow", "")).split())
+        return cls(data, ids_of(str(settings.get("clients", "")), names), str(settings.get("allow", "")).split(), names)
 
     @property
     def clients(self) -> list[int]:
@@ -143,3 +149,27 @@ class Site:
         if client not in self._own:
             raise Refused(f"client {client!r:.20} isn't at this site.")
         return self._own[client]
+
+
+def ids_of(clients: str, names: Sequence[str]) -> list[int]:
+    """Return the ids of clients in a setting.
+
+    >>> ids_of("0 3", []), ids_of("St. Josef", ["Bremen", "St. Josef"]), ids_of("Bremen, 1", ["Bremen", "St. Josef"])
+    ([0, 3], [1], [0, 1])
+
+    Args:
+        clients: ids apart by spaces, or names and ids apart by commas; a single name may have spaces.
+        names: names of all clients by id; empty for clients known by ids alone.
+
+    Raises:
+        MisconfigurationException: if there is no client, or a word is none.
+    """
+    by_comma = names and ("," in clients or clients in names)
+    words = [word.strip() for word in clients.split(",")] if by_comma else clients.split()
+    if not words or not (names or all(word.isdecimal() for word in words)):
+        raise MisconfigurationException(
+            f"clients={clients!r} are no ids of clients; give the site's, such as --node-config 'clients=\"0 3\"', or "
+            "names that the server's setting `names` has."
+        )
+    given = [int(word) if word.isdecimal() and word not in names else word for word in words]
+    return [client_id(word, names, len(names), "clients") for word in given] if names else list(map(int, words))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from pfl_lightning.data.client_names import axis_label
 from pfl_lightning.runs.report import columns_of, numbers
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ PANELS_A_ROW = 4
 FEW_ROUNDS = 50
 
 
-def plot_weights(rounds: Sequence[int], weights: Tensor, samples: Tensor) -> "Figure":
+def plot_weights(rounds: Sequence[int], weights: Tensor, samples: Tensor, names: Sequence[str] = ()) -> "Figure":
     r"""Plot each client's weight :math:`\lambda_k` by round, one line per client; dashed at the share of samples.
 
     If clients take turns, points stand for lines, and a dash for the share. Of many clients, the ones with the weights
@@ -29,6 +30,7 @@ def plot_weights(rounds: Sequence[int], weights: Tensor, samples: Tensor) -> "Fi
         rounds: numbers of the rounds.
         weights: the weights ``[rounds, clients]``; NaN for a client absent from the round.
         samples: :math:`n_k / n` of the round's clients, ``[rounds, clients]``.
+        names: names of the clients by id; empty shows ids.
     """
     # imported on use, as matplotlib is slow to import; Figure and not pyplot, which keeps every figure in memory
     from matplotlib.figure import Figure
@@ -52,7 +54,7 @@ def plot_weights(rounds: Sequence[int], weights: Tensor, samples: Tensor) -> "Fi
         axes.plot(rounds, lines[:, client], **faint)
     for index, client in enumerate(named):
         axes.plot(rounds, aims[:, client], color=f"C{index}", **dashed)
-        axes.plot(rounds, lines[:, client], color=f"C{index}", label=f"client {client}", **solid)
+        axes.plot(rounds, lines[:, client], color=f"C{index}", label=f"client {axis_label(client, names)}", **solid)
     axes.set(xlabel="round", ylabel=f"weight {WEIGHT}", title="Aggregation weights")
     _whole_rounds(axes)
     axes.grid(alpha=0.3)
@@ -74,13 +76,16 @@ def _farthest(gap: Any) -> list[int]:
     return sorted(int(client) for client in seen[:NAMED_CLIENTS])
 
 
-def plot_weight_heatmaps(rounds: Sequence[int], weights: Tensor, samples: Tensor) -> "Figure":
+def plot_weight_heatmaps(
+    rounds: Sequence[int], weights: Tensor, samples: Tensor, names: Sequence[str] = ()
+) -> "Figure":
     r"""Plot heatmaps of weights :math:`\lambda_k` and of their difference to shares of samples, clients by rounds.
 
     Args:
         rounds: numbers of the rounds, consecutive.
         weights: the weights ``[rounds, clients]``; NaN, left grey, for a client absent from the round.
         samples: :math:`n_k / n` of the round's clients, ``[rounds, clients]``.
+        names: names of the clients by id; empty shows ids.
     """
     from matplotlib.figure import Figure
 
@@ -103,7 +108,8 @@ def plot_weight_heatmaps(rounds: Sequence[int], weights: Tensor, samples: Tensor
         )
         axes.set_facecolor("lightgrey")
         axes.set(title=title, ylabel="client")
-        axes.set_yticks(range(0, len(lines), 1 + (len(lines) - 1) // 20))
+        places = range(0, len(lines), 1 + (len(lines) - 1) // 20)
+        axes.set_yticks(places, [axis_label(client, names) for client in places])
         _whole_rounds(axes)
         figure.colorbar(image, ax=axes, label=label)
     grid[-1].set_xlabel("round")
@@ -111,7 +117,12 @@ def plot_weight_heatmaps(rounds: Sequence[int], weights: Tensor, samples: Tensor
 
 
 def plot_weights_against(
-    weights: Tensor, samples: Tensor, norms: Tensor, clients: Sequence[int], title: str = ""
+    weights: Tensor,
+    samples: Tensor,
+    norms: Tensor,
+    clients: Sequence[int],
+    title: str = "",
+    names: Sequence[str] = (),
 ) -> "Figure":
     r"""Plot one round's weights :math:`\lambda_k` against shares of samples and against norms of client vectors.
 
@@ -121,6 +132,7 @@ def plot_weights_against(
         norms: :math:`\lVert\tau_k\rVert_2`, ``[S]``.
         clients: ids of the clients, printed beside the points if there are few.
         title: title above both panels.
+        names: names of the clients by id; empty shows ids.
     """
     from matplotlib.figure import Figure
 
@@ -135,7 +147,7 @@ def plot_weights_against(
         # labels of more points would cover each other
         if len(clients) <= LABELLED_POINTS:
             for client, *point in zip(clients, values.tolist(), weights.tolist(), strict=True):
-                axes.annotate(str(client), point, (3, 3), textcoords="offset points", fontsize="x-small")
+                axes.annotate(axis_label(client, names), point, (3, 3), textcoords="offset points", fontsize="x-small")
     left = figure.axes[0]
     left.set_ylabel(f"weight {WEIGHT}")
     centre = float(samples.mean())

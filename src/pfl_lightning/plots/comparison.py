@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pfl_lightning.data.client_names import axis_label
 from pfl_lightning.plots.runs import in_words
 
 if TYPE_CHECKING:
@@ -86,4 +87,8 @@ def plot_sizes(clients: Sequence[Mapping[str, Any]]) -> "Figure":
         axes.bar_label(bars, [str(row["classes"]) for row in clients], fontsize="x-small")
         axes.set_title("above each client its classes", fontsize="small")
     axes.set(xlabel="client", ylabel="training samples")
+    # names of many clients would overlap
+    if len(sizes) <= 40 and all(row.get("name") for row in clients):
+        names = [str(row["name"]) for row in clients]
+        axes.set_xticks(range(len(sizes)), [axis_label(place, names) for place in range(len(sizes))], rotation=60)
     return figure

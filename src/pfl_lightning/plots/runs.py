@@ -9,6 +9,8 @@ import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from pfl_lightning.data.client_names import axis_label
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -20,11 +22,12 @@ SPLITS = {"train": "training", "val": "validation", "test": "test"}
 METRICS = {"acc": "accuracy, %"}
 
 
-def plot_partition(counts: Tensor) -> "Figure":
+def plot_partition(counts: Tensor, names: Sequence[str] = ()) -> "Figure":
     """Plot a heatmap of training samples by client and class.
 
     Args:
         counts: samples ``[clients, classes]``.
+        names: names of the clients by id; empty shows ids.
     """
     # imported on use, as matplotlib is slow to import; Figure and not pyplot, which keeps every figure in memory
     from matplotlib.figure import Figure
@@ -36,6 +39,7 @@ def plot_partition(counts: Tensor) -> "Figure":
     axes.set(xlabel="class", ylabel="client", title="Training samples by client and class")
     for axis, length in ((axes.xaxis, classes), (axes.yaxis, clients)):
         axis.set_ticks(range(0, length, 1 + (length - 1) // 25))
+    axes.set_yticks(axes.get_yticks(), [axis_label(int(client), names) for client in axes.get_yticks()])
     figure.colorbar(image, ax=axes, label="samples")
     return figure
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from pfl_lightning.data.client_names import axis_label
 from pfl_lightning.methods.fedrema import is_over
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ PANELS_A_ROW = 5
 FEW_ROUNDS = 50
 
 
-def plot_similarity(similarities: Mapping[int, Tensor], groups: Sequence[int] | None = None) -> "Figure":
+def plot_similarity(
+    similarities: Mapping[int, Tensor], groups: Sequence[int] | None = None, names: Sequence[str] = ()
+) -> "Figure":
     """Plot heatmaps of the similarity of clients' classifiers, one panel and one colour scale per round.
 
     Each scale spans the similarities between different clients: similarities change more from round to round than
@@ -27,6 +30,7 @@ def plot_similarity(similarities: Mapping[int, Tensor], groups: Sequence[int] | 
     Args:
         similarities: by round, matrices ``[K, K]``; NaN (left grey) for clients absent from the round.
         groups: the true group of each client ``[K]``: clients are sorted by group, and lines separate the groups.
+        names: names of the clients by id; empty shows ids.
     """
     # imported on use, as matplotlib is slow to import; Figure and not pyplot, which keeps every figure in memory
     from matplotlib.figure import Figure
@@ -44,7 +48,7 @@ def plot_similarity(similarities: Mapping[int, Tensor], groups: Sequence[int] | 
         others = values[~np.eye(len(values), dtype=bool) & ~np.isnan(values)]
         low, high = (others.min(), others.max()) if others.size else (0.0, 1.0)
         # at least 1e-9 wide: otherwise rounding errors alone would be drawn in the strongest colours
-        image = _pairs(axes, values, groups, vmin=min(low, high - 1e-9), vmax=high)
+        image = _pairs(axes, values, groups, names, vmin=min(low, high - 1e-9), vmax=high)
         axes.set_title(f"round {round}", fontsize="medium")
         figure.colorbar(image, ax=axes, fraction=0.046, ticks=MaxNLocator(5)).ax.tick_params(labelsize="small")
     for axes in grid.flat[len(similarities) :]:
@@ -52,12 +56,13 @@ def plot_similarity(similarities: Mapping[int, Tensor], groups: Sequence[int] | 
     return figure
 
 
-def plot_peer_counts(counts: Tensor, groups: Sequence[int] | None = None) -> "Figure":
+def plot_peer_counts(counts: Tensor, groups: Sequence[int] | None = None, names: Sequence[str] = ()) -> "Figure":
     """Plot a heatmap of the number of rounds in which each client had each other client as peer.
 
     Args:
         counts: G ``[K, K]``, one row per client.
         groups: the true group of each client ``[K]``: clients are sorted by group, and lines separate the groups.
+        names: names of the clients by id; empty shows ids.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -65,13 +70,13 @@ def plot_peer_counts(counts: Tensor, groups: Sequence[int] | None = None) -> "Fi
     size = float(np.clip(2 + 0.12 * len(counts), 3.4, 7))
     figure = Figure(figsize=(1.25 * size, size), layout="constrained")
     axes = figure.subplots()
-    image = _pairs(axes, counts.double().numpy(), groups, vmin=0)
+    image = _pairs(axes, counts.double().numpy(), groups, names, vmin=0)
     axes.set(title="Peers in the co-learning period", xlabel="peer", ylabel="client")
     figure.colorbar(image, ax=axes, fraction=0.046, label="rounds", ticks=MaxNLocator(integer=True))
     return figure
 
 
-def _pairs(axes: "Axes", matrix: Any, groups: Sequence[int] | None, **scale: Any) -> Any:
+def _pairs(axes: "Axes", matrix: Any, groups: Sequence[int] | None, names: Sequence[str], **scale: Any) -> Any:
     """Draw a heatmap of clients by clients, in the order of their groups."""
     clients = len(matrix)
     order = list(range(clients)) if groups is None else sorted(range(clients), key=lambda client: groups[client])
@@ -79,7 +84,10 @@ def _pairs(axes: "Axes", matrix: Any, groups: Sequence[int] | None, **scale: Any
     axes.set_facecolor("lightgrey")
     places = range(0, clients, 1 + (clients - 1) // 10)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_ticks(places, [str(order[index]) for index in places], fontsize="small")
+        axis.set_ticks(places, [axis_label(order[index], names) for index in places], fontsize="small")
+    # ids are short, and names would run into each other
+    if names:
+        axes.tick_params(axis="x", rotation=90)
     if groups is not None:
         for index in range(1, clients):
             if groups[order[index]] != groups[order[index - 1]]:

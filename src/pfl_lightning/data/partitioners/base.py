@@ -9,6 +9,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pfl_lightning.settings import as_call, parameters_of
+
 Rows = NDArray[np.int64]
 """Positions of samples in the pool, shape [n]."""
 
@@ -39,6 +41,10 @@ class Partitioner(ABC):
     """True if the partitioner tells samples apart by class, or by another group of the data module's ``strata``."""
     by_owner: ClassVar[bool] = False
     """True if `split` receives the samples of each owner instead of each class."""
+
+    def __repr__(self) -> str:
+        # the first argument, such as alpha, tells one partition from another
+        return as_call(self, list(parameters_of(self))[1:2])
 
     def __call__(self, labels: Tensor, num_clients: int, num_classes: int, seed: int) -> list[Tensor]:
         """Divide the pool.

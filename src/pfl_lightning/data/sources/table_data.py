@@ -123,6 +123,7 @@ class TableData(OwnedData):
     _found: Mapping[str, list[str]] = MappingProxyType({})
     """Vocabularies taken from the table."""
     _taken: Mapping[str, Any] = MappingProxyType({})
+    _before: tuple[Any, list[str], dict[str, list[Any]]] | None = None
     """The ``preprocessing`` of a checkpoint, in the place of values that are fitted anew."""
     _text_columns: Collection[str] = ()
     """Coded feature columns that hold texts, and not numbers."""
@@ -271,6 +272,8 @@ class TableData(OwnedData):
         if self._pool is not None:
             # once more, for the server's public samples, which are fitted by themselves
             self.preprocessing, self._taken = {}, {}
+        else:
+            self._adopt()
         self._check_taken()
         others = [column for column in self._others.values() if column is not None]
         wanted = list(dict.fromkeys([*self._features, *self._targets, *others]))
@@ -310,6 +313,45 @@ class TableData(OwnedData):
         }
         self._labels = self._labels_of(table)
         return Loaded(x, targets_of(y if y.shape[1] > 1 else y[:, 0]), **columns)
+
+    def _adopt(self) -> None:
+        """Take over what the federation that these rows join or are tested by has fitted, or give it back.
+
+        Raises:
+            MisconfigurationException: if the federation's features are others.
+        """
+        own = self.standardize, self._features, self._vocabularies
+        self.standardize, self._features, self._vocabularies = self._before or own
+        if self._before:
+            self._taken, self._before = {}, None
+        # a given transformer is in no checkpoint; `preprocess` refuses to fit it on other clients' rows
+        if not self.adopted or "transformer" in self.adopted:
+            return
+        features = self.adopted["features"]
+        if set(features) != set(self._features):
+            raise MisconfigurationException(
+                f"data.features: inputs of the federation are {listed(features)}, and those of {self._where} are "
+                f"{listed(self._features)}; name the federation's in data.features"
+            )
+        self._before = self.standardize, self._features, self._vocabularies
+        self._take(self.adopted, self.adopted_names)
+
+    def _take(self, fitted: Mapping[str, Any], clients: Sequence[str]) -> None:
+        """Set fitted values in the place of own ones.
+
+        Args:
+            fitted: the ``preprocessing`` of a federation.
+            clients: names of its clients, in the order of the values of each client.
+        """
+        self.preprocessing, self._taken = dict(fitted), dict(fitted)
+        self._fitted_clients = list(clients)
+        self._features, self._targets = list(fitted["features"]), list(fitted["targets"])
+        self.standardize = fitted["standardize"]
+        self._vocabularies = {
+            **self._vocabularies,
+            **fitted["classes"],
+            **({} if "by" in fitted else fitted["categories"]),
+        }
 
     def _check_taken(self) -> None:
         """Refuse fitted values of a checkpoint from another kind of preprocessing."""
@@ -517,6 +559,11 @@ class TableData(OwnedData):
             samples: the pool, as loaded.
             division: the pool positions of each client's rows.
         """
+        if "transformer" in self.adopted and set(division.names) != set(self.adopted_names):
+            raise MisconfigurationException(
+                "data.preprocessing.transformer is in no checkpoint, and can't be fitted anew without the rows of all "
+                "clients of the federation; give a table with all of them, or settings of columns in its place"
+            )
         before, count = self._fitted_clients, len(division.clients)
         self._fitted_clients = list(division.names) or list(map(str, range(count)))
         if self._taken:
@@ -776,18 +823,11 @@ class TableData(OwnedData):
         """
         # before the base class, which asks for the shape
         if self._pool is None and "table" in state_dict:
-            taken, table = dict(state_dict["preprocessing"]), state_dict["table"]
-            self.preprocessing, self._taken = dict(taken), taken
-            self._labels, self._fitted_clients = list(state_dict["classes"]), list(table["clients"])
+            taken, table = state_dict["preprocessing"], state_dict["table"]
+            self._take(taken, table["clients"])
+            self._labels = list(state_dict["classes"])
             self._names_now = list(state_dict.get("clients", ()))
             self._text_columns, self._csv = list(table["texts"]), dict(table["csv"])
-            self._features, self._targets = taken["features"], taken["targets"]
-            self.standardize = taken["standardize"]
-            self._vocabularies = {
-                **self._vocabularies,
-                **taken["classes"],
-                **({} if "by" in taken else taken["categories"]),
-            }
             self._shape = (taken.get("width") or len(taken.get("inputs", self._features)),)
         super().load_state_dict(state_dict)
 
