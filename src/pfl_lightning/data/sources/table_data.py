@@ -320,6 +320,7 @@ class TableData(OwnedData):
         Raises:
             MisconfigurationException: if the federation's features are others.
         """
+        self._found = {}
         own = self.standardize, self._features, self._vocabularies
         self.standardize, self._features, self._vocabularies = self._before or own
         if self._before:
