@@ -3,14 +3,12 @@
 import pickle
 import sys
 import traceback
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-from pfl_lightning.engines.steps import reason_of
 
 Result = TypeVar("Result")
 
@@ -24,7 +22,8 @@ class ClientsLost(RuntimeError):
     """Clients have no result, because a process ended or the engine skipped a job."""
 
 
-class during:
+@contextmanager
+def during(phase: str, round: int, *clients: int) -> Iterator[None]:
     """Add the clients, round and phase to an error leaving this context; the error's type and traceback stay.
 
     The note is printed below the traceback. Python 3.10 doesn't print notes, so there it goes to stderr at once. A
@@ -35,20 +34,10 @@ class during:
         round: the round's number, from 0; for an evaluation, that of the round before.
         *clients: the clients' ids; several if they run in one computation.
     """
-
-    def __init__(self, phase: str, round: int, *clients: int) -> None:
-        self.phase = phase
-        self.round = round
-        self.clients = clients
-
-    def __enter__(self) -> None:
-        """Do nothing, cheaply: this context is entered several times per client and round."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Add the note, unless an inner context has added one."""
-        if error is None:
-            return
-        where = f"{self.phase} of {named(self.clients)} {moment(self.phase, self.round)}"
+    try:
+        yield
+    except BaseException as error:
+        where = f"{phase} of {named(clients)} {moment(phase, round)}"
         # Exactly SystemExit: its subclasses come from signals and must pass.
         if type(error) is SystemExit:
             raise RuntimeError(
@@ -57,11 +46,12 @@ class during:
         notes = getattr(error, "__notes__", [])
         # An error about a setting concerns every client, so no client is named.
         about_setting = isinstance(error, MisconfigurationException)
-        if about_setting or not isinstance(error, Exception) or any(note.startswith(NOTE) for note in notes):
-            return
-        error.__notes__ = [*notes, f"{NOTE}{where}."]
-        if not hasattr(error, "add_note"):
-            print(f"{type(error).__name__}: {error}\n{NOTE}{where}.", file=sys.stderr)
+        # An inner context may have added the note already.
+        if not about_setting and isinstance(error, Exception) and not any(note.startswith(NOTE) for note in notes):
+            error.__notes__ = [*notes, f"{NOTE}{where}."]
+            if not hasattr(error, "add_note"):
+                print(f"{type(error).__name__}: {error}\n{NOTE}{where}.", file=sys.stderr)
+        raise
 
 
 def moment(phase: str, round: int) -> str:
@@ -80,6 +70,11 @@ def named(clients: tuple[int, ...] | list[int]) -> str:
     ('client 3', 'clients 0, 2, 5')
     """
     return f"client{'s' * (len(clients) != 1)} {', '.join(map(str, clients))}"
+
+
+def reason_of(error: Exception) -> str:
+    """Return the first sentence of an error's message, without the full stop, in at most 200 characters."""
+    return " ".join(str(error).split()).split(". ")[0].rstrip(".")[:200]
 
 
 def computed(

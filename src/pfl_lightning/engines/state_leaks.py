@@ -1,7 +1,7 @@
 """Detect client data in plain attributes of a client module, which would leak to the next client."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -34,7 +34,7 @@ ENGINES_OWN = {
 """Attributes of client modules that Lightning, constructors or engines set, and so may change."""
 
 CLOSELY = 2
-"""Number of first rounds in which each hook of each client is watched; later rounds are watched as a whole."""
+"""Number of first rounds in which each hook of each client is compared; later rounds are compared as a whole."""
 
 
 class Leaks:
@@ -48,49 +48,42 @@ class Leaks:
         self.module = module
         self._attributes = attributes_of(module)
         self._common = common_parameters(module)
+        self._caches = {f"{type(module).__name__}.{name}" for name in module.caches}
         self._rounds = 0
 
     @contextmanager
-    def of_a_round(self) -> Iterator[None]:
-        """Watch a round: each hook in the first rounds, later only the round as a whole."""
-        self._rounds += 1
-        if self._rounds <= CLOSELY:
-            # Hooks are watched one by one in these rounds; see `of`.
+    def of(self, hook: str, whole_round: bool = False) -> Iterator[None]:
+        """Compare attributes and frozen parameters before and after this context.
+
+        In the first rounds each hook of each client is compared, and later only each round as a whole.
+
+        Args:
+            hook: the hook's name, for the error.
+            whole_round: whether the context is a round, and not one client's hook.
+        """
+        self._rounds += whole_round
+        if whole_round == (self._rounds <= CLOSELY):
             yield
             return
-        with self._watched("local work"):
-            yield
-
-    def of(self, hook: str) -> AbstractContextManager[None]:
-        """Watch a hook of one client, in the first rounds."""
-        return self._watched(hook) if self._rounds <= CLOSELY else nullcontext()
-
-    @contextmanager
-    def _watched(self, what: str) -> Iterator[None]:
-        """Compare attributes and frozen parameters before and after this context."""
-        before, frozen = self._attributes.look(), self._versions()
-        yield
-        now = self._attributes.look()
-        method = type(self.module).__name__
         # The version counter of a tensor rises with each change in place; reading it costs less than comparing values.
-        if moved := [name for name, count in self._versions().items() if count != frozen[name]]:
+        before, versions = self._attributes.look(), list(map(version, self._common.values()))
+        yield
+        now, method = self._attributes.look(), type(self.module).__name__
+        if list(map(version, self._common.values())) != versions:
+            counts = zip(self._common.items(), versions, strict=True)
+            moved = next(name for (name, parameter), count in counts if version(parameter) != count)
             raise MisconfigurationException(
-                f"{method}: {what} changes {moved[0]}, which the net has frozen (requires_grad=False) and all clients "
+                f"{method}: {hook} changes {moved}, which the net has frozen (requires_grad=False) and all clients "
                 "share; make it trainable in the net, or a buffer."
             )
-        caches = {f"{method}.{name}" for name in self.module.caches}
-        if name := self._attributes.changed(before, now, caches):
+        if name := self._attributes.changed(before, now, self._caches):
             attribute = name.removeprefix(f"{method}.")
             raise MisconfigurationException(
-                f"{method}: {what} changes the attribute {attribute}, which would leak to the next client and be lost "
+                f"{method}: {hook} changes the attribute {attribute}, which would leak to the next client and be lost "
                 f"with the process; keep it in a buffer (register_buffer), with persistent=False if each round makes "
                 f"it anew; in that case, and under engine=vectorised if no step reads it, {attribute!r} may also go "
                 f"into {method}.caches."
             )
-
-    def _versions(self) -> dict[str, int]:
-        """Return the number of in-place changes of each common parameter."""
-        return {name: version(parameter) for name, parameter in self._common.items()}
 
 
 def attributes_of(module: ClientModule) -> Attributes:

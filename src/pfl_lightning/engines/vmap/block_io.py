@@ -18,9 +18,9 @@ from pfl_lightning.data import put_together
 from pfl_lightning.engines.base import ClientState, Job, Outcome
 from pfl_lightning.engines.errors import during
 from pfl_lightning.engines.examples import releases_of, with_noisy_counts
-from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
+from pfl_lightning.engines.steps import Layout
 from pfl_lightning.engines.vmap.block import Block, Member
 from pfl_lightning.engines.vmap.checks import BlockSignature, SharedAttributes, Unvectorisable
 from pfl_lightning.engines.vmap.dropout import Stream
@@ -233,7 +233,8 @@ class BlockIO:
         return arrived_together(updates, self.sequential.device)
 
     def _uploaded(self, member: Member) -> Message:
-        return with_noisy_counts(self.sequential.work, member.job.seed, self.module.upload(member.data))
+        update, private = self.module.upload(member.data), self.sequential.work.example_privacy
+        return update if private is None else with_noisy_counts(private, update, member.job.seed)
 
     def _upload_one_by_one(self, block: Block, slots: Slots) -> list[Message]:
         """Build every client's update by the overridden hooks; unchanged weights stay rows of one stack."""

@@ -13,9 +13,9 @@ from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.contract.attributes import Look, content
 from pfl_lightning.engines.errors import computed, during
-from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.state_leaks import attributes_of
+from pfl_lightning.engines.steps import Layout
 from pfl_lightning.engines.vmap.block import Member
 from pfl_lightning.internals.of_torch import entry_tables
 from pfl_lightning.messages import StateDict

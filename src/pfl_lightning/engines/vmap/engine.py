@@ -14,9 +14,9 @@ from pfl_lightning.data import ClientData
 from pfl_lightning.data.memory import free_memory
 from pfl_lightning.data.trees import Tree
 from pfl_lightning.engines.base import Engine, Evaluated, Job, Outcome
-from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
+from pfl_lightning.engines.steps import Layout
 from pfl_lightning.engines.vmap.block import Block
 from pfl_lightning.engines.vmap.block_io import BlockIO
 from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, refuse_gradients_of_one
@@ -78,7 +78,7 @@ class Vectorised(Engine):
         """
         layout, slots = Layout.of(self.module), Slots(self.module)
         self._double()
-        with self.sequential.leaks.of_a_round():
+        with self.sequential.leaks.of("local work", whole_round=True):
             for block in self._blocks(jobs, slots):
                 yield from self._run_block(block, layout, slots)
 

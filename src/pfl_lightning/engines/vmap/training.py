@@ -16,11 +16,9 @@ from pfl_lightning.client.hooks import overrides
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import epoch_order
 from pfl_lightning.engines.errors import during
-from pfl_lightning.engines.layout import Layout
-from pfl_lightning.engines.local_optimizer import local_optimizer
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.steps import adjusted_gradients
+from pfl_lightning.engines.steps import Layout, adjusted_gradients, local_optimizer
 from pfl_lightning.engines.vmap.block import Block, Plan, batches_of
 from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled
