@@ -4,7 +4,7 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -78,7 +78,10 @@ def reason_of(error: Exception) -> str:
 
 
 def computed(
-    at_once: Callable[[], Result], alone: Callable[[], Any], refusal: Callable[[str], MisconfigurationException]
+    at_once: Callable[[], Result],
+    alone: Callable[[], Any],
+    refusal: Callable[[str], MisconfigurationException],
+    prepared: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Result:
     """Run the client module's code under a transform such as ``vmap``; if the code fails, find out why.
 
@@ -89,6 +92,7 @@ def computed(
         at_once: runs the code under the transform.
         alone: runs the same code plainly, for one client, without lasting effects.
         refusal: makes the exception from the reason for the failure.
+        prepared: the context for the plain run.
     """
     try:
         return at_once()
@@ -97,7 +101,8 @@ def computed(
     except Exception as error:
         failed = error
     # Outside the except block, so that an author's own error isn't chained to torch's.
-    alone()
+    with prepared():
+        alone()
     raise refusal(reason_of(failed)) from failed
 
 

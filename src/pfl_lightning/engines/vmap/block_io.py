@@ -105,19 +105,18 @@ class BlockIO:
                         module.receive(personal, payload, member.data)
         if any(entries.keys() != own.keys() for entries in known.values()):
             return None
-        columns = {name: [entries[name] for entries in assigned] for name in own}
-        # An entry that is the same object for all clients is copied to the device once and repeated there.
-        alike = {name for name, rows in columns.items() if all(row is rows[0] for row in rows)}
-        looked_at = {name: rows[:1] if name in alike else rows for name, rows in columns.items()}
-        if any(row.shape != own[name].shape for name, rows in looked_at.items() for row in rows):
-            return None
-        arrived = moved(
-            [rows[0] if name in alike else side_by_side(rows, device) for name, rows in columns.items()], device
-        )
-        stacks = {
-            name: repeated(tensor.to(own[name].dtype), len(members)) if name in alike else tensor.to(own[name].dtype)
-            for name, tensor in zip(own, arrived, strict=True)
-        }
+        sent: list[Tensor] = []
+        for name, tensor in own.items():
+            rows = [entries[name] for entries in assigned]
+            # An entry that is the same object for all clients is copied to the device once and repeated there.
+            rows = rows[:1] if len(set(map(id, rows))) == 1 else rows
+            if {row.shape for row in rows} != {tensor.shape}:
+                return None
+            sent.append(side_by_side(rows, device))
+        stacks: StateDict = {}
+        for (name, tensor), stack in zip(own.items(), moved(sent, device), strict=True):
+            stack = stack.to(tensor.dtype)
+            stacks[name] = stack if len(stack) == len(members) else repeated(stack[0], len(members))
         # The default phases are the same for all clients.
         for member in members if overrides(module, "local_phases") else members[:1]:
             self.sequential.set_turn(member.job)

@@ -258,7 +258,8 @@ def vectorised(
             first client alone is raised unchanged.
     """
 
-    def first() -> None:
+    @contextmanager
+    def first_client() -> Iterator[None]:
         job = member.job
         vars(module).update(client_id=job.client, round=job.round, steps_done=member.steps)
         # Put back the client's hidden caches, which it may read when it runs alone.
@@ -268,9 +269,9 @@ def vectorised(
         try:
             with slots.holding({name: stack[0].detach().clone() for name, stack in entries.items()}):
                 with during("training", job.round, job.client):
-                    alone()
+                    yield
         finally:
             for path in absent:
                 del table_of(module, path)[path.split(".")[-1]]
 
-    return computed(at_once, first, partial(Unvectorisable, module))
+    return computed(at_once, alone, partial(Unvectorisable, module), first_client)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -138,32 +138,23 @@ class Vectorised(Engine):
             yield self.sequential.train(jobs[0], layout)
             return
         try:
-            outcomes = self._begun(jobs, layout, slots)
+            start = time.perf_counter()
+            refuse_gradients_of_one(self.module)
+            block = Block.of_members(*self.block_io.receive(jobs, layout, slots, training=True))
+            self.trainer.train(block, layout, slots)
+            block.seconds = (time.perf_counter() - start) / len(jobs)
+            outcomes = self.block_io.outcomes(jobs, block, layout, slots)
+            # Computed here, so that a lack of memory shows before any outcome, when the block can still be halved.
+            first = next(outcomes)
         except torch.cuda.OutOfMemoryError:
             halves = self._halves(jobs)
         else:
+            yield first
             yield from outcomes
             return
         # Outside the except block, because the error's traceback keeps the tensors alive.
         for half in halves:
             yield from self._run_block(half, layout, slots)
-
-    def _begun(self, jobs: list[Job], layout: Layout, slots: Slots) -> Iterator[Outcome]:
-        """Return the outcomes of a block, after computing the first.
-
-        A lack of memory thus shows before any outcome is yielded, when the block can still be halved.
-        """
-        outcomes = self.block_io.outcomes(jobs, self._train_block(jobs, layout, slots), layout, slots)
-        return chain([next(outcomes)], outcomes)
-
-    def _train_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Block:
-        """Train the clients of a block in a stack."""
-        start = time.perf_counter()
-        refuse_gradients_of_one(self.module)
-        block = Block.of_members(*self.block_io.receive(jobs, layout, slots, training=True))
-        self.trainer.train(block, layout, slots)
-        block.seconds = (time.perf_counter() - start) / len(jobs)
-        return block
 
     def _evaluate_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Iterator[Evaluated]:
         """Yield the metrics of a block, or of halves if memory is short."""

@@ -72,7 +72,7 @@ class BlockTrainer:
         self.module.phase = phase
         trained = layout.trained(phase)
         optimizers = self._optimizers(phase, block, list(trained.values()), slots)
-        scales = self._scales(block)
+        scales = self._scales(block) if self._scaled else None
         counts, steps = self._steps(phase, block, layout, trained, slots, scales)
         for index, gradients_of in enumerate(steps):
             # Clients are sorted by size, so clients that still have batches are the first rows of the stack.
@@ -80,8 +80,10 @@ class BlockTrainer:
             gradients, left_out = gradients_of(), None
             if scales is not None:
                 gradients, left_out = scales.unscaled(gradients)
-            gradients = self._adjusted(gradients, block, slots)
-            self._clip(gradients)
+            if self._adjusts and gradients:
+                gradients = self._adjusted(gradients, block, slots)
+            if self.work.clip is not None and gradients:
+                self._clip(gradients, self.work.clip)
             optimizers.step(gradients, left_out)
         self._narrow(optimizers, 0, phase, block)
         if scales is not None:
@@ -90,10 +92,8 @@ class BlockTrainer:
         for member, count in zip(block.members, counts.tolist(), strict=True):
             member.steps += count
 
-    def _scales(self, block: Block) -> Scales | None:
-        """Return the clients' loss scales, if the precision needs loss scaling."""
-        if not self._scaled:
-            return None
+    def _scales(self, block: Block) -> Scales:
+        """Return the clients' loss scales."""
         if self.compiled is not None:
             raise Unvectorisable(
                 self.module, "trainer.compile doesn't support the loss scales of trainer.precision=16-mixed"
@@ -186,8 +186,6 @@ class BlockTrainer:
     @torch.no_grad()
     def _adjusted(self, gradients: StateDict, block: Block, slots: Slots) -> StateDict:
         """Return the gradients after the module's `ClientModule.adjust_gradients`, a row per client."""
-        if not self._adjusts or not gradients:
-            return gradients
         rows = len(next(iter(gradients.values())))
 
         def one(entries: StateDict, gradients: StateDict) -> StateDict:
@@ -202,11 +200,8 @@ class BlockTrainer:
 
         return vectorised(self.module, slots, block.members[0], block.entries, at_once, alone)
 
-    def _clip(self, gradients: StateDict) -> None:
+    def _clip(self, gradients: StateDict, clip: float) -> None:
         """Clip each client's gradients by torch's formula."""
-        clip = self.work.clip
-        if clip is None or not gradients:
-            return
         if self.work.clip_algorithm == "value":
             gradients.update({name: g.clamp(-clip, clip) for name, g in gradients.items()})
             return
