@@ -36,6 +36,7 @@ from pfl_lightning.compression import Compression
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine, EngineMaker, Processes
 from pfl_lightning.engines.client_parallel import ClientParallel, ended_together
+from pfl_lightning.engines.errors import cut_to_hook
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import final_test
 from pfl_lightning.federation.joining import joined_row
@@ -267,6 +268,9 @@ class FederatedTrainer(RunFolders):
                 # fast_dev_run only tries the code, so its models aren't tested.
                 if self.state.fn == TrainerFn.FITTING and not self.fast_dev_run:  # type: ignore[attr-defined]
                     federation.call("on_final_test", final_test(federation, best_checkpoint(self)))
+        except Exception as error:
+            cut_to_hook(error)
+            raise
         finally:
             # After an error too: the next run would take a module left in evaluation mode for a frozen one.
             federation.release_modes()

@@ -15,6 +15,10 @@ Result = TypeVar("Result")
 NOTE = "Raised in the "
 """The beginning of each note that `during` adds to an error."""
 
+MACHINERY = ("pfl_lightning.engines.", "pfl_lightning.federation.", "lightning.", "torch.")
+"""Beginnings of the names of modules between a Trainer and a client module's hooks. PyTorch's are among them, because
+its decorators and ``nn.Module.__call__`` add frames."""
+
 WHEN = {"download": "for", "evaluation": "after"}
 
 
@@ -52,6 +56,27 @@ def during(phase: str, round: int, *clients: int) -> Iterator[None]:
             if not hasattr(error, "add_note"):
                 print(f"{type(error).__name__}: {error}\n{NOTE}{where}.", file=sys.stderr)
         raise
+
+
+def cut_to_hook(error: BaseException) -> None:
+    """Remove the frames above a client module's hook from the traceback of an error that `during` has noted.
+
+    A user's mistake in a loss would otherwise stand below some twenty frames of Lightning's loops and of engines. The
+    first frame stays, and so does a traceback without a hook, as of an engine's own mistake.
+
+    Args:
+        error: the error, whose traceback begins in the caller.
+    """
+    first = frame = error.__traceback__
+    noted = any(note.startswith(NOTE) for note in getattr(error, "__notes__", []))
+    in_engine = False
+    while first is not None and frame is not None and noted:
+        module = f"{frame.tb_frame.f_globals.get('__name__')}."
+        if in_engine and not module.startswith(MACHINERY):
+            first.tb_next = frame
+            return
+        in_engine = in_engine or module.startswith("pfl_lightning.engines.")
+        frame = frame.tb_next
 
 
 def moment(phase: str, round: int) -> str:
