@@ -37,8 +37,8 @@ CLOSELY = 2
 """Number of first rounds in which each hook of each client is compared; later rounds are compared as a whole."""
 
 
-class Leaks:
-    """Stop a run if the client module stores a client's data in a plain attribute.
+class Leaks(Attributes):
+    """The plain attributes of a client module and its submodules, which must not keep one client's data for the next.
 
     Args:
         module: the client module.
@@ -46,14 +46,25 @@ class Leaks:
 
     def __init__(self, module: ClientModule) -> None:
         self.module = module
-        self._attributes = attributes_of(module)
+        self.method = type(module).__name__
+        # torch's own layers store no client data in attributes.
+        owners = {
+            f"{self.method}.{path}".rstrip("."): m
+            for path, m in module.named_modules()
+            if not type(m).__module__.startswith("torch.")
+        }
+        super().__init__(owners, ENGINES_OWN, self._is_entry)
         self._common = common_parameters(module)
-        self._caches = {f"{type(module).__name__}.{name}" for name in module.caches}
+        self._caches = {f"{self.method}.{path}" for path in module.caches}
         self._rounds = 0
+
+    def _is_entry(self, tensor: Tensor) -> bool:
+        """Return True for parameters and buffers, to which an attribute may refer, and which may change."""
+        return any(entry is tensor for entry in chain(self.module.parameters(), self.module.buffers()))
 
     @contextmanager
     def of(self, hook: str, whole_round: bool = False) -> Iterator[None]:
-        """Compare attributes and frozen parameters before and after this context.
+        """Compare attributes and frozen parameters before and after this context, and stop the run if one has changed.
 
         In the first rounds each hook of each client is compared, and later only each round as a whole.
 
@@ -66,9 +77,9 @@ class Leaks:
             yield
             return
         # The version counter of a tensor rises with each change in place; reading it costs less than comparing values.
-        before, versions = self._attributes.look(), list(map(version, self._common.values()))
+        before, versions = self.look(), list(map(version, self._common.values()))
         yield
-        now, method = self._attributes.look(), type(self.module).__name__
+        now, method = self.look(), self.method
         if list(map(version, self._common.values())) != versions:
             counts = zip(self._common.items(), versions, strict=True)
             moved = next(name for (name, parameter), count in counts if version(parameter) != count)
@@ -76,7 +87,7 @@ class Leaks:
                 f"{method}: {hook} changes {moved}, which the net has frozen (requires_grad=False) and all clients "
                 "share; make it trainable in the net, or a buffer."
             )
-        if name := self._attributes.changed(before, now, self._caches):
+        if name := self.changed(before, now, self._caches):
             attribute = name.removeprefix(f"{method}.")
             raise MisconfigurationException(
                 f"{method}: {hook} changes the attribute {attribute}, which would leak to the next client and be lost "
@@ -84,23 +95,3 @@ class Leaks:
                 f"it anew; in that case, and under engine=vectorised if no step reads it, {attribute!r} may also go "
                 f"into {method}.caches."
             )
-
-
-def attributes_of(module: ClientModule) -> Attributes:
-    """Return a client module's attributes, and those of submodules, apart from parameters and buffers.
-
-    Args:
-        module: the client module.
-    """
-    # torch's own layers store no client data in attributes.
-    owners = {
-        f"{type(module).__name__}.{path}".rstrip("."): m
-        for path, m in module.named_modules()
-        if not type(m).__module__.startswith("torch.")
-    }
-
-    def is_entry(tensor: Tensor) -> bool:
-        # An attribute may refer to a parameter or buffer, which may change.
-        return any(entry is tensor for entry in chain(module.parameters(), module.buffers()))
-
-    return Attributes(owners, ENGINES_OWN, is_entry)

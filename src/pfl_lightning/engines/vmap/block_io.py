@@ -66,7 +66,7 @@ class BlockIO:
         """
         # Each block finds its own caches that differ between clients.
         self.attributes.differing = frozenset()
-        self.attributes.refuse_references(slot.tensor for slot in slots)
+        self.attributes.refuse_references(slots)
         if foreign := [name for name in layout.personal if name not in slots.first_names]:
             # An entry of a custom state_dict has no place in the module to stack.
             raise Unvectorisable(self.module, f"{foreign[0]} of its state_dict is no parameter or buffer")
@@ -132,7 +132,7 @@ class BlockIO:
         for row, (member, arrived) in enumerate(zip(members, self._sent_together(members), strict=True)):
             entries = {name: stack[row] for name, stack in stacks.items()}
             with slots.holding(entries):
-                with self.sequential.leaks.of("on_download"):
+                with self.attributes.of("on_download"):
                     self.sequential.become(arrived, training)
                 phases = self.module.local_phases()
                 own = slots.current()
@@ -246,7 +246,7 @@ class BlockIO:
             member.stream.restore()
             with slots.holding(entries):
                 job = member.job
-                with self.sequential.leaks.of("upload"), during("upload", job.round, job.client):
+                with self.attributes.of("upload"), during("upload", job.round, job.client):
                     update = dict(self._uploaded(member))
                 member.caches = self.attributes.caches
                 take_over(slots.current(), entries)

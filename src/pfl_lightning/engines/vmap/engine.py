@@ -65,10 +65,10 @@ class Vectorised(Engine):
         """Clients at once since the last lack of memory; None without one."""
         self._calm = 0
         self.sequential = Sequential(self.module, self.work, self.precision)
-        attributes = SharedAttributes(self.module)
-        self.trainer = BlockTrainer(self.sequential, attributes, self.compile)
-        self.evaluator = BlockEvaluator(self.sequential, attributes)
-        self.block_io = BlockIO(self.sequential, attributes, self.evaluator)
+        self.attributes = self.sequential.leaks = SharedAttributes(self.module)
+        self.trainer = BlockTrainer(self.sequential, self.attributes, self.compile)
+        self.evaluator = BlockEvaluator(self.sequential, self.attributes)
+        self.block_io = BlockIO(self.sequential, self.attributes, self.evaluator)
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Train each job's client, and yield outcomes in the order of the jobs, block by block.
@@ -78,7 +78,7 @@ class Vectorised(Engine):
         """
         layout, slots = Layout.of(self.module), Slots(self.module)
         self._double()
-        with self.sequential.leaks.of("local work", whole_round=True):
+        with self.attributes.of("local work", whole_round=True):
             for block in self._blocks(jobs, slots):
                 yield from self._run_block(block, layout, slots)
 

@@ -6,11 +6,11 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
-from pfl_lightning.client.module import Batch, ClientModule
+from pfl_lightning.client.module import Batch
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import step_values
 from pfl_lightning.engines.vmap.block import Block, Member, Rows
-from pfl_lightning.engines.vmap.checks import vectorised
+from pfl_lightning.engines.vmap.checks import SharedAttributes, vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled, Values
 from pfl_lightning.engines.vmap.dropout import DeviceStates, Streams, default_generators
 from pfl_lightning.engines.vmap.mapping import mapped
@@ -22,7 +22,7 @@ class Differentiator:
     """Compute training steps of many clients, forward and backward, in a phase of a block.
 
     Args:
-        module: the client module.
+        attributes: the client module's attributes.
         precision: the Trainer's precision plugin.
         compiled: the compiled step; None runs each step uncompiled.
         slots: the module's slots.
@@ -34,7 +34,7 @@ class Differentiator:
 
     def __init__(
         self,
-        module: ClientModule,
+        attributes: SharedAttributes,
         precision: Precision,
         compiled: Compiled | None,
         slots: Slots,
@@ -43,7 +43,8 @@ class Differentiator:
         size: int,
         scales: Scales | None = None,
     ) -> None:
-        self.module = module
+        self.attributes = attributes
+        self.module = attributes.module
         self.precision = precision
         self.compiled = compiled
         self.slots = slots
@@ -135,7 +136,7 @@ class Differentiator:
             with self.precision.forward_context():
                 step_values(self.module, tree_map(lambda stack: stack[0], batch), index)
 
-        values = vectorised(self.module, self.slots, members[0], entries, at_once, alone)
+        values = vectorised(self.attributes, self.slots, members[0], entries, at_once, alone)
         states.move(streams.states)
         # One backward pass for all clients: losses of different rows don't depend on each other's entries.
         loss = values["loss"]

@@ -63,7 +63,7 @@ class BlockTrainer:
         with self.attributes.without_turn():
             for phase in block.phases:
                 before = self.attributes.look()
-                with self.sequential.leaks.of("training_step"), during("training", round, *block.rows):
+                with self.attributes.of("training_step"), during("training", round, *block.rows):
                     self._train_phase(phase, block, layout, slots)
                 self.attributes.refuse_changes(before, "its steps change {}, which is no buffer")
 
@@ -113,13 +113,13 @@ class BlockTrainer:
         device, privacy = self.module.device, None if phase.stays else self.work.example_privacy
         if privacy is not None:
             poisson = PoissonPlan(privacy, self.work, phase, block, trained)
-            private = PrivateDifferentiator(self.sequential, privacy, slots, block, trained)
+            private = PrivateDifferentiator(self.sequential, self.attributes, privacy, slots, block, trained)
             return poisson.counts, (
                 partial(private.gradients, step, index) for index, step in enumerate(poisson.steps(device))
             )
         plan = self._plan(phase, block, layout.smallest_batch)
         differentiator = Differentiator(
-            self.module, self.sequential.precision, self.compiled, slots, block, list(trained), plan.size, scales
+            self.attributes, self.sequential.precision, self.compiled, slots, block, list(trained), plan.size, scales
         )
         return plan.counts, (
             partial(differentiator.gradients, step, index) for index, step in enumerate(plan.steps(device))
@@ -198,7 +198,7 @@ class BlockTrainer:
         def alone() -> None:
             adjusted_gradients(self.module, {name: stack[0] for name, stack in gradients.items()})
 
-        return vectorised(self.module, slots, block.members[0], block.entries, at_once, alone)
+        return vectorised(self.attributes, slots, block.members[0], block.entries, at_once, alone)
 
     def _clip(self, gradients: StateDict, clip: float) -> None:
         """Clip each client's gradients by torch's formula."""
