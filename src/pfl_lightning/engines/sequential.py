@@ -26,6 +26,7 @@ from pfl_lightning.engines.state_leaks import Leaks
 from pfl_lightning.engines.steps import Layout, adjusted_gradients, local_optimizer, step_values
 from pfl_lightning.engines.threads import is_for_one_thread, one_thread
 from pfl_lightning.messages import detached, is_finite
+from pfl_lightning.nets.batch_norm import smallest_batch
 from pfl_lightning.privacy.dp_sgd import DPSGD
 from pfl_lightning.privacy.noise import secure_seed
 
@@ -43,6 +44,8 @@ class Sequential(Engine):
         # The context for a client's number of threads.
         self._threads = one_thread if is_for_one_thread(self.module) else nullcontext
         self.leaks = Leaks(self.module)
+        # BatchNorm refuses a batch of one sample, whose variance is no statistic.
+        self.smallest_batch = smallest_batch(self.module)
         # Looked up once, as finding overridden hooks takes too long for every step.
         self._calls_after_backward = overrides(self.module, "on_after_backward")
         self._calls_before_step = overrides(self.module, "on_before_optimizer_step")
@@ -155,7 +158,7 @@ class Sequential(Engine):
             if privacy is not None:
                 steps = self._private_steps(privacy, part, phase, parameters, optimizer, generator)
             else:
-                for index, (x, y) in enumerate(self._batches(part, phase, layout.smallest_batch, generator)):
+                for index, (x, y) in enumerate(self._batches(part, phase, generator)):
                     with self.forward_context():
                         values = step_values(module, (x, y), index)
                     forget_gradients(trained)
@@ -236,23 +239,22 @@ class Sequential(Engine):
             "step."
         )
 
-    def _batches(self, part: Samples, phase: Phase, smallest: int, generator: torch.Generator) -> Iterator[Batch]:
+    def _batches(self, part: Samples, phase: Phase, generator: torch.Generator) -> Iterator[Batch]:
         """Yield the batches of a phase; each epoch is one shuffled copy of the samples, cut into views.
 
         Args:
             part: the samples.
             phase: the phase.
-            smallest: the smallest usable batch, for BatchNorm; smaller ones are skipped.
             generator: draws the order of samples.
         """
         size, last, epochs, steps = self.work.extent(phase)
         # Without this, a number of steps would loop over endless epochs without a single batch.
-        if len(part) < smallest:
+        if len(part) < self.smallest_batch:
             return
         made = 0
         for _ in count() if steps else range(epochs or 0):
             for x, y in part.take(epoch_order(len(part), size, last, generator)).chunks(size):
-                if rows_in(y) >= smallest:
+                if rows_in(y) >= self.smallest_batch:
                     yield x, y
                     made += 1
                     if made == steps:

@@ -188,10 +188,10 @@ class BlockIO:
         stacks = {update["weights"].stack for update in updates if isinstance(update.get("weights"), Row)}
         kept = {name: block.entries[slots.first_names[name]] for name in layout.personal}
         sent = [entry for stack in stacks for entry in stack.entries.values()]
-        # The same rule as in `Sequential.outcome`: under example-level privacy the update alone counts.
+        # The same rule as in `Sequential.train`: under example-level privacy the update alone counts.
         private = work.example_privacy is not None
         judged = sent if private else [*sent, *kept.values()]
-        recorded = block.recorded
+        recorded = {name: torch.cat([values for *_, values in steps]) for name, steps in block.recorded.items()}
         # One transfer for all metrics and checks, which would otherwise wait for the device once per client.
         *scalars, sums = moved([*recorded.values(), sums_of_rows(judged, len(jobs))], CPU)
         means, finite = block.means(dict(zip(recorded, scalars, strict=True))), sums.isfinite().all(0).tolist()

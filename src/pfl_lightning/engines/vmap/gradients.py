@@ -70,7 +70,7 @@ class Differentiator:
             done = self._compiled(rows, samples, index) if compiles else None
             values, gradients = self._plain(rows, samples, index) if done is None else done
             parts.append((rows, gradients))
-            self.block.steps.append((rows, samples.shape[1], {name: v.detach() for name, v in values.items()}))
+            self.block.record(rows, samples.shape[1], values)
         # The usual case: all batches have one size, and nothing must be copied.
         if len(parts) == 1:
             return parts[0][1]

@@ -128,7 +128,7 @@ class PrivateDifferentiator:
             # means over the drawn samples, for the record; gradients are divided by the expected number
             counts = step.taken.sum(1)
             means = {name: total / counts.clamp(min=1) for name, total in totals.items()}
-            self.block.steps.append((slice(0, rows), counts.cpu().numpy().astype(np.int64), means))
+            self.block.record(slice(0, rows), counts.cpu().numpy().astype(np.int64), means)
         entries = {name: self.block.entries[name][:rows] for name in self.trained}
         return noised(sums, step.noise, entries, step.expected)
 

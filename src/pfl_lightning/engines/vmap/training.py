@@ -73,7 +73,7 @@ class BlockTrainer:
         trained = layout.trained(phase)
         optimizers = self._optimizers(phase, block, list(trained.values()), slots)
         scales = self._scales(block) if self._scaled else None
-        counts, steps = self._steps(phase, block, layout, trained, slots, scales)
+        counts, steps = self._steps(phase, block, trained, slots, scales)
         for index, gradients_of in enumerate(steps):
             # Clients are sorted by size, so clients that still have batches are the first rows of the stack.
             self._narrow(optimizers, int((counts > index).sum()), phase, block)
@@ -104,7 +104,6 @@ class BlockTrainer:
         self,
         phase: Phase,
         block: Block,
-        layout: Layout,
         trained: dict[str, nn.Parameter],
         slots: Slots,
         scales: Scales | None,
@@ -117,7 +116,7 @@ class BlockTrainer:
             return poisson.counts, (
                 partial(private.gradients, step, index) for index, step in enumerate(poisson.steps(device))
             )
-        plan = self._plan(phase, block, layout.smallest_batch)
+        plan = self._plan(phase, block)
         differentiator = Differentiator(
             self.attributes, self.sequential.precision, self.compiled, slots, block, list(trained), plan.size, scales
         )
@@ -154,9 +153,9 @@ class BlockTrainer:
         states = [(state or begun)["state"] for state in saved]
         return StackOptimizers(new, states, block.entries, names, skips=self._scaled)
 
-    def _plan(self, phase: Phase, block: Block, smallest: int) -> Plan:
+    def _plan(self, phase: Phase, block: Block) -> Plan:
         """Return the batches of each client, in the same order as `Sequential`."""
-        size, last, epochs, steps = self.work.extent(phase)
+        (size, last, epochs, steps), smallest = self.work.extent(phase), self.sequential.smallest_batch
         sizes = np.array(block.sizes)
         orders, lengths = [torch.empty(0, dtype=torch.int64)] * len(sizes), np.zeros_like(sizes)
         generator, passes = torch.Generator(), dict[int, int]()
