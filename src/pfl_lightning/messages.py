@@ -52,14 +52,9 @@ class Stack:
         return self.rows[name]
 
     @cached_property
-    def shapes(self) -> dict[str, torch.Size]:
-        """Shape of one client's tensor, by name."""
-        return {name: stack.shape[1:] for name, stack in self.entries.items()}
-
-    @cached_property
-    def types(self) -> dict[str, torch.dtype]:
-        """Type of the tensors, by name."""
-        return {name: stack.dtype for name, stack in self.entries.items()}
+    def kinds(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Shape and type of one client's tensor, by name."""
+        return {name: (stack.shape[1:], stack.dtype) for name, stack in self.entries.items()}
 
     @cached_property
     def bytes_of_a_row(self) -> int:

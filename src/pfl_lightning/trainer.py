@@ -37,7 +37,7 @@ from pfl_lightning.compression import Compression
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines import Engine, EngineMaker, Processes
 from pfl_lightning.engines.client_parallel import ClientParallel, ended_together
-from pfl_lightning.engines.errors import tell_names
+from pfl_lightning.engines.errors import cut_to_hook, tell_names
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import final_test
 from pfl_lightning.federation.joining import joined_row
@@ -277,6 +277,7 @@ class FederatedTrainer(RunFolders):
                     federation.call("on_final_test", final_test(federation, best_checkpoint(self)))
         except Exception as error:
             tell_names(error, federation.data.client_label)
+            cut_to_hook(error)
             raise
         finally:
             # After an error too: the next run would take a module left in evaluation mode for a frozen one.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from federations import fit, make_client
-from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised, processes
+from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised, processes, sequential
 from pfl_lightning.engines.client_parallel import ClientParallel
 from pfl_lightning.engines.errors import ClientsLost, Failure, during
 from pfl_lightning.methods import FedAvg
@@ -94,6 +94,27 @@ def test_an_error_of_the_method_keeps_its_type_and_its_line_and_says_whose_it_is
     assert line in text and "During handling" not in text
     (note,) = raised.value.__notes__
     assert re.match(rf"Raised in the {phase} of client \d (in|for|after) round 1\.$", note)
+
+
+@pytest.mark.parametrize("engine", ENGINES[:2])
+@pytest.mark.parametrize("method", [Broken, Adjusting, Downloading, Uploading, Evaluating])
+def test_the_traceback_of_the_methods_error_has_few_frames_above_the_hook(method, engine):
+    with pytest.raises(AttributeError, match="lamda") as raised:
+        fit(make_client(method), engine=engine)
+    names = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(raised.value.__traceback__)]
+    below = names[names.index("pfl_lightning.trainer") :]
+    assert __name__ in below
+    # six from `FederatedTrainer.fit` to its stage, and the hook of a parent that called the method's own
+    assert 6 <= sum(name.startswith(("pfl_lightning.", "lightning.")) for name in below) <= 7
+    assert not any(name.startswith(("pfl_lightning.engines.", "lightning.pytorch.loops.")) for name in below)
+
+
+def test_an_error_of_an_engine_keeps_all_frames(monkeypatch):
+    monkeypatch.setattr(sequential, "step_values", None)
+    with pytest.raises(TypeError, match="NoneType") as raised:
+        fit(make_client(), engine="sequential")
+    names = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(raised.value.__traceback__)]
+    assert "lightning.pytorch.loops.fit_loop" in names and names[-1] == "pfl_lightning.engines.sequential"
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])

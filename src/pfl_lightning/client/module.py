@@ -621,8 +621,17 @@ class ClientModule(LightningModule):
             MisconfigurationException: if an entry doesn't exist or has another shape.
         """
         # `state_dict()` takes long, and many methods have no personal entries
-        if entries:
-            copy_entries(entries, self.state_dict(), f"client {self.client_id}, {type(self).__name__}")
+        own = self.state_dict() if entries else {}
+        for name, tensor in entries.items():
+            # checked here, since `copy_` would broadcast a smaller tensor in silence
+            if name not in own or own[name].shape != tensor.shape:
+                is_there = f"of shape {tuple(own[name].shape)}" if name in own else f"not in {sorted(own)}"
+                raise MisconfigurationException(
+                    f"client {self.client_id}, {type(self).__name__}.on_download: the server sent {name!r} of shape "
+                    f"{tuple(tensor.shape)}, which is {is_there} in the client's state_dict; let the aggregator send "
+                    "what upload gave it, by the same names."
+                )
+            own[name].copy_(tensor)
 
     def receive(self, personal: Mapping[str, Tensor], payload: Message, data: ClientData | None) -> None:
         """Turn this module into one client: load the personal entries, then the server's payload.

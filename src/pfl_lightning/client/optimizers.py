@@ -180,7 +180,7 @@ def check_own_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter
     Raises:
         MisconfigurationException: if it has other parameters.
     """
-    known = {id(parameter) for parameter in parameters}
+    known = set(map(id, parameters))
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in known:

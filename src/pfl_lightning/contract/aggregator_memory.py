@@ -1,7 +1,6 @@
 """Find memory of an aggregator outside ``state``, which checkpoints would lose."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import chain
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -31,21 +30,16 @@ class Remembered:
         entries = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in self._modules)
         return any(entry is tensor for entry in entries)
 
-    @contextmanager
-    def aggregation(self) -> Iterator[None]:
-        """Compare the aggregator's attributes before and after ``aggregate``.
+    def check(self, hook: str) -> None:
+        """Compare the aggregator's attributes with those of the last call.
 
-        Changes before it are due to ``download`` or ``global_model``, called since the last aggregation.
+        Args:
+            hook: the hooks that the federation has called since then, for the error.
 
         Raises:
             MisconfigurationException: if an attribute changed.
         """
         # compared by version numbers, not by copies: a look costs no memory of the size of the state
-        self._compare("download or global_model")
-        yield
-        self._compare("aggregate")
-
-    def _compare(self, hook: str) -> None:
         looks = [attributes.look() for attributes in self._attributes]
         of_each = zip(self._aggregators, self._attributes, self._looks, looks, strict=True)
         for aggregator, attributes, before, now in of_each:

@@ -8,6 +8,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Set
 from enum import Enum
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -106,7 +107,7 @@ def content(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _InPlace(value, version(value))
     if isinstance(value, Mapping):
-        return tuple(content(part) for pair in value.items() for part in pair)
+        return tuple(map(content, chain.from_iterable(value.items())))
     if isinstance(value, (list, tuple, deque)):
         return tuple(map(content, value))
     if isinstance(value, (set, np.ndarray, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):

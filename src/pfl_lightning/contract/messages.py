@@ -11,10 +11,8 @@ from torch import Size, Tensor, dtype
 from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.messages import Message, Row, StateDict, Updates
 
-Shapes: TypeAlias = dict[str, Size]
-"""Shapes of tensors, by name."""
-Types: TypeAlias = dict[str, dtype]
-"""Types of tensors, by name."""
+Kinds: TypeAlias = dict[str, tuple[Size, dtype]]
+"""Shape and type of tensors, by name."""
 
 
 def sound_updates(
@@ -33,15 +31,14 @@ def sound_updates(
     Raises:
         MisconfigurationException: if no update can be used.
     """
-    shapes, types = shapes_of(shared), types_of(shared)
-    if not any(fault(update, aggregator, shapes, types) for update in updates.values()):
-        return updates
-    if "weights" in aggregator.needs:
+    kinds = kinds_of(shared)
+    wrong = {client: reason for client, update in updates.items() if (reason := fault(update, aggregator, kinds))}
+    if wrong and "weights" in aggregator.needs:
         # a method may send a part of the shared entries; the majority tells which part, so that one wrong client can't
         names = Counter(frozenset(u["weights"]) for u in updates.values() if isinstance(u, Mapping) and "weights" in u)
-        usual = names.most_common(1)[0][0] if names else shapes.keys()
-        shapes = {name: shape for name, shape in shapes.items() if name in usual}
-    wrong = {client: reason for client in updates if (reason := fault(updates[client], aggregator, shapes, types))}
+        usual = names.most_common(1)[0][0] if names else kinds.keys()
+        part = {name: kind for name, kind in kinds.items() if name in usual}
+        wrong = {client: reason for client, update in updates.items() if (reason := fault(update, aggregator, part))}
     # all wrong is a mistake in the method's code, and one wrong that of a client
     if wrong and len(wrong) == len(updates):
         client, reason = next(iter(wrong.items()))
@@ -54,93 +51,59 @@ def sound_updates(
     return {client: update for client, update in updates.items() if client not in wrong}
 
 
-def fault(update: Any, aggregator: Aggregator, shapes: Shapes, types: Types) -> str:
+def fault(update: Any, aggregator: Aggregator, kinds: Kinds) -> str:
     """Return a description of an update's fault; empty without one.
 
     Args:
         update: the update.
         aggregator: the aggregator, which names the entries that it needs.
-        shapes: shapes of the weights, by name.
-        types: types of the weights, by name.
+        kinds: shapes and types of the weights, by name.
     """
+    needs = aggregator.needs
     if not isinstance(update, (dict, Mapping)):
         return f"a {type(update).__name__} and no dict of entries"
-    if not update.keys() >= aggregator.needs:
-        return f"no {' and '.join(sorted(aggregator.needs - update.keys()))}"
-    if "weights" in aggregator.needs and (reason := unlike(update["weights"], shapes) or of_type(update, types)):
-        return reason
-    return miscounted(update, aggregator)
-
-
-def of_type(update: Mapping[Any, Any], types: Types) -> str:
-    """Return a description of a weight with the wrong type; empty without one.
-
-    Args:
-        update: the update, with ``weights``.
-        types: types of the weights, by name.
-    """
-    for name, given in types_of(update["weights"]).items():
-        if given != types[name]:
-            return f"weights whose {name} is of type {given} and not {types[name]}"
-    return ""
-
-
-def miscounted(update: Mapping[Any, Any], aggregator: Aggregator) -> str:
-    """Return a description of a wrong number of samples; empty without one.
-
-    Args:
-        update: the update.
-        aggregator: the aggregator.
-    """
-    if "num_samples" in aggregator.needs:
+    if not update.keys() >= needs:
+        return f"no {' and '.join(sorted(needs - update.keys()))}"
+    if "weights" in needs and (given := kinds_of(update["weights"])) != kinds:
+        return difference(given, kinds)
+    if "num_samples" in needs:
         count = update["num_samples"]
         # not negative and not 0 either: both would pass into weights of a mean without a sound
         whole = isinstance(count, Tensor) and count.dim() == 0 and not count.is_floating_point()
         if not whole or count < 1:
             return f"num_samples={count} and no tensor of one integer from 1 up"
-    if "class_counts" in aggregator.needs:
+    if "class_counts" in needs:
         counts = update["class_counts"]
         if not isinstance(counts, Tensor) or counts.dim() != 1 or bool((counts < 0).any()):
             return f"class_counts={counts} and no numbers of samples from 0 up, one a class"
     return ""
 
 
-def types_of(weights: Mapping[str, Tensor]) -> Types:
-    """Return types of weights, by name, without a copy from the device.
+def kinds_of(weights: Mapping[str, Tensor]) -> Kinds:
+    """Return shapes and types of weights, by name, without a copy from the device.
 
     Args:
         weights: a state dict, or a row of a stack.
     """
     if type(weights) is Row:
-        return weights.stack.types
-    return {name: tensor.dtype for name, tensor in weights.items()}
+        return weights.stack.kinds
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
 
 
-def shapes_of(weights: Mapping[str, Tensor]) -> Shapes:
-    """Return shapes of weights, by name, without a copy from the device.
-
-    Args:
-        weights: a state dict, or a row of a stack.
-    """
-    if type(weights) is Row:
-        return weights.stack.shapes
-    return {name: tensor.shape for name, tensor in weights.items()}
-
-
-def unlike(weights: Mapping[str, Tensor], shapes: Shapes) -> str:
-    """Return a description of the first difference between weights and the shared entries; empty without one.
+def difference(given: Kinds, kinds: Kinds) -> str:
+    """Return a description of the first difference between weights and the shared entries.
 
     Args:
-        weights: the weights.
-        shapes: shapes of the shared entries, by name.
+        given: shapes and types of the weights, by name.
+        kinds: those of the shared entries.
     """
-    given = shapes_of(weights)
-    if given == shapes:
-        return ""
-    if differing := sorted(given.keys() ^ shapes.keys()):
-        return f"weights {'without' if differing[0] in shapes else 'with'} {differing[0]}"
-    name = next(name for name in given if given[name] != shapes[name])
-    return f"weights whose {name} has the shape {tuple(given[name])} and not {tuple(shapes[name])}"
+    if differing := sorted(given.keys() ^ kinds.keys()):
+        return f"weights {'without' if differing[0] in kinds else 'with'} {differing[0]}"
+    name = next(name for name in given if given[name] != kinds[name])
+    (shape, kind), (own_shape, own_kind) = given[name], kinds[name]
+    if shape != own_shape:
+        return f"weights whose {name} has the shape {tuple(shape)} and not {tuple(own_shape)}"
+    return f"weights whose {name} is of type {kind} and not {own_kind}"
 
 
 def check_entries(payload: Any, client: int, aggregator: Aggregator, needs: frozenset[str], method: str) -> None:
@@ -186,15 +149,16 @@ def check_payload(payload: Message, client: int, aggregator: Aggregator, shared:
     """
     if "weights" not in payload:
         return
-    weights = payload["weights"]
+    given, kinds = kinds_of(payload["weights"]), kinds_of(shared)
+    if given == kinds:
+        return
     # a server may send more digits than clients have, such as float64, but no integers for floats
-    rounded = [n for n, kind in types_of(weights).items() if n in shared and not alike(kind, shared[n].dtype)]
-    if reason := unlike(weights, shapes_of(shared)) or (rounded and f"weights whose {rounded[0]} is of another type"):
+    rounded: Kinds = {}
+    for name, (shape, kind) in given.items():
+        own = kinds[name][1] if name in kinds else kind
+        rounded[name] = shape, own if own.is_floating_point == kind.is_floating_point else kind
+    if rounded != kinds:
         raise MisconfigurationException(
-            f"{aggregator.name}.download({client}) gave {reason}; give every entry that upload sends, and no other."
+            f"{aggregator.name}.download({client}) gave {difference(rounded, kinds)}; give every entry that upload "
+            "sends, and no other."
         )
-
-
-def alike(one: dtype, other: dtype) -> bool:
-    """Return True if both types are floating, or neither is."""
-    return one.is_floating_point == other.is_floating_point

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast, overload
 
@@ -212,8 +211,11 @@ class Engine(ABC):
         if module.device.type == "cpu":
             keep_freed()
         self.module = module
+        self.device = module.device
         self.work = work
         self.precision = precision
+        # The context for forward passes under the Trainer's precision.
+        self.forward_context = precision.forward_context
         self.workers = workers
         self.compile = compile
         # A net with its own train(), for frozen layers, must be called; for others, setting the flags directly is
@@ -225,10 +227,6 @@ class Engine(ABC):
                 # torchmetrics would otherwise reduce each client's metric over all ranks, which hold different clients.
                 # bool() is False.
                 metric.distributed_available_fn = bool
-
-    def forward_context(self) -> AbstractContextManager[None]:
-        """Return the context for forward passes under the Trainer's precision."""
-        return self.precision.forward_context()
 
     @overload
     def complete(self, phase: Literal["training"], jobs: Iterable[Job]) -> Iterator[Outcome]: ...
@@ -251,14 +249,14 @@ class Engine(ABC):
         """
         jobs = iter(jobs)
         missing: set[int] = set()
-        when = ""
+        round = 0
 
         def asked() -> Iterator[Job]:
-            nonlocal when
+            nonlocal round
             for job in jobs:
                 missing.add(job.client)
                 # An evaluation gets the jobs of the coming round, but belongs to the round before.
-                when = when or moment(phase, job.round - (phase == "evaluation"))
+                round = job.round - (phase == "evaluation")
                 yield job
 
         results: Iterable[Outcome | Evaluated] = (
@@ -269,16 +267,18 @@ class Engine(ABC):
             client = result[0]
             if client not in missing:
                 raise ClientsLost(
-                    f"{engine} gave an unrequested result of client {client} in the {phase} {when}, "
+                    f"{engine} gave an unrequested result of client {client} in the {phase} {moment(phase, round)}, "
                     f"or a second one; {self.when_clients_miss}."
                 )
             missing.remove(client)
             yield result
         # Count the jobs that the engine never took.
-        missing.update(job.client for job in asked())
+        for _ in asked():
+            pass
         if missing and not self.may_miss_clients:
             raise ClientsLost(
-                f"{engine} gave no result of {named(sorted(missing))} in the {phase} {when}; {self.when_clients_miss}."
+                f"{engine} gave no result of {named(sorted(missing))} in the {phase} {moment(phase, round)}; "
+                f"{self.when_clients_miss}."
             )
 
     @abstractmethod
@@ -410,11 +410,6 @@ class Engine(ABC):
             for split, samples in held.items()
             if len(samples)
         }
-
-    @property
-    def device(self) -> torch.device:
-        """The device where clients train."""
-        return self.module.device
 
 
 def given_modes(module: ClientModule) -> list[tuple[nn.Module, bool]]:

@@ -4,19 +4,21 @@ import pickle
 import re
 import sys
 import traceback
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.engines.steps import reason_of
-
 Result = TypeVar("Result")
 
 NOTE = "Raised in the "
 """The beginning of each note that `during` adds to an error."""
+
+MACHINERY = ("pfl_lightning.engines.", "pfl_lightning.federation.", "lightning.", "torch.")
+"""Beginnings of the names of modules between a Trainer and a client module's hooks. PyTorch's are among them, because
+its decorators and ``nn.Module.__call__`` add frames."""
 
 WHEN = {"download": "for", "evaluation": "after"}
 
@@ -25,7 +27,8 @@ class ClientsLost(RuntimeError):
     """Clients have no result, because a process ended or the engine skipped a job."""
 
 
-class during:
+@contextmanager
+def during(phase: str, round: int, *clients: int) -> Iterator[None]:
     """Add the clients, round and phase to an error leaving this context; the error's type and traceback stay.
 
     The note is printed below the traceback. Python 3.10 doesn't print notes, so there it goes to stderr at once. A
@@ -36,20 +39,10 @@ class during:
         round: the round's number, from 0; for an evaluation, that of the round before.
         *clients: the clients' ids; several if they run in one computation.
     """
-
-    def __init__(self, phase: str, round: int, *clients: int) -> None:
-        self.phase = phase
-        self.round = round
-        self.clients = clients
-
-    def __enter__(self) -> None:
-        """Do nothing, cheaply: this context is entered several times per client and round."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Add the note, unless an inner context has added one."""
-        if error is None:
-            return
-        where = f"{self.phase} of {named(self.clients)} {moment(self.phase, self.round)}"
+    try:
+        yield
+    except BaseException as error:
+        where = f"{phase} of {named(clients)} {moment(phase, round)}"
         # Exactly SystemExit: its subclasses come from signals and must pass.
         if type(error) is SystemExit:
             raise RuntimeError(
@@ -58,11 +51,33 @@ class during:
         notes = getattr(error, "__notes__", [])
         # An error about a setting concerns every client, so no client is named.
         about_setting = isinstance(error, MisconfigurationException)
-        if about_setting or not isinstance(error, Exception) or any(note.startswith(NOTE) for note in notes):
+        # An inner context may have added the note already.
+        if not about_setting and isinstance(error, Exception) and not any(note.startswith(NOTE) for note in notes):
+            error.__notes__ = [*notes, f"{NOTE}{where}."]
+            if not hasattr(error, "add_note"):
+                print(f"{type(error).__name__}: {error}\n{NOTE}{where}.", file=sys.stderr)
+        raise
+
+
+def cut_to_hook(error: BaseException) -> None:
+    """Remove the frames above a client module's hook from the traceback of an error that `during` has noted.
+
+    A user's mistake in a loss would otherwise stand below some twenty frames of Lightning's loops and of engines. The
+    first frame stays, and so does a traceback without a hook, as of an engine's own mistake.
+
+    Args:
+        error: the error, whose traceback begins in the caller.
+    """
+    first = frame = error.__traceback__
+    noted = any(note.startswith(NOTE) for note in getattr(error, "__notes__", []))
+    in_engine = False
+    while first is not None and frame is not None and noted:
+        module = f"{frame.tb_frame.f_globals.get('__name__')}."
+        if in_engine and not module.startswith(MACHINERY):
+            first.tb_next = frame
             return
-        error.__notes__ = [*notes, f"{NOTE}{where}."]
-        if not hasattr(error, "add_note"):
-            print(f"{type(error).__name__}: {error}\n{NOTE}{where}.", file=sys.stderr)
+        in_engine = in_engine or module.startswith("pfl_lightning.engines.")
+        frame = frame.tb_next
 
 
 def tell_names(error: Exception, label: Callable[[int], str]) -> None:
@@ -110,8 +125,16 @@ def named(clients: tuple[int, ...] | list[int]) -> str:
     return f"client{'s' * (len(clients) != 1)} {', '.join(map(str, clients))}"
 
 
+def reason_of(error: Exception) -> str:
+    """Return the first sentence of an error's message, without the full stop, in at most 200 characters."""
+    return " ".join(str(error).split()).split(". ")[0].rstrip(".")[:200]
+
+
 def computed(
-    at_once: Callable[[], Result], alone: Callable[[], Any], refusal: Callable[[str], MisconfigurationException]
+    at_once: Callable[[], Result],
+    alone: Callable[[], Any],
+    refusal: Callable[[str], MisconfigurationException],
+    prepared: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Result:
     """Run the client module's code under a transform such as ``vmap``; if the code fails, find out why.
 
@@ -122,6 +145,7 @@ def computed(
         at_once: runs the code under the transform.
         alone: runs the same code plainly, for one client, without lasting effects.
         refusal: makes the exception from the reason for the failure.
+        prepared: the context for the plain run.
     """
     try:
         return at_once()
@@ -130,7 +154,8 @@ def computed(
     except Exception as error:
         failed = error
     # Outside the except block, so that an author's own error isn't chained to torch's.
-    alone()
+    with prepared():
+        alone()
     raise refusal(reason_of(failed)) from failed
 
 

@@ -71,28 +71,26 @@ def releases_of(work: LocalWork, phases: Sequence[Phase], samples: int) -> list[
     """Return the releases of a client's round: private steps, and class counts where these are sent.
 
     Args:
-        work: how much each client trains.
+        work: how much each client trains, with DP-SGD.
         phases: of its training.
         samples: how many it has.
     """
-    if work.example_privacy is None:
-        return []
+    private = cast(DPSGD, work.example_privacy)
     # a phase that stays with its client reaches nobody
-    z, counts = cast(float, work.example_privacy.noise_multiplier), work.example_privacy.counts_release
+    z, counts = cast(float, private.noise_multiplier), private.counts_release
     made = [Release(z, drawn.rate, drawn.steps) for drawn in private_draws(work, phases, samples)]
     return made if counts is None else [*made, counts]
 
 
-def with_noisy_counts(work: LocalWork, seed: int, update: Message) -> Message:
+def with_noisy_counts(private: DPSGD, update: Message, seed: int) -> Message:
     """Return an update with noise in the class counts, if the settings ask for noise.
 
     Args:
-        work: how much each client trains.
-        seed: of the client's round.
+        private: the settings.
         update: the upload.
+        seed: of the client's round.
     """
-    private = work.example_privacy
-    if private is None or private.counts_epsilon is None or "class_counts" not in update:
+    if private.counts_epsilon is None or "class_counts" not in update:
         return update
     return {**update, "class_counts": private.noisy_counts(update["class_counts"], seed)}
 

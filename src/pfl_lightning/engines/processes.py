@@ -19,9 +19,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from pfl_lightning.engines.base import Evaluated, Job, Outcome
 from pfl_lightning.engines.die_with_parent import end_with
 from pfl_lightning.engines.errors import ClientsLost, Failure
-from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.shared_memory import Shelf
+from pfl_lightning.engines.steps import Layout
 from pfl_lightning.engines.threads import one_thread
 
 Result = TypeVar("Result")
@@ -74,7 +74,7 @@ class Processes(Sequential):
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Train each job's client, and yield outcomes in the order of finishing."""
         layout = Layout.of(self.module)
-        with self.leaks.of_a_round():
+        with self.leaks.of("local work", whole_round=True):
             yield from self._share_out("training", lambda job: self.train(job, layout), list(jobs))
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:

@@ -4,10 +4,10 @@ import math
 import operator
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from itertools import chain, islice, repeat
-from typing import Any, TypeAlias, cast
+from itertools import chain, count
+from typing import Any, TypeAlias
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -22,13 +22,12 @@ from pfl_lightning.data.trees import rows_in
 from pfl_lightning.engines.base import ClientState, Engine, Job, Outcome
 from pfl_lightning.engines.errors import computed, during
 from pfl_lightning.engines.examples import Draws, ExampleGradients, noised, releases_of, with_noisy_counts
-from pfl_lightning.engines.layout import Layout
-from pfl_lightning.engines.local_optimizer import local_optimizer
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.state_leaks import Leaks
-from pfl_lightning.engines.steps import adjusted_gradients, step_values
+from pfl_lightning.engines.steps import Layout, adjusted_gradients, local_optimizer, step_values
 from pfl_lightning.engines.threads import is_for_one_thread, one_thread
 from pfl_lightning.messages import detached, is_finite
+from pfl_lightning.nets.batch_norm import smallest_batch
 from pfl_lightning.privacy.dp_sgd import DPSGD
 from pfl_lightning.privacy.noise import secure_seed
 
@@ -43,12 +42,16 @@ class Sequential(Engine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._for_one_thread = is_for_one_thread(self.module)
+        # The context for a client's number of threads.
+        self._threads = one_thread if is_for_one_thread(self.module) else nullcontext
         self.leaks = Leaks(self.module)
+        # BatchNorm refuses a batch of one sample, whose variance is no statistic.
+        self.smallest_batch = smallest_batch(self.module)
         # Looked up once, as finding overridden hooks takes too long for every step.
         self._calls_after_backward = overrides(self.module, "on_after_backward")
         self._calls_before_step = overrides(self.module, "on_before_optimizer_step")
         self._adjusts = overrides(self.module, "adjust_gradients")
+        self._scales = getattr(self.precision, "scaler", None) is not None
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Train each job's client and yield the outcomes in the order of the jobs.
@@ -57,7 +60,7 @@ class Sequential(Engine):
             MisconfigurationException: if the client module stores a client's data in a plain attribute.
         """
         layout = Layout.of(self.module)
-        with self.leaks.of_a_round():
+        with self.leaks.of("local work", whole_round=True):
             for job in jobs:
                 # Not around the yield: between clients the caller may use all threads.
                 with self._threads():
@@ -68,10 +71,6 @@ class Sequential(Engine):
         """Return the metrics of a client's received model, as `Engine.evaluate` describes."""
         with self._threads():
             return super().evaluate(job)
-
-    def _threads(self) -> AbstractContextManager[None]:
-        """Return the context for a client's number of threads."""
-        return one_thread() if self._for_one_thread else nullcontext()
 
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
         """Train phase by phase with new optimizers, and leave the module in evaluation mode."""
@@ -92,7 +91,7 @@ class Sequential(Engine):
             layout: the module's layout.
         """
         start = time.perf_counter()
-        module = self.module
+        module, private = self.module, self.work.example_privacy
         # A hook must not store a client's data in plain attributes of the module, which all clients share.
         with self.leaks.of("on_download"):
             data = self.become(job, training=True)
@@ -105,47 +104,28 @@ class Sequential(Engine):
             phases = module.local_phases()
             for phase in phases:
                 # A phase whose result stays with the client and never leaves it needs no noise.
-                privacy = None if phase.stays else self.work.example_privacy
+                privacy = None if phase.stays else private
                 steps += self._train_phase(phase, job, layout, data.train, generator, state, privacy)
-        spent = releases_of(self.work, phases, len(data.train))
-        return self.outcome(job, layout, data, state, means(steps), start)._replace(releases=tuple(spent))
-
-    def outcome(
-        self, job: Job, layout: Layout, data: ClientData, state: ClientState, metrics: dict[str, float], start: float
-    ) -> Outcome:
-        """Collect the update, the new state and the metrics from the module after a client's training.
-
-        Args:
-            job: the client's job.
-            layout: the module's layout.
-            data: the client's data, on the training device.
-            state: the optimizers' state; personal entries are added.
-            metrics: the metrics of the training.
-            start: the time when the client's work began.
-        """
+        metrics = means(steps)
         self.set_mode(training=False)
         with torch.no_grad(), self.leaks.of("upload"), during("upload", job.round, job.client):
-            update = with_noisy_counts(self.work, job.seed, detached(self.module.upload(data)))
+            update = detached(module.upload(data))
+            if private is not None:
+                update = with_noisy_counts(private, update, job.seed)
         if layout.personal:
-            own = self.module.state_dict()
+            own = module.state_dict()
             state.personal = self.work.kept({name: own[name] for name in layout.personal})
-        with during("evaluation", job.round, job.client):
-            # Evaluation may adapt the module, so it comes after update and state are copied.
-            after = self.evaluate_present(job, data)
-        return Outcome(
-            client=job.client,
-            update=update,
-            state=state,
-            metrics=metrics,
-            # Under example-level privacy judge by the update alone: NaN elsewhere would reveal samples without noise.
-            finite=is_finite(update)
-            and (
-                self.work.example_privacy is not None
-                or (all(map(math.isfinite, metrics.values())) and is_finite(state.personal))
-            ),
-            after=after,
-            seconds=time.perf_counter() - start,
-        )
+        after: dict[str, dict[str, float]] = {}
+        if job.evaluate:
+            with during("evaluation", job.round, job.client):
+                # Evaluation may adapt the module, so it comes after update and state are copied.
+                after = self.evaluate_present(job, data)
+        if private is None:
+            finite = is_finite(update) and all(map(math.isfinite, metrics.values())) and is_finite(state.personal)
+            return Outcome(job.client, update, state, metrics, finite, after, time.perf_counter() - start)
+        # Judged by the update alone: NaN elsewhere would reveal samples without noise.
+        finite, spent = is_finite(update), tuple(releases_of(self.work, phases, len(data.train)))
+        return Outcome(job.client, update, state, metrics, finite, after, time.perf_counter() - start, releases=spent)
 
     def _train_phase(
         self,
@@ -170,23 +150,20 @@ class Sequential(Engine):
         """
         module = self.module
         module.phase = phase
-        parameters = layout.trained(phase)
-        trained = list(parameters.values())
-        frozen = [parameter for name, parameter in layout.parameters.items() if name not in parameters]
-        # Without requires_grad, autograd skips the frozen parameters' part of the backward pass.
-        with standing_still(frozen):
+        with layout.training(phase) as parameters:
+            trained = list(parameters.values())
             optimizer = local_optimizer(module, phase, job, trained)
             # The scale continues from the phase before, or else from the client's last round.
-            scaler = self._scaler(state.scaler or job.state.scaler)
+            scaler = self._scaler(state.scaler or job.state.scaler) if self._scales else None
             steps = []
             if phase.data is not None:
                 part = phase.data
             if privacy is not None:
                 steps = self._private_steps(privacy, part, phase, parameters, optimizer, generator)
             else:
-                batches = self._batches(part, phase, layout.smallest_batch, generator, job)
-                for index, (x, y) in enumerate(batches):
-                    values = self._values((x, y), index)
+                for index, (x, y) in enumerate(self._batches(part, phase, generator, job)):
+                    with self.forward_context():
+                        values = step_values(module, (x, y), index)
                     forget_gradients(trained)
                     self._step(values["loss"], optimizer, scaler, parameters)
                     # Left on the device; `means` fetches all steps at once.
@@ -231,6 +208,11 @@ class Sequential(Engine):
         # Views of the parameters' memory, so each step sees the optimizer's changes.
         entries = slots.current()
         steps: list[Step] = []
+
+        def alone(batch: Batch, index: int) -> None:
+            with self.forward_context():
+                step_values(self.module, batch, index)
+
         for index in range(draws.steps):
             # Poisson sampling: each sample joins independently, so batches vary in size and may be empty.
             rows = privacy.drawn(len(part), draws.rate, generator)
@@ -238,26 +220,21 @@ class Sequential(Engine):
             noise = privacy.drawn_noise(parameters.values(), generator)
             sums: dict[str, Tensor] = {}
             totals: dict[str, Tensor] = {}
-            if count := len(rows):
+            if size := len(rows):
                 chosen = part.take(rows)
-                batch, taken = (chosen.x, chosen.y), torch.ones(count, device=self.device)
+                batch, taken = (chosen.x, chosen.y), torch.ones(size, device=self.device)
                 sums, totals = computed(
                     partial(gradients.sums, entries, batch, taken, index),
-                    partial(self._values, batch, index),
+                    partial(alone, batch, index),
                     self._without_examples,
                 )
-            steps.append((count, {name: total / count for name, total in totals.items()}))
+            steps.append((size, {name: total / size for name, total in totals.items()}))
             for name, gradient in noised(sums, noise, parameters, draws.expected).items():
                 parameters[name].grad = gradient
             if self._adjusts:
                 self._adjust(parameters)
             optimizer.step()
         return steps
-
-    def _values(self, batch: Batch, index: int) -> dict[str, Tensor]:
-        """Return the values returned and logged by ``training_step``, under the Trainer's precision."""
-        with self.forward_context():
-            return step_values(self.module, batch, index)
 
     def _without_examples(self, reason: str) -> MisconfigurationException:
         """Return the error for a step without per-sample gradients."""
@@ -267,43 +244,37 @@ class Sequential(Engine):
             "step."
         )
 
-    def _batches(
-        self, part: Samples, phase: Phase, smallest: int, generator: torch.Generator, job: Job
-    ) -> Iterator[Batch]:
-        """Return the batches of a phase; each epoch is one shuffled copy of the samples, cut into views.
+    def _batches(self, part: Samples, phase: Phase, generator: torch.Generator, job: Job) -> Iterator[Batch]:
+        """Yield the batches of a phase; each epoch is one shuffled copy of the samples, cut into views.
 
         Args:
             part: the samples.
             phase: the phase.
-            smallest: the smallest usable batch, for BatchNorm; smaller ones are skipped.
             generator: draws the order of samples.
             job: the client's job.
         """
         size, last, epochs, steps = self.work.extent(phase)
-
-        def epoch(order: Tensor) -> Iterator[Batch]:
-            batches = part.take(order).chunks(size)
-            return ((x, y) for x, y in batches if rows_in(y) >= smallest)
-
-        if len(part) < smallest:
-            # Without this, a number of steps would loop over endless epochs without a single batch.
-            return iter(())
+        # Without this, a number of steps would loop over endless epochs without a single batch.
+        if len(part) < self.smallest_batch:
+            return
+        orders: Iterator[Tensor] = (
+            epoch_order(len(part), size, last, generator) for _ in (count() if steps else range(epochs or 0))
+        )
         if job.continues(phase, self.work):
-            begun = job.state.batches.get(phase.name, 0)
-            orders, done = continued_orders(len(part), size, last, smallest, cast(int, job.order_seed), begun)
+            begun, seed = job.state.batches.get(phase.name, 0), cast(int, job.order_seed)
+            orders, done = continued_orders(len(part), size, last, self.smallest_batch, seed, begun)
             orders = chain([next(orders)[done * size :]], orders)
-        else:
-            passes = repeat(None) if steps else repeat(None, cast(int, epochs))
-            orders = (epoch_order(len(part), size, last, generator) for _ in passes)
-        return islice(chain.from_iterable(map(epoch, orders)), steps)
+        made = 0
+        for order in orders:
+            for x, y in part.take(order).chunks(size):
+                if rows_in(y) >= self.smallest_batch:
+                    yield x, y
+                    made += 1
+                    if made == steps:
+                        return
 
-    def _scaler(self, state: dict[str, float]) -> torch.amp.GradScaler | None:
-        """Return the client's own loss scaler if the precision needs one.
-
-        A shared scaler's scale would depend on the order of the clients.
-        """
-        if getattr(self.precision, "scaler", None) is None:
-            return None
+    def _scaler(self, state: dict[str, float]) -> torch.amp.GradScaler:
+        """Return the client's own loss scaler, as a shared one's scale would depend on the order of the clients."""
         scaler = torch.amp.GradScaler(self.device.type)
         if state:
             scaler.load_state_dict(state)
@@ -347,18 +318,6 @@ class Sequential(Engine):
             parameters[name].grad = gradient
 
 
-@contextmanager
-def standing_still(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Freeze parameters inside this context, and unfreeze afterwards, also after an error."""
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-
-
 def forget_gradients(parameters: list[nn.Parameter]) -> None:
     """Set gradients to None, without the profiler record of each ``Optimizer.zero_grad`` call."""
     for parameter in parameters:
@@ -373,8 +332,8 @@ def means(steps: list[Step]) -> dict[str, float]:
             named.setdefault(name, []).append((samples, value))
     result = {}
     for name, pairs in named.items():
-        sizes = [samples for samples, _ in pairs]
+        sizes, tensors = zip(*pairs, strict=True)
         # One transfer from the device per name, not one per step.
-        scalars = torch.stack([value for _, value in pairs]).tolist()
+        scalars = torch.stack(tensors).tolist()
         result[name] = sum(map(operator.mul, sizes, scalars)) / sum(sizes)
     return result

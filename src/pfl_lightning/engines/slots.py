@@ -48,21 +48,19 @@ class Slots:
     """
 
     def __init__(self, module: ClientModule) -> None:
+        self.all: list[Slot] = []
+        self.first_names: dict[str, str] = {}
         names: dict[int, str] = {}
-        places = {
-            f"{path}.{key}".lstrip("."): (table, key, tensor)
-            # A shared submodule appears under each of its paths.
-            for path, m in module.named_modules(remove_duplicate=False)
-            for table in entry_tables(m)
-            for key, tensor in table.items()
-        }
-        slots = [
-            # Tied weights are the same object, so the first name found for the object is used for all of its places.
-            Slot(name if place[2] is None else names.setdefault(id(place[2]), name), *place)
-            for name, place in places.items()
-        ]
-        self.first_names = dict(zip(places, (slot.name for slot in slots), strict=True))
-        self.all = [slot for slot in slots if slot.name not in module.common_names]
+        # A shared submodule appears under each of its paths.
+        for path, m in module.named_modules(remove_duplicate=False):
+            for table in entry_tables(m):
+                for key, tensor in table.items():
+                    place = f"{path}.{key}".lstrip(".")
+                    # Tied weights are the same object, so the first name found for the object is used for all places.
+                    name = place if tensor is None else names.setdefault(id(tensor), place)
+                    self.first_names[place] = name
+                    if name not in module.common_names:
+                        self.all.append(Slot(name, table, key, tensor))
         # In a dict the last value wins, so going backwards keeps the first slot of each name.
         self.first = list({slot.name: slot for slot in reversed(self.all)}.values())[::-1]
 
@@ -87,17 +85,16 @@ class Slots:
         Raises:
             RuntimeError: if the function itself replaces a tensor.
         """
-        before = [slot.current for slot in self.all]
+        before = [slot.table[slot.key] for slot in self.all]
         put = [entries.get(slot.name, tensor) for slot, tensor in zip(self.all, before, strict=True)]
         try:
             for slot, tensor in zip(self.all, put, strict=True):
                 slot.table[slot.key] = tensor
             result = function(*args)
-            # A replaced buffer would be lost below, when the originals are put back.
-            if any(slot.current is not tensor for slot, tensor in zip(self.all, put, strict=True)):
-                raise RuntimeError(
-                    f"{function.__name__} replaces a buffer by another tensor, but must change it in place"
-                )
+            for slot, tensor in zip(self.all, put, strict=True):
+                # A replaced buffer would be lost below, when the originals are put back.
+                if slot.table[slot.key] is not tensor:
+                    raise RuntimeError("its code replaces a buffer by another tensor, but must change it in place")
             return result
         finally:
             for slot, tensor in zip(self.all, before, strict=True):

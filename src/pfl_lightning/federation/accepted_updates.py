@@ -17,24 +17,10 @@ class TrainingDiverged(RuntimeError):
     """The loss or the weights of every client in a round became NaN or infinite."""
 
 
-def unrefused(outcomes: Mapping[int, Outcome], round: int, label: Callable[[int], str] = str) -> dict[int, Outcome]:
-    """Return the outcomes not refused by the engine, by id, and warn of refused ones.
-
-    Args:
-        outcomes: the outcomes of the round, by client.
-        round: the round's number, from 1.
-        label: returns a client's id and name for messages.
-    """
-    for client, outcome in sorted(outcomes.items()):
-        if outcome.refused:
-            rank_zero_warn(f"round {round}: client {label(client)} is left out of the aggregation: {outcome.refused}.")
-    return {client: outcome for client, outcome in outcomes.items() if not outcome.refused}
-
-
-def finite(
+def sound(
     outcomes: Mapping[int, Outcome], round: int, expected: int, label: Callable[[int], str] = str
-) -> dict[int, Outcome]:
-    """Return the outcomes without NaN and infinities, by id, and warn of diverged clients.
+) -> tuple[dict[int, Outcome], int]:
+    """Return the outcomes that are neither refused nor diverged, by id, and the number of diverged ones; warn of both.
 
     Args:
         outcomes: the outcomes of the round, by client.
@@ -45,7 +31,16 @@ def finite(
     Raises:
         TrainingDiverged: if all expected clients diverged.
     """
-    diverged = sorted(client for client, outcome in outcomes.items() if not outcome.finite)
+    left: dict[int, Outcome] = {}
+    diverged: list[int] = []
+    # Sorted, because engines finish clients in different orders, and sums of floats depend on the order.
+    for client, outcome in sorted(outcomes.items()):
+        if outcome.refused:
+            rank_zero_warn(f"round {round}: client {label(client)} is left out of the aggregation: {outcome.refused}.")
+        elif outcome.finite:
+            left[client] = outcome
+        else:
+            diverged.append(client)
     if diverged and len(diverged) == expected:
         raise TrainingDiverged(
             f"round {round}: the loss or the weights of every client became NaN or infinite; "
@@ -56,25 +51,7 @@ def finite(
             f"round {round}: left out of the aggregation, because their loss or weights became NaN or "
             f"infinite: clients {', '.join(map(label, diverged))}."
         )
-    # Sorted, because engines finish clients in different orders, and sums of floats depend on the order.
-    return {client: outcomes[client] for client in sorted(outcomes) if outcomes[client].finite}
-
-
-def enough(outcomes: dict[int, Outcome], round: int, least: int) -> dict[int, Outcome]:
-    """Return the outcomes, or none if a round has fewer than needed, with a warning.
-
-    Args:
-        outcomes: the usable outcomes, by client.
-        round: the round's number, from 1.
-        least: the number of outcomes that a round needs.
-    """
-    if len(outcomes) >= least:
-        return outcomes
-    rank_zero_warn(
-        f"round {round} leaves the federation as it is: {len(outcomes)} updates are fewer than trainer.min_clients="
-        f"{least}."
-    )
-    return {}
+    return left, len(diverged)
 
 
 def summed(

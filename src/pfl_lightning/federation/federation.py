@@ -26,6 +26,7 @@ from pfl_lightning.client.common import (
 )
 from pfl_lightning.client.hooks import check_hooks
 from pfl_lightning.client.module import ClientModule
+from pfl_lightning.compression import Compression
 from pfl_lightning.contract.aggregator_memory import Remembered
 from pfl_lightning.contract.guarantee import check_example_level, check_guarantee
 from pfl_lightning.contract.messages import check_entries, check_payload, sound_updates
@@ -46,8 +47,8 @@ from pfl_lightning.engines.base import given_modes, release
 from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.engines.examples import releases_of
 from pfl_lightning.engines.threads import threads_for
-from pfl_lightning.federation.accepted_updates import enough, finite, summed, unrefused
-from pfl_lightning.federation.checkpoint import check_same, pair_clients, saved_states, storable, subject
+from pfl_lightning.federation.accepted_updates import sound, summed
+from pfl_lightning.federation.checkpoint import check_same, is_storable, pair_clients, saved_states, storable, subject
 from pfl_lightning.federation.evaluation import Evaluations, undisturbed
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.participation import Participation, check_tells
@@ -64,7 +65,7 @@ from pfl_lightning.federation.resuming import (
 from pfl_lightning.federation.summary import over_clients
 from pfl_lightning.messages import Message, StateDict, detached, is_finite, keep_own, num_bytes
 from pfl_lightning.methods.registry import method_of
-from pfl_lightning.privacy import DPAverage, Release
+from pfl_lightning.privacy import DPAverage, Release, SecureSum
 from pfl_lightning.privacy.dp_sgd import PUBLISHABLE, composed
 from pfl_lightning.privacy.secure_sum import NoiseShare, drawn_share
 from pfl_lightning.runs.client_states import DiskStates
@@ -189,10 +190,12 @@ class Federation(LightningModule):
 
     def engines_of(self, clients: Sequence[int]) -> Iterable[tuple[Engine, list[int]]]:
         """Return pairs of an engine and its clients."""
+        if len(set(self.engines)) == 1:
+            return [(self.engines[0], list(clients))]
         own: dict[Engine, list[int]] = {engine: [] for engine in self.engines}
-        for client in clients if len(own) > 1 else ():
+        for client in clients:
             own[self.engines[self.architecture_of(client)]].append(client)
-        return own.items() if len(own) > 1 else [(self.engines[0], list(clients))]
+        return own.items()
 
     def setup(self, stage: str) -> None:
         """Check the parts, take the common initial model and prepare the server, once per federation.
@@ -371,9 +374,8 @@ class Federation(LightningModule):
         The running state is converted too, not only the saved one, so that a resumed run continues with the same bits.
         """
         for owner, name in ((self.aggregator, self.aggregator.name), (self.options.cohort, "trainer.cohort")):
-            state = owner.state
-            if (kept := storable(state, f"{name}.state")) is not state:
-                owner.state = kept
+            if not is_storable(owner.state):
+                owner.state = storable(owner.state, f"{name}.state")
 
     def job(self, client: int, evaluate: tuple[Split, ...] = ()) -> Job:
         """Return a client's work in the coming round.
@@ -459,7 +461,18 @@ class Federation(LightningModule):
         )
         choosing = time.perf_counter() - start
         self.evaluations.results = {}
-        self.metrics = new_row(self.round + 1, cohort, self.trainer.optimizers[0].param_groups[0]["lr"])
+        # The columns of every round, in their order.
+        self.metrics = {
+            "round": self.round + 1,
+            "clients": 0,
+            "clients_diverged": 0,
+            "clients_refused": 0,
+            "clients_absent": 0,
+            "cohort": " ".join(map(str, cohort)),
+            "lr": self.trainer.optimizers[0].param_groups[0]["lr"],
+            "bytes/up": 0,
+            "bytes/down": 0,
+        }
         self.call("on_round_start", cohort)
         outcomes: dict[int, Outcome] = {}
         listeners = self._listeners("on_client_fit_end")
@@ -468,13 +481,17 @@ class Federation(LightningModule):
         handed: Message = {}
         for together in [cohort] if turns is None else [[client] for client in turns]:
             for engine, own in self.engines_of(together):
-                for trained in engine.complete("training", self._jobs(own, handed)):
-                    outcome = self._compressed(trained)
-                    outcomes[outcome.client] = outcome
+                for outcome in engine.complete("training", self._jobs(own, handed)):
+                    client = outcome.client
+                    if (job := self._given.pop(client, None)) is not None:
+                        # The weights that the server gets.
+                        module = self._architectures[self.architecture_of(client)]
+                        outcome = cast(Compression, self.options.compression).applied(outcome, job, module)
+                    outcomes[client] = outcome
                     # Refused clients gave no usable result; callbacks shall not record it.
                     if not outcome.refused:
                         for ended in listeners:
-                            ended(self.trainer, self, outcome.client, outcome)
+                            ended(self.trainer, self, client, outcome)
                         if turns is not None and outcome.finite:
                             handed = {"weights": outcome.update["weights"]}
         self.metrics["time/train"] = time.perf_counter() - start + choosing
@@ -482,7 +499,9 @@ class Federation(LightningModule):
             self._spend(cohort, outcomes)
             # Stop before the server sees an update that would exceed the privacy budget.
             private.check_spent(self.spent, self.sizes(self.spent, "train"), self.round)
-        outcomes, sums = self._summed(outcomes, cohort)
+        sums: dict[str, Any] = {}
+        if self.options.secure_sum is not None and cohort:
+            outcomes, sums = self._summed(outcomes, cohort, self.options.secure_sum)
         taken = self._taken(outcomes, len(cohort))
         self.metrics |= sums | {"bytes/down": self.metrics["bytes/down"] + sums.get("bytes/down", 0)}
         self.evaluations.keep_initial(clients, taken)
@@ -523,26 +542,17 @@ class Federation(LightningModule):
             for cohort in cohorts:
                 self._spend(cohort, {}, lost=True)
 
-    def _compressed(self, outcome: Outcome) -> Outcome:
-        """Return a client's outcome with the weights that the server gets, where updates are compressed here."""
-        compression = self.options.compression
-        if compression is None or self.data.at_sites:
-            return outcome
-        client = outcome.client
-        return compression.applied(outcome, self._given.pop(client), self._architectures[self.architecture_of(client)])
-
     @property
     def _deployed(self) -> bool:
         """True if clients are at sites, which an engine serves that neither a name nor a class describes."""
         return not isinstance(self.options.engine, (str, type))
 
-    def _summed(self, outcomes: dict[int, Outcome], cohort: list[int]) -> tuple[dict[int, Outcome], dict[str, Any]]:
-        """Return the outcomes with sums in the place of updates, where the server learns these alone, and a record."""
-        settings, engine = self.options.secure_sum, self.engines[0]
-        if settings is None or not cohort:
-            return outcomes, {}
-        if engine.sums is not None:
-            return outcomes, engine.sums
+    def _summed(
+        self, outcomes: dict[int, Outcome], cohort: list[int], settings: SecureSum
+    ) -> tuple[dict[int, Outcome], dict[str, Any]]:
+        """Return the outcomes with sums in the place of updates, as the server learns these alone, and a record."""
+        if (sums := self.engines[0].sums) is not None:
+            return outcomes, sums
         private = self.aggregator.find(DPAverage)
         noise = None if private is None else private.noise_share(self._deployed)
 
@@ -560,13 +570,14 @@ class Federation(LightningModule):
             clients: the clients' ids.
             handed: entries from another client that replace the payload's.
         """
-        listeners = self._listeners("on_client_fit_start")
+        listeners, splits = self._listeners("on_client_fit_start"), self.options.splits_after
+        compresses = self.options.compression is not None and not self.data.at_sites
         known: dict[str, Any] | None = None
         size = 0
         for client in clients:
             for started in listeners:
                 started(self.trainer, self, client)
-            job = self.job(client, self.options.splits_after)
+            job = self.job(client, splits)
             if handed:
                 job = job._replace(payload=job.payload | handed)
             if self.client.pools:
@@ -577,7 +588,7 @@ class Federation(LightningModule):
                 check_payload(job.payload, client, self.aggregator, self._shared)
                 known, size = sent, num_bytes(sent)
             self.metrics["bytes/down"] += size
-            if self.options.compression is not None:
+            if compresses:
                 self._given[client] = job
             yield job
 
@@ -598,26 +609,34 @@ class Federation(LightningModule):
         """
         round = self.round + 1
         label = self.data.client_label
-        accepted = unrefused(outcomes, round, label)
         # Under a privacy guarantee the run must not stop because of divergence: stopping would reveal something about
         # the clients.
         private = bool(self.aggregator.guarantee)
         ends = not private and self.options.example_privacy is None
-        sound = finite(accepted, round, expected if ends else 0, label)
-        updates = {client: outcome.update for client, outcome in sound.items()}
+        left, diverged = sound(outcomes, round, expected if ends else 0, label)
+        updates = {client: outcome.update for client, outcome in left.items()}
         # Read now and not at set-up: the Trainer's precision may have changed the weights' dtype.
         shared = shared_entries(self.client, self.client.state_dict())
         usable = sound_updates(updates, self.aggregator, type(self.client).__name__, shared, label)
-        taken = {client: sound[client] for client in usable}
-        if expected and not private:
-            taken = enough(taken, round, self.options.min_clients)
+        taken = {client: left[client] for client in usable}
+        if expected and not private and len(taken) < self.options.min_clients:
+            rank_zero_warn(
+                f"round {round} leaves the federation as it is: {len(taken)} updates are fewer than "
+                f"trainer.min_clients={self.options.min_clients}."
+            )
+            taken = {}
         if absent := expected - len(outcomes):
             rank_zero_warn(f"round {round}: {absent} of the round's clients gave nothing.")
+        # A client whose method doesn't train has an update but no training metrics.
+        trained = {client: outcome.metrics for client, outcome in taken.items() if outcome.metrics}
+        means = over_clients(trained, self.sizes(trained, "train"))
         self.metrics |= {
-            "clients_diverged": len(accepted) - len(sound),
-            "clients_refused": len(outcomes) - len(accepted) + len(sound) - len(usable),
+            "clients": len(taken),
+            "clients_diverged": diverged,
+            "clients_refused": len(outcomes) - diverged - len(usable),
             "clients_absent": absent,
-            **training_metrics(taken, self.sizes(taken, "train")),
+            "bytes/up": num_bytes([outcome.update for outcome in taken.values()]),
+            **{f"train/{name}": value for name, value in means.items()},
         }
         if (loss := self.metrics.get("train/loss")) is not None:
             # The same place where self.log writes; self.log itself takes as long as a training step of many small nets.
@@ -632,22 +651,25 @@ class Federation(LightningModule):
             # servers may keep weights in their state, where checkpoints take no class of ours
             updates = {client: update | {"weights": dict(update["weights"])} for client, update in updates.items()}
         self.call("on_aggregate_start", updates)
-        start = time.perf_counter()
-        with self._remembered.aggregation():
-            logs = checked_logs(self.aggregator.aggregate(updates, self.round), self.aggregator.name)
-            keep_own(self.aggregator.state, updates)
+        start, splits_after = time.perf_counter(), self.options.splits_after
+        # Changes since the last aggregation are due to these hooks, which evaluations call too.
+        self._remembered.check("download or global_model")
+        logs = checked_logs(self.aggregator.aggregate(updates, self.round), self.aggregator.name)
+        keep_own(self.aggregator.state, updates)
+        self._remembered.check("aggregate")
         # Client states change only here, after aggregation, so that an interrupted round leaves no client half-updated.
         for client, outcome in taken.items():
-            own = vars(outcome.state)
-            if self.options.example_privacy is not None and not is_finite(outcome.state.personal):
+            state = outcome.state
+            if self.options.example_privacy is not None and not is_finite(state.personal):
                 # The update still counts: leaving it out would reveal something about the samples without noise.
                 rank_zero_warn(
                     f"round {self.round + 1}: what stays with client {self.data.client_label(client)} became NaN or "
                     "infinite; try a smaller learning rate."
                 )
-            kept = storable(own, f"client {client}'s state")
-            self.clients[client] = outcome.state if kept is own else ClientState(**kept)
-            if self.options.splits_after:
+            if not is_storable(vars(state)):
+                state = ClientState(**storable(vars(state), f"client {client}'s state"))
+            self.clients[client] = state
+            if splits_after:
                 self.evaluations.after[client] = outcome.after
         self.participation.remember(taken, self.round)
         self._keep_storable()
@@ -973,42 +995,9 @@ class Federation(LightningModule):
 
     def _listeners(self, hook: str) -> list[Callable[..., Any]]:
         """Return the callbacks' own methods for a hook, without empty defaults, which would cost a call per client."""
-        methods = (getattr(callback, hook, None) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
-        return [method for method in methods if method and getattr(method, "does_nothing", False) is not True]
-
-
-def new_row(round: int, cohort: Sequence[int], lr: float) -> dict[str, Any]:
-    """Return the row at the start of a round, with the columns of every round.
-
-    Args:
-        round: the round's number, from 1.
-        cohort: ids of the clients that take part.
-        lr: the round's learning rate.
-    """
-    return {
-        "round": round,
-        "clients": 0,
-        "clients_diverged": 0,
-        "clients_refused": 0,
-        "clients_absent": 0,
-        "cohort": " ".join(map(str, cohort)),
-        "lr": lr,
-        "bytes/up": 0,
-        "bytes/down": 0,
-    }
-
-
-def training_metrics(taken: Mapping[int, Outcome], sizes: Mapping[int, int]) -> dict[str, Any]:
-    """Return the columns from local training: number of updates, bytes up, and means over clients as ``train/NAME``.
-
-    Args:
-        taken: the aggregated outcomes, by client.
-        sizes: numbers of training samples, by client.
-    """
-    # A client whose method doesn't train has an update but no training metrics.
-    trained = {client: outcome.metrics for client, outcome in taken.items() if outcome.metrics}
-    return {
-        "clients": len(taken),
-        "bytes/up": sum(num_bytes(outcome.update) for outcome in taken.values()),
-        **{f"train/{name}": value for name, value in over_clients(trained, sizes).items()},
-    }
+        methods = []
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            method = getattr(callback, hook, None)
+            if method and getattr(method, "does_nothing", False) is not True:
+                methods.append(method)
+        return methods

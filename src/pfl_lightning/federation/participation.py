@@ -86,12 +86,11 @@ class Participation:
             round: the round's number, from 0.
         """
         asks = sorted(self.selection.asks)
-        told = {
+        told: dict[int, dict[str, float]] = {}
+        for client, outcome in outcomes.items():
+            values = outcome.metrics | {"seconds": outcome.seconds}
             # Only finite numbers, whatever a site may report.
-            client: {name: values[name] for name in asks if math.isfinite(values.get(name, math.nan))}
-            for client, outcome in outcomes.items()
-            for values in [outcome.metrics | {"seconds": outcome.seconds}]
-        }
+            told[client] = {name: values[name] for name in asks if math.isfinite(values.get(name, math.nan))}
         self.told += NUMBER_BYTES * sum(map(len, told.values()))
         self.selection.remember(told, round)
 

@@ -39,6 +39,7 @@ from pfl_lightning.engines.vmap import evaluator
 from pfl_lightning.engines.vmap.block_io import BlockIO
 from pfl_lightning.engines.vmap.dropout import Streams
 from pfl_lightning.engines.vmap.engine import Unvectorisable, Vectorised
+from pfl_lightning.engines.vmap.training import BlockTrainer
 from pfl_lightning.messages import detached, keep_own, tensors
 from pfl_lightning.methods import WDR, FedFomo, FedPer, FedProx, KNNPer, Local, PerFedAvg
 from pfl_lightning.methods.fedavg import FedAvg
@@ -744,7 +745,7 @@ def short_of_memory(monkeypatch, cls, method, most, size_of):
 
 def test_a_block_that_does_not_fit_is_halved_and_comes_back(monkeypatch):
     monkeypatch.setattr(vectorised, "CALM", 2)
-    tried = short_of_memory(monkeypatch, Vectorised, "_train_block", [3], len)
+    tried = short_of_memory(monkeypatch, BlockTrainer, "train", [3], lambda block: len(block.members))
     _, run = compare(max_rounds=4)
     # a block of three and one of two, for two rounds; then five again
     assert tried == [5, 3, 2, 3, 2, 3, 2, 5, 3, 2]
@@ -766,7 +767,7 @@ def test_so_is_one_whose_updates_do_not_fit(monkeypatch):
 
 
 def test_halves_of_halves_train_each_client_once(monkeypatch):
-    tried = short_of_memory(monkeypatch, Vectorised, "_train_block", [2], len)
+    tried = short_of_memory(monkeypatch, BlockTrainer, "train", [2], lambda block: len(block.members))
     clients = []
     train = Sequential.train
     monkeypatch.setattr(Sequential, "train", lambda self, job, *args: clients.append(job) or train(self, job, *args))

@@ -63,8 +63,8 @@ class Block:
         samples: the training samples of all clients, one client after another.
         phases: the clients' local phases.
         seconds: the training time per client, on average.
-        steps: for each step so far: the rows, the samples per row (one number, or one per row), and the values from
-            ``training_step``.
+        recorded: values from ``training_step`` by name; for each step so far the rows, the samples per row (one number,
+            or one per row), and the values, one per row.
     """
 
     members: list[Member]
@@ -73,7 +73,7 @@ class Block:
     samples: Batch
     phases: list[Phase]
     seconds: float = 0.0
-    steps: list[tuple[Rows, int | NDArray[np.int64], dict[str, Tensor]]] = field(default_factory=list)
+    recorded: dict[str, list[tuple[Rows, int | NDArray[np.int64], Tensor]]] = field(default_factory=dict)
 
     @classmethod
     def of_members(cls, members: list[Member], entries: StateDict, phases: list[Phase]) -> "Block":
@@ -108,24 +108,29 @@ class Block:
         batch: Batch = tree_map(lambda t: t.index_select(0, rows).view(*samples.shape, *t.shape[1:]), self.samples)
         return batch
 
-    @property
-    def recorded(self) -> dict[str, Tensor]:
-        """Values of all steps by name, concatenated: a number per row and step."""
-        names = dict.fromkeys(name for *_, values in self.steps for name in values)
-        return {name: torch.cat([values[name] for *_, values in self.steps if name in values]) for name in names}
+    def record(self, rows: Rows, samples: int | NDArray[np.int64], values: Mapping[str, Tensor]) -> None:
+        """Keep the values of a step.
+
+        Args:
+            rows: the rows that took the step.
+            samples: the samples per row, one number or one per row.
+            values: the values by name, one per row.
+        """
+        for name, value in values.items():
+            self.recorded.setdefault(name, []).append((rows, samples, value.detach()))
 
     def means(self, recorded: Mapping[str, Tensor]) -> list[dict[str, float]]:
         """Return each row's means over steps, weighted by samples.
 
         Args:
-            recorded: the values of `recorded`, on the CPU.
+            recorded: the values of `recorded` by name, concatenated over steps, on the CPU.
         """
         rows = np.arange(len(self.members))
         result: list[dict[str, float]] = [{} for _ in rows]
         for name, scalars in recorded.items():
-            found = [(at, size, len(values[name])) for at, size, values in self.steps if name in values]
-            where = np.concatenate([rows[at if isinstance(at, slice) else at.cpu().numpy()] for at, *_ in found])
-            sizes = np.concatenate([np.broadcast_to(size, count) for _, size, count in found])
+            steps = self.recorded[name]
+            where = np.concatenate([rows[at if isinstance(at, slice) else at.cpu().numpy()] for at, *_ in steps])
+            sizes = np.concatenate([np.broadcast_to(size, len(values)) for _, size, values in steps])
             sums = np.bincount(where, sizes * scalars.double().numpy(), len(rows)), np.bincount(where, sizes, len(rows))
             known = np.flatnonzero(sums[1])
             for row, mean in zip(known.tolist(), (sums[0][known] / sums[1][known]).tolist(), strict=True):

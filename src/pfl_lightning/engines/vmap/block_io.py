@@ -18,9 +18,9 @@ from pfl_lightning.data import put_together
 from pfl_lightning.engines.base import ClientState, Job, Outcome
 from pfl_lightning.engines.errors import during
 from pfl_lightning.engines.examples import releases_of, with_noisy_counts
-from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
+from pfl_lightning.engines.steps import Layout
 from pfl_lightning.engines.vmap.block import Block, Member
 from pfl_lightning.engines.vmap.checks import BlockSignature, SharedAttributes, Unvectorisable
 from pfl_lightning.engines.vmap.dropout import Stream
@@ -66,7 +66,7 @@ class BlockIO:
         """
         # Each block finds its own caches that differ between clients.
         self.attributes.differing = frozenset()
-        self.attributes.refuse_references(slot.tensor for slot in slots)
+        self.attributes.refuse_references(slots)
         if foreign := [name for name in layout.personal if name not in slots.first_names]:
             # An entry of a custom state_dict has no place in the module to stack.
             raise Unvectorisable(self.module, f"{foreign[0]} of its state_dict is no parameter or buffer")
@@ -105,19 +105,18 @@ class BlockIO:
                         module.receive(personal, payload, member.data)
         if any(entries.keys() != own.keys() for entries in known.values()):
             return None
-        columns = {name: [entries[name] for entries in assigned] for name in own}
-        # An entry that is the same object for all clients is copied to the device once and repeated there.
-        alike = {name for name, rows in columns.items() if all(row is rows[0] for row in rows)}
-        looked_at = {name: rows[:1] if name in alike else rows for name, rows in columns.items()}
-        if any(row.shape != own[name].shape for name, rows in looked_at.items() for row in rows):
-            return None
-        arrived = moved(
-            [rows[0] if name in alike else side_by_side(rows, device) for name, rows in columns.items()], device
-        )
-        stacks = {
-            name: repeated(tensor.to(own[name].dtype), len(members)) if name in alike else tensor.to(own[name].dtype)
-            for name, tensor in zip(own, arrived, strict=True)
-        }
+        sent: list[Tensor] = []
+        for name, tensor in own.items():
+            rows = [entries[name] for entries in assigned]
+            # An entry that is the same object for all clients is copied to the device once and repeated there.
+            rows = rows[:1] if len(set(map(id, rows))) == 1 else rows
+            if {row.shape for row in rows} != {tensor.shape}:
+                return None
+            sent.append(side_by_side(rows, device))
+        stacks: StateDict = {}
+        for (name, tensor), stack in zip(own.items(), moved(sent, device), strict=True):
+            stack = stack.to(tensor.dtype)
+            stacks[name] = stack if len(stack) == len(members) else repeated(stack[0], len(members))
         # The default phases are the same for all clients.
         for member in members if overrides(module, "local_phases") else members[:1]:
             self.sequential.set_turn(member.job)
@@ -133,7 +132,7 @@ class BlockIO:
         for row, (member, arrived) in enumerate(zip(members, self._sent_together(members), strict=True)):
             entries = {name: stack[row] for name, stack in stacks.items()}
             with slots.holding(entries):
-                with self.sequential.leaks.of("on_download"):
+                with self.attributes.of("on_download"):
                     self.sequential.become(arrived, training)
                 phases = self.module.local_phases()
                 own = slots.current()
@@ -189,10 +188,10 @@ class BlockIO:
         stacks = {update["weights"].stack for update in updates if isinstance(update.get("weights"), Row)}
         kept = {name: block.entries[slots.first_names[name]] for name in layout.personal}
         sent = [entry for stack in stacks for entry in stack.entries.values()]
-        # The same rule as in `Sequential.outcome`: under example-level privacy the update alone counts.
+        # The same rule as in `Sequential.train`: under example-level privacy the update alone counts.
         private = work.example_privacy is not None
         judged = sent if private else [*sent, *kept.values()]
-        recorded = block.recorded
+        recorded = {name: torch.cat([values for *_, values in steps]) for name, steps in block.recorded.items()}
         # One transfer for all metrics and checks, which would otherwise wait for the device once per client.
         *scalars, sums = moved([*recorded.values(), sums_of_rows(judged, len(jobs))], CPU)
         means, finite = block.means(dict(zip(recorded, scalars, strict=True))), sums.isfinite().all(0).tolist()
@@ -235,7 +234,8 @@ class BlockIO:
         return arrived_together(updates, self.sequential.device)
 
     def _uploaded(self, member: Member) -> Message:
-        return with_noisy_counts(self.sequential.work, member.job.seed, self.module.upload(member.data))
+        update, private = self.module.upload(member.data), self.sequential.work.example_privacy
+        return update if private is None else with_noisy_counts(private, update, member.job.seed)
 
     def _upload_one_by_one(self, block: Block, slots: Slots) -> list[Message]:
         """Build every client's update by the overridden hooks; unchanged weights stay rows of one stack."""
@@ -248,7 +248,7 @@ class BlockIO:
             member.stream.restore()
             with slots.holding(entries):
                 job = member.job
-                with self.sequential.leaks.of("upload"), during("upload", job.round, job.client):
+                with self.attributes.of("upload"), during("upload", job.round, job.client):
                     update = dict(self._uploaded(member))
                 member.caches = self.attributes.caches
                 take_over(slots.current(), entries)

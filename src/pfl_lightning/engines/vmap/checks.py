@@ -13,9 +13,9 @@ from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.contract.attributes import Look, content
 from pfl_lightning.engines.errors import computed, during
-from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.state_leaks import attributes_of
+from pfl_lightning.engines.state_leaks import Leaks
+from pfl_lightning.engines.steps import Layout
 from pfl_lightning.engines.vmap.block import Member
 from pfl_lightning.internals.of_torch import entry_tables
 from pfl_lightning.messages import StateDict
@@ -38,7 +38,7 @@ class Unvectorisable(MisconfigurationException):
         self.reason = reason
 
 
-class SharedAttributes:
+class SharedAttributes(Leaks):
     """The plain attributes of a client module, a single copy for all clients of a block.
 
     Args:
@@ -46,16 +46,24 @@ class SharedAttributes:
     """
 
     def __init__(self, module: ClientModule) -> None:
-        self.module = module
-        self._attributes = attributes_of(module)
+        super().__init__(module)
         self.differing: frozenset[str] = frozenset()
         """Paths of caches that differ between the block's clients; each client has its own."""
+
+    def place(self, path: str) -> tuple[dict[str, Any], str]:
+        """Return the attribute dict of a path's submodule, and the attribute's name."""
+        owner, _, name = path.rpartition(".")
+        return vars(self.module.get_submodule(owner)), name
 
     @property
     def caches(self) -> dict[str, Any]:
         """The module's current `ClientModule.caches`, by their paths in the module."""
-        tables = {path: table_of(self.module, path) for path in sorted(self.module.caches)}
-        return {path: table[path.split(".")[-1]] for path, table in tables.items() if path.split(".")[-1] in table}
+        found = {}
+        for path in sorted(self.module.caches):
+            table, name = self.place(path)
+            if name in table:
+                found[path] = table[name]
+        return found
 
     def put(self, caches: Mapping[str, Any]) -> None:
         """Set the module's caches.
@@ -64,11 +72,18 @@ class SharedAttributes:
             caches: values by their paths in the module.
         """
         for path, value in caches.items():
-            table_of(self.module, path)[path.split(".")[-1]] = value
+            table, name = self.place(path)
+            table[name] = value
 
-    def look(self) -> Look:
-        """Return a record of the attributes' current values, for comparison."""
-        return self._attributes.look()
+    def take(self, paths: Iterable[str]) -> None:
+        """Remove caches from the module.
+
+        Args:
+            paths: the caches' paths in the module.
+        """
+        for path in paths:
+            table, name = self.place(path)
+            del table[name]
 
     def refuse_changes(self, before: Look, reason: str, caches: bool = True) -> None:
         """Refuse changed attributes.
@@ -82,27 +97,26 @@ class SharedAttributes:
             Unvectorisable: if an attribute has changed.
         """
         # Clients of a block may have different caches, which are compared on their own.
-        allowed = () if caches else (f"{type(self.module).__name__}.{path}" for path in self.module.caches)
-        if name := self._attributes.changed(before, self.look(), frozenset(allowed)):
+        if name := self.changed(before, self.look(), frozenset() if caches else self._caches):
             raise Unvectorisable(self.module, reason.format(name))
 
-    def refuse_references(self, tensors: Iterable[Tensor | None]) -> None:
+    def refuse_references(self, slots: Slots) -> None:
         """Refuse lists and dicts of parameters or buffers in attributes.
 
         Under vmap the module's slots hold other tensors, and such a reference would reach the old ones.
 
         Args:
-            tensors: the parameters and buffers.
+            slots: the module's parameters and buffers.
 
         Raises:
             Unvectorisable: if there is such a reference.
         """
-        entries = {id(tensor) for tensor in tensors if tensor is not None}
+        entries = {id(slot.tensor) for slot in slots if slot.tensor is not None}
         for m in self.module.modules():
-            tables = entry_tables(m)
+            tables = set(map(id, entry_tables(m)))
             for name, value in vars(m).items():
                 held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-                if held and not any(value is table for table in tables) and any(id(item) in entries for item in held):
+                if held and id(value) not in tables and not entries.isdisjoint(map(id, held)):
                     reason = f"{type(m).__name__}.{name} holds parameters or buffers themselves, not their names"
                     raise Unvectorisable(self.module, reason)
 
@@ -115,24 +129,19 @@ class SharedAttributes:
         """
         taken = {name: vars(self.module).pop(name) for name in ("client_id", "steps_done")}
         caches = {path: value for path, value in self.caches.items() if path in self.differing}
-        for path in caches:
-            del table_of(self.module, path)[path.split(".")[-1]]
+        self.take(caches)
         try:
             yield
         # A step that reads a removed cache fails with an AttributeError; name the cache instead.
         except Unvectorisable as error:
             for path in caches:
-                if isinstance(error.__cause__, AttributeError) and f"'{path.split('.')[-1]}'" in str(error.__cause__):
-                    reason = f"its steps read {type(self.module).__name__}.{path}, which differs between clients"
+                if isinstance(error.__cause__, AttributeError) and f"'{self.place(path)[1]}'" in str(error.__cause__):
+                    reason = f"its steps read {self.method}.{path}, which differs between clients"
                     raise Unvectorisable(self.module, reason) from error.__cause__
             raise
         finally:
             vars(self.module).update(taken)
             self.put(caches)
-
-    def changed(self, before: Look, now: Look) -> str | None:
-        """Return the first entry with different values in two looks, or None."""
-        return self._attributes.changed(before, now)
 
 
 class BlockSignature:
@@ -206,11 +215,6 @@ class BlockSignature:
         return [caches for caches, _ in self._caches]
 
 
-def table_of(module: ClientModule, path: str) -> dict[str, Any]:
-    """Return the attribute dict of a path's submodule."""
-    return vars(module.get_submodule(path.rpartition(".")[0]))
-
-
 def looked_at(caches: Mapping[str, Any]) -> Look:
     """Return a record of caches, for later comparison."""
     return {path: content(value) for path, value in caches.items()}
@@ -236,7 +240,7 @@ def refuse_gradients_of_one(module: ClientModule) -> None:
 
 
 def vectorised(
-    module: ClientModule,
+    attributes: SharedAttributes,
     slots: Slots,
     member: Member,
     entries: StateDict,
@@ -246,7 +250,7 @@ def vectorised(
     """Run code of the client module for many clients at once, and explain a failure.
 
     Args:
-        module: the client module.
+        attributes: the module's attributes.
         slots: the module's slots.
         member: the first client.
         entries: parameters and buffers, a row per client.
@@ -257,20 +261,20 @@ def vectorised(
         Unvectorisable: if the code fails for many clients at once, but not for the first client alone. An error of the
             first client alone is raised unchanged.
     """
+    module = attributes.module
 
-    def first() -> None:
+    @contextmanager
+    def first_client() -> Iterator[None]:
         job = member.job
         vars(module).update(client_id=job.client, round=job.round, steps_done=member.steps)
         # Put back the client's hidden caches, which it may read when it runs alone.
-        absent = [path for path in member.caches if path.split(".")[-1] not in table_of(module, path)]
-        for path in absent:
-            table_of(module, path)[path.split(".")[-1]] = member.caches[path]
+        absent = {path: value for path, value in member.caches.items() if path not in attributes.caches}
+        attributes.put(absent)
         try:
             with slots.holding({name: stack[0].detach().clone() for name, stack in entries.items()}):
                 with during("training", job.round, job.client):
-                    alone()
+                    yield
         finally:
-            for path in absent:
-                del table_of(module, path)[path.split(".")[-1]]
+            attributes.take(absent)
 
-    return computed(at_once, first, partial(Unvectorisable, module))
+    return computed(at_once, alone, partial(Unvectorisable, module), first_client)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from pfl_lightning.client import Batch, ClientModule
+from pfl_lightning.engines.errors import reason_of
 from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.steps import reason_of
 from pfl_lightning.internals.of_torch import compiler_backend, inductor_settings
 from pfl_lightning.messages import StateDict
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from pfl_lightning.data import ClientData
 from pfl_lightning.data.memory import free_memory
 from pfl_lightning.data.trees import Tree
 from pfl_lightning.engines.base import Engine, Evaluated, Job, Outcome
-from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
+from pfl_lightning.engines.steps import Layout
 from pfl_lightning.engines.vmap.block import Block
 from pfl_lightning.engines.vmap.block_io import BlockIO
 from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, refuse_gradients_of_one
@@ -65,10 +65,10 @@ class Vectorised(Engine):
         """Clients at once since the last lack of memory; None without one."""
         self._calm = 0
         self.sequential = Sequential(self.module, self.work, self.precision)
-        attributes = SharedAttributes(self.module)
-        self.trainer = BlockTrainer(self.sequential, attributes, self.compile)
-        self.evaluator = BlockEvaluator(self.sequential, attributes)
-        self.block_io = BlockIO(self.sequential, attributes, self.evaluator)
+        self.attributes = self.sequential.leaks = SharedAttributes(self.module)
+        self.trainer = BlockTrainer(self.sequential, self.attributes, self.compile)
+        self.evaluator = BlockEvaluator(self.sequential, self.attributes)
+        self.block_io = BlockIO(self.sequential, self.attributes, self.evaluator)
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Train each job's client, and yield outcomes in the order of the jobs, block by block.
@@ -78,7 +78,7 @@ class Vectorised(Engine):
         """
         layout, slots = Layout.of(self.module), Slots(self.module)
         self._double()
-        with self.sequential.leaks.of_a_round():
+        with self.attributes.of("local work", whole_round=True):
             for block in self._blocks(jobs, slots):
                 yield from self._run_block(block, layout, slots)
 
@@ -138,32 +138,23 @@ class Vectorised(Engine):
             yield self.sequential.train(jobs[0], layout)
             return
         try:
-            outcomes = self._begun(jobs, layout, slots)
+            start = time.perf_counter()
+            refuse_gradients_of_one(self.module)
+            block = Block.of_members(*self.block_io.receive(jobs, layout, slots, training=True))
+            self.trainer.train(block, layout, slots)
+            block.seconds = (time.perf_counter() - start) / len(jobs)
+            outcomes = self.block_io.outcomes(jobs, block, layout, slots)
+            # Computed here, so that a lack of memory shows before any outcome, when the block can still be halved.
+            first = next(outcomes)
         except torch.cuda.OutOfMemoryError:
             halves = self._halves(jobs)
         else:
+            yield first
             yield from outcomes
             return
         # Outside the except block, because the error's traceback keeps the tensors alive.
         for half in halves:
             yield from self._run_block(half, layout, slots)
-
-    def _begun(self, jobs: list[Job], layout: Layout, slots: Slots) -> Iterator[Outcome]:
-        """Return the outcomes of a block, after computing the first.
-
-        A lack of memory thus shows before any outcome is yielded, when the block can still be halved.
-        """
-        outcomes = self.block_io.outcomes(jobs, self._train_block(jobs, layout, slots), layout, slots)
-        return chain([next(outcomes)], outcomes)
-
-    def _train_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Block:
-        """Train the clients of a block in a stack."""
-        start = time.perf_counter()
-        refuse_gradients_of_one(self.module)
-        block = Block.of_members(*self.block_io.receive(jobs, layout, slots, training=True))
-        self.trainer.train(block, layout, slots)
-        block.seconds = (time.perf_counter() - start) / len(jobs)
-        return block
 
     def _evaluate_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Iterator[Evaluated]:
         """Yield the metrics of a block, or of halves if memory is short."""

@@ -1,14 +1,16 @@
 """Compute a training step of stacked clients: the returned values, and the gradients of the loss."""
 
+from typing import cast
+
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
-from pfl_lightning.client.module import Batch, ClientModule
+from pfl_lightning.client.module import Batch
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import step_values
 from pfl_lightning.engines.vmap.block import Block, Member, Rows
-from pfl_lightning.engines.vmap.checks import vectorised
+from pfl_lightning.engines.vmap.checks import SharedAttributes, vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled, Values
 from pfl_lightning.engines.vmap.dropout import DeviceStates, Streams, default_generators
 from pfl_lightning.engines.vmap.mapping import mapped
@@ -20,7 +22,7 @@ class Differentiator:
     """Compute training steps of many clients, forward and backward, in a phase of a block.
 
     Args:
-        module: the client module.
+        attributes: the client module's attributes.
         precision: the Trainer's precision plugin.
         compiled: the compiled step; None runs each step uncompiled.
         slots: the module's slots.
@@ -32,7 +34,7 @@ class Differentiator:
 
     def __init__(
         self,
-        module: ClientModule,
+        attributes: SharedAttributes,
         precision: Precision,
         compiled: Compiled | None,
         slots: Slots,
@@ -41,7 +43,8 @@ class Differentiator:
         size: int,
         scales: Scales | None = None,
     ) -> None:
-        self.module = module
+        self.attributes = attributes
+        self.module = attributes.module
         self.precision = precision
         self.compiled = compiled
         self.slots = slots
@@ -63,9 +66,11 @@ class Differentiator:
         parts: list[tuple[Rows, StateDict]] = []
         for rows, samples in step:
             # Each batch size needs its own compilation, and short batches are too rare to pay for one.
-            values, gradients = (self._compiled if samples.shape[1] == self.size else self._plain)(rows, samples, index)
+            compiles = self.compiled is not None and self.compiled.trusted and samples.shape[1] == self.size
+            done = self._compiled(rows, samples, index) if compiles else None
+            values, gradients = self._plain(rows, samples, index) if done is None else done
             parts.append((rows, gradients))
-            self.block.steps.append((rows, samples.shape[1], {name: v.detach() for name, v in values.items()}))
+            self.block.record(rows, samples.shape[1], values)
         # The usual case: all batches have one size, and nothing must be copied.
         if len(parts) == 1:
             return parts[0][1]
@@ -87,14 +92,12 @@ class Differentiator:
                 self.block.entries[name][rows] = entries[name]
         return done
 
-    def _compiled(self, rows: Rows, samples: Tensor, index: int) -> Values:
-        """Run the compiled step if any, else the plain one.
+    def _compiled(self, rows: Rows, samples: Tensor, index: int) -> Values | None:
+        """Run the compiled step; return None if it fails or gives other results than the plain one.
 
         Always run all rows, to compile only once; results of rows without a batch are dropped.
         """
-        block = self.block
-        if self.compiled is None or not self.compiled.trusted:
-            return self._plain(rows, samples, index)
+        block, compiled = self.block, cast(Compiled, self.compiled)
         everyone = samples.new_zeros(len(block.members), samples.shape[1])
         everyone[rows] = samples
         batch, entries = block.batch(everyone), dict(block.entries)
@@ -102,9 +105,9 @@ class Differentiator:
         def plain(entries: StateDict) -> Values:
             return self._differentiate(entries, batch, index, block.members)
 
-        done = self.compiled.differentiate(plain, entries, batch, index, self.trained)
+        done = compiled.differentiate(plain, entries, batch, index, self.trained)
         if done is None:
-            return self._plain(rows, samples, index)
+            return None
         for name in entries.keys() - set(self.trained):
             # Copied, as the next step may overwrite the graph's memory.
             block.entries[name][rows] = entries[name][rows]
@@ -115,9 +118,27 @@ class Differentiator:
         self, entries: StateDict, batch: Batch, index: int, members: list[Member], factors: Tensor | None = None
     ) -> Values:
         """Return the values of ``training_step``, and the gradients of the loss with respect to the trained entries."""
-        # One backward pass for all clients: losses of different rows don't depend on each other's entries.
         leaves = [entries[name].requires_grad_() for name in self.trained]
-        values = self._values(entries, batch, index, members)
+        states = DeviceStates([member.stream for member in members])
+        # Each client draws dropout from its own stream, as it would alone.
+        streams = Streams(default_generators(self.module.device)[-1], states)
+
+        def one(entries: StateDict, batch: Batch) -> dict[str, Tensor]:
+            streams.trained = [entries[name] for name in self.trained]
+            streams.classes = batch[1] if self.module.task.has_classes else None
+            return self.slots.call(step_values, entries, self.module, batch, index)
+
+        def at_once() -> dict[str, Tensor]:
+            with self.precision.forward_context(), streams:
+                return mapped(one, entries, batch, len(members))
+
+        def alone() -> None:
+            with self.precision.forward_context():
+                step_values(self.module, tree_map(lambda stack: stack[0], batch), index)
+
+        values = vectorised(self.attributes, self.slots, members[0], entries, at_once, alone)
+        states.move(streams.states)
+        # One backward pass for all clients: losses of different rows don't depend on each other's entries.
         loss = values["loss"]
         if factors is not None:
             factors = factors.to(loss.dtype)
@@ -126,29 +147,3 @@ class Differentiator:
             self._ones = torch.ones_like(loss)
         gradients = torch.autograd.grad(loss, leaves, self._ones if factors is None else factors, allow_unused=True)
         return values, {name: g for name, g in zip(self.trained, gradients, strict=True) if g is not None}
-
-    def _values(self, entries: StateDict, batch: Batch, index: int, members: list[Member]) -> dict[str, Tensor]:
-        """Return the values of ``training_step``, a row per client."""
-        states = DeviceStates([member.stream for member in members])
-        # Each client draws dropout from its own stream, as it would alone.
-        streams = Streams(default_generators(self.module.device)[-1], states)
-
-        def training_step(batch: Batch, index: int) -> dict[str, Tensor]:
-            return step_values(self.module, batch, index)
-
-        def one(entries: StateDict, batch: Batch) -> dict[str, Tensor]:
-            streams.trained = [entries[name] for name in self.trained]
-            streams.classes = batch[1] if self.module.task.has_classes else None
-            return self.slots.call(training_step, entries, batch, index)
-
-        def at_once() -> dict[str, Tensor]:
-            with self.precision.forward_context(), streams:
-                return mapped(one, entries, batch, len(members))
-
-        def alone() -> None:
-            with self.precision.forward_context():
-                training_step(tree_map(lambda stack: stack[0], batch), index)
-
-        values = vectorised(self.module, self.slots, members[0], entries, at_once, alone)
-        states.move(streams.states)
-        return values

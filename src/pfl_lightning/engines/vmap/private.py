@@ -17,7 +17,7 @@ from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import step_values
 from pfl_lightning.engines.vmap.block import Block
-from pfl_lightning.engines.vmap.checks import vectorised
+from pfl_lightning.engines.vmap.checks import SharedAttributes, vectorised
 from pfl_lightning.messages import StateDict, tree_map
 from pfl_lightning.privacy.dp_sgd import DPSGD
 
@@ -90,6 +90,7 @@ class PrivateDifferentiator:
 
     Args:
         sequential: the engine of one client.
+        attributes: the module's attributes.
         privacy: how training is private.
         slots: the module's.
         block: the clients; its entries are read.
@@ -99,12 +100,14 @@ class PrivateDifferentiator:
     def __init__(
         self,
         sequential: Sequential,
+        attributes: SharedAttributes,
         privacy: DPSGD,
         slots: Slots,
         block: Block,
         trained: dict[str, nn.Parameter],
     ) -> None:
         self.sequential = sequential
+        self.attributes = attributes
         self.block = block
         self.trained = list(trained)
         module = sequential.module
@@ -125,7 +128,7 @@ class PrivateDifferentiator:
             # means over the drawn samples, for the record; gradients are divided by the expected number
             counts = step.taken.sum(1)
             means = {name: total / counts.clamp(min=1) for name, total in totals.items()}
-            self.block.steps.append((slice(0, rows), counts.cpu().numpy().astype(np.int64), means))
+            self.block.record(slice(0, rows), counts.cpu().numpy().astype(np.int64), means)
         entries = {name: self.block.entries[name][:rows] for name in self.trained}
         return noised(sums, step.noise, entries, step.expected)
 
@@ -145,4 +148,4 @@ class PrivateDifferentiator:
             with self.sequential.forward_context():
                 step_values(module, tree_map(lambda stack: stack[0], batch), index)
 
-        return vectorised(module, self.examples.slots, self.block.members[0], entries, at_once, alone)
+        return vectorised(self.attributes, self.examples.slots, self.block.members[0], entries, at_once, alone)

@@ -18,11 +18,9 @@ from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import epoch_order
 from pfl_lightning.data.batches import batches_of, continued_orders
 from pfl_lightning.engines.errors import during
-from pfl_lightning.engines.layout import Layout
-from pfl_lightning.engines.local_optimizer import local_optimizer
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.steps import adjusted_gradients
+from pfl_lightning.engines.steps import Layout, adjusted_gradients, local_optimizer
 from pfl_lightning.engines.vmap.block import Block, Plan
 from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled
@@ -67,7 +65,7 @@ class BlockTrainer:
         with self.attributes.without_turn():
             for phase in block.phases:
                 before = self.attributes.look()
-                with self.sequential.leaks.of("training_step"), during("training", round, *block.rows):
+                with self.attributes.of("training_step"), during("training", round, *block.rows):
                     self._train_phase(phase, block, layout, slots)
                 self.attributes.refuse_changes(before, "its steps change {}, which is no buffer")
 
@@ -76,16 +74,18 @@ class BlockTrainer:
         self.module.phase = phase
         trained = layout.trained(phase)
         optimizers = self._optimizers(phase, block, list(trained.values()), slots)
-        scales = self._scales(block)
-        counts, steps = self._steps(phase, block, layout, trained, slots, scales)
+        scales = self._scales(block) if self._scaled else None
+        counts, steps = self._steps(phase, block, trained, slots, scales)
         for index, gradients_of in enumerate(steps):
             # Clients are sorted by size, so clients that still have batches are the first rows of the stack.
             self._narrow(optimizers, int((counts > index).sum()), phase, block)
             gradients, left_out = gradients_of(), None
             if scales is not None:
                 gradients, left_out = scales.unscaled(gradients)
-            gradients = self._adjusted(gradients, block, slots)
-            self._clip(gradients)
+            if self._adjusts and gradients:
+                gradients = self._adjusted(gradients, block, slots)
+            if self.work.clip is not None and gradients:
+                self._clip(gradients, self.work.clip)
             optimizers.step(gradients, left_out)
         self._narrow(optimizers, 0, phase, block)
         if scales is not None:
@@ -96,10 +96,8 @@ class BlockTrainer:
             if member.job.continues(phase, self.work):
                 member.batches[phase.name] = member.job.state.batches.get(phase.name, 0) + count
 
-    def _scales(self, block: Block) -> Scales | None:
-        """Return the clients' loss scales, if the precision needs loss scaling."""
-        if not self._scaled:
-            return None
+    def _scales(self, block: Block) -> Scales:
+        """Return the clients' loss scales."""
         if self.compiled is not None:
             raise Unvectorisable(
                 self.module, "trainer.compile doesn't support the loss scales of trainer.precision=16-mixed"
@@ -110,7 +108,6 @@ class BlockTrainer:
         self,
         phase: Phase,
         block: Block,
-        layout: Layout,
         trained: dict[str, nn.Parameter],
         slots: Slots,
         scales: Scales | None,
@@ -119,13 +116,13 @@ class BlockTrainer:
         device, privacy = self.module.device, None if phase.stays else self.work.example_privacy
         if privacy is not None:
             poisson = PoissonPlan(privacy, self.work, phase, block, trained)
-            private = PrivateDifferentiator(self.sequential, privacy, slots, block, trained)
+            private = PrivateDifferentiator(self.sequential, self.attributes, privacy, slots, block, trained)
             return poisson.counts, (
                 partial(private.gradients, step, index) for index, step in enumerate(poisson.steps(device))
             )
-        plan = self._plan(phase, block, layout.smallest_batch)
+        plan = self._plan(phase, block)
         differentiator = Differentiator(
-            self.module, self.sequential.precision, self.compiled, slots, block, list(trained), plan.size, scales
+            self.attributes, self.sequential.precision, self.compiled, slots, block, list(trained), plan.size, scales
         )
         return plan.counts, (
             partial(differentiator.gradients, step, index) for index, step in enumerate(plan.steps(device))
@@ -160,9 +157,9 @@ class BlockTrainer:
         states = [(state or begun)["state"] for state in saved]
         return StackOptimizers(new, states, block.entries, names, skips=self._scaled)
 
-    def _plan(self, phase: Phase, block: Block, smallest: int) -> Plan:
+    def _plan(self, phase: Phase, block: Block) -> Plan:
         """Return the batches of each client, in the same order as `Sequential`."""
-        size, last, epochs, steps = self.work.extent(phase)
+        (size, last, epochs, steps), smallest = self.work.extent(phase), self.sequential.smallest_batch
         sizes = np.array(block.sizes)
         orders, lengths = [torch.empty(0, dtype=torch.int64)] * len(sizes), np.zeros_like(sizes)
         skipped = np.zeros_like(sizes)
@@ -203,8 +200,6 @@ class BlockTrainer:
     @torch.no_grad()
     def _adjusted(self, gradients: StateDict, block: Block, slots: Slots) -> StateDict:
         """Return the gradients after the module's `ClientModule.adjust_gradients`, a row per client."""
-        if not self._adjusts or not gradients:
-            return gradients
         rows = len(next(iter(gradients.values())))
 
         def one(entries: StateDict, gradients: StateDict) -> StateDict:
@@ -217,13 +212,10 @@ class BlockTrainer:
         def alone() -> None:
             adjusted_gradients(self.module, {name: stack[0] for name, stack in gradients.items()})
 
-        return vectorised(self.module, slots, block.members[0], block.entries, at_once, alone)
+        return vectorised(self.attributes, slots, block.members[0], block.entries, at_once, alone)
 
-    def _clip(self, gradients: StateDict) -> None:
+    def _clip(self, gradients: StateDict, clip: float) -> None:
         """Clip each client's gradients by torch's formula."""
-        clip = self.work.clip
-        if clip is None or not gradients:
-            return
         if self.work.clip_algorithm == "value":
             gradients.update({name: g.clamp(-clip, clip) for name, g in gradients.items()})
             return
