@@ -55,6 +55,9 @@ def outside_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def no_settings_of_weights_and_biases_stay() -> Iterator[None]:
     """A process keeps what its first run has read of the environment, and a test may change it."""
     yield
-    if wandb := sys.modules.get("wandb"):
+    # where nothing has begun, finishing would read the environment, which takes longer than most tests
+    setup = sys.modules.get("wandb.sdk.wandb_setup")
+    if setup and getattr(setup, "_singleton", True):
+        wandb = sys.modules["wandb"]
         wandb.finish()
         wandb.teardown()

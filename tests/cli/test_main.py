@@ -1,4 +1,5 @@
 import logging
+import shutil
 import subprocess
 import sys
 import warnings
@@ -12,6 +13,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 import pfl_lightning
 from command import QUICKSTART, QUIET, pfl, refusal, summary
 from pfl_lightning.cli import trainer_commands as cli
+from pfl_lightning.cli.main import main
+from sweeps import all_but
 
 SMALL = f"{QUICKSTART} {QUIET} --data.max_samples 300"
 CHECKPOINTS = Path("runs/cwFedAvg-Digits/version_0/checkpoints")
@@ -33,6 +36,21 @@ def warned(line):
         warnings.simplefilter("always")
         pfl(line)
     return " ".join(str(warning.message) for warning in seen)
+
+
+@pytest.fixture(scope="module")
+def run_of_two_rounds(tmp_path_factory):
+    root = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        pfl(f"fit {SMALL} --trainer.max_rounds 2")
+    return root / "runs"
+
+
+@pytest.fixture
+def trained(run_of_two_rounds, tmp_path):
+    """Puts a run of two rounds into the working folder."""
+    shutil.copytree(run_of_two_rounds, tmp_path / "runs")
 
 
 @pytest.fixture
@@ -96,7 +114,7 @@ def test_later_files_and_flags_win(built, tmp_path):
     assert made.trainer.max_epochs == 8
 
 
-@pytest.mark.parametrize("given", ["1", "1.0", "0.4", "3"])
+@pytest.mark.parametrize("given", all_but(["0.4", "3"], ["1", "1.0", "0.4", "3"]))
 def test_clients_are_counted_by_integers_and_shared_by_fractions(built, capsys, tmp_path, given):
     (tmp_path / "given.yaml").write_text(f"trainer: {{clients_per_round: {given}}}")
     (tmp_path / "again.yaml").write_text(printed(f"fit {QUICKSTART} --config given.yaml", capsys))
@@ -147,8 +165,7 @@ def test_new_clients_join_a_run(capsys):
     assert "joined" in capsys.readouterr().out
 
 
-def test_nobody_joins_where_nobody_was_held_out(capsys):
-    pfl(f"fit {SMALL} --trainer.max_rounds 1")
+def test_nobody_joins_where_nobody_was_held_out(trained, capsys):
     for line, reason in (
         (f"join {SMALL} --ckpt_path last", "data.new_clients=0 leaves nobody to join"),
         (f"join {SMALL} --data.new_clients 1 --ckpt_path nowhere.ckpt", "ckpt_path='nowhere.ckpt': there is no"),
@@ -158,16 +175,14 @@ def test_nobody_joins_where_nobody_was_held_out(capsys):
         assert [path.name for path in Path("runs/cwFedAvg-Digits").iterdir()] == ["version_0"]
 
 
-def test_a_run_keeps_a_config_that_runs_again():
-    pfl(f"fit {SMALL} --trainer.max_rounds 2")
+def test_a_run_keeps_a_config_that_runs_again(trained):
     pfl(f"fit --config {CHECKPOINTS.parent}/config.yaml")
     pfl(f"test --config {CHECKPOINTS.parent}/config.yaml --ckpt_path last")
     first, second = (summary(f"cwFedAvg-Digits/version_{version}") for version in (0, 1))
     assert first["final"] == second["final"]
 
 
-def test_a_resumed_run_keeps_its_new_config_and_its_whole_record():
-    pfl(f"fit {SMALL} --trainer.max_rounds 2")
+def test_a_resumed_run_keeps_its_new_config_and_its_whole_record(trained):
     assert "is not empty" not in warned(f"fit {SMALL} --trainer.max_rounds 3 --ckpt_path last")
     assert [path.name for path in Path("runs/cwFedAvg-Digits").iterdir()] == ["version_0"]
     config = yaml.safe_load((CHECKPOINTS.parent / "config.yaml").read_text())
@@ -177,19 +192,17 @@ def test_a_resumed_run_keeps_its_new_config_and_its_whole_record():
     assert len((CHECKPOINTS.parent / "rounds.csv").read_text().splitlines()) == 5
 
 
-def test_settings_come_from_the_config_and_not_from_the_checkpoint(monkeypatch):
-    pfl(f"fit {SMALL} --trainer.max_rounds 1")
+def test_settings_come_from_the_config_and_not_from_the_checkpoint(trained, monkeypatch):
     rates = []
     monkeypatch.setattr(
         cli.PflCLI, "after_fit", lambda self: rates.append(self.model.optimizer([torch.ones(1)])), raising=False
     )
     changed = "--model.optimizer.lr 0.03 --resume_changed true"
-    pfl(f"fit {SMALL} --trainer.max_rounds 2 {changed} --ckpt_path {CHECKPOINTS}/last.ckpt")
+    pfl(f"fit {SMALL} --trainer.max_rounds 3 {changed} --ckpt_path {CHECKPOINTS}/last.ckpt")
     assert rates[0].defaults["lr"] == 0.03
 
 
-def test_a_refused_checkpoint_leaves_its_run_as_it_was(capsys):
-    pfl(f"fit {SMALL} --trainer.max_rounds 1")
+def test_a_refused_checkpoint_leaves_its_run_as_it_was(trained, capsys):
     before = (CHECKPOINTS.parent / "config.yaml").read_text()
     with pytest.raises(SystemExit):
         pfl(f"fit {SMALL} --data.num_clients 5 --ckpt_path last")
@@ -197,9 +210,7 @@ def test_a_refused_checkpoint_leaves_its_run_as_it_was(capsys):
 
 
 @pytest.mark.parametrize("which", ["best", "last", str(CHECKPOINTS / "best.ckpt")])
-def test_evaluations_find_the_run_after_other_evaluations(which, capsys):
-    pfl(f"fit {SMALL} --trainer.max_rounds 2")
-    capsys.readouterr()
+def test_evaluations_find_the_run_after_other_evaluations(which, trained, capsys):
     shown = []
     for command in ("validate", "test", "validate"):
         assert "dirpath" not in warned(f"{command} {SMALL} --ckpt_path {which}")
@@ -217,11 +228,12 @@ def test_loggers_get_the_whole_config():
     assert given["data"]["init_args"]["partitioner"]["init_args"]["alpha"] == 0.3
 
 
-def test_a_method_in_a_file_of_the_working_folder_can_be_named(tmp_path):
+def test_a_method_in_a_file_of_the_working_folder_can_be_named(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("from pfl_lightning.methods import FedAvg\n\n\nclass Mine(FedAvg):\n    pass\n")
-    program = Path(sys.executable).with_name("pfl-lightning")
-    run = f"{program} fit {SMALL} --trainer.max_rounds 1 --model mine.Mine"
-    assert subprocess.run(run.split(), capture_output=True, text=True).returncode == 0
+    # as in an installed program, for which Python looks into the program's folder and not into the working one
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    monkeypatch.setattr(sys, "argv", f"pfl-lightning fit {SMALL} --trainer.max_rounds 1 --model mine.Mine".split())
+    main()
     assert summary("Mine-Digits/version_0")["method"] == "Mine"
 
 

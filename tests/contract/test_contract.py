@@ -31,6 +31,7 @@ from pfl_lightning.methods import FedProx, Local
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.losses import proximal
 from pfl_lightning.seeds import derive_seed
+from sweeps import swept
 
 PLAIN_SGD = partial(SGD, lr=0.1)
 
@@ -628,7 +629,7 @@ ALL = {
 }
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", swept(ALL, ("previous", "server-optimiser", "phases", "everyone"), str))
 def test_toy_methods_resume_bit_for_bit(name, tmp_path):
     cls, server = ALL[name]
 

@@ -26,6 +26,7 @@ from pfl_lightning.flower.measured import LARGEST, Measured, range_of
 from pfl_lightning.flower.template import Refused, plain
 from pfl_lightning.flower.wire import pack
 from pfl_lightning.methods import APFL, FedAvg, FedPer, PerFedAvg
+from sweeps import all_but
 from tasks_and_data import OfKind, client_of, kinds
 
 make = partial(make_client, FedPer, net=noisy)
@@ -117,9 +118,9 @@ def test_a_thousand_invented_greetings_neither_end_the_server_nor_own_a_client(t
         assert all(type(size) is int and 0 <= size <= MOST_SAMPLES for size in sizes.values())
 
 
-@pytest.mark.parametrize("evaluate", ["before", "both"])
+@pytest.mark.parametrize("evaluate", all_but(["before"], ["before", "both"]))
 def test_rounds_with_a_site_that_invents_answers_end_with_the_columns_of_others(tmp_path, evaluate):
-    settings = {"max_rounds": 12, "evaluate": evaluate}
+    settings = {"max_rounds": 6, "evaluate": evaluate}
     draw = random.Random(1)
 
     def change(records):
@@ -145,7 +146,7 @@ def test_rounds_with_a_site_that_invents_answers_end_with_the_columns_of_others(
         warnings.simplefilter("ignore")
         honest = deploy(grid_of(make, tmp_path / "honest", **settings), make, tmp_path / "a", **settings)
         run = deploy(spoiled(grid_of(make, tmp_path / "bad", **settings), change), make, tmp_path / "b", **settings)
-    assert len(run.rows) == 12
+    assert len(run.rows) == 6
     own = list(honest.rows[0])
     for row in run.rows:
         sound({column: row[column] for column in row if not column.endswith("_clients")}, own)
@@ -166,6 +167,13 @@ def metrics_with(**splits):
     return change
 
 
+@pytest.fixture(scope="module")
+def columns(tmp_path_factory):
+    """Columns of a record whose sites are all honest."""
+    grid = grid_of(make, tmp_path_factory.mktemp("honest"), max_rounds=1)
+    return deploy(grid, make, max_rounds=1).rows[0].keys()
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -180,20 +188,19 @@ def metrics_with(**splits):
         (metrics_with(other={"acc": 1.0}), r"'other' that nobody has asked for"),
     ],
 )
-def test_an_evaluation_that_cannot_be_is_left_out_and_told_once(tmp_path, change, words):
-    settings = {"max_rounds": 3}
+def test_an_evaluation_that_cannot_be_is_left_out_and_told_once(tmp_path, change, words, columns):
+    settings = {"max_rounds": 2}
     grid = spoiled(grid_of(make, tmp_path, **settings), change, kinds=("evaluate",))
     with pytest.warns(UserWarning) as told:
         run = deploy(grid, make, **settings)
     (warning,) = [str(w.message) for w in told if "leaves out" in str(w.message)]
     assert re.search(words, warning) and f"client 0 at node {BAD}" in warning and warning.isprintable()
     assert len(warning) < 400
-    honest = deploy(grid_of(make, tmp_path / "honest", **settings), make, **settings)
     for row in run.rows:
-        sound({column: row[column] for column in row if not column.endswith("_clients")}, honest.rows[0])
+        sound({column: row[column] for column in row if not column.endswith("_clients")}, columns)
 
 
-@pytest.mark.parametrize("seconds", [math.inf, -1.0, math.nan, 1e9])
+@pytest.mark.parametrize("seconds", all_but([math.nan, 1e9], [math.inf, -1.0, math.nan, 1e9]))
 def test_seconds_that_cannot_be_do_not_count(tmp_path, seconds):
     def change(records):
         for record, answer in records.items():
@@ -222,7 +229,7 @@ def test_a_cohort_goes_on_where_a_site_tells_no_loss(tmp_path):
 
 
 @pytest.mark.parametrize("task", ["Regression", "MultiLabel", "Segmentation", "NextToken"])
-@pytest.mark.parametrize("number", [math.inf, -1e300, math.nan, -3.0, 1e200])
+@pytest.mark.parametrize("number", all_but([-1e300, math.nan, 1e200], [math.inf, -1e300, math.nan, -3.0, 1e200]))
 def test_sums_of_pooled_metrics_are_looked_at(tmp_path, task, number):
     kind = kinds()[task]
     own, data = partial(client_of, kind, FedPer), partial(OfKind, kind)
