@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -156,6 +157,8 @@ class FederatedDataModule(LightningDataModule, ABC):
     """True if the samples stay at the clients' sites; then only the number of each client's samples is known here."""
     round: int = 1
     """The current round, from 1, trained or evaluated; no other changing value may decide the clients' samples."""
+    taken: Mapping[str, Any] = MappingProxyType({})
+    """The ``preprocessing`` of a checkpoint, taken in the place of values fitted anew; empty without."""
     drift: Mapping[int, Any] | None = None
     """Partitioners by the round from which on each one's division holds."""
     _pool: Pool | None = None

@@ -122,8 +122,6 @@ class TableData(OwnedData):
     """Given vocabularies of columns."""
     _found: Mapping[str, list[str]] = MappingProxyType({})
     """Vocabularies taken from the table."""
-    _taken: Mapping[str, Any] = MappingProxyType({})
-    """The ``preprocessing`` of a checkpoint, in the place of values that are fitted anew."""
     _text_columns: Collection[str] = ()
     """Coded feature columns that hold texts, and not numbers."""
     _gaps: Mapping[str, int] = MappingProxyType({})
@@ -270,7 +268,7 @@ class TableData(OwnedData):
         """Read the named columns."""
         if self._pool is not None:
             # once more, for the server's public samples, which are fitted by themselves
-            self.preprocessing, self._taken = {}, {}
+            self.preprocessing, self.taken = {}, {}
         self._check_taken()
         others = [column for column in self._others.values() if column is not None]
         wanted = list(dict.fromkeys([*self._features, *self._targets, *others]))
@@ -313,7 +311,7 @@ class TableData(OwnedData):
 
     def _check_taken(self) -> None:
         """Refuse fitted values of a checkpoint from another kind of preprocessing."""
-        settings, taken = self._settings, self._taken
+        settings, taken = self._settings, self.taken
         if not taken:
             return
         here = None if settings is None else settings.by
@@ -519,7 +517,7 @@ class TableData(OwnedData):
         """
         before, count = self._fitted_clients, len(division.clients)
         self._fitted_clients = list(division.names) or list(map(str, range(count)))
-        if self._taken:
+        if self.taken:
             places = {name: place for place, name in enumerate(before)}
             self._taken_places = [places.get(name) for name in self._fitted_clients]
         if self._settings is not None:
@@ -544,8 +542,8 @@ class TableData(OwnedData):
                 "deviation": {column: float(values[1]) for column, values in known.items()},
             }
             return Samples(self._scaled(samples.x, None), samples.y)
-        if self._taken and self.standardize == "table":
-            self.preprocessing |= {name: self._taken[name] for name in ("mean", "deviation")}
+        if self.taken and self.standardize == "table":
+            self.preprocessing |= {name: self.taken[name] for name in ("mean", "deviation")}
             return Samples(self._scaled(samples.x, None), samples.y)
         x, statistics = standardized(samples.x, division, self.standardize)
         for name, of_groups in zip(("mean", "deviation"), zip(*statistics, strict=True), strict=True):
@@ -554,10 +552,10 @@ class TableData(OwnedData):
                 column: values if self.standardize == "client" else values[0]
                 for column, values in zip(self._features, columns, strict=True)
             }
-        if self._taken:
+        if self.taken:
             for name in ("mean", "deviation"):
                 self.preprocessing[name] = {
-                    column: self._inherited(values, self._taken[name][column])
+                    column: self._inherited(values, self.taken[name][column])
                     for column, values in self.preprocessing[name].items()
                 }
             for place, held in enumerate(division.clients):
@@ -649,9 +647,9 @@ class TableData(OwnedData):
             MisconfigurationException: if a column has no value in all training rows.
         """
         settings, raw = cast(Preprocessing, self._settings), self._raw
-        if self._taken and settings.by == "table":
+        if self.taken and settings.by == "table":
             # nothing is fitted anew: new clients share the federation's values
-            self.preprocessing |= {name: self._taken[name] for name in (*OUTLINE, "numbers", "category_fill")}
+            self.preprocessing |= {name: self.taken[name] for name in (*OUTLINE, "numbers", "category_fill")}
             return
         words = {}
         for name in self._features:
@@ -661,8 +659,8 @@ class TableData(OwnedData):
             if name in settings.vocabulary:
                 self._warn_of_unknown(name, codes[members], there)
                 continue
-            if self._taken:
-                words[name] = self._taken["categories"][name]
+            if self.taken:
+                words[name] = self.taken["categories"][name]
             elif not (found := fitted_words(codes[members], there, settings.of(name, is_category=True))):
                 raise no_value(name, self._where)
             else:
@@ -693,10 +691,10 @@ class TableData(OwnedData):
                 if settings.by == "client"
                 else of_groups[0]
             )
-        if self._taken:
-            for name, each in self._taken["numbers"].items():
+        if self.taken:
+            for name, each in self.taken["numbers"].items():
                 numbers[name] = {key: self._inherited(numbers[name][key], each[key]) for key in each}
-            fills = {name: self._inherited(fills[name], each) for name, each in self._taken["category_fill"].items()}
+            fills = {name: self._inherited(fills[name], each) for name, each in self.taken["category_fill"].items()}
         self.preprocessing |= fitted | {"numbers": numbers, "category_fill": fills}
         if empty:
             whose = [
@@ -777,7 +775,7 @@ class TableData(OwnedData):
         # before the base class, which asks for the shape
         if self._pool is None and "table" in state_dict:
             taken, table = dict(state_dict["preprocessing"]), state_dict["table"]
-            self.preprocessing, self._taken = dict(taken), taken
+            self.preprocessing, self.taken = dict(taken), taken
             self._labels, self._fitted_clients = list(state_dict["classes"]), list(table["clients"])
             self._names_now = list(state_dict.get("clients", ()))
             self._text_columns, self._csv = list(table["texts"]), dict(table["csv"])
