@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain, count
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException

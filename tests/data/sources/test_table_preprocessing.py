@@ -1,6 +1,7 @@
 """Tables with gaps, texts and dates, prepared by training rows."""
 
 import io
+import warnings
 
 import numpy as np
 import pytest
@@ -12,9 +13,12 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MinMaxScaler, OneHotEncoder, RobustScaler, StandardScaler
 
 from command import QUIET, pfl, summary
+from federations import fit, make_trainer
 from pfl_lightning.data import Column, Preprocessing, TableData
 from pfl_lightning.data.preprocessing import fitted_numbers
 from pfl_lightning.flower.site import Site
+from pfl_lightning.methods import FedAvg
+from pfl_lightning.nets import MLP
 from pfl_lightning.tasks import Classification
 
 pandas = pytest.importorskip("pandas", reason="needs the extra tables")
@@ -361,6 +365,21 @@ def test_given_texts_and_standardize_come_from_a_checkpoint_too(by, tmp_path):
     assert data.preprocessing["categories"] == first.preprocessing["categories"]
     with pytest.raises(MisconfigurationException, match="is no checkpoint of a run with a TableData"):
         hospitals(fitted=tmp_path / "none.ckpt")
+
+
+def test_a_late_client_joins_with_the_checkpoint_s_values(tmp_path):
+    table = frame()
+    settings = {"features": ["age", "smoker", "ward"], "preprocessing": Preprocessing(by="client")}
+    first = hospitals(table[table["site"] != "Ulm"], **settings)
+    client = FedAvg(MLP, first.input_shape, task=first.task)
+    fit(client, first, tmp_path, enable_checkpointing=True, max_rounds=1)
+    (path,) = tmp_path.rglob("last.ckpt")
+    late = hospitals(table[table["site"] == "Ulm"], **settings, fitted=path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*made otherwise")
+        joined = make_trainer().join(client, late, ckpt_path=path)
+    assert late.client_names == ["Bremen", "Erfurt", "Ulm"] and joined["new/acc"] >= 0
+    assert torch.equal(late.inputs(table[:5], "Ulm"), ready(table, **settings).inputs(table[:5], "Ulm"))
 
 
 def test_fitted_values_of_other_settings_are_refused(tmp_path):

@@ -123,8 +123,9 @@ class TableData(OwnedData):
     _found: Mapping[str, list[str]] = MappingProxyType({})
     """Vocabularies taken from the table."""
     _taken: Mapping[str, Any] = MappingProxyType({})
+    """The ``preprocessing`` of a checkpoint or a federation, in the place of values that are fitted anew."""
     _before: tuple[Any, list[str], dict[str, list[Any]]] | None = None
-    """The ``preprocessing`` of a checkpoint, in the place of values that are fitted anew."""
+    """Own settings, while those of a federation are taken over."""
     _text_columns: Collection[str] = ()
     """Coded feature columns that hold texts, and not numbers."""
     _gaps: Mapping[str, int] = MappingProxyType({})
