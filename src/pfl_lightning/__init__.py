@@ -1,5 +1,6 @@
 """Personalized federated learning on PyTorch Lightning."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,10 @@ if TYPE_CHECKING:
     from pfl_lightning.federation.federation import Federation
     from pfl_lightning.federation.prediction import Predictions
     from pfl_lightning.trainer import FederatedTrainer
+
+# On some processors, MKL's products of small matrices depend on where a matrix lies in memory, which differs from run
+# to run. MKL reads this once, at its first product, so it is set before any module of the package computes.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 __version__ = "0.1.0"
 

@@ -38,6 +38,7 @@ from pfl_lightning.internals.of_lightning import COMMAND_LINE_NOTES
 from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.nets import CNN, Net, NetFactory
 from pfl_lightning.nets.base import checked_list, checked_net
+from pfl_lightning.nets.cut_net import as_net
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.settings import check_choices
 from pfl_lightning.tasks import Classification, Task
@@ -85,8 +86,9 @@ class ClientModule(LightningModule):
     It is a complete LightningModule: a plain ``lightning.Trainer`` can train it further or predict with it.
 
     Args:
-        net: builds the network from the shape of the data: a `Net` class or a function. A list gives clients different
-            networks, for methods that share only what all networks have in common.
+        net: builds the network from the shape of the data: a `Net` class or a function; or a module, of which each
+            client module has a copy with the same weights. Any ``nn.Module`` is cut at its output layer, as by
+            `cut_net`. A list gives clients different networks, for methods that share only what all have in common.
         assign_nets: deals out a list of networks: ``turn`` gives client i network i modulo their number; ``block``
             gives the first clients the first network, the next ones the second, in blocks of equal size.
         input_shape: shape of one sample, without the batch. The command line takes it and the task from the data.
@@ -204,9 +206,10 @@ class ClientModule(LightningModule):
         """Build a further net of the same architecture, with initial weights from the global random state.
 
         Raises:
-            MisconfigurationException: if the net has no ``features`` and ``classifier``.
+            MisconfigurationException: if the net has no ``features`` and ``classifier``, and can't be cut into them.
         """
-        return checked_net(self._build())
+        shape, outputs = self._build.args[-2:]
+        return checked_net(as_net(self._build(), shape, outputs))
 
     def architectures(self) -> list["ClientModule"]:
         """Return one client module per network of the list; the first is this module itself.
