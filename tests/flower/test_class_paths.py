@@ -109,7 +109,12 @@ data:
     path: /srv/all/patients.csv
     target: ill
     features: ["age (years)", "b.m.i."]
-    categories: {"sex/gender": ["m.", "f."]}
+    preprocessing:
+      by: client
+      vocabulary: {"sex/gender": ["m.", "f."]}
+      dates: {"seen.at": [month]}
+      since: 2024-01-01
+      columns: {"b.m.i.": {fill: 25.5, clip: [0.01, 0.99]}}
     task: {class_path: Classification, init_args: {num_classes: 3}}
 trainer:
   default_root_dir: ../runs/of.mine
@@ -142,6 +147,7 @@ def test_settings_that_are_texts_may_be_any_text(tmp_path):
     check_arguments(
         [*files, "--data.path", "other.csv", "--data.init_args.target=how ill?", "--trainer.max_rounds", "7"]
     )
+    check_arguments([*files, "--data.preprocessing", "{class_path: pfl_lightning.data.preprocessing.Preprocessing}"])
     check_arguments([*files, "--trainer.default_root_dir", "/tmp/os.system", "--model.optimizer.lr", "-1e-3"])
 
 
@@ -162,6 +168,9 @@ PLACES = [
     "data: {class_path: TableData, init_args: {path: {class_path: EVIL}}}",
     "data: {class_path: TableData, init_args: {path: '{class_path: EVIL}'}}",
     "data: {class_path: TableData, init_args: {task: EVIL}}",
+    "data: {class_path: TableData, init_args: {preprocessing: {transformer: {class_path: EVIL}}}}",
+    "data: {class_path: TableData, init_args: {preprocessing: {class_path: EVIL}}}",
+    "data: {class_path: TableData, init_args: {preprocessing: EVIL}}",
     "data: {class_path: Digits, dict_kwargs: {x: EVIL}}",
     "model: {class_path: FedAvg, init_args: {net: EVIL}}",
     "other: EVIL",

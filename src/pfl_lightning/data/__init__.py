@@ -24,6 +24,7 @@ from pfl_lightning.data.partitioners import (
     RandomClasses,
     RoundedDirichlet,
 )
+from pfl_lightning.data.preprocessing import Column, Preprocessing
 from pfl_lightning.data.samples import CHUNK, Samples, Split
 from pfl_lightning.data.sources import (
     ClientDatasets,
@@ -49,6 +50,7 @@ __all__ = [
     "ClientData",
     "ClientDatasets",
     "ClientLoader",
+    "Column",
     "Diabetes",
     "Digits",
     "Dirichlet",
@@ -65,6 +67,7 @@ __all__ = [
     "OwnedData",
     "Partitioner",
     "Pathological",
+    "Preprocessing",
     "RandomClasses",
     "RoundedDirichlet",
     "Samples",

@@ -289,9 +289,10 @@ class Federation(LightningModule):
             return
         setting = "trainer.example_privacy" if per_sample else f"aggregator={self.aggregator.name}"
         remedies = "constants known beforehand, such as data.standardize={age: [50, 12]}, categories and classes"
+        own = ", or data.standardize=client or data.preprocessing.by=client"
         raise MisconfigurationException(
             f"data={type(self.data).__name__} fits its preprocessing on samples of {fitted}, which {setting} doesn't "
-            f"bound; give {remedies}{'' if per_sample else ', or data.standardize=client'}, or take data without any."
+            f"bound; give {remedies}{'' if per_sample else own}, or take data without any."
         )
 
     def _check_drift(self) -> None:
@@ -305,8 +306,8 @@ class Federation(LightningModule):
             )
         if self.data.fitted_on == "each client":
             raise MisconfigurationException(
-                f"{setting} moves samples between clients, and data.standardize=client scales a sample by the "
-                "statistics of its first client; take standardize=table."
+                f"{setting} moves samples between clients, and data.standardize=client and "
+                "data.preprocessing.by=client scale a sample by the statistics of its first client; take table."
             )
         if self.aggregator.fixed_sizes:
             raise MisconfigurationException(
@@ -905,7 +906,7 @@ class Federation(LightningModule):
         elif lines := changes(then, now):
             rank_zero_warn(
                 f"ckpt_path: the checkpoint's model has learned from inputs that were made otherwise ({lines[0]}); "
-                "give it the data that it was trained with."
+                "give it the data that it was trained with, or a table with data.fitted=CHECKPOINT."
             )
 
     def on_fit_end(self) -> None:

@@ -557,6 +557,18 @@ def test_the_command_of_the_documents_runs(tmp_path, monkeypatch):
     assert summary("FedPer-TableData/version_0")["final"]["test/acc"] >= 0
 
 
+def test_standardized_inputs_are_rounded_once():
+    table = frame().assign(width=lambda rows: 1e6 + rows["width"])
+    data = ready(table, standardize="table", features=["width", "colour"])
+    values = np.stack([table["width"], [["blue", "green", "red"].index(each) for each in table["colour"]]], axis=1)
+    rows = torch.cat([data.division.clients[client]["train"] for client in range(2)]).numpy()
+    mean = values[rows].sum(0) / len(rows)
+    deviation = np.sqrt(((values[rows] - mean) ** 2).sum(0) / len(rows))
+    expected = ((values - mean) / deviation).astype(np.float32)
+    held = data.division.clients[1]["test"].numpy()
+    assert np.array_equal(data.part(1, "test").x.numpy(), expected[held])
+
+
 @pytest.mark.filterwarnings("ignore:.*such different scales")
 @pytest.mark.parametrize("by", [None, "table", "client", {"width": [0.1, 0.3]}], ids=str)
 def test_raw_rows_become_the_inputs_of_the_test_rows(by, path):
@@ -570,7 +582,8 @@ def test_raw_rows_become_the_inputs_of_the_test_rows(by, path):
         for form in (rows, rows.to_dict("list"), rows.to_dict("records"), rows[rows.columns[::-1]]):
             assert torch.equal(data.inputs(form, name), expected)
             assert torch.equal(empty.inputs(form, client), expected)
-    assert empty.input_shape == (3,) and torch.load(saved(data), weights_only=True) == data.state_dict()
+    stored = torch.load(saved(data), weights_only=True)
+    assert empty.input_shape == (3,) and stored["preprocessing"] == empty.preprocessing == data.preprocessing
 
 
 def saved(data):
