@@ -382,7 +382,7 @@ class FederatedTrainer(RunFolders):
         self.datamodule = held
         asked = Asked(clients, data, lambda: federation.data)
         with ended_together(self.strategy), leaving_nothing_if_refused(self):
-            found = super().predict(federation, asked, None, return_predictions, path)  # type: ignore[arg-type]
+            found = super().predict(federation, asked, None, return_predictions, path)
         return asked.named(cast(list[Predictions], found or []))
 
     def _predict_saved(
@@ -411,7 +411,7 @@ class FederatedTrainer(RunFolders):
             enable_model_summary=False,
         )
         asked = Asked(clients, data, lambda: saved.data)
-        found = loop.predict(saved, asked, return_predictions=return_predictions)  # type: ignore[arg-type]
+        found = loop.predict(saved, asked, return_predictions=return_predictions)
         return asked.named(cast(list[Predictions], found or []))
 
     def client(self, client: int | str) -> ClientModule:

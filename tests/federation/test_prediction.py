@@ -4,6 +4,8 @@ from functools import partial
 from typing import Any
 
 import lightning
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -26,11 +28,11 @@ from federations import (
     points,
 )
 from pfl_lightning import ClientModule, Predictions
-from pfl_lightning.data import TensorData
+from pfl_lightning.data import Preprocessing, TableData, TensorData
 from pfl_lightning.federation.prediction import NeedsSamples
 from pfl_lightning.methods import CFL, FedAvg, FedPer, KNNPer, Local
 from pfl_lightning.methods.registry import METHODS
-from pfl_lightning.tasks import MultiLabel, NextToken, Regression, Segmentation
+from pfl_lightning.tasks import Classification, MultiLabel, NextToken, Regression, Segmentation
 from sweeps import swept
 
 SETTINGS = {"FedClassAvg": {"contrastive": False}}
@@ -357,3 +359,27 @@ def test_an_export_names_what_it_lacks(tmp_path):
     model = make_client()
     with pytest.raises(MisconfigurationException, match=r"\.pt2, \.ts or \.onnx"):
         model.export(tmp_path / "model.h5")
+
+
+def test_raw_rows_of_a_table_with_gaps_and_texts_give_the_test_figures(tmp_path):
+    drawn = np.random.default_rng(0)
+    age = drawn.normal(50, 10, 90)
+    ill = np.where(age > 50, "ill", "well")
+    table = pd.DataFrame({"site": NAMES * 30, "age": age, "sex": drawn.choice(["f", "m"], 90), "ill": ill})
+    table.loc[::7, "age"], table.loc[::11, "sex"] = None, None
+    settings = {"target": "ill", "task": Classification(2), "client": "site"}
+    for by in ("table", "client"):
+        data = TableData(table, preprocessing=Preprocessing(by=by), **settings)
+        data.setup()
+        make = partial(FedPer, net=plain, num_classes=2, input_shape=data.input_shape)
+        run = fit(make(), data, root=tmp_path / by)
+        tested = run.test()
+        rows = {name: table.iloc[data.division.clients[k]["test"].tolist()] for k, name in enumerate(NAMES)}
+        for predicted in (
+            run.trainer.predict(clients=rows),
+            make_trainer().predict(make(), clients=rows, ckpt_path=run.last),
+        ):
+            for k, name in enumerate(NAMES):
+                right = np.array(predicted[name].columns()["prediction"]) == rows[name]["ill"].to_numpy()
+                assert right.mean() == pytest.approx(tested[k]["acc"])
+                assert torch.equal(predicted[name].outputs, run.trainer.predict(clients=[name])[name].outputs)

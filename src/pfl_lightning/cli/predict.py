@@ -15,7 +15,7 @@ import pfl_lightning.methods
 from pfl_lightning.cli.load_config import configured
 from pfl_lightning.cli.usage import Arguments, UsageError
 from pfl_lightning.cli.yaml_text import load
-from pfl_lightning.data.sources.table_data import as_text, read_table
+from pfl_lightning.data.sources.columns import as_text, read_table
 from pfl_lightning.federation.prediction import NeedsSamples, Predictions
 from pfl_lightning.runs.folder import checkpoint_of_run, stamped
 from pfl_lightning.trainer import FederatedTrainer

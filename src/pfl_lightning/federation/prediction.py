@@ -325,7 +325,7 @@ def data_of(checkpoint: Mapping[str, Any]) -> FederatedDataModule:
             f"the checkpoint alone can't make inputs of raw rows, as {reason}; give the run's data module"
         )
     names = {"clients": saved.get("names", []), "num_clients": len(saved["payloads"])}
-    return kind.from_state(names | checkpoint[kind.__qualname__])
+    return cast(FederatedDataModule, kind.from_state(names | checkpoint[kind.__qualname__]))
 
 
 def works_alone(kind: type[FederatedDataModule]) -> bool:
