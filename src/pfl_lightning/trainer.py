@@ -483,14 +483,14 @@ class FederatedTrainer(RunFolders):
 
         Rows of the data become inputs as the training rows did.
         """
-        current, data = self.lightning_module, datamodule or getattr(self, "datamodule", None)
-        if model is None and not isinstance(current, Federation):
+        data = datamodule or getattr(self, "datamodule", None)
+        # Made first, as it names the run, under whose folders best and last are looked up.
+        federation = self.lightning_module if model is None else self._federation(model, data, aggregator)
+        if not isinstance(federation, Federation):
             raise MisconfigurationException(
                 "model=None takes the federation that this Trainer has trained, and it has trained none; give a client "
                 "module, and a checkpoint's ckpt_path."
             )
-        # Made first, as it names the run, under whose folders best and last are looked up.
-        federation = current if model is None else self._federation(model, data, aggregator)
         path = present_checkpoint(self, ckpt_path)
         if model is None and path is None:
             # Lightning would load the best checkpoint into the federation, and later rounds would go on from there.

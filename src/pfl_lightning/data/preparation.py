@@ -150,8 +150,8 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
         seed=data.seed,
     )
     newcomers = how_many(data.new_clients, data.num_clients or None, len(division.clients))
-    are_named = isinstance(data.new_clients, Sequence)
-    named = positions_of(data.new_clients, division.names, name) if are_named else None
+    given_names = data.new_clients if isinstance(data.new_clients, Sequence) else None
+    named = None if given_names is None else positions_of(given_names, division.names, name)
     return Pool(samples, newcomers_last(division, newcomers, data.seed, named), strata)
 
 
