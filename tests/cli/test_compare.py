@@ -383,9 +383,7 @@ def test_unnamed_clients_of_other_partitions_are_not_compared_by_client(stand_in
 @pytest.mark.parametrize(
     ("options", "title"),
     [
-        ("", "over FedAvg"),
         ("--reference FedPer", "over FedPer"),
-        ("--columns last,over~FedPer", "over FedPer"),
         ("--columns last,over~Local", "over FedAvg"),
     ],
 )
