@@ -383,15 +383,13 @@ def test_unnamed_clients_of_other_partitions_are_not_compared_by_client(stand_in
 @pytest.mark.parametrize(
     ("options", "title"),
     [
-        ("", "over FedAvg"),
         ("--reference FedPer", "over FedPer"),
-        ("--columns last,over~FedPer", "over FedPer"),
         ("--columns last,over~Local", "over FedAvg"),
     ],
 )
 def test_the_reference_is_the_one_given_or_chosen_by_names_alone(stand_in, options, title):
-    stand_in(FedPer={"clients": [0.1, 0.2]}, FedAvg={"clients": [0.3, 0.3]}, Ditto={"clients": [0.2, 0.4]})
-    line = ["--methods", "FedPer", "FedAvg", "Ditto", "--data", "Digits"]
+    stand_in(FedPer={"clients": [0.1, 0.2]}, FedAvg={"clients": [0.3, 0.3]})
+    line = ["--methods", "FedPer", "FedAvg", "--data", "Digits"]
     with pytest.raises(SystemExit):
         pfl(["compare", *line, *(word.replace("~", " ") for word in options.split())])
     reference, sign = title.removeprefix("over "), 1 if title == "over FedPer" else -1

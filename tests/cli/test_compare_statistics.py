@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from scipy.stats import ttest_1samp
 
-from pfl_lightning.cli.compare.significance import Difference, difference, differences_to, interval, shown
+from pfl_lightning.cli.compare.significance import (
+    Difference,
+    difference,
+    differences_to,
+    interval,
+    reference_among,
+    shown,
+)
 from pfl_lightning.tasks import Monitor
 
 SEEDS, CLIENTS = 3, 20
@@ -85,3 +92,20 @@ def test_a_lower_loss_is_a_gain_with_a_negative_sign():
     one = Difference(mean=0.5, half=0.25, probability=0.01, better=1.0)
     assert shown(one, True, loss) == "-0.5 [-0.75, -0.25]* (100 %)"
     assert interval(one, Monitor()) == "+50.00 [+25.00, +75.00]"
+
+
+@pytest.mark.parametrize(
+    ("columns", "given", "expected"),
+    [
+        ([], None, "Local+sgd"),
+        (["last", "over Ditto"], None, "Ditto"),
+        (["over Ditto"], "FedAvg", "FedAvg+mine"),
+        (["over FedPer"], None, "Local+sgd"),
+        ([], "KT-pFL+weight", "KT-pFL+weight"),
+    ],
+)
+def test_a_reference_is_found_by_names_alone(columns, given, expected):
+    methods = ["Ditto", "KT-pFL", "KT-pFL+weight", "FedAvg+mine", "FedAvg+other", "Local+sgd"]
+    assert reference_among(methods, columns, given) == expected
+    # the order of methods matters to variants and to the last resort alone
+    assert reference_among(["Ditto", "FedPer"]) == "Ditto" and reference_among(["Local"]) is None

@@ -137,7 +137,7 @@ def test_other_contents_are_refused(tmp_path, content, says):
 
 def test_other_files_are_refused(tmp_path):
     with pytest.raises(MisconfigurationException, match="has no train/"):
-        PFLlibData(str(tmp_path), Classification(4))
+        PFLlibData(str(tmp_path))
     write(tmp_path)
     (tmp_path / "train" / "0.npz").write_bytes(b"no archive")
     with pytest.raises(MisconfigurationException, match=r"0\.npz is no file of PFLlib"):

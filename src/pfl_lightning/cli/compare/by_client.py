@@ -30,7 +30,7 @@ OTHERS = "Clients have no names and differ from seed to seed (--vary_data), so t
 
 @dataclass(frozen=True)
 class ByClient:
-    """What each client has of each method.
+    """Values and gains of each client under each method.
 
     Args:
         monitor: the metric that selects.

@@ -62,6 +62,8 @@ class PFLlibData(OwnedData):
         self, root: str, task: Task | None = None, val_fraction: float = 0.0, **kwargs: Unpack[DivisionSettings]
     ) -> None:
         config = config_of(Path(root))
+        # before the task: a wrong folder has no configuration either
+        clients = clients_in(Path(root), config.get("num_clients"))
         if task is None:
             count = config.get("num_classes")
             if not isinstance(count, int) or count < 2:
@@ -71,7 +73,7 @@ class PFLlibData(OwnedData):
                 )
             task = Classification(count)
         super().__init__(task, root=root, val_fraction=val_fraction, **kwargs)
-        self._clients = clients_in(Path(root), config.get("num_clients"))
+        self._clients = clients
         x, _ = samples_in(Path(root, "train", f"{self._clients[0]}.npz"))
         self.input_shape = tuple(x.shape[1:])
 
