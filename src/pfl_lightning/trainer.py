@@ -622,7 +622,7 @@ def check_classes(model: Any, datamodule: Any, aggregator: Any) -> None:
         raise MisconfigurationException(
             f"aggregator={name} is a class; give an instance, {name}()."
             if isinstance(aggregator, type)
-            else f"aggregator={name} is no Aggregator; take one of pfl_lightning.methods."
+            else f"aggregator={name} is no Aggregator; take one of pfl_lightning.aggregators."
         )
 
 

@@ -14,6 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 
 import pfl_lightning.data
 import pfl_lightning.methods  # noqa: F401  # imported classes can be named without their module
+from pfl_lightning import aggregators
 from pfl_lightning.cli.argv import later_wins
 from pfl_lightning.cli.commands import TRAINER
 from pfl_lightning.cli.configs import resolved
@@ -25,7 +26,7 @@ from pfl_lightning.cli.yaml_text import check
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.federation.federation import Federation
-from pfl_lightning.internals.of_jsonargparse import commands_of, options_of
+from pfl_lightning.internals.of_jsonargparse import commands_of, name_paths, options_of
 from pfl_lightning.runs.folder import run_folder
 from pfl_lightning.trainer import FederatedTrainer
 
@@ -52,6 +53,8 @@ def read(text: str) -> Any:
 
 # replaces the reader in all parsers of the process: files, values and settings below both
 set_loader("yaml", read, (yaml.YAMLError,))
+# a run's config.yaml has server sides by the names that users import
+name_paths({f"{aggregators.__name__}.{name}": getattr(aggregators, name) for name in aggregators.SERVERS})
 
 
 class Parser(LightningArgumentParser):

@@ -1,7 +1,10 @@
 """Private names of jsonargparse, and of argparse, from which jsonargparse's parser inherits."""
 
 from argparse import Action, ArgumentParser
+from collections.abc import Mapping
 from typing import Any
+
+from jsonargparse import _util
 
 
 def options_of(parser: ArgumentParser) -> list[Action]:
@@ -30,3 +33,16 @@ def type_of(option: Action) -> Any:
         option: an option of jsonargparse's parser.
     """
     return getattr(option, "_typehint", "")
+
+
+def name_paths(paths: Mapping[str, type]) -> None:
+    """Let jsonargparse write classes by paths of their own in configurations.
+
+    By itself it writes the shortest path along a class's module. That module's package can have an older name of the
+    class, which warns at each look.
+
+    Args:
+        paths: class by dotted path.
+    """
+    for path, cls in paths.items():
+        _util.resolved_import_paths.add(cls, path)
