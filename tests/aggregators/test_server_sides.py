@@ -7,7 +7,9 @@ import pkgutil
 import warnings
 
 import pytest
+import yaml
 
+from command import pfl
 from pfl_lightning import Aggregator, aggregators, methods
 
 DEFINED = {
@@ -56,16 +58,20 @@ def test_other_names_are_in_neither():
             room.FedPorx  # noqa: B018
 
 
-def test_the_command_line_writes_the_new_names_without_a_warning():
-    from pfl_lightning.cli.load_config import configured
-
-    words = ["--data", "Digits", "--model.net", "MLP", "--aggregator"]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="pfl_lightning.methods")
-        short = configured([*words, "FedAdam"])
-    assert type(short.aggregator) is aggregators.FedAdam
-    assert "class_path: pfl_lightning.aggregators.FedAdam" in short.parser.dump(short.config)
-    for path in ("pfl_lightning.aggregators", "pfl_lightning.methods.fedopt"):
-        assert type(configured([*words, f"{path}.FedAdam"]).aggregator) is aggregators.FedAdam
-    with pytest.warns(DeprecationWarning):
-        assert type(configured([*words, "pfl_lightning.methods.FedAdam"]).aggregator) is aggregators.FedAdam
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("FedAdam", "aggregators.FedAdam"),
+        ("CwFedAvg", "aggregators.CwFedAvg"),
+        ("pfl_lightning.aggregators.FedAdam", "aggregators.FedAdam"),
+        ("pfl_lightning.methods.fedopt.FedAdam", "methods.fedopt.FedAdam"),
+        # of a config.yaml of before
+        ("pfl_lightning.methods.FedAdam", "methods.FedAdam"),
+    ],
+)
+def test_the_command_line_takes_all_names_and_writes_the_new_ones(given, written, capsys):
+    with warnings.catch_warnings(), pytest.raises(SystemExit) as ended:
+        warnings.filterwarnings("error", message=r"pfl_lightning\.methods")
+        pfl(f"fit --config quickstart --aggregator {given} --print_config")
+    assert ended.value.code == 0
+    assert yaml.safe_load(capsys.readouterr().out)["aggregator"]["class_path"] == f"pfl_lightning.{written}"

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.cli.argv import settings_in
+from pfl_lightning.cli.argv import CommandLine, resolved, settings_in
 from pfl_lightning.cli.compare.choices import Choice, choose, stored_table
 from pfl_lightning.cli.compare.report import titles, write
 from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.cli.compare.runs import Run, files, run_all
 from pfl_lightning.cli.compare.tuning import Trial, axes, best, missing, trials
-from pfl_lightning.cli.configs import FOLDER, nearest, resolved
+from pfl_lightning.cli.configs import FOLDER, nearest
 from pfl_lightning.cli.load_config import complaint
 from pfl_lightning.cli.refusals import refuse_at_sight
 from pfl_lightning.cli.usage import Arguments, UsageError
@@ -65,7 +65,7 @@ def main(args: list[str]) -> int:
     given, passed = parse(args)
     methods = choose(given.methods, given.configs)
     for method in methods:
-        refuse_at_sight(["fit", *method.among(passed)])
+        refuse_at_sight(CommandLine(["fit", *method.among(passed)]))
     if not given.collect:
         refuse_all(methods, passed)
     comparison = Comparison(given, passed)
