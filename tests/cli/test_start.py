@@ -17,7 +17,7 @@ from pfl_lightning.cli.options import options_of
 from pfl_lightning.cli.refusals import refuse_at_sight
 from pfl_lightning.cli.trainer_commands import PflCLI
 from pfl_lightning.cli.usage import UsageError
-from pfl_lightning.internals.of_jsonargparse import commands_of, type_of
+from pfl_lightning.internals.of_jsonargparse import commands_of
 from pfl_lightning.internals.of_jsonargparse import options_of as actions_of
 
 PROGRAM = """
@@ -136,7 +136,7 @@ def test_options_read_from_source_are_the_parser_s(command):
     known = options_of(command)
     # no suggestion depends on the options NAME.help, which are below an option that names a class
     assert set(known.names) == {name for name in parser.own_names() if not name.endswith(".help")}
-    types = {option.dest: str(type_of(option)) for option in actions_of(parser)}
+    types = {option.dest: str(getattr(option, "_typehint", "")) for option in actions_of(parser)}
     closed = [name for name in known.names if name not in known.open and types.get(name)]
     assert len(closed) > 30
     for name in closed:

@@ -199,7 +199,7 @@ def abstract_class(mistake: Mistake) -> str:
     # settings without a class_path: the parser took the base class, which is abstract
     if setting.value.rpartition(".")[2] != KINDS[setting.kind].__name__:
         return f"{setting.key} has settings and no class; choose from {', '.join(sorted(class_names(setting.kind)))}."
-    return f"{setting.key}={name} is a base of classes; name one of these{choices_of(setting)}."
+    return f"{setting.key}={name} is abstract{choices_of(setting) or '; name a class that defines the rest'}."
 
 
 def unknown_class(mistake: Mistake) -> str:

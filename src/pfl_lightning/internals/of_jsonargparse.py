@@ -26,15 +26,6 @@ def commands_of(parser: ArgumentParser) -> dict[str, Any]:
     return {name: command for each in choices for name, command in each.items()}
 
 
-def type_of(option: Action) -> Any:
-    """Return an option's type, as a type or a type hint; an empty text for an option without a value.
-
-    Args:
-        option: an option of jsonargparse's parser.
-    """
-    return getattr(option, "_typehint", "")
-
-
 def name_paths(paths: Mapping[str, type]) -> None:
     """Let jsonargparse write classes by paths of their own in configurations.
 
