@@ -18,3 +18,10 @@ def swept(
     """Parameters of a test, of which all but some are only run where everything is."""
     marks = {True: (), False: pytest.mark.exhaustive}
     return [pytest.param(value, id=name(value), marks=marks[name(value) in some]) for value in values]
+
+
+def all_but(rest: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """Parameters of a test, of which some are only run where everything is, as another one takes the same branches."""
+    values = list(values)
+    assert all(value in values for value in rest), "what is left out is no parameter"
+    return [pytest.param(value, marks=pytest.mark.exhaustive if value in rest else ()) for value in values]

@@ -11,7 +11,7 @@ from torch.optim import SGD
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import IID, FederatedDataModule
 from pfl_lightning.nets import Net
-from pfl_lightning.tasks import Classification, MultiLabel, NextToken, Regression, Segmentation, Task
+from pfl_lightning.tasks import Classification, MultiLabel, NextToken, Regression, Segmentation, Survival, Task
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,15 @@ def kinds() -> dict[str, Kind]:
     following = (texts + 1) % 7
     following[::3, -1] = -100
     net = partial(flat, 8)
+    # earlier for a larger first input; a third is censored, and some share a time
+    times = torch.stack([(3 - x[:, 0]).clamp(min=0.1).round(decimals=1), (torch.arange(160) % 3 > 0).float()], 1)
     return {
         "Classification": Kind(Classification(3), x, x[:, :3].argmax(1), net),
         "Regression": Kind(Regression(), x, x[:, :1] * 2 + x[:, 1:2] ** 2, net, 0.05),
         "MultiLabel": Kind(MultiLabel(4), x, (x[:, :4] > 0.3).long(), net),
         "Segmentation": Kind(Segmentation(3), images, masks, pixelwise),
         "NextToken": Kind(NextToken(7), texts, following, positionwise),
+        "Survival": Kind(Survival(), x, times, net),
     }
 
 

@@ -112,7 +112,7 @@ def test_each_command_of_the_ledger_makes_runs_that_there_can_be(line, capsys, m
 
 
 SOURCES = blocks("docs/data.md")
-PACKAGES = {"TableData": "pandas", "HFData": "datasets"}
+PACKAGES = {"TableData": "pandas", "HFData": "datasets", "FlowerDatasets": "datasets"}
 
 
 @pytest.mark.parametrize("block", SOURCES, ids=range(len(SOURCES)))
@@ -142,3 +142,12 @@ def test_links_lead_somewhere(document):
     path = ROOT / document
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text())
     assert all((path.parent / link).exists() for link in links)
+
+
+def test_the_page_about_predictions(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = shown("docs/predict.md")
+    assert list(names["predicted"]) == ["Bremen", "Ulm"] and names["predicted"]["Ulm"].class_names == ["no", "yes"]
+    x = names["data"].inputs(names["rows"], "Bremen")
+    outputs = torch.export.load("bremen.pt2").module()(x)
+    assert torch.allclose(outputs, names["predicted"]["Bremen"].outputs, atol=1e-6)

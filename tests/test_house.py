@@ -4,7 +4,7 @@ import ast
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib.util import find_spec
@@ -48,14 +48,23 @@ def module_of(path: Path) -> str:
 
 
 MODULES = {module_of(path): path for path in FILES}
-TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 WINDOW = "pfl_lightning.aggregators"
 """The package that gives methods' server sides on first use, and imports them for type checkers only."""
 
 
-def imports(tree: ast.Module) -> Iterator[str]:
+def parsed(text: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(text)))
+
+
+@cache
+def nodes_of(name: str) -> list[ast.AST]:
+    """All nodes of a module's tree; a walk takes as long as parsing."""
+    return parsed(MODULES[name].read_text())
+
+
+def imports(nodes: list[ast.AST]) -> Iterator[str]:
     """The modules of the package that a file imports, at its top or anywhere in it, or has the name of in a text."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pfl_lightning"):
@@ -69,9 +78,12 @@ def imports(tree: ast.Module) -> Iterator[str]:
             yield str(node.value)
 
 
-GRAPH = {name: set(imports(tree)) - {name} for name, tree in TREES.items()}
-# whoever imports a server side from there has the arrow
-GRAPH[WINDOW] -= {f"pfl_lightning.methods.{file}" for file in SERVERS.values()}
+@cache
+def graph() -> dict[str, set[str]]:
+    found = {name: set(imports(nodes_of(name))) - {name} for name in MODULES}
+    # whoever imports a server side from there has the arrow
+    found[WINDOW] -= {f"pfl_lightning.methods.{file}" for file in SERVERS.values()}
+    return found
 
 
 def room(name: str) -> str:
@@ -80,9 +92,9 @@ def room(name: str) -> str:
 
 
 def test_imports_by_name_count():
-    assert set(imports(ast.parse('import_module("pfl_lightning.cli.errors")'))) == {"pfl_lightning.cli.errors"}
-    assert "pfl_lightning.methods.fedopt" in imports(ast.parse(f"from {WINDOW} import FedAdam"))
-    assert {"pfl_lightning.flower.command", "pfl_lightning.cli.trainer_commands"} <= GRAPH["pfl_lightning.cli.main"]
+    assert set(imports(parsed('import_module("pfl_lightning.cli.errors")'))) == {"pfl_lightning.cli.errors"}
+    assert "pfl_lightning.methods.fedopt" in imports(parsed(f"from {WINDOW} import FedAdam"))
+    assert {"pfl_lightning.flower.command", "pfl_lightning.cli.trainer_commands"} <= graph()["pfl_lightning.cli.main"]
 
 
 def test_the_guide_lists_the_order():
@@ -97,22 +109,22 @@ def test_every_room_has_its_place():
 
 def test_no_circle():
     try:
-        list(TopologicalSorter(GRAPH).static_order())
+        list(TopologicalSorter(graph()).static_order())
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_go_one_way(name):
-    upwards = {other for other in GRAPH[name] if room(other) != room(name) and LEVEL[room(other)] >= LEVEL[room(name)]}
-    assert not upwards
+def test_imports_go_one_way():
+    level = {name: LEVEL[room(name)] for name in MODULES}
+    upwards = [(name, other) for name in MODULES for other in graph()[name] if level[other] >= level[name]]
+    assert not [(name, other) for name, other in upwards if room(other) != room(name)]
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name != WINDOW])
-def test_nothing_is_hidden_from_the_graph(name):
+def test_nothing_is_hidden_from_the_graph():
     hidden = [
-        ast.unparse(line)
-        for node in ast.walk(TREES[name])
+        (name, ast.unparse(line))
+        for name in MODULES.keys() - {WINDOW}
+        for node in nodes_of(name)
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
         for line in node.body
         if "pfl_lightning" in ast.unparse(line)
@@ -131,10 +143,10 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and name.strip("_") != "" and not name.endswith("__")
 
 
-def defined(tree: ast.Module) -> set[str]:
+def defined(nodes: Iterable[ast.AST]) -> set[str]:
     """Names that a file gives to functions, classes and variables, and to attributes of its own objects."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -148,22 +160,26 @@ def of_itself(node: ast.Attribute) -> bool:
     return ast.unparse(node.value) in ("self", "cls", "super()")
 
 
-OWN = set().union(*map(defined, TREES.values()))
+@cache
+def own() -> set[str]:
+    return set().union(*(defined(nodes_of(name)) for name in MODULES))
+
+
 PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit"}
 """Documented names, of named tuples and of ``os``."""
 
 
-def foreign(tree: ast.Module) -> Iterator[str]:
+def foreign(nodes: list[ast.AST]) -> Iterator[str]:
     """Private names in a file that can't be its own, or for ``self`` the package's own."""
-    here = defined(tree)
-    for node in ast.walk(tree):
+    here = defined(nodes)
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if any(map(is_private, alias.name.split("."))))
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name for name in names if any(map(is_private, name.split("."))))
         elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in PUBLIC:
-            if node.attr not in (OWN if of_itself(node) else here):
+            if node.attr not in (own() if of_itself(node) else here):
                 yield ast.unparse(node)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
             name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
@@ -184,15 +200,14 @@ def privates_of(base: type) -> frozenset[str]:
 def taken_from_bases(name: str) -> Iterator[str]:
     """Private names that classes of a module share with their bases of other packages."""
     module = importlib.import_module(name)
-    for node in ast.walk(TREES[name]):
+    for node in nodes_of(name):
         made = getattr(module, node.name, None) if isinstance(node, ast.ClassDef) else None
         if not isinstance(made, type):
             continue
         bases = [base for base in made.__mro__ if not base.__module__.startswith(("pfl_lightning", "builtins"))]
         known = frozenset().union(*map(privates_of, bases))
-        used = defined(ast.Module(node.body, [])) | {
-            each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute) and of_itself(each)
-        }
+        inside = list(ast.walk(ast.Module(node.body, [])))
+        used = defined(inside) | {each.attr for each in inside if isinstance(each, ast.Attribute) and of_itself(each)}
         yield from sorted(used & known)
 
 
@@ -218,23 +233,22 @@ OUTSIDE = [name for name in MODULES if room(name) != "internals"]
     ],
 )
 def test_private_names_are_found(line):
-    assert list(foreign(ast.parse(line)))
+    assert list(foreign(parsed(line)))
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_private_names_of_others_are_in_one_room(name):
-    assert not list(foreign(TREES[name]))
+def test_private_names_of_others_are_in_one_room():
+    found = [(name, private) for name in OUTSIDE for private in foreign(nodes_of(name))]
+    assert not found
 
 
 def test_texts_name_no_private_name_of_the_room():
-    trees = [tree for name, tree in TREES.items() if name not in OUTSIDE]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
+    nodes = [node for name in MODULES if name not in OUTSIDE for node in nodes_of(name)]
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     names = {text for text in texts if text.isidentifier() and is_private(text)}
     names |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and is_private(node.attr)}
     assert {"_last_lr", "_growth_tracker", "_parameters"} <= names
     for name in OUTSIDE:
-        assert not names & {node.value for node in ast.walk(TREES[name]) if isinstance(node, ast.Constant)}, name
+        assert not names & {node.value for node in nodes_of(name) if isinstance(node, ast.Constant)}, name
 
 
 def test_classes_share_no_private_name_with_a_base_of_others():

@@ -134,13 +134,6 @@ def test_other_modules_data_and_loaders_are_refused():
         make_trainer().fit(make_client(), datamodule=Blobs)
 
 
-def test_predict_says_what_predicts(tmp_path):
-    run = fit(make_client(FedPer), root=tmp_path, max_rounds=1)
-    for arguments in ((), (run.model, DataLoader([1]))):
-        with pytest.raises(MisconfigurationException, match=r"load_from_checkpoint\(.*client=.*lightning\.Trainer"):
-            run.trainer.predict(*arguments)
-
-
 def test_a_checkpoint_that_is_not_there_is_refused_for_evaluation(tmp_path):
     with pytest.raises(MisconfigurationException, match="has such a checkpoint"):
         make_trainer(tmp_path).test(make_client(), datamodule=blobs(), ckpt_path="best")

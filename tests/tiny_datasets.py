@@ -96,12 +96,50 @@ def write_ag_news(root: Path, n: int) -> None:
             csv.writer(file).writerows(rows)
 
 
+def write_heart(root: Path, n: int) -> None:
+    folder = root / "heart_disease"
+    folder.mkdir(parents=True)
+    for number, name in enumerate(("cleveland", "hungarian", "switzerland", "va")):
+        lines = []
+        for i in range(n // 4):
+            # three columns of gaps outside Cleveland, and one patient with a gap in another column
+            gaps = ["?"] * 3 if number else ["1", "0", "3"]
+            chol = "?" if i == n // 4 - 1 else 200 + 10 * number + i % 7
+            ill = int(i > 1) if name == "switzerland" else i % 5
+            lines.append(
+                [40 + i % 30, i % 2, 1 + i % 4, 120 + i % 9, chol, 0, i % 3, 150 - i % 11, 0, i % 4, *gaps, ill]
+            )
+        (folder / f"processed.{name}.data").write_text("".join(",".join(map(str, line)) + "\n" for line in lines))
+
+
+def write_brca(root: Path, n: int) -> None:
+    folder = root / "tcga_brca"
+    folder.mkdir(parents=True)
+    regions = ("Northeast", "South", "West", "Midwest", "Europe", "Canada")
+    with (folder / "centers.csv").open("w", newline="") as file:
+        sites = [(f"A{k}", "A hospital", "A country", "", region) for k, region in enumerate(regions)]
+        csv.writer(file).writerows([("TSS Code", "Source Site", "Country", "State", "Region"), *sites])
+    patients = [f"TCGA-A{i % 6}-{i:04}" for i in range(n)]
+    features = ["age_at_index", *(f"feature {k}, coded" for k in range(38))]
+    with (folder / "brca.csv").open("w", newline="") as file:
+        rows = [(p, 30 + i % 50, *RNG.integers(0, 2, 38), float(i % 3 == 0), 1.0 + i) for i, p in enumerate(patients)]
+        csv.writer(file).writerows([("pid", *features, "E", "T"), *rows])
+    with (folder / "train_test_split.csv").open("w", newline="") as file:
+        # the last patient is in no fold
+        folds = [(p, fold, f"{fold}_{i % 6}") for i, p in enumerate(patients[:-1]) for fold in [FOLDS[i // 6 % 4 == 0]]]
+        csv.writer(file).writerows([("pid", "fold", "fold2"), *folds])
+
+
+FOLDS = ("train", "test")
+
 WRITERS = {
     "AGNews": write_ag_news,
     "AGNewsLetters": write_ag_news,
     "CIFAR10": write_cifar10,
     "CIFAR100": write_cifar100,
     "EMNIST": write_emnist,
+    "FedHeartDisease": write_heart,
+    "FedTcgaBrca": write_brca,
     "FashionMNIST": write_fashion_mnist,
     "ImageFolder": write_images,
     "MNIST": write_mnist,

@@ -1,5 +1,6 @@
 """Personalized federated learning on PyTorch Lightning."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -7,7 +8,12 @@ if TYPE_CHECKING:
     from pfl_lightning.aggregators import Aggregator, AggregatorList, ClassMeans, Server, WeightedAverage
     from pfl_lightning.client import ClientModule, Phase
     from pfl_lightning.federation.federation import Federation
+    from pfl_lightning.federation.prediction import Predictions
     from pfl_lightning.trainer import FederatedTrainer
+
+# On some processors, MKL's products of small matrices depend on where a matrix lies in memory, which differs from run
+# to run. MKL reads this once, at its first product, so it is set before any module of the package computes.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 __version__ = "0.1.0"
 
@@ -19,6 +25,7 @@ __all__ = [
     "FederatedTrainer",
     "Federation",
     "Phase",
+    "Predictions",
     "Server",
     "WeightedAverage",
     "__version__",
@@ -31,6 +38,7 @@ _MODULES = {
     **dict.fromkeys(("ClientModule", "Phase"), "client"),
     "FederatedTrainer": "trainer",
     "Federation": "federation.federation",
+    "Predictions": "federation.prediction",
 }
 _ROOMS = (
     "aggregators",

@@ -2,12 +2,13 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
@@ -40,6 +41,7 @@ from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import final_test
 from pfl_lightning.federation.joining import joined_row
 from pfl_lightning.federation.options import ClientStates, FederationOptions, is_count
+from pfl_lightning.federation.prediction import Asked, NeedsSamples, Predictions, SavedClients
 from pfl_lightning.internals.of_lightning import continue_run
 from pfl_lightning.privacy import DPSGD, SecureSum
 from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
@@ -94,6 +96,9 @@ class FederatedTrainer(Trainer):
             rounded, at least one client).
         local_epochs: passes over a client's training data per round; None is 1, unless ``local_steps`` is given.
         local_steps: batches per client and round, instead of ``local_epochs``.
+        steps_continue: whether a client's ``local_steps`` go on where its last round stopped, until its epoch is over,
+            as in FLamby; else each round begins with a new order of samples. Phases of a method that are counted in
+            epochs, or have samples of their own, begin anew in either case.
         engine: how the clients of a round are run: ``sequential``, one after another (a small net in one thread, unless
             ``OMP_NUM_THREADS`` is set); ``vectorised``, many clients in one computation, with the same result up to
             rounding; ``processes``, several clients at once on the cores of a CPU, with the same result; ``auto``, the
@@ -156,6 +161,7 @@ class FederatedTrainer(Trainer):
         compression: Compression | None = None,
         secure_sum: SecureSum | None = None,
         default_root_dir: str = "runs",
+        steps_continue: bool = False,
         **kwargs: Unpack[TrainerSettings],
     ) -> None:
         # the same dict: jsonargparse finds the Trainer's settings by following `**kwargs` into its call
@@ -170,6 +176,7 @@ class FederatedTrainer(Trainer):
             clients_per_round=clients_per_round,
             local_epochs=local_epochs,
             local_steps=local_steps,
+            steps_continue=steps_continue,
             engine=engine,
             workers=workers,
             compile=compile,
@@ -378,21 +385,100 @@ class FederatedTrainer(Trainer):
         with ended_together(self.strategy), leaving_nothing_if_refused(self):
             return super().test(federation, datamodule=datamodule, ckpt_path=path, verbose=verbose)
 
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to predict, as a federation has a model per client; a plain ``lightning.Trainer`` predicts with any.
+    def predict(  # type: ignore[override]
+        self,
+        model: ClientModule | None = None,
+        data: Any = None,
+        datamodule: FederatedDataModule | None = None,
+        return_predictions: bool | None = None,
+        ckpt_path: str | Path | None = None,
+        clients: Iterable[int | str] | Mapping[int | str, Any] | None = None,
+        aggregator: Aggregator | None = None,
+    ) -> dict[int | str, Predictions]:
+        """Predict for raw rows with clients' models, those that the federation's own evaluations use.
+
+        Lightning's prediction loop calls callbacks once per client, with its `Predictions`. A client unknown to the
+        federation, named ``new``, and the data's new clients are predicted for by the model that they would receive.
 
         Args:
-            *args: as for ``lightning.Trainer.predict``.
-            **kwargs: as for ``lightning.Trainer.predict``.
+            model: the client module; None takes the federation of this Trainer, as it stands without ``ckpt_path``.
+            data: raw rows for all of ``clients``, as `FederatedDataModule.inputs` takes them, such as a tensor or a
+                Dataset; a table's data take a file or a data frame too. None takes each client's own test split.
+            datamodule: the clients' data. A checkpoint may do without, unless the method makes a client's model from
+                the client's samples, or ``data`` or a new client's model needs them.
+            return_predictions: False returns nothing, for callbacks that write the predictions.
+            ckpt_path: a checkpoint, or ``best`` or ``last`` of this method's newest run that has one.
+            clients: names or ids of clients; a mapping gives each one's own rows; None takes all clients.
+            aggregator: the server side, instead of the client module's own.
+
+        Returns:
+            Predictions by the client's name, or by its id where clients have no names.
 
         Raises:
-            MisconfigurationException: always.
+            MisconfigurationException: if there is no such client, if rows have another form than in training, or if a
+                client's model needs samples that aren't here.
         """
-        raise MisconfigurationException(
-            "FederatedTrainer.predict can't choose among the clients' models; load a client's model by the trained "
-            "class, such as model = FedPer.load_from_checkpoint(path, client=3), or the global model without client=, "
-            "and call lightning.Trainer().predict(model, dataloaders)."
+        if isinstance(data, FederatedDataModule):
+            # Lightning's own second argument may be a data module.
+            data, datamodule = None, data
+        clients = [clients] if isinstance(clients, (int, str)) else clients
+        held = getattr(self, "datamodule", None) if datamodule is None else datamodule
+        if model is not None and held is None and ckpt_path is not None:
+            return self._predict_saved(model, data, present_checkpoint(self, ckpt_path), clients, return_predictions)
+        federation, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
+        own = federation or self.lightning_module
+        if not isinstance(own, Federation):
+            raise MisconfigurationException("trainer.predict needs model=, as this Trainer has no federation yet.")
+        # Lightning refuses loaders beside a data module, and keeps an earlier one.
+        self.datamodule = held
+        asked = Asked(clients, data, lambda: own.data)
+        with ended_together(self.strategy), leaving_nothing_if_refused(self):
+            return asked.named(super().predict(own, asked, None, return_predictions, path) or [])  # type: ignore[arg-type]
+
+    def _predict_saved(
+        self,
+        model: ClientModule,
+        data: Any,
+        path: str | None,
+        clients: Iterable[int | str] | Mapping[int | str, Any] | None,
+        return_predictions: bool | None,
+    ) -> dict[int | str, Predictions]:
+        """Predict with the clients of a checkpoint, without a data module."""
+        checkpoint = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+        saved = SavedClients(model, checkpoint, str(path))
+        if data is None and not isinstance(clients, Mapping):
+            raise NeedsSamples("trainer.predict without data= predicts for test splits; give datamodule=, or rows.")
+        # A federation's own callbacks would look for one, so the loop is a plain Trainer's.
+        loop = Trainer(
+            # by name: for an accelerator's object Lightning prepares mixed precision for a GPU
+            accelerator=self.strategy.root_device.type,
+            devices=1,
+            precision=cast(Any, self.precision),
+            logger=False,
+            callbacks=[each for each in self.callbacks if isinstance(each, callbacks.BasePredictionWriter)],  # type: ignore[attr-defined]
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
         )
+        asked = Asked(clients, data, lambda: saved.data)
+        return asked.named(loop.predict(saved, asked, return_predictions=return_predictions) or [])  # type: ignore[arg-type]
+
+    def client(self, client: int | str) -> ClientModule:
+        """Return one client's model after a fit or an evaluation: an independent copy, an ordinary LightningModule.
+
+        It is the model that the federation's evaluations use. A plain ``lightning.Trainer`` fits, tests and predicts
+        with it; call ``eval()`` before calling it directly.
+
+        Args:
+            client: the client's name or id.
+
+        Raises:
+            MisconfigurationException: if this Trainer has no federation yet, or there is no such client.
+        """
+        federation = self.lightning_module
+        if not isinstance(federation, Federation) or federation.seed is None:
+            raise MisconfigurationException("trainer.client has no client yet; call fit, or test with a checkpoint.")
+        return federation.model_of(federation.data.client_id(client))
 
     def join(
         self,
@@ -466,10 +552,6 @@ REFUSED_CALLBACKS = {
     "BaseFinetuning": (
         "freezes layers of the Trainer's own optimizer, and clients have theirs; freeze them in the net by "
         "requires_grad_(False), or let the client module's local_phases say what is trained"
-    ),
-    "BasePredictionWriter": (
-        "writes what trainer.predict gives; give it to the lightning.Trainer by which a model of load_from_checkpoint "
-        "predicts"
     ),
     "BatchSizeFinder": f"{OWN_STEPS}; set data.batch_size",
     "GradientAccumulationScheduler": f"{OWN_STEPS}; set data.batch_size",

@@ -22,7 +22,6 @@ class Finetuning(BaseFinetuning):
 
 SETTINGS = {
     "BaseFinetuning": Finetuning,
-    "BasePredictionWriter": type("Writer", (BasePredictionWriter,), {}),
     "GradientAccumulationScheduler": partial(callbacks.GradientAccumulationScheduler, scheduling={0: 2}),
     "ModelPruning": partial(callbacks.ModelPruning, "l1_unstructured"),
     "StochasticWeightAveraging": partial(callbacks.StochasticWeightAveraging, swa_lrs=0.1),
@@ -74,6 +73,18 @@ def saves_what_was_interrupted(root):
     assert (root / "interrupted.ckpt").exists()
 
 
+def writes(root):
+    seen = []
+
+    class Writer(BasePredictionWriter):
+        def write_on_batch_end(self, trainer, federation, prediction, *_):
+            seen.append(len(prediction))
+
+    run = fit(make_client(), callbacks=[Writer("batch")], max_rounds=1)
+    run.trainer.predict(run.model)
+    assert seen == [run.data.size(client, "test") for client in range(4)]
+
+
 def is_called(root):
     seen = []
     hooks = {"on_train_epoch_end": lambda *_: seen.append("round"), "on_validation_end": lambda *_: seen.append("val")}
@@ -95,6 +106,7 @@ SHOWN = {
     "TQDMProgressBar": ({"enable_progress_bar": True}, "Round 1/1"),
 }
 WORKING = {
+    "BasePredictionWriter": writes,
     "DeviceStatsMonitor": watches_the_device,
     "EarlyStopping": stops_by_metric,
     "LambdaCallback": is_called,

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from federations import Spy, blobs, fit, load, make_client, read_csv, untimed
+from pfl_lightning.callbacks import RoundLogger
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import FedPer
 from pfl_lightning.runs.report import PackedRows, append_row, columns_of, write_rows
@@ -219,3 +221,66 @@ def test_a_record_of_lists_is_resumed(tmp_path):
     resumed = fit(make_client(), root=tmp_path / "elsewhere", ckpt_path=tmp_path / "earlier.ckpt", max_rounds=3)
     assert untimed(resumed.rows) == untimed(whole.rows)
     assert untimed(read_csv(resumed.folder / "rounds.csv")) == untimed(read_csv(whole.folder / "rounds.csv"))
+
+
+def test_each_client_has_a_row_a_round_on_request(tmp_path):
+    run = fit(make_client(), root=tmp_path, callbacks=[RoundLogger(client_rounds=True)], test_every_round=True)
+    rows = read_csv(run.folder / "client_rounds.csv")
+    clients = range(run.data.num_clients)
+    assert [(int(row["round"]), int(row["client"])) for row in rows] == [(r, c) for r in (1, 2, 3) for c in clients]
+    sizes = [run.data.size(client, "val") for client in clients]
+    for number, row in enumerate(run.rows):
+        own = [float(each["val/acc"]) for each in rows[number * len(sizes) :][: len(sizes)]]
+        assert row["val/acc"] == pytest.approx(sum(map(math.prod, zip(own, sizes, strict=True))) / sum(sizes))
+    assert {"test/acc", "test/loss", "val/loss"} <= set(rows[0])
+
+
+def test_clients_of_rounds_are_complete_after_resuming(tmp_path):
+    def go(folder, rounds, **settings):
+        callbacks = [RoundLogger(client_rounds=True)]
+        return fit(make_client(), root=folder, callbacks=callbacks, max_rounds=rounds, **settings)
+
+    whole, half = go(tmp_path / "whole", 4), go(tmp_path / "half", 2)
+    later = go(tmp_path / "later", 4, ckpt_path=half.last)
+    assert read_csv(later.folder / "client_rounds.csv") == read_csv(whole.folder / "client_rounds.csv")
+    assert not (fit(make_client(), root=tmp_path / "without").folder / "client_rounds.csv").exists()
+
+
+def test_rounds_without_validation_have_no_rows_of_clients(tmp_path):
+    callbacks = [RoundLogger(client_rounds=True)]
+    run = fit(make_client(), root=tmp_path, callbacks=callbacks, check_val_every_n_epoch=2, max_rounds=3)
+    assert {row["round"] for row in read_csv(run.folder / "client_rounds.csv")} == {"2"}
+
+
+def test_trackers_get_a_curve_per_client_up_to_the_number_asked_for(tmp_path):
+    class Tracker(TensorBoardLogger):
+        def log_metrics(self, metrics, step=None):
+            logged.append(metrics)
+
+    logged: list[dict[str, float]] = []
+    for limit in (3, 50):
+        loggers = [CSVLogger(tmp_path / str(limit)), Tracker(tmp_path / str(limit))]
+        settings = {"logger": loggers, "callbacks": [RoundLogger(client_curves=limit)], "max_rounds": 1}
+        settings |= {"test_every_round": True}
+        if limit == 3:
+            with pytest.warns(UserWarning, match="client_curves=3, but there are 4 clients"):
+                run = fit(make_client(), **settings)
+            assert not any(name.startswith("client/") for metrics in logged for name in metrics)
+        else:
+            run = fit(make_client(), **settings)
+    curves = [{k: v for k, v in metrics.items() if k.startswith("client/")} for metrics in logged]
+    results = run.federation.evaluations.results
+    assert [each for each in curves if each] == [
+        {
+            f"client/{client}/{split}/{name}": results[split][client][name]
+            for client in range(4)
+            for split in ("val", "test")
+            for name in ("acc", "loss")
+        }
+    ]
+    assert not any(name.startswith("client/") for path in tmp_path.rglob("metrics.csv") for name in read_csv(path)[0])
+
+
+def test_a_negative_number_of_curves_is_refused():
+    with pytest.raises(MisconfigurationException, match="client_curves=-1"):
+        RoundLogger(client_curves=-1)

@@ -59,7 +59,9 @@ cell = "" if accuracy is None else accuracy
     + "".join(f"{k},1 2,0,0,{value}\\n" for k, value in enumerate(plan.get("later", []), 3))
 )
 tested = plan.get("clients", [cell, cell])
-(folder / "clients.csv").write_text("\\n".join(["client,test/acc", *(f"{k},{v}" for k, v in enumerate(tested)), ""]))
+names = plan.get("names", [""] * len(tested))
+rows = [f"{k},{name},{value}" for k, (name, value) in enumerate(zip(names, tested))]
+(folder / "clients.csv").write_text("\\n".join(["client,name,test/acc", *rows, ""]))
 part = {"round": 2, "val/acc": accuracy, "test/acc": accuracy} | plan.get("central", {})
 (folder / "summary.json").write_text(json.dumps({
     "final": part, "selected": part, "best_on_test": part, "best_global": plan.get("central", {}), "seconds": 1.5,
@@ -127,6 +129,13 @@ def test_each_method_gets_the_value_that_is_best_on_validation(stand_in, capsys)
     assert "FedProx: mu=0.1, best validation 0.7 of 3 trials" in out
     assert "Chosen on validation: FedProx mu=0.1; Ditto mu=1." in (OUT / "comparison.md").read_text()
     assert "[1/6] FedProx mu=0, seed 0: 30.00 %" in out
+    notes = (OUT / "comparison.md").read_text()
+    assert "Tried for each method at seed 0, one of the table's seeds, for 3 rounds: mu 0, 0.1, 1." in notes
+    assert "(try more values by --tune): Ditto mu=1." in notes
+    assert "Ditto: mu=1, best validation 0.4 of 3 trials; mu=1 is at the edge of the grid" in out
+    tried = read_csv(OUT / "tuning.csv")
+    assert [float(row["validation"]) for row in tried] == [0.3, 0.7, 0.5, 0.2, 0.1, 0.4]
+    assert [row["model.mu"] for row in tried] == ["0", "0.1", "1"] * 2
     Path("calls.jsonl").unlink()
     assert compare(f"{line} --tune_rounds 3") == 0
     assert not calls()
@@ -266,7 +275,7 @@ def test_commands_are_those_of_trials_until_all_of_a_method_s_are_made(stand_in,
     out, err = capsys.readouterr()
     (run,) = out.splitlines()
     assert "--model.mu 1 " in run and "/tuning/" not in run
-    assert err == "FedProx: mu=1, best validation 0.5 of 2 trials\n"
+    assert err == "FedProx: mu=1, best validation 0.5 of 2 trials; mu=1 is at the edge of the grid\n"
 
 
 # Tables that a file describes
@@ -315,32 +324,81 @@ def test_a_file_that_is_no_table_is_refused(text, says, stand_in, capsys, tmp_pa
 # Client by client
 
 
-def test_the_best_and_what_does_not_differ_are_marked(stand_in, capsys):
-    own = [[0.5 + 0.01 * client + gain for client in range(12)] for gain in (0.0, 0.2)]
-    near = [value - 0.001 * (-1) ** client for client, value in enumerate(own[1])]
-    stand_in(Local={"clients": own[0]}, FedPer={"clients": own[1]}, FedProx={"clients": near})
-    assert compare("--methods Local FedPer FedProx --data Digits") == 0
-    table = (OUT / "comparison.md").read_text().splitlines()
-    cells = {row.split(" | ")[0].strip("| "): row.split(" | ") for row in table[2:5]}
-    assert [name for name, row in cells.items() if row[2].startswith("**")] == ["FedPer", "FedProx"]
-    assert cells["FedPer"][-1].strip(" |") == "+20.00 (100 %)"
-    assert cells["Local"][-1].strip(" |") == "-"
-    assert "Best in the last round, or level with the best: FedPer and FedProx." in " ".join(table)
+def table_of(out=OUT) -> dict[str, dict[str, str]]:
+    """Cells of comparison.md by method and title."""
+    head, _, *rows = (out / "comparison.md").read_text().partition("\n\n")[0].splitlines()
+    titles, *cells = (line.strip("| ").split(" | ") for line in (head, *rows))
+    return {row[0]: dict(zip(titles, row, strict=True)) for row in cells}
+
+
+def test_the_best_alone_is_bold_and_differences_have_intervals_and_stars(stand_in):
+    own, names = [0.50, 0.60, 0.55], ["Bremen", "Erfurt", "Kiel"]
+    # gains over Local by seed, of all clients: 20, 21 and 22 points; -2, 2 and 3; none
+    gains = {"FedPer": (0.20, 0.21, 0.22), "FedProx": (-0.02, 0.02, 0.03), "Local": (0, 0, 0), "Ditto": (0, 0, 0)}
+    stand_in(
+        **{
+            f"{method}_{seed}": {
+                "clients": [value + gain for value in own],
+                "names": names,
+                "accuracy": 0.8 if method == "Ditto" else 0.9,
+            }
+            for method, by_seed in gains.items()
+            for seed, gain in enumerate(by_seed)
+        }
+    )
+    assert compare("--methods Local FedPer FedProx Ditto --data Digits --seeds 0 1 2") == 0
+    table = table_of()
+    # 2.484 is t's 97.5 % quantile of two degrees of freedom times 1 / sqrt(3)
+    assert table["FedPer"]["over Local"] == "+21.00 [+18.52, +23.48]* (100 %)"
+    assert table["FedProx"]["over Local"] == "+1.00 [-5.57, +7.57] (67 %)"
+    # the same difference at each seed has no interval
+    assert (table["Ditto"]["over Local"], table["Local"]["over Local"]) == ("+0.00 (0 %)", "-")
+    bold = {(method, title) for method, row in table.items() for title, cell in row.items() if cell[:2] == "**"}
+    # three methods share the first place of the weighted mean
+    weighted = {(method, "last (weighted)") for method in ("Local", "FedPer", "FedProx")}
+    assert bold == {("FedPer", "last (plain)"), *weighted}
+    notes = " ".join((OUT / "comparison.md").read_text().split())
+    assert "after Holm's correction for 2 comparisons" in notes and notes.count("Reported round") == 1
     latex = (OUT / "comparison.tex").read_text()
-    assert latex.count(r"\textbf{") == 2
+    assert latex.count(r"\textbf{") == 4 and latex.count("{") == latex.count("}")
     body = [line for line in latex.splitlines() if line.endswith(r"\\")]
-    assert r"\label{tab:compare-Digits}" in latex and "Bold: the best" in latex
-    assert {line.count("&") for line in body} == {len(cells["Local"]) - 1}
-    assert latex.count("{") == latex.count("}")
+    assert {line.count("&") for line in body} == {len(table["Local"]) - 1}
+    by_client = read_csv(OUT / "by_client.csv")
+    assert [row["client"] for row in by_client[:3]] == names
+    (row,) = (row for row in by_client if (row["client"], row["method"]) == ("Erfurt", "FedPer"))
+    numbers = [float(row[name]) for name in ("mean", "std", "gain over Local", "low", "high")]
+    assert numbers == pytest.approx([0.81, 0.01, 0.21, 0.21 - 0.0248413, 0.21 + 0.0248413])
+    assert "| Bremen | +21.00 [+18.52, +23.48] | +1.00 [-5.57, +7.57]" in (OUT / "by_client.md").read_text()
+    assert (OUT / "by_client.tex").read_text().count(r"\begin{table}") == 2
+    assert (OUT / "report.html").read_text().count("<h2>By client</h2>") == 1
 
 
-def test_where_all_are_level_nobody_is_said_to_differ(stand_in):
-    own = [0.5 + 0.01 * client for client in range(12)]
-    near = [value - 0.001 * (-1) ** client for client, value in enumerate(own)]
-    stand_in(FedPer={"clients": own}, FedProx={"clients": near})
-    assert compare("--methods FedPer FedProx --data Digits") == 0
-    text = (OUT / "comparison.md").read_text()
-    assert "No method differs from the best in the last round" in text and "All other methods differ" not in text
+def test_unnamed_clients_of_other_partitions_are_not_compared_by_client(stand_in):
+    stand_in(FedAvg_1={"partition": "q"})
+    assert compare("--methods FedAvg --data Digits --seeds 0 1 --vary_data") == 0
+    assert "no table by client" in (OUT / "comparison.md").read_text()
+    assert not list(OUT.glob("by_client*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "title"),
+    [
+        ("", "over FedAvg"),
+        ("--reference FedPer", "over FedPer"),
+        ("--columns last,over~FedPer", "over FedPer"),
+        ("--columns last,over~Local", "over FedAvg"),
+    ],
+)
+def test_the_reference_is_the_one_given_or_chosen_by_names_alone(stand_in, options, title):
+    stand_in(FedPer={"clients": [0.1, 0.2]}, FedAvg={"clients": [0.3, 0.3]}, Ditto={"clients": [0.2, 0.4]})
+    line = ["--methods", "FedPer", "FedAvg", "Ditto", "--data", "Digits"]
+    with pytest.raises(SystemExit):
+        pfl(["compare", *line, *(word.replace("~", " ") for word in options.split())])
+    reference, sign = title.removeprefix("over "), 1 if title == "over FedPer" else -1
+    other = {"FedPer": "FedAvg", "FedAvg": "FedPer"}[reference]
+    row = table_of()
+    assert row[reference][title] == "-" and row[other][title].startswith(f"{15 * sign:+.2f} (")
+    assert [name for name in row[other] if name.startswith("over ")] == [title]
 
 
 def test_columns_that_are_asked_for(stand_in, capsys):
@@ -353,7 +411,7 @@ def test_columns_that_are_asked_for(stand_in, capsys):
     assert compare("--table mine.yaml --out runs/compare-Digits") == 0
     lines = (OUT / "comparison.md").read_text().splitlines()
     head, _, *rows = (line.strip("| ").split(" | ") for line in lines[:5])
-    assert head == ["method", *asked]
+    assert head == ["method", "last (weighted)", *asked[1:]]
     # twelve rounds: two of 50 %, and those of 1 to 10 %; at the second client two share the second place
     assert [row[2:] for row in rows] == [
         ["8.00", "15.20", "40.00", "2.00"],
@@ -394,7 +452,7 @@ def test_columns_of_several_rounds_want_as_many(stand_in):
         json.dumps({"methods": ["Local"], "columns": ["last", "mean of last five", "ten best"]})
     )
     compare("--table mine.yaml --data Digits --out runs/compare-Digits")
-    assert (OUT / "comparison.md").read_text().startswith("| method | last |\n")
+    assert (OUT / "comparison.md").read_text().startswith("| method | last (weighted) |\n")
 
 
 # With fit itself
@@ -411,47 +469,49 @@ def compared(tmp_path_factory):
             patch.setenv(f"WANDB_{name}_DIR", str(root / name.lower()))
         # as this process has: other numbers of threads give other bits
         patch.setenv("OMP_NUM_THREADS", "1")
-        assert compare(f"--methods FedPer {settings} --seeds 3 --out out") == 0
         wandb = "--trainer.logger WandbLogger --trainer.logger.offline true"
-        assert compare(f"--methods FedProx {settings} --seeds 3 --out logged {wandb}") == 0
-        pfl(f"fit --model FedPer {settings} --seed_everything 3")
+        assert compare(f"--methods FedPer {settings} --seeds 3 --out out {wandb}") == 0
+        for method in ("FedPer", "FedProx"):
+            pfl(f"fit --model {method} {settings} --seed_everything 3")
     return root
 
 
 def test_a_run_is_what_fit_does(compared):
     (one,) = (compared / "out/FedPer/seed_3").glob("*/*/checkpoints/last.ckpt")
-    (other,) = (compared / "runs").glob("*/*/checkpoints/last.ckpt")
+    (other,) = (compared / "runs").glob("FedPer-*/*/checkpoints/last.ckpt")
     assert equal(load(one)["state_dict"], load(other)["state_dict"])
     assert equal(load(one)["federation"], load(other)["federation"])
 
 
 def test_every_run_has_its_configuration_beside_it(compared):
-    for out, method in (("out", "FedPer"), ("logged", "FedProx")):
-        (row,) = read_csv(compared / out / "runs.csv")
-        assert row["method"] == method
-        assert f"class_path: pfl_lightning.methods.{method}" in (compared / out / row["config"]).read_text()
-        assert read_csv(compared / out / "comparison.csv")[0]["configs"] == row["config"]
+    (row,) = read_csv(compared / "out/runs.csv")
+    assert row["method"] == "FedPer"
+    assert "class_path: pfl_lightning.methods.FedPer" in (compared / "out" / row["config"]).read_text()
+    assert read_csv(compared / "out/comparison.csv")[0]["configs"] == row["config"]
 
 
 def test_methods_start_alike(compared):
-    (one,), (other,) = (read_csv(compared / out / "runs.csv") for out in ("out", "logged"))
-    assert all(one[name] == other[name] for name in ("partition", "initial", "seed"))
+    (row,) = read_csv(compared / "out/runs.csv")
+    (path,) = (compared / "runs").glob("FedProx-*/*/summary.json")
+    other = json.loads(path.read_text())
+    assert row["seed"] == "3" and all(row[name] == str(other[name]) for name in ("partition", "initial"))
 
 
 def test_the_table_is_there_in_all_forms(compared):
     out = compared / "out"
     text = (out / "comparison.md").read_text()
-    assert text.startswith("| method | best on validation | last | best on test | worst decile | MiB up | MiB down |")
+    titles = ["method", "best on validation", "last (weighted)", "last (plain)", "best on test", "worst decile"]
+    assert text.startswith(f"| {' | '.join([*titles, 'MiB up', 'MiB down'])} |")
     assert text.endswith("Same partition, cohorts and initial weights for all methods at each seed.\n")
     assert r"\begin{tabular}" in (out / "comparison.tex").read_text()
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert (out / "report.html").read_text().count("<svg") == 3
+    assert (out / "report.html").read_text().count("<svg") == 4
 
 
 def test_runs_are_logged_to_one_group_of_weights_and_biases(compared):
-    (path,) = (compared / "logged/FedProx/seed_3/wandb").glob("offline-run-*/run-*.wandb")
+    (path,) = (compared / "out/FedPer/seed_3/wandb").glob("offline-run-*/run-*.wandb")
     (run,) = [record.run for record in records(path) if record.WhichOneof("record_type") == "run"][:1]
-    assert (run.run_group, run.display_name) == ("logged", "FedProx seed 3")
+    assert (run.run_group, run.display_name) == ("out", "FedPer seed 3")
     # the run's own folder bears its id
     assert [folder.name for folder in path.parents[2].glob("lightning_logs/*")] == [run.run_id]
 
@@ -484,7 +544,9 @@ def test_a_resumed_run_keeps_the_fingerprint_of_its_first_start(tmp_path):
 def test_mean_and_spread_are_over_seeds(stand_in, capsys):
     assert compare("--methods Local FedAvg --data Digits --seeds 0 1 2") == 0
     out = capsys.readouterr().out
-    assert "Local   60.00 ± 10.00       60.00 ± 10.00  60.00 ± 10.00  60.00 ± 10.00  2.00    0.00      1.5" in out
+    (line,) = (line for line in out.splitlines() if line.startswith("Local  "))
+    assert line.count("60.00 ± 10.00") == 5
+    assert line.split()[-4:] == ["2.00", "0.00", "1.5", "-"]
     assert "[6/6] FedAvg, seed 2: 70.00 % after 2 rounds, 1.5 seconds" in out
     row = read_csv(OUT / "comparison.csv")[1]
     assert (row["method"], row["seeds"], float(row["bytes/up mean"])) == ("FedAvg", "0 1 2", 2 * 2**20)
@@ -748,10 +810,11 @@ MISTAKES = {
     "": "compare: the following arguments are required: --methods.",
     "--methods fedavg --seeds": "compare: --seeds: expected at least one argument.",
     "--methods fedavg --seeds one": "compare: --seeds: invalid int value: 'one'.",
+    "--methods fedavg --reference Local": "--reference Local is not among the methods compared; give one of FedAvg",
     "--methods fedavg --tune model.mu": "compare: --tune model.mu must be a setting with values to try, such as",
     "--methods fedavg --tune_rounds 3": "compare: --tune_rounds 3 must be at least 1, and goes with --tune.",
     "--methods fedavg --jobs 0": "compare: --jobs 0 must be at least 1.",
-    "--methods fedavg --columns lst,rank": "compare: --columns: 'lst' is no column; choose from best on validation",
+    "--methods fedavg --columns lst,rank": "--columns: 'lst' is no column; choose from last, best on validation",
     "--methods fedavg --config gone.yaml": "compare: --config gone.yaml is no file",
     "--methods fedavg --config whole.yaml": "--config whole.yaml names a model",
     "--methods fedavg --model FedPer": "compare: --model can't be given here: give --methods.",

@@ -1,6 +1,7 @@
 """``report.html``: what is on it, that it needs nothing else, and that its table sorts in a browser."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from pfl_lightning.cli.compare.by_client import ByClient
 from pfl_lightning.cli.compare.page import html_table, leading_number, page
 from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.cli.compare.runs import Run
+from pfl_lightning.cli.compare.significance import Difference
 from pfl_lightning.tasks import Monitor
 
 CELLS = [
@@ -75,6 +78,49 @@ def methods(tmp_path):
 @pytest.fixture
 def html(methods):
     return page("runs & all", CELLS, {(3, 1)}, "Test accuracy.", ["A note."], methods, "test/acc", Monitor())
+
+
+SITES = ByClient(
+    Monitor(),
+    "Local",
+    {"Local": {"Bremen": [0.5, 0.5], "A&O": [0.75, 0.5]}, "FedPer": {"Bremen": [0.75, 1.0], "A&O": [0.5, 0.5]}},
+    {"FedPer": {"Bremen": Difference(0.375, 0.25, 0.1, 1.0), "A&O": Difference(-0.125, math.nan, math.nan, 0.0)}},
+)
+
+
+def test_clients_have_tables_and_a_picture_by_name(methods):
+    html = page("runs", CELLS, set(), "", [], methods, None, Monitor(), SITES)
+    texts = read(html).texts
+    assert texts["h2"] == ["By client", "Clients", "Partition", "Settings"]
+    assert texts["h3"] == ["test accuracy, %, by client", "gain over Local, points, by client"]
+    assert {"A&O", "50.00 ± 0.00", "+37.50 [+12.50, +62.50]", "-12.50"} <= set(texts["td"])
+    assert {"Bremen", "A&O", "FedPer", "gain over Local, points"} <= set(texts["text"])
+    assert sum("stands alone" in text for text in texts["p"]) == 1
+
+
+def test_many_clients_have_a_distribution_and_a_file(methods, tmp_path):
+    many = {str(client): [client / 100] for client in range(51)}
+    gains = {client: Difference(0.01, math.nan, math.nan, 1.0) for client in many}
+    sites = ByClient(Monitor(), "Local", {"Local": many, "FedPer": many}, {"FedPer": gains})
+    (tmp_path / "by_client.md").write_text("of fewer clients")
+    sites.write(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("by_client*")) == ["by_client.csv", "by_client.png"]
+    assert len((tmp_path / "by_client.csv").read_text().splitlines()) == 1 + 2 * 51
+    texts = read(page("runs", CELLS, set(), "", [], methods, None, Monitor(), sites)).texts
+    assert "h3" not in texts and "gain over Local, points, a dot a client" in texts["text"]
+    assert texts["p"][-1] == "The tables of 51 clients are in by_client.csv." and "50" not in texts["td"]
+
+
+def test_the_shorter_of_clients_and_methods_is_across():
+    (_, wide), _ = ByClient(Monitor("mae", "min"), "b", {m: {"A": [1.0]} for m in "ab"}, SITES.gains).tables
+    assert wide == [["method", "A"], ["a", "1"], ["b", "1"]]
+    assert SITES.tables[0][1][0] == ["client", "Local", "FedPer"]
+
+
+def test_a_figure_of_metrics_stands_in_where_there_are_no_gains():
+    (axes,) = ByClient(Monitor(), None, {"FedPer": {"A": [0.25, 0.75], "B": [1.0]}}, {}).figure().axes
+    (dots,) = (line for line in axes.lines if line.get_marker() == "o")
+    assert dots.get_xdata().tolist() == [50, 100] and axes.get_xlabel() == "test accuracy, %"
 
 
 def read(html):

@@ -135,7 +135,7 @@ def test_a_pair_runs(pair, tiny, monkeypatch):
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5=None: Path(path).is_file())
     root = tiny(load(data)["data"]["class_path"])
     # 10 clients with a tenth of the classes each have all of them
-    clients = 10 if data.stem.startswith(("cifar100", "tinyimagenet")) else 5
+    clients = 10 if data.stem.startswith(("cifar100", "tinyimagenet")) else 4 if data.stem == "flamby_heart" else 5
     fewer = " --data.partitioner.samples_per_client 40" if "dominant" in data.stem else ""
     samples = 300 if "_fedclassavg_dir" in data.stem else SAMPLES - 100
     small = f"--data.root {root} --data.max_samples {samples} --data.num_clients {clients}{fewer}"

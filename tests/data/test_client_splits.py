@@ -114,8 +114,7 @@ def named(default="train", **places):
         ({"split": named(Train=[4, 9])}, "the split of 2 of 60 samples is none of train, val, test, .* row 4, 'Train'"),
         ({"split": [None] * 60}, "the split of 60 of 60 samples is missing, first in row 0"),
         ({"split": named(test=A)}, r"leaves 1 of 3 clients without train samples, first client 0 \(a\)"),
-        ({"split": named(test=A[1:])}, "without val samples, first client 0"),
-        ({"split": named(test=A[:3])}, r"leaves 2 of 3 clients without test samples, first client 1 \(b\)"),
+        ({"split": named(test=range(60))}, "leaves 3 of 3 clients without train samples"),
         ({"split": named(), "client_test": "original"}, "has no test half of its own"),
         ({"time": [float("nan")] * 60, "client_split": "time"}, "the time of 60 of 60 samples is missing"),
     ],
@@ -124,6 +123,13 @@ def named(default="train", **places):
 def test_what_cannot_be_is_refused_in_a_sentence(settings, says):
     with pytest.raises(MisconfigurationException, match=says):
         ready(**settings)
+
+
+@pytest.mark.parametrize(("split", "rows"), [("test", A[:3]), ("val", A[1:])])
+def test_clients_may_lack_test_or_validation_samples_which_a_line_tells(split, rows):
+    with pytest.warns(UserWarning, match=f"2 of 3 clients without {split} samples, first client 1 .b."):
+        data = ready(split=named(**{split: rows}), val_fraction=0.0)
+    assert [data.size(client, split) > 0 for client in range(3)] == [True, False, False]
 
 
 def test_the_data_say_what_clients_are_tested_on_but_once():

@@ -132,7 +132,7 @@ CENTRED = {"data": {"data": Centred}}
 )
 def test_data_that_would_be_preprocessed_otherwise_are_told(change, line, tmp_path, monkeypatch, told):
     first = run(tmp_path, CENTRED)
-    assert load(first.last)["Centred"] == {"preprocessing": first.data.preprocessing}
+    assert load(first.last)["Centred"]["preprocessing"] == first.data.preprocessing
     run(tmp_path, CENTRED, 2, first.last)
     for name, value in change.items():
         monkeypatch.setattr(Centred, name, value)

@@ -17,7 +17,11 @@ from pfl_lightning.methods.fedmd import Consensus
 from pfl_lightning.methods.registry import METHODS
 from pfl_lightning.privacy import DPFTRL, DPAverage, SecureSum
 
-SUMS = [method.name for method in METHODS if method.new_aggregator().sums_only and "weights" in method.client.sends]
+SUMS = [
+    method.name
+    for method in METHODS
+    if method.new_aggregator().sums_only and "weights" in method.client.sends and not method.client.pools
+]
 
 
 def distance(one, other):

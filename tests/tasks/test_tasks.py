@@ -1,18 +1,43 @@
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from sklearn.metrics import average_precision_score, f1_score, mean_absolute_error, r2_score
+from sklearn.metrics import (
+    average_precision_score,
+    f1_score,
+    mean_absolute_error,
+    mean_pinball_loss,
+    mean_poisson_deviance,
+    r2_score,
+)
 from torch.nn import functional as F
+from torchmetrics import MeanSquaredError, MetricCollection
 
+from pfl_lightning import FederatedTrainer
+from pfl_lightning.callbacks import RoundLogger
 from pfl_lightning.engines.evaluation import pooled_value, state_of
-from pfl_lightning.tasks import Classification, Monitor, MultiLabel, NextToken, Regression, Segmentation
+from pfl_lightning.methods import Ditto
+from pfl_lightning.tasks import (
+    Classification,
+    Monitor,
+    MultiLabel,
+    NextToken,
+    Poisson,
+    Quantile,
+    Regression,
+    Segmentation,
+    Survival,
+)
 from pfl_lightning.tasks.plain import made, plain
-from tasks_and_data import drawn, kinds, labels
+from tasks_and_data import OfKind, client_of, drawn, kinds, labels
 
-TASKS = [Classification(3), Regression(2), MultiLabel(4), Segmentation(3, 255), NextToken(7)]
+TASKS = [
+    *(Classification(3), Regression(2), MultiLabel(4), Segmentation(3, 255), NextToken(7)),
+    *(Survival(), Poisson(2), Quantile(2, (0.05, 0.5))),
+]
 
 
 def outputs_of(kind):
@@ -25,7 +50,7 @@ def measured(metrics, outputs, target):
     return {name: float(value) for name, value in metrics.compute().items()}
 
 
-@pytest.mark.parametrize("name", kinds())
+@pytest.mark.parametrize("name", [name for name in kinds() if not kinds()[name].task.samples_meet])
 def test_the_sum_of_errors_over_their_number_is_the_mean(name):
     kind = kinds()[name]
     outputs = outputs_of(kind)
@@ -74,7 +99,7 @@ def test_plain_values_import_and_call_nothing(path):
 
 def test_regression_is_scored_as_scikit_learn_does():
     y, outputs = drawn(50, 2), drawn(50, 2, seed=1)
-    values = measured(Regression(2).metrics(), outputs, y)
+    values = measured(Regression(2).configure_metrics(), outputs, y)
     assert values["mae"] == pytest.approx(mean_absolute_error(y, outputs), rel=1e-5)
     assert values["r2"] == pytest.approx(r2_score(y, outputs), rel=1e-5)
     assert float(Regression(2).loss(outputs, y)) == pytest.approx(float(F.mse_loss(outputs, y)))
@@ -84,18 +109,18 @@ def test_targets_of_one_quantity_may_have_no_dimension_for_it():
     y, outputs = drawn(50), drawn(50, 1, seed=1)
     task = Regression()
     task.check(y, "x")
-    assert measured(task.metrics(), outputs, y) == measured(task.metrics(), outputs, y[:, None])
+    assert measured(task.configure_metrics(), outputs, y) == measured(task.configure_metrics(), outputs, y[:, None])
     assert torch.equal(task.loss(outputs, y), task.loss(outputs, y[:, None]))
 
 
 @pytest.mark.parametrize("y", [torch.tensor([2.0]), torch.tensor([1e6, 1e6, 1e6])])
 def test_r2_without_variance_is_not_defined(y):
-    assert math.isnan(measured(Regression().metrics(), torch.zeros(len(y), 1), y)["r2"])
+    assert math.isnan(measured(Regression().configure_metrics(), torch.zeros(len(y), 1), y)["r2"])
 
 
 def test_several_labels_are_scored_as_scikit_learn_does():
     y, outputs = labels(60, 4, classes=2), drawn(60, 4)
-    values = measured(MultiLabel(4).metrics(), outputs, y)
+    values = measured(MultiLabel(4).configure_metrics(), outputs, y)
     assert values["map"] == pytest.approx(average_precision_score(y, outputs), rel=1e-4)
     assert values["f1"] == pytest.approx(f1_score(y, outputs > 0, average="micro"), rel=1e-5)
 
@@ -105,24 +130,24 @@ def test_labels_that_nobody_has_are_no_part_of_the_mean_precision():
     y[:, 2] = 0
     with_positives = [0, 1, 3]
     expected = average_precision_score(y[:, with_positives], outputs[:, with_positives])
-    assert measured(MultiLabel(4).metrics(), outputs, y)["map"] == pytest.approx(expected, rel=1e-4)
+    assert measured(MultiLabel(4).configure_metrics(), outputs, y)["map"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_without_any_label_nothing_is_defined():
-    values = measured(MultiLabel(4).metrics(), -torch.ones(3, 4), torch.zeros(3, 4))
+    values = measured(MultiLabel(4).configure_metrics(), -torch.ones(3, 4), torch.zeros(3, 4))
     assert all(map(math.isnan, values.values()))
 
 
 def test_small_logits_are_no_probabilities():
     y, outputs = labels(60, 4, classes=2), torch.rand(60, 4, generator=torch.Generator().manual_seed(3)) - 0.5
-    near, far = (measured(MultiLabel(4).metrics(), factor * outputs, y)["map"] for factor in (1, 9))
+    near, far = (measured(MultiLabel(4).configure_metrics(), factor * outputs, y)["map"] for factor in (1, 9))
     assert near == pytest.approx(far, rel=1e-5)
 
 
 def test_intersection_over_union_by_hand():
     predicted, y = torch.tensor([[0, 0, 1, 1, 2]]), torch.tensor([[0, 1, 1, 1, 255]])
     outputs = F.one_hot(predicted, 3).movedim(-1, 1).float()[:, :, None]
-    values = measured(Segmentation(3, 255).metrics(), outputs, y[:, None])
+    values = measured(Segmentation(3, 255).configure_metrics(), outputs, y[:, None])
     # class 0: 1 of 2; class 1: 2 of 3; class 2 occurs only where nothing counts
     assert values["miou"] == pytest.approx((1 / 2 + 2 / 3) / 2)
     assert values["pixel_acc"] == pytest.approx(3 / 4)
@@ -132,9 +157,9 @@ def test_perplexity_by_hand():
     y = torch.tensor([[1, 2, -100]])
     outputs = torch.zeros(1, 3, 7)
     outputs[0, 2] = 50 * drawn(7)
-    values = measured(NextToken(7).metrics(), outputs, y)
+    values = measured(NextToken(7).configure_metrics(), outputs, y)
     assert values["perplexity"] == pytest.approx(7)
-    assert math.isnan(measured(NextToken(7).metrics(), outputs, torch.full_like(y, -100))["perplexity"])
+    assert math.isnan(measured(NextToken(7).configure_metrics(), outputs, torch.full_like(y, -100))["perplexity"])
 
 
 @pytest.mark.parametrize(
@@ -191,3 +216,64 @@ def test_the_worst_tenth_is_a_mean_over_its_clients_rounded_up(mode, clients, te
     values = torch.rand(clients, generator=torch.Generator().manual_seed(clients), dtype=torch.float64)
     plainly = values.sort(descending=mode == "min").values[:tenth].mean()
     assert Monitor("x", mode).spread(values.tolist())["x_worst10"] == pytest.approx(float(plainly), rel=1e-12)
+
+
+@pytest.mark.parametrize("quantities", [1, 2])
+def test_poisson_is_scored_as_torch_and_scikit_learn_do(quantities):
+    y, outputs = labels(40, quantities, classes=4).float(), drawn(40, quantities)
+    task = Poisson(quantities)
+    expected = F.poisson_nll_loss(outputs, y, log_input=True, full=False)
+    assert float(task.loss(outputs, y)) == pytest.approx(float(expected), rel=1e-5)
+    assert float(task.loss(outputs, y, "sum")) == pytest.approx(40 * float(expected), rel=1e-5)
+    values = measured(task.configure_metrics(), outputs, y)
+    assert values["deviance"] == pytest.approx(mean_poisson_deviance(y.flatten(), outputs.exp().flatten()), rel=1e-5)
+    assert values["mae"] == pytest.approx(mean_absolute_error(y, outputs.exp()), rel=1e-5)
+    y[3, 0] = -1
+    with pytest.raises(MisconfigurationException, match="1 targets below 0"):
+        task.check(y, "load()")
+
+
+@pytest.mark.parametrize("quantities", [1, 2])
+def test_quantiles_are_scored_as_scikit_learn_does(quantities):
+    levels = (0.1, 0.4, 0.8)
+    task = Quantile(quantities, levels)
+    y, outputs = drawn(40, quantities), drawn(40, 3 * quantities, seed=1)
+    predicted = outputs.view(40, quantities, 3)
+    pinball = [mean_pinball_loss(y, predicted[..., k], alpha=level) for k, level in enumerate(levels)]
+    assert float(task.loss(outputs, y)) == pytest.approx(sum(pinball) / 3, rel=1e-5)
+    assert float(task.loss(outputs, y, "sum")) == pytest.approx(40 * sum(pinball) / 3, rel=1e-5)
+    values = measured(task.configure_metrics(), outputs, y)
+    assert values["pinball"] == pytest.approx(sum(pinball) / 3, rel=1e-5)
+    assert values["mae"] == pytest.approx(mean_absolute_error(y, predicted[..., 1]), rel=1e-5)
+    inside = (predicted[..., 0] <= y) & (y <= predicted[..., 2])
+    assert values["coverage"] == pytest.approx(float(inside.float().mean()))
+    task.check_outputs(outputs, y, "Net")
+
+
+@pytest.mark.parametrize("levels", [(), (0.0, 0.5), (0.5, 0.1), (0.5, 1.0)])
+def test_levels_that_do_not_rise_from_0_to_1_are_refused(levels):
+    with pytest.raises(MisconfigurationException, match=r"task\.levels="):
+        Quantile(1, levels)
+
+
+@pytest.mark.parametrize("task", [Poisson(), Quantile(), Survival(bins=(2.0, 3.0))], ids=str)
+def test_further_tasks_are_the_same_under_both_engines(task):
+    kind = kinds()["Survival" if isinstance(task, Survival) else "Regression"]
+    kind = replace(kind, task=task, y=kind.y.abs(), rate=0.02)
+    found = {}
+    for engine in ("sequential", "vectorised"):
+        record = RoundLogger()
+        settings = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = FederatedTrainer(max_rounds=2, engine=engine, callbacks=[record], accelerator="cpu", **settings)
+        trainer.fit(client_of(kind, Ditto), datamodule=OfKind(kind))
+        found[engine] = [v for row in record.clients for name, v in row.items() if name.startswith("test/")]
+    assert found["vectorised"] == pytest.approx(found["sequential"], rel=1e-4, nan_ok=True)
+    assert not all(map(math.isnan, found["sequential"]))
+
+
+def test_a_task_of_an_earlier_version_names_its_metrics_by_another_method():
+    class Old(Regression):
+        def metrics(self):
+            return MetricCollection({"own": MeanSquaredError()})
+
+    assert list(Old().configure_metrics()) == ["own"]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.apple import CorePool
     from pfl_lightning.methods.cfl import CFL
     from pfl_lightning.methods.cwfedavg import CwFedAvg
+    from pfl_lightning.methods.cyclic import CyclicTransfer
     from pfl_lightning.methods.fedamp import FedAMP
     from pfl_lightning.methods.fedas import FisherAverage
     from pfl_lightning.methods.fedawa import FedAWA
@@ -63,6 +64,7 @@ __all__ = [
     "CorePool",
     "CriticalAverage",
     "CwFedAvg",
+    "CyclicTransfer",
     "DomainConsensus",
     "DynamicAverage",
     "FairAverage",
@@ -109,6 +111,7 @@ SERVERS = {
     "CorePool": "apple",
     "CriticalAverage": "fedcac",
     "CwFedAvg": "cwfedavg",
+    "CyclicTransfer": "cyclic",
     "DomainConsensus": "feddbe",
     "DynamicAverage": "feddyn",
     "FairAverage": "q_fedavg",

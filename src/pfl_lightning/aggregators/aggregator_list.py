@@ -1,5 +1,6 @@
 """Run several aggregators as one server side."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -57,6 +58,10 @@ class AggregatorList(Aggregator):
         """Set up all aggregators."""
         for aggregator in self.aggregators:
             aggregator.setup(server)
+
+    def turns(self, clients: Sequence[int], round: int) -> list[int] | None:
+        """Return the turns of the first aggregator with turns."""
+        return next((turns for a in self.aggregators if (turns := a.turns(clients, round)) is not None), None)
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
         """Hand the updates to each aggregator.

@@ -1,5 +1,6 @@
 """The base class of aggregators, and the server's knowledge before the first round."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -165,6 +166,17 @@ class Aggregator:
         Args:
             server: the server's knowledge; keep a reference to the parts that later rounds need.
         """
+
+    def turns(self, clients: Sequence[int], round: int) -> list[int] | None:
+        """Return a round's clients in the order of their turns; None, the default, trains all from their own payloads.
+
+        In turns, each client receives the ``weights`` that the client before it sent, in the place of its payload's.
+
+        Args:
+            clients: ids of the round's clients.
+            round: the round's number, from 0.
+        """
+        return None
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
         """Take a round's updates.

@@ -17,6 +17,7 @@ from pfl_lightning.callbacks.attacks import (
     SignFlip,
 )
 from pfl_lightning.callbacks.base import FederatedCallback
+from pfl_lightning.callbacks.calibration_pictures import CalibrationPictures
 from pfl_lightning.callbacks.canary_audit import CanaryAudit
 from pfl_lightning.callbacks.channels_last import ChannelsLast
 from pfl_lightning.callbacks.checkpoints import BestCheckpoint, LastCheckpoint, best_checkpoint
@@ -42,6 +43,7 @@ __all__ = [
     "Backdoor",
     "BestCheckpoint",
     "BufferAttack",
+    "CalibrationPictures",
     "CanaryAudit",
     "ChannelsLast",
     "ClassPictures",

@@ -160,6 +160,11 @@ class MembershipAudit(FederatedCallback):
                 "trainer.callbacks: MembershipAudit looks at samples in this process, and the clients of these data "
                 "are at sites; leave it out."
             )
+        if data.task.samples_meet:
+            raise MisconfigurationException(
+                f"MembershipAudit compares the losses of single samples, and the loss of task {data.task} compares "
+                "samples of a batch; leave it out."
+            )
         if self.every is None and trainer.max_epochs in (None, -1):
             raise MisconfigurationException(
                 "MembershipAudit: every=None audits the last round, and trainer.max_rounds isn't given; set every."

@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data.description import described
+from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import FinalTest
 from pfl_lightning.messages import digest
@@ -84,10 +86,29 @@ class RoundLogger(FederatedCallback):
     * ``publishable.csv`` is written under a guarantee of privacy: only the columns of the record that the guarantee
       covers.
 
+    * ``client_rounds.csv`` follows on request: a row per round and evaluated client.
+
     With ``logger=False`` nothing is written or printed, and ``rows`` holds the record.
+
+    Args:
+        client_rounds: whether to write each client's metrics of each round into ``client_rounds.csv``. They are part of
+            the checkpoint too: about ten bytes per metric, client and round. No guarantee of privacy covers them.
+        client_curves: largest number of clients for which Weights & Biases and TensorBoard get a curve per client, as
+            ``client/NAME/val/acc``, with the client's id for an unnamed client; 0 for none. A federation of more
+            clients has no such curves, and a warning tells so.
+
+    Raises:
+        MisconfigurationException: if ``client_curves`` is negative.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, client_rounds: bool = False, client_curves: int = 0) -> None:
+        if client_curves < 0:
+            raise MisconfigurationException(f"RoundLogger.client_curves={client_curves} must be 0 or more.")
+        self.client_rounds = client_rounds
+        self.client_curves = client_curves
+        self.client_rows: list[Row] = []
+        self._packed_clients = PackedRows()
+        self._client_columns: set[str] = set()
         self.rows: list[Row] = []
         self.clients: list[Row] = []
         self.summary: dict[str, Any] = {}
@@ -101,11 +122,14 @@ class RoundLogger(FederatedCallback):
     def state_dict(self) -> dict[str, Any]:
         """Return the rows so far, the elapsed seconds, and fingerprints of partition and initial nets."""
         packed = self._packed.state(self.rows)
-        return {"rows": packed, "seconds": self._elapsed(), "fingerprints": self.fingerprints, "lost": self._lost}
+        state = {"rows": packed, "seconds": self._elapsed(), "fingerprints": self.fingerprints, "lost": self._lost}
+        return state | {"client_rows": self._packed_clients.state(self.client_rows)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the record of a resumed run."""
         self.rows, self._packed = PackedRows.unpacked(state_dict["rows"]), PackedRows()
+        if self.client_rounds and "client_rows" in state_dict:
+            self.client_rows, self._packed_clients = PackedRows.unpacked(state_dict["client_rows"]), PackedRows()
         self._seconds = state_dict["seconds"]
         self.fingerprints = dict(state_dict["fingerprints"])
         # earlier versions counted without this file
@@ -137,6 +161,12 @@ class RoundLogger(FederatedCallback):
         if self.rows and federation.publishable and (folder := run_folder(trainer)):
             self._count_lost(federation, folder)
         self._write(trainer)
+        self._write_clients(trainer)
+        if 0 < self.client_curves < federation.data.num_clients:
+            rank_zero_warn(
+                f"RoundLogger.client_curves={self.client_curves}, but there are {federation.data.num_clients} clients, "
+                "so trackers get no curves of clients"
+            )
         # taken from the federation, which computes it once: it needs the samples of all clients
         self.fingerprints = {"partition": federation.trained["partition"], **self.fingerprints}
         settings = {f"data.{name}": value for name, value in federation.data.hparams.items() if name[0] != "_"}
@@ -172,9 +202,27 @@ class RoundLogger(FederatedCallback):
         elif folder := run_folder(trainer):
             append_row(folder / "rounds.csv", row)
             stamp(folder)
+        clients = clients_of(federation) if self.client_rounds or self.client_curves else []
+        if self.client_rounds and clients:
+            self._record_clients(trainer, [{"round": row["round"]} | each for each in clients])
+        curves = curves_of(clients) if federation.data.num_clients <= self.client_curves else {}
         for logger in trainer.loggers:
-            logger.log_metrics(numbers(row), step=row["round"])
+            # the CSV file of Lightning's logger would get a column per client and metric
+            more = curves if isinstance(logger, (WandbLogger, TensorBoardLogger)) else {}
+            logger.log_metrics(numbers(row) | more, step=row["round"])
             logger.save()
+
+    def _record_clients(self, trainer: Trainer, rows: list[Row]) -> None:
+        self.client_rows += rows
+        if not self._client_columns.issuperset(columns_of(rows)):
+            self._write_clients(trainer)
+        elif folder := run_folder(trainer):
+            append_row(folder / "client_rounds.csv", *rows)
+
+    def _write_clients(self, trainer: Trainer) -> None:
+        self._client_columns = set(columns_of(self.client_rows))
+        if self.client_rows and (folder := run_folder(trainer)):
+            write_rows(folder / "client_rounds.csv", self.client_rows)
 
     def on_final_test(self, trainer: Trainer, federation: Federation, tested: FinalTest) -> None:
         """Write ``clients.csv`` and ``summary.json``, and print the table."""
@@ -285,6 +333,40 @@ class RoundLogger(FederatedCallback):
         if folder := run_folder(trainer):
             write_rows(folder / "rounds.csv", self.rows)
             stamp(folder)
+
+
+def clients_of(federation: Federation) -> list[Row]:
+    """Return a row per evaluated client: id, name if named, and the client's metrics as ``val/acc``.
+
+    Args:
+        federation: the federation after an evaluation; without one since the round began the list is empty.
+    """
+    results, names = federation.evaluations.results, federation.data.client_names
+    rows = []
+    for client in sorted({client for of_clients in results.values() for client in of_clients}):
+        row: Row = {"client": client} | ({"name": names[client]} if names else {})
+        for split, of_clients in results.items():
+            own = own_values(of_clients.get(client, {}))
+            row |= {f"{split}/{name}": plain_entry(name, value) for name, value in own.items()}
+        rows.append(row)
+    return rows
+
+
+def curves_of(clients: Sequence[Row]) -> Row:
+    """Return clients' metrics by names for a tracker.
+
+    >>> curves_of([{"client": 0, "name": "Bremen", "val/acc": 0.5}, {"client": 1, "val/acc": 0.25}])
+    {'client/Bremen/val/acc': 0.5, 'client/1/val/acc': 0.25}
+
+    Args:
+        clients: the result of `clients_of`.
+    """
+    return {
+        f"client/{row.get('name') or row['client']}/{name}": value
+        for row in clients
+        for name, value in row.items()
+        if name not in ("client", "name")
+    }
 
 
 def lost_cohorts(status: RunStatus, kept: int, clients: int) -> list[list[int]]:

@@ -25,6 +25,7 @@ MODULES = {
     "configs": "pfl_lightning.cli.configs",
     "flower": "pfl_lightning.flower.command",
     "methods": "pfl_lightning.cli.methods_table",
+    "predict": "pfl_lightning.cli.predict",
     "status": "pfl_lightning.cli.status",
 }
 """The module whose ``main(args)`` runs a command of `OTHERS`, imported on demand."""

@@ -1,9 +1,13 @@
 """The client module: one client of a federation as a LightningModule, with the hooks of a method's client side."""
 
 import inspect
+import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, TypedDict, TypeVar, cast
 
@@ -28,13 +32,17 @@ from pfl_lightning.client.optimizers import (
 )
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
+from pfl_lightning.data.client_names import client_id
+from pfl_lightning.data.trees import rows_in
+from pfl_lightning.internals.of_lightning import COMMAND_LINE_NOTES
 from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.nets import CNN, Net, NetFactory
 from pfl_lightning.nets.base import checked_list, checked_net
+from pfl_lightning.nets.cut_net import as_net
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.settings import check_choices
 from pfl_lightning.tasks import Classification, Task
-from pfl_lightning.tasks.base import number_of_classes, task_for
+from pfl_lightning.tasks.base import Reduction, number_of_classes, task_for
 from pfl_lightning.tasks.plain import hparams, made
 
 Batch: TypeAlias = tuple[Any, Any]
@@ -78,8 +86,9 @@ class ClientModule(LightningModule):
     It is a complete LightningModule: a plain ``lightning.Trainer`` can train it further or predict with it.
 
     Args:
-        net: builds the network from the shape of the data: a `Net` class or a function. A list gives clients different
-            networks, for methods that share only what all networks have in common.
+        net: builds the network from the shape of the data: a `Net` class or a function; or a module, of which each
+            client module has a copy with the same weights. Any ``nn.Module`` is cut at its output layer, as by
+            `cut_net`. A list gives clients different networks, for methods that share only what all have in common.
         assign_nets: deals out a list of networks: ``turn`` gives client i network i modulo their number; ``block``
             gives the first clients the first network, the next ones the second, in blocks of equal size.
         input_shape: shape of one sample, without the batch. The command line takes it and the task from the data.
@@ -109,6 +118,8 @@ class ClientModule(LightningModule):
     """Entries that a payload must have."""
     requires: ClassVar[frozenset[str]] = frozenset()
     """Requirements on data and net: ``classes``, one a sample, or ``vector features`` ``[n, d]``."""
+    pools: ClassVar[bool] = False
+    """True if one client trains for all in each round, on the training samples of all clients."""
     client_level: ClassVar[bool] = False
     """True if others learn about this client from its ``weights`` alone, as `DPAverage` needs it.
 
@@ -124,6 +135,7 @@ class ClientModule(LightningModule):
     differs between clients; let steps read buffers.
     """
 
+    _class_weights: Tensor | None
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
     _architecture: int
 
@@ -167,6 +179,10 @@ class ClientModule(LightningModule):
         self.assign_nets = assign_nets
         self._build = partial(self.nets[self._architecture], tuple(input_shape), self.task.outputs)
         self.net = self.new_net()
+        weighs = isinstance(self.task, Classification) and self.task.class_weights is not None
+        # a buffer: clients' weights differ, and engines give each client its own buffers
+        own_weights = torch.ones(self.task.outputs) if weighs else None
+        self.register_buffer("_class_weights", own_weights, persistent=False)
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.optimizer_lifetime, self.buffers_policy = optimizer_lifetime, buffers
         self.phase = Phase()
@@ -197,9 +213,10 @@ class ClientModule(LightningModule):
         """Build a further net of the same architecture, with initial weights from the global random state.
 
         Raises:
-            MisconfigurationException: if the net has no ``features`` and ``classifier``.
+            MisconfigurationException: if the net has no ``features`` and ``classifier``, and can't be cut into them.
         """
-        return checked_net(self._build())
+        shape, outputs = self._build.args[-2:]
+        return checked_net(as_net(self._build(), shape, outputs))
 
     def architectures(self) -> list["ClientModule"]:
         """Return one client module per network of the list; the first is this module itself.
@@ -303,7 +320,19 @@ class ClientModule(LightningModule):
             logits: the classifier's output ``[n, outputs]``.
             target: the task's targets; class numbers ``[n]`` for classification.
         """
-        return self.task.loss(logits, target)
+        return self.task_loss(logits, target)
+
+    def task_loss(self, outputs: Tensor, target: Any, reduction: Reduction = "mean") -> Tensor:
+        """Return the task's loss for local training, with the client's class weights if the task has them.
+
+        Args:
+            outputs: the outputs ``[n, outputs]``, of the net or of other weights in it.
+            target: the task's targets.
+            reduction: the mean over the errors that the task's `Task.weight` counts, or their sum.
+        """
+        if self._class_weights is None:
+            return self.task.loss(outputs, target, reduction)
+        return cast(Classification, self.task).loss(outputs, target, reduction, self._class_weights)
 
     def local_phases(self) -> list[Phase]:
         """Return the phases of local training in a round, in order; by default one phase with all parameters."""
@@ -407,7 +436,7 @@ class ClientModule(LightningModule):
 
         A client with an undefined (NaN) metric is left out of that metric's mean over clients.
         """
-        return self.task.metrics()
+        return self.task.configure_metrics()
 
     def local_optimizer(self, phase: Phase, parameters: list[nn.Parameter]) -> Optimizer:
         """Return a new optimizer for one phase of local training.
@@ -486,6 +515,97 @@ class ClientModule(LightningModule):
         x = batch[0] if isinstance(batch, (list, tuple)) else batch
         return cast(Tensor, self(x))
 
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add a batch to the metrics ``val/…``, under a plain ``lightning.Trainer``.
+
+        Args:
+            batch: inputs and targets.
+            batch_idx: number of the batch.
+        """
+        self._measure(batch, "val")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add a batch to the metrics ``test/…``, under a plain ``lightning.Trainer``.
+
+        Args:
+            batch: inputs and targets.
+            batch_idx: number of the batch.
+        """
+        self._measure(batch, "test")
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the metrics of all batches."""
+        self._log_measured("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log the metrics of all batches."""
+        self._log_measured("test")
+
+    def _measure(self, batch: Batch, split: str) -> None:
+        """Log a batch's loss, and add the batch to the metrics."""
+        x, target = batch
+        outputs = self(x)
+        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        loss = self.task.loss(outputs, target)
+        super().log(f"{split}/loss", loss, on_step=False, on_epoch=True, batch_size=rows_in(target))
+        # past nn.Module, which would make a submodule of the metrics and so change the modules that engines see
+        if "_measured" not in vars(self):
+            vars(self)["_measured"] = MetricCollection([self.configure_metrics()]).to(self.device)
+        vars(self)["_measured"].update(outputs, target)
+
+    def _log_measured(self, split: str) -> None:
+        """Log the metrics of all batches of a split, and forget them."""
+        if (metrics := vars(self).pop("_measured", None)) is not None:
+            for name, value in metrics.compute().items():
+                super().log(f"{split}/{name}", value, on_step=False, on_epoch=True)
+
+    def export(self, path: str | Path) -> None:
+        """Write this model to a file for use without this package: from inputs as the net takes them to outputs.
+
+        What makes inputs of raw rows, such as scaling and codes of texts, is not in the file; outputs are those of the
+        net, such as logits. ``.pt2`` is torch's own format (``torch.export.load(path).module()``), ``.ts`` is
+        TorchScript (``torch.jit.load``), and ``.onnx`` needs the packages ``onnx`` and ``onnxscript``.
+
+        Args:
+            path: the file; its ending names the format.
+
+        Raises:
+            MisconfigurationException: if there is no such format, a package is missing, or the net doesn't allow it.
+        """
+        kind = Path(path).suffix
+        if kind not in (".pt2", ".ts", ".onnx"):
+            raise MisconfigurationException(f"path={str(path)!r} must end in .pt2, .ts or .onnx, the format to write.")
+        if kind == ".onnx" and (lacking := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]):
+            raise MisconfigurationException(
+                f"path={str(path)!r}: ONNX needs the package {lacking[0]}; pip install it, or take .pt2."
+            )
+        # two rows: one would be taken for a constant
+        example = torch.zeros(2, *self.hparams["input_shape"], device=self.device, dtype=cast(torch.dtype, self.dtype))
+        modes = [(module, module.training) for module in self.modules()]
+        model = Forward(self).eval()
+        try:
+            with torch.no_grad(), warnings.catch_warnings():
+                # TorchScript is deprecated, and there are programs that read nothing else
+                warnings.simplefilter("ignore")
+                if kind == ".ts":
+                    torch.jit.trace(model, example).save(str(path))  # type: ignore[no-untyped-call]
+                    return
+                rows = {0: torch.export.Dim("n", min=1)}
+                program = torch.export.export(model, (example,), dynamic_shapes=(rows,))
+                if kind == ".pt2":
+                    torch.export.save(program, str(path))
+                else:
+                    torch.onnx.export(program, f=str(path))
+        # torch raises many types for what it can't write
+        except Exception as error:
+            reason = " ".join(str(error).split())[:200]
+            raise MisconfigurationException(
+                f"model.net={type(self.net).__name__} can't be exported to {kind}: {reason}."
+            ) from error
+        finally:
+            for module, training in modes:
+                module.training = training
+
     @torch.no_grad()
     def assign(self, entries: Mapping[str, Tensor]) -> None:
         """Copy tensors into the entries of the same names.
@@ -508,16 +628,26 @@ class ClientModule(LightningModule):
             payload: the aggregator's payload for the client.
             data: the client's data; None outside a federation.
         """
+        if self._class_weights is not None and data is not None:
+            weights = cast(Classification, self.task).weights(data.class_counts)
+            self._class_weights.copy_(weights)
         self.assign(personal)
         self.on_download(payload, data)
 
     @classmethod
-    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, client: int | None = None, **kwargs: Any) -> Any:
+    def load_from_checkpoint(
+        cls, checkpoint_path: Any, *args: Any, client: int | str | None = None, **kwargs: Any
+    ) -> Any:
         """Load a model from a federation's checkpoint, for use without a federation.
+
+        The result is an ordinary LightningModule: a plain ``lightning.Trainer`` fits, validates, tests and predicts
+        with it. A method that fits a client's model to its samples before evaluations, such as Per-FedAvg or kNN-Per,
+        has no samples here; ``trainer.predict`` and ``trainer.client`` do.
 
         Args:
             checkpoint_path: a checkpoint of `FederatedTrainer`.
-            client: id of a client, for its model as the next round would begin with it; None loads the global model.
+            client: name or id of a client, for its model as the next round would begin with it; None loads the global
+                model.
             *args: as for ``LightningModule.load_from_checkpoint``.
             **kwargs: the same, with ``weights_only=True`` by default; a run from Python needs ``net=`` and
                 ``optimizer=`` if they are not the defaults.
@@ -525,6 +655,8 @@ class ClientModule(LightningModule):
         Raises:
             MisconfigurationException: if ``net=`` is missing, or the federation has no such client.
         """
+        if cls is ClientModule and (kind := trained_class(checkpoint_path)) is not cls:
+            return kind.load_from_checkpoint(checkpoint_path, *args, client=client, **kwargs)
         try:
             model = super().load_from_checkpoint(checkpoint_path, *args, **{"weights_only": True, **kwargs})
         except (MisconfigurationException, RuntimeError) as error:
@@ -603,6 +735,25 @@ def copy_entries(entries: Mapping[str, Tensor], own: StateDict, client: str) -> 
         own[name].copy_(tensor)
 
 
+class Forward(nn.Module):
+    """A client module's outputs alone, without what else a LightningModule is.
+
+    Args:
+        model: the client module.
+    """
+
+    def __init__(self, model: ClientModule) -> None:
+        super().__init__()
+        self.net = model.net
+        # a submodule would bring the Trainer's hooks along; the net's parameters are found by `net`
+        vars(self)["model"] = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the model's outputs."""
+        outputs: Tensor = vars(self)["model"](x)
+        return outputs
+
+
 @dataclass(frozen=True)
 class SavedClient:
     """One client's part of a federation's checkpoint.
@@ -636,14 +787,40 @@ def net_of_python(path: str | Path) -> str:
     return net.split("(")[0]
 
 
+def trained_class(path: str | Path) -> type[ClientModule]:
+    """Return the class of a checkpoint's client module, from a run of the command line.
+
+    Args:
+        path: a checkpoint.
+
+    Raises:
+        MisconfigurationException: if the checkpoint doesn't name its class, or the class hasn't been imported: the
+            author of a checkpoint must not choose the code that runs on loading.
+    """
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    module, _, name = saved.get("hyper_parameters", {}).get(COMMAND_LINE_NOTES[0], "").rpartition(".")
+    if module.startswith("pfl_lightning."):
+        import_module(module)
+    kind = getattr(sys.modules.get(module), name, None) if name else None
+    if isinstance(kind, type) and issubclass(kind, ClientModule):
+        return kind
+    method = saved.get("federation", {}).get("method", "another method")
+    if method.split("+")[0] == ClientModule.__name__:
+        return ClientModule
+    raise MisconfigurationException(
+        f"{path} is of {method}, and ClientModule would receive its models otherwise; call load_from_checkpoint of the "
+        "class that was trained, such as FedPer.load_from_checkpoint(path)."
+    )
+
+
 def saved_client(
-    path: str | Path, client: int, architecture_of: Callable[[int, int], int], device: torch.device
+    path: str | Path, client: int | str, architecture_of: Callable[[int, int], int], device: torch.device
 ) -> SavedClient:
     """Read one client from a federation's checkpoint.
 
     Args:
         path: the checkpoint.
-        client: the client's id.
+        client: the client's name or id.
         architecture_of: gives the index of a client's architecture from its id and the number of clients.
         device: the device to put tensors on.
 
@@ -652,6 +829,8 @@ def saved_client(
     """
     saved = torch.load(path, map_location=device, weights_only=True)["federation"]
     payloads = saved["payloads"]
+    if isinstance(client, str):
+        client = client_id(client, saved.get("names", []), len(payloads))
     if client not in payloads:
         raise MisconfigurationException(f"client={client} is not in {path}: it has clients 0 to {len(payloads) - 1}.")
     architecture = architecture_of(client, len(payloads))

@@ -80,6 +80,16 @@ def check_example_level(
             f"{setting} and aggregator={aggregator.name} guarantee privacy of different units, samples and clients, "
             "and there is no one epsilon for both; take one of them."
         )
+    if client.task.samples_meet:
+        raise MisconfigurationException(
+            f"{setting} bounds the gradient of each sample's own loss, and the loss of task {client.task} compares "
+            "samples of a batch; take a task without, such as Survival(bins=[...])."
+        )
+    if getattr(client.task, "class_weights", None) == "balanced":
+        raise MisconfigurationException(
+            f"task.class_weights=balanced counts a client's samples without noise, and {setting} would not cover it; "
+            f"give {client.task.outputs} numbers known beforehand, or leave it out."
+        )
     name = type(client).__name__
     if not client.sends:
         raise MisconfigurationException(

@@ -30,6 +30,34 @@ def check_finite(client: ClientModule, aggregator: Aggregator) -> None:
             raise MisconfigurationException(f"{name}={value} must be finite.")
 
 
+def check_pools(client: ClientModule, deployed: bool, summed: bool, evaluate: str) -> None:
+    """Refuse settings that keep clients' samples apart, for a client module that trains on all of them.
+
+    Args:
+        client: the client module.
+        deployed: whether clients are at sites.
+        summed: whether the server learns sums alone.
+        evaluate: ``trainer.evaluate``.
+
+    Raises:
+        MisconfigurationException: if the module pools samples and a setting doesn't allow it.
+    """
+    if not client.pools:
+        return
+    name = type(client).__name__
+    if deployed or summed:
+        where = "clients at sites keep theirs" if deployed else "trainer.secure_sum hides even clients' updates"
+        raise MisconfigurationException(
+            f"model={name} trains on the samples of all clients in one place, and {where}; run it in a simulation "
+            "without, or take FedAvg."
+        )
+    if evaluate != "before":
+        raise MisconfigurationException(
+            f"trainer.evaluate={evaluate} shows each client's model after its own training, and model={name} has one "
+            "model for all; take before."
+        )
+
+
 def numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
     """Yield floating numbers among settings by dotted name, also inside lists, dicts, ``partial`` and nested objects.
 

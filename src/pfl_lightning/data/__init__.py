@@ -11,6 +11,7 @@ from pfl_lightning.data.diabetes import Diabetes
 from pfl_lightning.data.digits import Digits
 from pfl_lightning.data.emnist import EMNIST
 from pfl_lightning.data.fashion_mnist import FashionMNIST
+from pfl_lightning.data.flamby import FedHeartDisease, FedTcgaBrca
 from pfl_lightning.data.image_folder import ImageFolder
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.mnist import MNIST
@@ -24,13 +25,16 @@ from pfl_lightning.data.partitioners import (
     RandomClasses,
     RoundedDirichlet,
 )
+from pfl_lightning.data.preprocessing import Column, Preprocessing
 from pfl_lightning.data.samples import CHUNK, Samples, Split
 from pfl_lightning.data.sources import (
     ClientDatasets,
+    FlowerDatasets,
     FolderData,
     HFData,
     LeafData,
     OwnedData,
+    PFLlibData,
     TableData,
     TensorData,
     VisionData,
@@ -49,12 +53,16 @@ __all__ = [
     "ClientData",
     "ClientDatasets",
     "ClientLoader",
+    "Column",
     "Diabetes",
     "Digits",
     "Dirichlet",
     "DominantLabels",
     "FashionMNIST",
+    "FedHeartDisease",
+    "FedTcgaBrca",
     "FederatedDataModule",
+    "FlowerDatasets",
     "FolderData",
     "HFData",
     "ImageFolder",
@@ -63,8 +71,10 @@ __all__ = [
     "Loaded",
     "Natural",
     "OwnedData",
+    "PFLlibData",
     "Partitioner",
     "Pathological",
+    "Preprocessing",
     "RandomClasses",
     "RoundedDirichlet",
     "Samples",

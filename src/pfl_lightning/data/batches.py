@@ -1,9 +1,13 @@
 """The order of a client's samples in an epoch."""
 
-from typing import Literal
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from pfl_lightning.seeds import derive_seed
 
 LastBatch = Literal["keep", "drop", "wrap"]
 """Ways to treat samples that do not fill the last batch of an epoch."""
@@ -37,3 +41,38 @@ def epoch_order(n: int, batch_size: int, last: LastBatch, generator: torch.Gener
         # batch
         return order.repeat(-(-length // n))[:length]
     return order
+
+
+def batches_of(length: Any, size: int, smallest: int) -> Any:
+    """Return the number of batches of an epoch, without too small batches.
+
+    Args:
+        length: samples of the epoch.
+        size: samples per batch, except for the last.
+        smallest: the smallest usable batch.
+    """
+    return length // size * (size >= smallest) + (length % size >= smallest)
+
+
+def continued_orders(
+    n: int, batch_size: int, last: LastBatch, smallest: int, seed: int, begun: int
+) -> tuple[Iterator[Tensor], int]:
+    """Return the sample orders of a client's epochs from the one that it is in, and its batches in that epoch so far.
+
+    The order of an epoch is a function of the seed and the epoch's number alone, so that training can stop within an
+    epoch and go on there.
+
+    Args:
+        n: number of samples of the client, at least one batch.
+        batch_size: samples per batch.
+        last: treatment of an incomplete last batch.
+        smallest: the smallest usable batch.
+        seed: the client's seed, the same in all rounds.
+        begun: batches that the client has trained so far, in all rounds.
+    """
+
+    def order(epoch: int) -> Tensor:
+        return epoch_order(n, batch_size, last, torch.Generator().manual_seed(derive_seed(seed, epoch)))
+
+    epoch, done = divmod(begun, batches_of(order(0).numel(), batch_size, smallest))
+    return map(order, count(epoch)), done

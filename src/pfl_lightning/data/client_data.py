@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pfl_lightning.data.samples import Parts, Samples, Split
+from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.data.trees import Tree
 from pfl_lightning.tasks import Classification, Task
 from pfl_lightning.tasks.base import number_of_classes
@@ -135,6 +136,43 @@ class ClientData:
             vars(client)["_counted"] = own, there.nonzero().flatten().tolist()
         own_counts: tuple[Tensor, list[int]] = vars(self)["_counted"]
         return own_counts
+
+
+class Together:
+    """A source whose clients all have the training samples of all clients, and their own other samples.
+
+    Args:
+        source: the origin of the samples.
+        clients: ids of the clients whose training samples count.
+    """
+
+    def __init__(self, source: Source, clients: Sequence[int]) -> None:
+        self.source, self.clients = source, clients
+
+    @property
+    def task(self) -> Task:
+        """The prediction task."""
+        return task_of(self.source)
+
+    def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> Sequence[Samples]:
+        """Return one split of each client."""
+        if split != "train":
+            return self.source.parts(clients, split, device)
+        parts = self.source.parts(self.clients, split, device)
+        first = parts[0]
+        if isinstance(first, Streamed):
+            # left in the pool, as one client's would be
+            rows = torch.cat([cast(Streamed, part).rows for part in parts])
+            whole: Samples = Streamed(first.pool, rows, first.transform, first.device, first.dtype)
+        else:
+            whole = parts.whole if isinstance(parts, Parts) else Samples.joined(parts)
+        return [whole for _ in clients]
+
+    def size(self, client: int, split: Split) -> int:
+        """Return the number of samples in one split of one client."""
+        if split != "train":
+            return self.source.size(client, split)
+        return sum(self.source.size(other, split) for other in self.clients)
 
 
 def find(clients: Sequence[ClientData], split: Split) -> None:

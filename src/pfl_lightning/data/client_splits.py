@@ -6,6 +6,7 @@ from typing import Any, TypeAlias, cast, get_args
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -130,7 +131,7 @@ def given_split(rows: Tensor, client: int, named: NDArray[Any], val_fraction: fl
 
 
 def check_parts(clients: list[Parts], names: list[str], val_fraction: float) -> None:
-    """Refuse clients without training samples, or without samples of a split that isn't empty elsewhere.
+    """Refuse clients without training samples; warn of clients without samples of a split that others have.
 
     Args:
         clients: pool positions of each client, by split.
@@ -138,17 +139,22 @@ def check_parts(clients: list[Parts], names: list[str], val_fraction: float) -> 
         val_fraction: share of val in the training samples, in [0, 1).
 
     Raises:
-        MisconfigurationException: if a client lacks samples of such a split.
+        MisconfigurationException: if a client has no training samples, or no client has validation samples though
+            ``val_fraction`` asks for some.
     """
     for split in get_args(Split):
-        sizes = [len(parts[split]) for parts in clients]
-        lacking = [client for client, size in enumerate(sizes) if not size]
-        # a split that no client has is fine (no test at all), except train, and val if ``val_fraction`` asks for it
-        if not lacking or not (split == "train" or any(sizes) or (split == "val" and val_fraction > 0)):
+        lacking = [client for client, parts in enumerate(clients) if not len(parts[split])]
+        everyone = len(lacking) == len(clients)
+        # a split that no client has is fine (no test at all), except for val if `val_fraction` asks for some
+        if not lacking or (everyone and split != "train" and not (split == "val" and val_fraction > 0)):
             continue
         first = lacking[0]
-        who = f"client {first}" + (f" ({names[first]})" if names else "")
-        raise MisconfigurationException(
-            f"data.client_split=given leaves {len(lacking)} of {len(clients)} clients without {split} samples, first "
-            f"{who}; give each some, leave these clients out, or take random"
+        some = f"{len(lacking)} of {len(clients)} clients without {split} samples, first client {first}" + (
+            f" ({names[first]})" if names else ""
         )
+        if split == "train" or everyone:
+            raise MisconfigurationException(
+                f"data.client_split=given leaves {some}; give each some, leave these clients out, or take random"
+            )
+        # a small hospital may train without a test set of its own; its absence from figures must be seen
+        rank_zero_warn(f"data.client_split=given leaves {some}; {split} figures are of the other clients")

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -14,9 +15,10 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.parsing import collect_init_args
 from torch import Tensor
 
+from pfl_lightning.data import client_names
 from pfl_lightning.data.batches import LastBatch
 from pfl_lightning.data.checks import NO_RANDOM, SAMPLES, ClientSplit, ClientTest, check_settings, check_strata, differs
-from pfl_lightning.data.client_data import ClientData, class_counts
+from pfl_lightning.data.client_data import ClientData, Together, class_counts
 from pfl_lightning.data.division import Division, redivided
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.partitioners import Dirichlet, Partitioner
@@ -24,11 +26,13 @@ from pfl_lightning.data.pool import Pool
 from pfl_lightning.data.preparation import as_loaded, prepared
 from pfl_lightning.data.preprocessing import FittedOn
 from pfl_lightning.data.public import public_samples
+from pfl_lightning.data.rows import checked_rows
 from pfl_lightning.data.samples import Parts, Samples, Split
 from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.data.trees import Tree, take
 from pfl_lightning.messages import tree_map
 from pfl_lightning.tasks import Classification, Task
+from pfl_lightning.tasks.plain import plain
 
 LONG = 100
 """A list of this many entries or more is data and not a setting."""
@@ -162,6 +166,8 @@ class FederatedDataModule(LightningDataModule, ABC):
     _divisions: Mapping[int, Division]
     _held: tuple[int, Division] | None = None
     _public: Samples | None = None
+    _saved: Mapping[str, Any] = MappingProxyType({})
+    """Entry of the checkpoint that `load_state_dict` took, without a pool."""
 
     def __init__(
         self,
@@ -289,8 +295,90 @@ class FederatedDataModule(LightningDataModule, ABC):
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the data module's entry in checkpoints: ``preprocessing``, unless empty."""
-        return {"preprocessing": self.preprocessing} if self.preprocessing else {}
+        """Return the data module's entry in checkpoints, from which `inputs` works without the samples.
+
+        The entry has ``clients``, the names of the federation's clients by id; ``num_clients``; ``task`` as in
+        configurations; ``input_shape``; ``classes``, their names; ``like``, a tree of empty tensors with the shape and
+        type of loaded inputs; and ``preprocessing``, unless empty. An override adds plain values and tensors.
+        """
+        if self._pool is None:
+            # samples at sites, or a data module made by `from_state`
+            state = dict(self._saved)
+        else:
+            state = {
+                "clients": self.client_names[: self.num_clients],
+                "num_clients": self.num_clients,
+                "task": plain(self.task),
+                "input_shape": list(self.input_shape),
+                "like": self._like(),
+                "classes": self.class_names,
+            }
+        return state | ({"preprocessing": self.preprocessing} if self.preprocessing else {})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the entry of a checkpoint; after `setup`, change nothing, as the samples decide.
+
+        Args:
+            state_dict: the result of `state_dict`.
+        """
+        if self._pool is None:
+            self._saved = dict(state_dict)
+            self.preprocessing = dict(state_dict.get("preprocessing", {}))
+            self.input_shape = tuple(state_dict.get("input_shape", getattr(self, "input_shape", ())))
+            self.num_clients = state_dict.get("num_clients", self.num_clients)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "FederatedDataModule":
+        """Return a data module without samples, only for `inputs`, from the entry of a checkpoint.
+
+        Neither ``__init__`` nor `setup` runs, since files of the run may be missing.
+
+        Args:
+            state: the result of `state_dict`.
+        """
+        data = cls.__new__(cls)
+        LightningDataModule.__init__(data)
+        data.num_clients, data.preprocessing = 0, {}
+        data.load_state_dict(dict(state))
+        return data
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names of the classes by number; empty if classes have numbers alone."""
+        # folders of images have their names in an attribute
+        return [str(name) for name in getattr(self, "classes", None) or self._saved.get("classes", ())]
+
+    def inputs(self, rows: Any, client: int | str) -> Tree:
+        """Return raw rows as inputs of a net, as clients' samples become inputs.
+
+        An override may take other rows, such as data frames. It needs `setup` or `load_state_dict`.
+
+        Args:
+            rows: inputs as `load` returns them, ``[n, ...]``: a tensor, an array, or a tree of these; or a map-style
+                Dataset, whose items are such inputs without targets, or pairs that begin with them.
+            client: name or id of the client whose rows they are, or ``new`` for one unknown to the federation.
+
+        Raises:
+            MisconfigurationException: if the rows have another shape or type than the inputs in training, or numbers
+                that aren't finite.
+        """
+        name = type(self).__name__
+        if self.fitted_on != "nothing":
+            raise MisconfigurationException(
+                f"data={name} fits its preprocessing on samples of {self.fitted_on}, and has no method inputs(rows, "
+                "client) that applies it to raw rows; write one"
+            )
+        like = self._saved.get("like") if self._pool is None else self._like()
+        if like is None:
+            raise MisconfigurationException(
+                f"data={name} knows no shape of inputs yet; call prepare_data() and setup() first, or load_state_dict()"
+            )
+        return self.transform(checked_rows(rows, like))
+
+    def _like(self) -> Tree:
+        """Return a tree of empty tensors with the shape and type of the pool's inputs."""
+        first = take(self._ready().samples.x, slice(0, 1))
+        return tree_map(lambda leaf: torch.empty((0, *leaf.shape[1:]), dtype=leaf.dtype), first)
 
     def setup(self, stage: str | None = None) -> None:
         """Load, cut to ``max_samples``, partition, split and preprocess; later calls do nothing.
@@ -423,6 +511,14 @@ class FederatedDataModule(LightningDataModule, ABC):
         self._ready()
         return ClientData(self, client)
 
+    def pooled(self, client: int) -> ClientData:
+        """Return one client's data, with the training samples of all clients in the place of its own.
+
+        Args:
+            client: client id, 0 to num_clients - 1.
+        """
+        return ClientData(Together(self, range(self.num_clients)), client)
+
     def size(self, client: int, split: Split) -> int:
         """Return the number of samples in one split of one client.
 
@@ -435,11 +531,35 @@ class FederatedDataModule(LightningDataModule, ABC):
     @property
     def client_names(self) -> list[str]:
         """Names of the clients by id; empty unless the pool is divided by named clients."""
+        if self._pool is None and self._saved:
+            return list(self._saved["clients"])
         return self._ready().division.names
+
+    def client_id(self, client: int | str) -> int:
+        """Return the id of a client given by id or by name.
+
+        Args:
+            client: the name, or the id, from 0 to num_clients - 1 or of one of the `newcomers`.
+
+        Raises:
+            MisconfigurationException: if there is no such client, or an integer is the id of one client and the name of
+                another.
+        """
+        return client_names.client_id(client, self.client_names, self.num_clients + len(self.newcomers))
+
+    def client_label(self, client: int) -> str:
+        """Return a client's id for messages, followed by the client's name unless the name is the id: ``3 (Bremen)``.
+
+        Args:
+            client: client id, 0 to num_clients - 1, or one of the `newcomers`.
+        """
+        return client_names.client_label(client, self.client_names)
 
     @property
     def newcomers(self) -> range:
         """Ids of the clients that take no part in training and join afterwards, above the federation's ids."""
+        if self._pool is None and self._saved:
+            return range(self.num_clients, self.num_clients)
         return range(self.num_clients, len(self._ready().division.clients))
 
     @property

@@ -91,6 +91,7 @@ class ClientState:
         kept: the name under which the client's site stores the state; then the state isn't here.
         once: payload entries that travel once, for a client at a site; elsewhere each payload includes them.
         residual: parts of the client's changes that compressed updates still owe the server, by parameter.
+        batches: batches of all rounds by phase, where ``trainer.steps_continue`` goes on within an epoch.
     """
 
     personal: StateDict = field(default_factory=dict)
@@ -99,6 +100,7 @@ class ClientState:
     kept: str | None = None
     once: Message = field(default_factory=dict)
     residual: StateDict = field(default_factory=dict)
+    batches: dict[str, int] = field(default_factory=dict)
 
 
 class Job(NamedTuple):
@@ -115,6 +117,8 @@ class Job(NamedTuple):
         evaluate: the splits to evaluate on after training.
         once: names of the payload's entries that travel once.
         has_once: whether the client has these entries from an earlier round.
+        order_seed: the seed of the client's sample orders in all rounds, where batches go on from round to round; None
+            begins a new order in each round.
     """
 
     client: int
@@ -127,6 +131,16 @@ class Job(NamedTuple):
     evaluate: tuple[Split, ...] = ()
     once: frozenset[str] = frozenset()
     has_once: bool = False
+    order_seed: int | None = None
+
+    def continues(self, phase: Phase, work: LocalWork) -> bool:
+        """Return True if a phase's batches go on where the round before stopped: of steps, and of the client's samples.
+
+        Args:
+            phase: the phase.
+            work: the settings of local training.
+        """
+        return self.order_seed is not None and phase.data is None and work.extent(phase).steps is not None
 
     @property
     def travelling(self) -> Message:

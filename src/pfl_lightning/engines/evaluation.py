@@ -231,7 +231,8 @@ def evaluate(
     """
     task = module.task
     metrics.reset()
-    losses = []
+    losses: list[Tensor] = []
+    together: list[Tensor] = []
     with kept_modes(module) if module.training else nullcontext():
         # Engines have set evaluation mode already; eval() takes as long as a small net's forward pass.
         if module.training:
@@ -241,7 +242,12 @@ def evaluate(
                 outputs = module(x)
             outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
             metrics.update(outputs, target)
-            losses.append(task.loss(outputs, target, "sum"))
+            if task.samples_meet:
+                together.append(outputs)
+            else:
+                losses.append(task.loss(outputs, target, "sum"))
+    if together:
+        losses = [task.loss(torch.cat(together), samples.y, "sum")]
     return computed(metrics) | {"loss": mean_of(torch.stack(losses).sum(), task.weight(samples.y))}
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from pfl_lightning.client import Batch, Phase
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import ClientData, Samples, epoch_order
+from pfl_lightning.data.batches import continued_orders
 from pfl_lightning.data.trees import rows_in
 from pfl_lightning.engines.base import ClientState, Engine, Job, Outcome
 from pfl_lightning.engines.errors import computed, during
@@ -77,6 +78,8 @@ class Sequential(Engine):
         layout = Layout.of(self.module)
         self.set_mode(training=True)
         generator = torch.Generator().manual_seed(job.seed)
+        # Nothing of an adaptation is kept, so that it has no place in an epoch to go on from.
+        job = job._replace(order_seed=None)
         for phase in phases:
             self._train_phase(phase, job, layout, data.train, generator, ClientState(), None)
         self.set_mode(training=False)
@@ -96,7 +99,7 @@ class Sequential(Engine):
         self.set_mode(training=True)
         # Batches have their own generator, so that the order of samples doesn't depend on how often dropout draws.
         generator = torch.Generator().manual_seed(job.seed)
-        state = ClientState()
+        state = ClientState(batches=dict(job.state.batches))
         steps: list[Step] = []
         with self.leaks.of("training_step"), during("training", job.round, job.client):
             phases = module.local_phases()
@@ -181,7 +184,8 @@ class Sequential(Engine):
             if privacy is not None:
                 steps = self._private_steps(privacy, part, phase, parameters, optimizer, generator)
             else:
-                for index, (x, y) in enumerate(self._batches(part, phase, layout.smallest_batch, generator)):
+                batches = self._batches(part, phase, layout.smallest_batch, generator, job)
+                for index, (x, y) in enumerate(batches):
                     values = self._values((x, y), index)
                     forget_gradients(trained)
                     self._step(values["loss"], optimizer, scaler, parameters)
@@ -194,6 +198,8 @@ class Sequential(Engine):
             state.optimizers[phase.name] = self.work.kept(optimizer.state_dict())
         if scaler is not None:
             state.scaler = scaler.state_dict()
+        if job.continues(phase, self.work):
+            state.batches[phase.name] = job.state.batches.get(phase.name, 0) + len(steps)
         module.steps_done += len(steps)
         return steps
 
@@ -261,7 +267,9 @@ class Sequential(Engine):
             "step."
         )
 
-    def _batches(self, part: Samples, phase: Phase, smallest: int, generator: torch.Generator) -> Iterator[Batch]:
+    def _batches(
+        self, part: Samples, phase: Phase, smallest: int, generator: torch.Generator, job: Job
+    ) -> Iterator[Batch]:
         """Return the batches of a phase; each epoch is one shuffled copy of the samples, cut into views.
 
         Args:
@@ -269,18 +277,25 @@ class Sequential(Engine):
             phase: the phase.
             smallest: the smallest usable batch, for BatchNorm; smaller ones are skipped.
             generator: draws the order of samples.
+            job: the client's job.
         """
         size, last, epochs, steps = self.work.extent(phase)
 
-        def epoch() -> Iterator[Batch]:
-            batches = part.take(epoch_order(len(part), size, last, generator)).chunks(size)
+        def epoch(order: Tensor) -> Iterator[Batch]:
+            batches = part.take(order).chunks(size)
             return ((x, y) for x, y in batches if rows_in(y) >= smallest)
 
         if len(part) < smallest:
             # Without this, a number of steps would loop over endless epochs without a single batch.
             return iter(())
-        passes = repeat(None) if steps else repeat(None, cast(int, epochs))
-        return islice(chain.from_iterable(epoch() for _ in passes), steps)
+        if job.continues(phase, self.work):
+            begun = job.state.batches.get(phase.name, 0)
+            orders, done = continued_orders(len(part), size, last, smallest, cast(int, job.order_seed), begun)
+            orders = chain([next(orders)[done * size :]], orders)
+        else:
+            passes = repeat(None) if steps else repeat(None, cast(int, epochs))
+            orders = (epoch_order(len(part), size, last, generator) for _ in passes)
+        return islice(chain.from_iterable(map(epoch, orders)), steps)
 
     def _scaler(self, state: dict[str, float]) -> torch.amp.GradScaler | None:
         """Return the client's own loss scaler if the precision needs one.

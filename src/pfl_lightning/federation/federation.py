@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from pfl_lightning.aggregators.base import Aggregator, Server, checked_logs
+from pfl_lightning.aggregators.weighted_average import WeightedAverage
 from pfl_lightning.client.common import (
     common_parameters,
     personal_entries,
@@ -28,12 +29,19 @@ from pfl_lightning.client.module import ClientModule
 from pfl_lightning.contract.aggregator_memory import Remembered
 from pfl_lightning.contract.guarantee import check_example_level, check_guarantee
 from pfl_lightning.contract.messages import check_entries, check_payload, sound_updates
-from pfl_lightning.contract.pairing import check_common, check_finite, check_pair, check_split, check_tied
+from pfl_lightning.contract.pairing import (
+    check_common,
+    check_finite,
+    check_pair,
+    check_pools,
+    check_split,
+    check_tied,
+)
 from pfl_lightning.contract.sums import check_sums
 from pfl_lightning.contract.task import check_requirements, check_task
-from pfl_lightning.data import FederatedDataModule, Split
+from pfl_lightning.data import ClientData, FederatedDataModule, Split
 from pfl_lightning.data.description import fingerprint
-from pfl_lightning.engines import ClientState, Engine, Job, Outcome
+from pfl_lightning.engines import ClientState, Engine, Job, Outcome, Sequential
 from pfl_lightning.engines.base import given_modes, release
 from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.engines.examples import releases_of
@@ -43,6 +51,7 @@ from pfl_lightning.federation.checkpoint import check_same, pair_clients, saved_
 from pfl_lightning.federation.evaluation import Evaluations, undisturbed
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.participation import Participation, check_tells
+from pfl_lightning.federation.prediction import Batch, NoSamples, Predictions, become, predicted
 from pfl_lightning.federation.resuming import (
     Settings,
     changes,
@@ -115,6 +124,7 @@ class Federation(LightningModule):
         if options.example_privacy is not None:
             noisy_counts = options.example_privacy.counts_epsilon is not None
             check_example_level(client, self.aggregator, options.cohort, noisy_counts)
+        check_pools(client, self._deployed, options.secure_sum is not None, options.evaluate)
         check_pair(client, self.aggregator)
         check_requirements(client, self.aggregator)
         check_tells(client, options.cohort)
@@ -225,6 +235,8 @@ class Federation(LightningModule):
         check_common(self._architectures, shared)
         self._shared = shared[0]
         self._set_up_server(self.seed)
+        if self.aggregator.turns([0], 0) is not None:
+            self._check_turns()
         # A method whose server keeps no global model, such as Local, shows the initial weights in its place.
         whole = self.aggregator.global_model()
         self.start = {name: tensor for name, tensor in self._shared.items() if name not in whole}
@@ -261,7 +273,9 @@ class Federation(LightningModule):
         Raises:
             MisconfigurationException: if the clients can't be paired, or the kept metrics are of other samples.
         """
-        use = "fit" if self._fitting else "join" if getattr(self.trainer, "joins", False) else "test"
+        # Strangers among the data's clients are new clients, also for predictions.
+        newcomers = getattr(self.trainer, "joins", False) or self.trainer.state.fn == TrainerFn.PREDICTING
+        use = "fit" if self._fitting else "join" if newcomers else "test"
         # The checkpoint's sizes and fingerprint are of the first division; later ones of a drift follow from it.
         with self.data.at_round(1):
             changed = pair_clients(saved, self.data, use)
@@ -285,10 +299,21 @@ class Federation(LightningModule):
             return
         setting = "trainer.example_privacy" if per_sample else f"aggregator={self.aggregator.name}"
         remedies = "constants known beforehand, such as data.standardize={age: [50, 12]}, categories and classes"
+        own = ", or data.standardize=client or data.preprocessing.by=client"
         raise MisconfigurationException(
             f"data={type(self.data).__name__} fits its preprocessing on samples of {fitted}, which {setting} doesn't "
-            f"bound; give {remedies}{'' if per_sample else ', or data.standardize=client'}, or take data without any."
+            f"bound; give {remedies}{'' if per_sample else own}, or take data without any."
         )
+
+    def _check_turns(self) -> None:
+        """Refuse attacks on updates where clients train in turns."""
+        for listener in self._listeners("on_aggregate_start"):
+            callback = cast(Any, listener).__self__
+            if getattr(callback, "is_attack", False):
+                raise MisconfigurationException(
+                    f"trainer.callbacks={type(callback).__name__} changes updates at the end of a round, and "
+                    f"aggregator={self.aggregator.name} has handed them on by then; leave one of the two out."
+                )
 
     def _check_drift(self) -> None:
         """Refuse settings for fixed local samples when samples move between clients over the rounds."""
@@ -301,8 +326,8 @@ class Federation(LightningModule):
             )
         if self.data.fitted_on == "each client":
             raise MisconfigurationException(
-                f"{setting} moves samples between clients, and data.standardize=client scales a sample by the "
-                "statistics of its first client; take standardize=table."
+                f"{setting} moves samples between clients, and data.standardize=client and "
+                "data.preprocessing.by=client scale a sample by the statistics of its first client; take table."
             )
         if self.aggregator.fixed_sizes:
             raise MisconfigurationException(
@@ -356,7 +381,8 @@ class Federation(LightningModule):
         # A client with a state has taken part before, and so has received the entries that travel once.
         once = self.aggregator.sends_once
         data, has_once = self.data.client(client), bool(once) and client in self.clients
-        return Job(client, self.round, state, payload, data, seed, self.lr_factor, evaluate, once, has_once)
+        order_seed = derive_seed(cast(int, self.seed), "epochs", client) if self.options.steps_continue else None
+        return Job(client, self.round, state, payload, data, seed, self.lr_factor, evaluate, once, has_once, order_seed)
 
     def welcome(self, client: int, update: Message | None = None) -> Message:
         """Return the server's payload for a new client.
@@ -416,7 +442,12 @@ class Federation(LightningModule):
             # Samples have moved, so the kept metrics are of samples that the clients no longer hold.
             self.evaluations.after.clear()
         size = self.options.cohort_size(len(clients))
-        cohort = self.participation.cohort(clients, size, cast(int, self.seed), self.round)
+        # One client stands for all where one trains on all samples.
+        cohort = (
+            clients[:1]
+            if self.client.pools
+            else self.participation.cohort(clients, size, cast(int, self.seed), self.round)
+        )
         choosing = time.perf_counter() - start
         self.evaluations.results = {}
         self.metrics = new_row(self.round + 1, cohort, self.trainer.optimizers[0].param_groups[0]["lr"])
@@ -424,14 +455,19 @@ class Federation(LightningModule):
         outcomes: dict[int, Outcome] = {}
         listeners = self._listeners("on_client_fit_end")
         start = time.perf_counter()
-        for engine, own in self.engines_of(cohort):
-            for trained in engine.complete("training", self._jobs(own)):
-                outcome = self._compressed(trained)
-                outcomes[outcome.client] = outcome
-                # Refused clients gave no usable result; callbacks shall not record it.
-                if not outcome.refused:
-                    for ended in listeners:
-                        ended(self.trainer, self, outcome.client, outcome)
+        turns = self.aggregator.turns(cohort, self.round)
+        handed: Message = {}
+        for together in [cohort] if turns is None else [[client] for client in turns]:
+            for engine, own in self.engines_of(together):
+                for trained in engine.complete("training", self._jobs(own, handed)):
+                    outcome = self._compressed(trained)
+                    outcomes[outcome.client] = outcome
+                    # Refused clients gave no usable result; callbacks shall not record it.
+                    if not outcome.refused:
+                        for ended in listeners:
+                            ended(self.trainer, self, outcome.client, outcome)
+                        if turns is not None and outcome.finite:
+                            handed = {"weights": outcome.update["weights"]}
         self.metrics["time/train"] = time.perf_counter() - start + choosing
         if (private := self.options.example_privacy) is not None:
             self._spend(cohort, outcomes)
@@ -508,8 +544,13 @@ class Federation(LightningModule):
         received = self.aggregator.download(cohort[0])
         return summed(outcomes, settings, sizes, weighted, received, noise, draw, self.round + 1)
 
-    def _jobs(self, clients: list[int]) -> Iterator[Job]:
-        """Yield the job of each client of a cohort, and count the bytes sent."""
+    def _jobs(self, clients: list[int], handed: Message) -> Iterator[Job]:
+        """Yield the job of each client of a cohort, and count the bytes sent.
+
+        Args:
+            clients: the clients' ids.
+            handed: entries from another client that replace the payload's.
+        """
         listeners = self._listeners("on_client_fit_start")
         known: dict[str, Any] | None = None
         size = 0
@@ -517,6 +558,10 @@ class Federation(LightningModule):
             for started in listeners:
                 started(self.trainer, self, client)
             job = self.job(client, self.options.splits_after)
+            if handed:
+                job = job._replace(payload=job.payload | handed)
+            if self.client.pools:
+                job = job._replace(data=self.data.pooled(client))
             sent = job.travelling
             # Most methods send every client the same tensors; check and measure them once.
             if known is None or sent.keys() != known.keys() or any(sent[k] is not known[k] for k in known):
@@ -646,6 +691,7 @@ class Federation(LightningModule):
         self.release_modes()
 
     on_test_model_eval, on_test_model_train = on_validation_model_eval, on_validation_model_train
+    on_predict_model_eval = on_validation_model_eval
 
     def release_modes(self) -> None:
         """Restore the modes of client modules as given by the user; submodules frozen by ``eval()`` stay frozen."""
@@ -659,6 +705,69 @@ class Federation(LightningModule):
     def test_step(self, clients: list[int], batch_idx: int) -> None:
         """Evaluate all clients on the test splits."""
         self.evaluations.evaluate(clients, ("test",))
+
+    def predict_step(self, batch: Batch, batch_idx: int = 0) -> Predictions:
+        """Return the predictions of one client's model, the same model as in an evaluation.
+
+        Args:
+            batch: the client's id, inputs, and names of the classes.
+            batch_idx: number of the batch.
+        """
+        client, x, class_names = batch
+        return predicted(*self._seated(client), x, class_names)
+
+    def model_of(self, client: int) -> ClientModule:
+        """Return a copy of one client's model, the same model as in an evaluation.
+
+        Args:
+            client: the client's id, or one from the number of clients up for a newcomer.
+        """
+        engine, job, is_new = self._seated(client)
+        try:
+            with undisturbed():
+                become(engine, job, is_new)
+                # Lightning leaves the Trainer out of copies
+                model = deepcopy(engine.module)
+        finally:
+            self.release_modes()
+        release(model)
+        return model
+
+    def _seated(self, client: int) -> tuple[Sequential, Job, bool]:
+        """Return a client's engine and job, and whether the client is new.
+
+        The reference engine serves all settings: a single client leaves other engines nothing to do at once.
+
+        Raises:
+            MisconfigurationException: if the model is at a site, or a new client's would need an update of its own.
+        """
+        data, module = self.data, self._architectures[self.architecture_of(client)]
+        if data.at_sites:
+            raise MisconfigurationException(
+                f"client={client}: its samples and personal entries are at its site; export its model there."
+            )
+        if self.options.evaluate == "after":
+            rank_zero_warn(
+                "trainer.evaluate=after measures models after local training, which aren't kept; predictions are of "
+                "the models before the next round's training."
+            )
+        is_new = client >= data.num_clients
+        job = self._first_job(client) if is_new else self.job(client, ("test",))
+        return Sequential(module, self.options.work(data), self.trainer.precision_plugin), job, is_new
+
+    def _first_job(self, client: int) -> Job:
+        """Return the job of a client that never trained, with the payload of a newcomer."""
+        if self.aggregator.meets_newcomers:
+            raise MisconfigurationException(
+                f"aggregator {self.aggregator.name} makes a new client's model from an update of its own, so there is "
+                "none before the client has trained; let it join by trainer.join."
+            )
+        state = ClientState(self.initial[self.architecture_of(client)])
+        seed = derive_seed(cast(int, self.seed), "join", self.round, client)
+        reason = f"{type(self.client).__name__} makes the model of a new client from its samples"
+        source = self.data if client in self.data.newcomers else NoSamples(self.client.task, reason)
+        samples = ClientData(source, client)
+        return Job(client, self.round, state, self.welcome(client), samples, seed, self.lr_factor, ("test",))
 
     def on_validation_epoch_end(self) -> None:
         """Summarise the evaluation over clients into the round's row of metrics, for loggers and callbacks."""
@@ -757,7 +866,21 @@ class Federation(LightningModule):
             # Not needed for resuming: `load_from_checkpoint(path, client=3)` builds a client's model from them without
             # the aggregator.
             "payloads": {client: self.aggregator.download(client) for client in clients},
+            "newcomer": self._newcomer_payload(),
         }
+
+    def _newcomer_payload(self) -> Message:
+        """Return the payload of an unknown client, by which a checkpoint alone predicts for one; empty without one."""
+        kind = type(self.aggregator)
+        # An author's own `download` may note each client that it sees, which a checkpoint must not cause.
+        same_for_all = kind.download is WeightedAverage.download
+        if self.aggregator.meets_newcomers or not (same_for_all or kind.welcome is not Aggregator.welcome):
+            return {}
+        try:
+            return self.welcome(self.data.num_clients + len(self.data.newcomers))
+        # a server that looks clients up, and so can't welcome any, is no reason to lose a checkpoint
+        except MisconfigurationException:
+            return {}
 
     def load_federation_state(self, state: Mapping[str, Any]) -> None:
         """Continue from the saved state of a federation of the same method.
@@ -827,7 +950,7 @@ class Federation(LightningModule):
         elif lines := changes(then, now):
             rank_zero_warn(
                 f"ckpt_path: the checkpoint's model has learned from inputs that were made otherwise ({lines[0]}); "
-                "give it the data that it was trained with."
+                "give it the data that it was trained with, or a table with data.fitted=CHECKPOINT."
             )
 
     def on_fit_end(self) -> None:

@@ -42,6 +42,7 @@ class FederationOptions:
     clients_per_round: int | float = 1.0
     local_epochs: int | None = None
     local_steps: int | None = None
+    steps_continue: bool = False
     engine: str | type[Engine] | EngineMaker = "sequential"
     workers: int | None = None
     compile: bool = False
@@ -70,6 +71,8 @@ class FederationOptions:
                 f"trainer.local_epochs={self.local_epochs} and trainer.local_steps={self.local_steps} "
                 "exclude each other; give one of them."
             )
+        if self.steps_continue:
+            self._check_continued()
         if not isinstance(self.cohort, Selection):
             raise MisconfigurationException(
                 f"trainer.cohort={self.cohort!r} doesn't choose clients; give an instance of pfl_lightning.selection, "
@@ -105,6 +108,20 @@ class FederationOptions:
             gradient_clip_algorithm=(self.clip_algorithm, ("norm", "value")),
             client_states=(self.client_states, get_args(ClientStates)),
         )
+
+    def _check_continued(self) -> None:
+        """Refuse ``trainer.steps_continue`` without steps, or where batches are drawn otherwise."""
+        if self.local_steps is None:
+            raise MisconfigurationException(
+                "trainer.steps_continue=true goes on within an epoch, and without trainer.local_steps rounds are whole "
+                "epochs; give trainer.local_steps, or leave it out."
+            )
+        if self.example_privacy is not None or not isinstance(self.engine, (str, type)):
+            other = "sites of a deployment" if self.example_privacy is None else "trainer.example_privacy"
+            raise MisconfigurationException(
+                f"trainer.steps_continue=true needs each client's orders of samples, which {other} draw anew in each "
+                "round; leave it out."
+            )
 
     def _check_private(self) -> None:
         """Refuse settings in conflict with the bounds of ``trainer.example_privacy``."""

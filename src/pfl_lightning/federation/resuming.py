@@ -23,6 +23,7 @@ from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.internals.of_lightning import COMMAND_LINE_NOTES
 from pfl_lightning.internals.of_torch import LAST_RATES
+from pfl_lightning.tasks.plain import plain as plain_task
 
 Settings: TypeAlias = dict[str, Any]
 """Numbers, texts, booleans, None, and lists of these, by dotted names as on the command line."""
@@ -63,6 +64,8 @@ def settings_of(
     return {
         **flat("trainer", rounds),
         **flat("model", own),
+        # The settings of the loss; metrics may change, as they only watch.
+        **flat("model.task", {k: v for k, v in plain_task(client.task)["init_args"].items() if k != "metrics"}),
         "model.net": "\n".join(str(module.net) for module in architectures),
         **optimizer_of(client.configured()),
         **flat("aggregator", aggregator),
@@ -81,6 +84,7 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int) ->
         "clients_per_round": f"{options.cohort_size(num_clients)} of {num_clients}",
         "local_epochs": None if options.local_steps is not None else options.local_epochs or 1,
         "local_steps": options.local_steps,
+        "steps_continue": options.steps_continue,
         "min_clients": options.min_clients,
         "example_privacy": options.example_privacy,
         "compression": options.compression,

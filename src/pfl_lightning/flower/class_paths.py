@@ -4,6 +4,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
 from types import EllipsisType, NoneType, UnionType
@@ -22,7 +23,7 @@ from pfl_lightning.cli.argv import CONFIG
 from pfl_lightning.cli.configs import find
 from pfl_lightning.cli.yaml_text import load
 from pfl_lightning.client import ClientModule
-from pfl_lightning.data import FederatedDataModule, Partitioner
+from pfl_lightning.data import FederatedDataModule, Partitioner, Preprocessing
 from pfl_lightning.flower.template import Refused
 from pfl_lightning.privacy import DPSGD, SecureSum
 from pfl_lightning.selection import Selection
@@ -31,7 +32,7 @@ from pfl_lightning.trainer import FederatedTrainer
 
 KINDS = (
     *(ClientModule, Aggregator, Task, Optimizer, LRScheduler, Metric, nn.Module),
-    *(FederatedDataModule, Partitioner, Selection, DPSGD, SecureSum, Callback, Logger),
+    *(FederatedDataModule, Partitioner, Preprocessing, Selection, DPSGD, SecureSum, Callback, Logger),
 )
 PACKAGES = (
     *("pfl_lightning", "torch.nn", "torch.optim", "torchmetrics"),
@@ -163,8 +164,11 @@ def named(text: str, own: Collection[str]) -> Iterator[type]:
 def is_any_text(name: str, text: str, classes: Mapping[str, Collection[type]]) -> bool:
     """Return True for a setting, or part of a setting, with plain annotations in all classes; see `is_plain`."""
     parts = name.split(".")
+    hints: list[Any] = []
     for end in range(1, len(parts)):
-        owners = classes.get(".".join(parts[:end]), ())
+        # settings may be a dataclass by their annotation alone, without a class path
+        settings = {kind for hint in hints for kind in (hint, *get_args(hint)) if is_dataclass(kind)}
+        owners = {*classes.get(".".join(parts[:end]), ()), *settings}
         hints = [hint for owner in owners if (hint := annotation(owner, parts[end])) is not None]
         # under the annotation Any the parser would read settings in one line, with classes in them
         of_text = end == len(parts) - 1 and isinstance(read(text), str)

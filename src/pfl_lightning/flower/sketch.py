@@ -14,7 +14,7 @@ from pfl_lightning.data import ClientData, FederatedDataModule, Samples, Split
 from pfl_lightning.engines import Job
 from pfl_lightning.messages import Message, detached, tree_map
 from pfl_lightning.nets.modes import kept_modes
-from pfl_lightning.tasks import MultiLabel, NextToken, Segmentation, Task
+from pfl_lightning.tasks import MultiLabel, NextToken, Segmentation, Survival, Task
 
 
 class Sketch:
@@ -40,7 +40,9 @@ class Sketch:
         elif isinstance(self.task, Segmentation):
             y = y[:, None, None].expand(n, *self.shape[1:])
         elif not self.task.has_classes:
-            y = torch.ones(n, self.task.outputs, dtype=torch.int64 if isinstance(self.task, MultiLabel) else x.dtype)
+            # as many columns as targets have, which outputs outnumber where a target has several
+            columns = 2 if isinstance(self.task, Survival) else getattr(self.task, "quantities", self.task.outputs)
+            y = torch.ones(n, columns, dtype=torch.int64 if isinstance(self.task, MultiLabel) else x.dtype)
         return [Samples(x.to(device), y.to(device)) for _ in clients]
 
     def size(self, client: int, split: Split) -> int:

@@ -9,6 +9,7 @@ from pfl_lightning import aggregators
 from pfl_lightning.methods import (  # noqa: F401
     cfl,
     cwfedavg,
+    cyclic,
     fedawa,
     fedawa_l,
     feddf,
@@ -23,6 +24,7 @@ from pfl_lightning.methods.alternate_training import AlternateAlignment, Alterna
 from pfl_lightning.methods.apfl import APFL
 from pfl_lightning.methods.apple import APPLE
 from pfl_lightning.methods.ditto import Ditto
+from pfl_lightning.methods.ensemble import Ensemble
 from pfl_lightning.methods.feature_alignment import FeatureAlignment
 from pfl_lightning.methods.fedala import FedALA
 from pfl_lightning.methods.fedamp import CloudProx
@@ -66,6 +68,7 @@ from pfl_lightning.methods.moon import MOON
 from pfl_lightning.methods.per_fedavg import PerFedAvg
 from pfl_lightning.methods.pfedhn import PFedHN
 from pfl_lightning.methods.pfedme import PFedMe
+from pfl_lightning.methods.pooled import Pooled
 from pfl_lightning.methods.q_fedavg import QFedAvg
 from pfl_lightning.methods.scaffold import ControlVariates
 from pfl_lightning.methods.wdr import WDR
@@ -85,6 +88,7 @@ __all__ = [
     "ControlVariates",
     "CosineClassifier",
     "Ditto",
+    "Ensemble",
     "FeatureAlignment",
     "FedALA",
     "FedAS",
@@ -123,6 +127,7 @@ __all__ = [
     "PFedHN",
     "PFedMe",
     "PerFedAvg",
+    "Pooled",
     "QFedAvg",
 ]
 

@@ -164,7 +164,7 @@ class APPLE(ClientModule):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Return the loss of :math:`w_i` plus the penalty."""
         x, target = batch
-        loss = self.task.loss(self(x), target)
+        loss = self.task_loss(self(x), target)
         weight = self.mu * self.fade()
         return {"loss": loss + weight / 2 * (self.rho - self.p).square().sum() if weight else loss}
 

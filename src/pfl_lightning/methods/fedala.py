@@ -141,7 +141,7 @@ class FedALA(FedAvg):
                 with torch.enable_grad():
                     leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
                     mixed = {name.removeprefix(path): tensor for name, tensor in self.mix(leaves).items()}
-                    loss = self.task.loss(functional_call(net, mixed, (x,)), target)
+                    loss = self.task_loss(functional_call(net, mixed, (x,)), target)
                 slopes = zip(weights.items(), torch.autograd.grad(loss, list(leaves.values())), strict=True)
                 weights = {name: (w - self.eta * slope).clamp(0, 1) for (name, w), slope in slopes}
             # the loss of the pass's last batch, as in the official code

@@ -147,7 +147,7 @@ class FedAS(PersonalNet, FedPer):
         """
 
         def objective(weights: StateDict, x: Any, y: Any) -> Tensor:
-            return self.task.loss(functional_call(self.net, weights, (x,)), y)
+            return self.task_loss(functional_call(self.net, weights, (x,)), y)
 
         weights = {name: parameter.detach() for name, parameter in trained_parameters(self, "net").items()}
         # float64, since thousands of squares of very different size are added

@@ -67,7 +67,7 @@ class FedDyn(FedAvg):
         r"""Load the model, copy x, and compute :math:`\alpha_k`."""
         super().on_download(payload, data)
         self.received.take(trained_parameters(self, "net").items())
-        if data is not None and self.weighting == "samples":
+        if data is not None and self.training_follows and self.weighting == "samples":
             # alpha over the client's share of the samples, relative to equal shares
             self.alpha_k.fill_(self.alpha * float(payload["mean_samples"]) / max(len(data.train), 1))
 

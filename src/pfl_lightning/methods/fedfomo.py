@@ -83,8 +83,8 @@ class FedFomo(ClientModule):
         part = data.train if self.weigh_on == "train" else data.val
         if not len(part):
             raise MisconfigurationException(
-                "data.val_fraction=0 leaves model FedFomo no samples to weigh models on; take data.val_fraction=0.1, "
-                "or model.weigh_on=train."
+                f"model.weigh_on=val: client {self.client_id} has no validation samples for model FedFomo to weigh "
+                "models on; take data.val_fraction=0.1, give each client some, or take model.weigh_on=train."
             )
         # a copy: `_gain` loads each model into the net to compute its loss
         own = detached(shared_entries(self, self.state_dict()))

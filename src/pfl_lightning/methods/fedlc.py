@@ -58,7 +58,7 @@ class FedLC(FedAvg):
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model, and compute the margins from the client's class counts."""
         super().on_download(payload, data)
-        if data is not None:
+        if data is not None and self.training_follows:
             counts = data.class_counts.to(self.margins)
             # the clamp gives an absent class the margin of one sample
             margins = self.tau * counts.clamp_min(1) ** -0.25

@@ -5,7 +5,6 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.nn import functional as F
 
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.data import ClientData
@@ -73,7 +72,7 @@ class FedRoD(PersonalNet, FedAvg):
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model, and count the client's classes."""
         super().on_download(payload, data)
-        if data is not None:
+        if data is not None and self.training_follows:
             # the power before the logarithm: with gamma = 0 an absent class counts 0^0 = 1, and not 0 times -infinity
             self.log_prior.copy_(data.class_counts.to(self.log_prior.dtype).pow(self.gamma).log())
 
@@ -81,7 +80,7 @@ class FedRoD(PersonalNet, FedAvg):
         """Return the balanced softmax loss of the generic head plus the cross-entropy of both heads together."""
         generic = super().loss(features, logits + self.log_prior, target)
         # both bars of the equation are `detach`
-        return generic + F.cross_entropy(logits.detach() + self.personal(features.detach()), target)
+        return generic + self.task_loss(logits.detach() + self.personal(features.detach()), target)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs of both heads together, or of the generic head."""

@@ -109,6 +109,13 @@ class ClusterModels(Aggregator):
             with isolate_rng():
                 torch.manual_seed(derive_seed(server.seed, "ifca", j))
                 drawn = {f"net.{name}": tensor for name, tensor in server.module.new_net().state_dict().items()}
+            # equal models stay equal: every client would choose the first one for ever
+            own = {name: tensor for name, tensor in server.weights.items() if name in drawn}
+            if all(torch.equal(drawn[name].to(tensor), tensor) for name, tensor in own.items()):
+                raise MisconfigurationException(
+                    f"model.net={type(server.module.net).__name__} begins each of aggregator.num_clusters="
+                    f"{self.num_clusters} models with the same weights; give a class or function that draws its weights"
+                )
             # in the first model's precision, and without entries that clients don't share
             model = {name: drawn.get(name, tensor).to(tensor) for name, tensor in server.weights.items()}
             self.state["models"].append(model)

@@ -104,6 +104,9 @@ def aligned_fedrema() -> Aggregator:
 METHODS = (
     Method("Local", m.Local),
     Method("FedAvg", m.FedAvg),
+    Method("Pooled", m.Pooled),
+    Method("Ensemble", m.Ensemble),
+    Method("Cyclic", m.FedAvg, a.CyclicTransfer),
     Method("FedProx", m.FedProx),
     Method("FedAvgM", m.FedAvg, a.FedAvgM),
     Method("FedAdagrad", m.FedAvg, a.FedAdagrad),

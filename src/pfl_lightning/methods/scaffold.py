@@ -81,7 +81,7 @@ class ControlVariates(ClientModule):
         """
 
         def objective(weights: StateDict, x: Any, y: Any) -> Tensor:
-            return self.task.loss(functional_call(self.net, weights, (x,)), y, "sum") / total
+            return self.task_loss(functional_call(self.net, weights, (x,)), y, "sum") / total
 
         total = self.task.weight(part.y)
 

@@ -83,7 +83,7 @@ class WDR(ClientModule):
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model, and compute the client's class distribution."""
         super().on_download(payload, data)
-        if data is not None:
+        if data is not None and self.training_follows:
             self.distribution.copy_(data.class_counts / len(data.train))
         self.received_distance.copy_(self.distance())
 

@@ -4,6 +4,7 @@ from pfl_lightning.nets.alexnet import AlexNet
 from pfl_lightning.nets.base import Head, Net, NetFactory, feature_size, find_output_layer
 from pfl_lightning.nets.cifar_resnet import CifarResNet
 from pfl_lightning.nets.cnn import CNN
+from pfl_lightning.nets.cut_net import cut_net
 from pfl_lightning.nets.densenet import DenseNet
 from pfl_lightning.nets.fasttext import FastText
 from pfl_lightning.nets.leaky_cnn import LeakyCNN
@@ -40,6 +41,7 @@ __all__ = [
     "SmallCNN",
     "Transformer",
     "ViT",
+    "cut_net",
     "feature_size",
     "find_output_layer",
 ]

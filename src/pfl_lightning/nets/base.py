@@ -1,6 +1,8 @@
 """The base class of networks: a feature extractor and a classifier."""
 
 from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
 from typing import Literal, TypeAlias, get_args
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -35,36 +37,45 @@ class Net(nn.Module):
         return logits
 
 
-NetFactory: TypeAlias = Callable[[tuple[int, ...], int], Net]
-"""Builds a net from the input shape (without the batch) and the number of classes; a `Net` subclass is one."""
+# two types: the command line finds this package's nets by their names where it expects a `Net`
+NetFactory: TypeAlias = Callable[[tuple[int, ...], int], Net] | Callable[[tuple[int, ...], int], nn.Module]
+"""Builds a net from the input shape (without the batch) and the number of classes; a `Net` subclass is one.
+
+A module that is no `Net` is cut at its output layer, as by `cut_net`.
+"""
 
 
 def checked_list(net: list[NetFactory] | NetFactory) -> list[NetFactory]:
-    """Return the builders of a federation's networks as a list, checked.
+    """Return the builders of a federation's networks as a list, checked; a module becomes a builder of copies.
 
     Args:
-        net: a builder, or a list of builders.
+        net: a builder or a module, or a list of these.
 
     Raises:
-        MisconfigurationException: if there is none, or one isn't a builder.
+        MisconfigurationException: if there is none, or one is neither.
     """
     if net == []:
         raise MisconfigurationException("model.net=[] has no network; give one, or a list of some.")
     nets = net if isinstance(net, list) else [net]
     for each in nets:
-        # each client module needs weights of its own, so a network that is already built would be shared by accident
-        if isinstance(each, nn.Module):
-            raise MisconfigurationException(
-                f"model.net={type(each).__name__}(...) is a network, and client modules build their own; give the "
-                "class or function that builds it from input_shape and num_classes, such as lambda shape, classes: "
-                "Net(features, classifier)."
-            )
         if not callable(each):
             raise MisconfigurationException(
-                f"model.net={each!r} builds no network; give a class of pfl_lightning.nets, such as CNN, or a function "
-                "of input_shape and num_classes."
+                f"model.net={each!r} builds no network; give a class of pfl_lightning.nets, such as CNN, a function "
+                "of input_shape and num_classes, or a module."
             )
-    return nets
+    # a module may be given to several client modules, and each needs weights of its own
+    return [partial(copied, each) if isinstance(each, nn.Module) else each for each in nets]
+
+
+def copied(module: nn.Module, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Return a copy of a built module, with the same weights.
+
+    Args:
+        module: the module.
+        input_shape: unused, as the module is built.
+        num_classes: unused likewise.
+    """
+    return deepcopy(module)
 
 
 def checked_net(net: Net) -> Net:

@@ -7,6 +7,7 @@ from pfl_lightning.plots.aggregation import (
     plot_weights,
     plot_weights_against,
 )
+from pfl_lightning.plots.calibration import plot_calibration
 from pfl_lightning.plots.classes import plot_class_heatmaps, plot_mixing_matrix
 from pfl_lightning.plots.distributions import plot_distribution_scatter, plot_distribution_trace, plot_lambda_sweep
 from pfl_lightning.plots.features import plot_conductance, plot_tsne
@@ -16,6 +17,7 @@ from pfl_lightning.plots.trace import trace_distribution, trace_job
 
 __all__ = [
     "plot_against_local_epochs",
+    "plot_calibration",
     "plot_class_heatmaps",
     "plot_conductance",
     "plot_curves",

@@ -52,18 +52,18 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Append a row to a CSV file with the file's columns.
+def append_row(path: Path, *rows: Mapping[str, Any]) -> None:
+    """Append a row, or several, to a CSV file with the file's columns.
 
     Args:
         path: the file, with a header.
-        row: values by column.
+        *rows: values by column.
     """
     with path.open("r+", newline="") as file:
         # read from the file and not from the row, whose order may differ
         columns = next(csv.reader(file))
         file.seek(0, os.SEEK_END)
-        csv.DictWriter(file, columns).writerow(row)
+        csv.DictWriter(file, columns).writerows(rows)
 
 
 class PackedRows:

@@ -5,7 +5,21 @@ from pfl_lightning.tasks.classification import Classification
 from pfl_lightning.tasks.monitor import Monitor
 from pfl_lightning.tasks.multi_label import MultiLabel
 from pfl_lightning.tasks.next_token import NextToken
+from pfl_lightning.tasks.poisson import Poisson
+from pfl_lightning.tasks.quantile import Quantile
 from pfl_lightning.tasks.regression import Regression
 from pfl_lightning.tasks.segmentation import Segmentation
+from pfl_lightning.tasks.survival import Survival
 
-__all__ = ["Classification", "Monitor", "MultiLabel", "NextToken", "Regression", "Segmentation", "Task"]
+__all__ = [
+    "Classification",
+    "Monitor",
+    "MultiLabel",
+    "NextToken",
+    "Poisson",
+    "Quantile",
+    "Regression",
+    "Segmentation",
+    "Survival",
+    "Task",
+]

@@ -26,15 +26,17 @@ class Task(ABC):
         MisconfigurationException: if the task has no output.
     """
 
-    monitor: ClassVar[str]
-    """The metric that selects the best round."""
-    mode: ClassVar[Literal["max", "min"]]
-    """The direction of ``monitor``: ``max`` if larger values are better, ``min`` if smaller ones are."""
     has_classes: ClassVar[bool] = False
     """True if each sample has one class, by which methods and partitioners tell samples apart."""
 
     allows_nan: ClassVar[bool] = False
     """True if NaN in a target stands for a missing value, left out by the task's loss and metrics."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # tasks written for earlier versions, whose metrics came from a method of this name
+        if "configure_metrics" not in vars(cls) and callable(method := vars(cls).get("metrics")):
+            cls.configure_metrics = method  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         # a task of no output has a loss of NaN, which would only show after the first round
@@ -43,8 +45,26 @@ class Task(ABC):
 
     @property
     @abstractmethod
+    def monitor(self) -> str:
+        """The metric that selects the best round; a plain class attribute will do."""
+
+    @property
+    @abstractmethod
+    def mode(self) -> Literal["max", "min"]:
+        """The direction of ``monitor``: ``max`` if larger values are better, ``min`` if smaller ones are."""
+
+    @property
+    @abstractmethod
     def outputs(self) -> int:
         """Number of a net's outputs for a sample, or for each position of a sample."""
+
+    @property
+    def samples_meet(self) -> bool:
+        """Whether a sample's loss depends on the other samples of its batch, as in a ranking.
+
+        Evaluations then compute the loss over all of a client's samples at once, and DP-SGD refuses the task.
+        """
+        return False
 
     @abstractmethod
     def loss(self, outputs: Tensor, target: Any, reduction: Reduction = "mean") -> Tensor:
@@ -64,8 +84,19 @@ class Task(ABC):
         """
         return len(target)
 
+    def combined(self, outputs: Tensor, shares: Tensor) -> Tensor:
+        """Return the outputs that stand for the mean prediction of several models; by default the mean of outputs.
+
+        A task whose outputs are logits overrides it, so that probabilities are averaged.
+
+        Args:
+            outputs: the models' outputs ``[models, n, ...]``.
+            shares: the models' weights ``[models]``, of sum 1.
+        """
+        return torch.tensordot(shares.to(outputs.dtype), outputs, 1)
+
     @abstractmethod
-    def metrics(self) -> MetricCollection:
+    def configure_metrics(self) -> MetricCollection:
         """Return the metrics of one client's evaluation; a metric undefined on the client's samples becomes NaN."""
 
     def pooled(self) -> dict[str, Metric]:
@@ -107,6 +138,18 @@ class Task(ABC):
             target: the samples' targets.
         """
         return None
+
+    def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
+        """Return what a net's outputs predict: ``classes`` and ``probabilities``, or ``values``.
+
+        By default ``values`` are the outputs; with classes, logits of the classes are in the second dimension.
+
+        Args:
+            outputs: the net's outputs for n samples, floating.
+        """
+        if self.has_classes:
+            return {"classes": outputs.argmax(1), "probabilities": outputs.softmax(1)}
+        return {"values": outputs}
 
 
 def described(target: Any) -> str:
@@ -189,6 +232,20 @@ def number_of_classes(task: Task, asker: str, instead: str = METHODS_WITHOUT) ->
     if task.has_classes:
         return task.outputs
     raise MisconfigurationException(f"{asker} needs the class of each sample, and task {task} has none; {instead}.")
+
+
+def log_mean(logarithms: Tensor, shares: Tensor) -> Tensor:
+    """Return the logarithm of the mean of values given by their logarithms.
+
+    >>> log_mean(torch.tensor([[1.0], [3.0]]).log(), torch.tensor([0.5, 0.5])).exp()
+    tensor([2.])
+
+    Args:
+        logarithms: the logarithms ``[models, ...]``.
+        shares: the models' weights ``[models]``, of sum 1.
+    """
+    logs = shares.to(logarithms.dtype).log().view(-1, *[1] * (logarithms.dim() - 1))
+    return (logarithms + logs).logsumexp(0)
 
 
 class Ratio(Metric):

@@ -1,47 +1,157 @@
 """Classification: one class per sample."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
-from torchmetrics import MetricCollection
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from pfl_lightning.tasks.base import Reduction, Task, check_range, check_shape, described
+from pfl_lightning.tasks.base import Reduction, Task, check_range, check_shape, described, log_mean
+from pfl_lightning.tasks.class_metrics import Area, Brier, CalibrationError, Share
+
+ClassMetric = Literal[
+    "acc",
+    "balanced_acc",
+    "auroc",
+    "average_precision",
+    "f1",
+    "precision",
+    "recall",
+    "specificity",
+    "ece",
+    "brier",
+]
+"""Names of the metrics of `Classification`."""
+POOLED_BINS = 1000
+"""Bins of probabilities in the areas under curves of all clients' samples."""
 
 
 @dataclass(frozen=True)
 class Classification(Task):
-    """One of several classes per sample: cross-entropy as loss, the share of correct predictions as ``acc``.
+    r"""One of several classes per sample: cross-entropy as loss, the share of correct predictions as ``acc``.
 
     Targets are class numbers ``[n]``, int64; outputs are logits ``[n, num_classes]``.
 
+    With two classes, ``average_precision``, ``f1``, ``precision``, ``recall`` (sensitivity) and ``specificity`` are of
+    class 1. With more, these and ``auroc`` are plain means over classes, each against all others. ``balanced_acc`` is
+    the mean over classes of the share of correct predictions, ``ece`` the expected calibration error of the predicted
+    class, and ``brier`` the squared error of the probabilities, summed over classes. Means leave out the classes that
+    a client's samples lack. A metric undefined for a client is NaN, such as the AUROC of samples of one class.
+
     Args:
         num_classes: number of classes K.
+        metrics: names of an evaluation's metrics, at least one; the first selects the best round.
+        class_weights: factors of the samples' losses in local training, by class: K finite numbers from 0 up, or
+            ``balanced``, :math:`n / (K' n_k)` for a client with n training samples of :math:`K'` classes,
+            :math:`n_k` of them of class k. A batch's loss is the plain mean of its weighted losses, so that a batch of
+            one class keeps its weight. The loss of an evaluation has no weights. None weighs all samples alike.
+
+    Raises:
+        MisconfigurationException: if a metric is unknown or named twice, or the weights aren't K numbers from 0 up.
     """
 
     num_classes: int
+    metrics: tuple[ClassMetric, ...] = ("acc",)
+    class_weights: Literal["balanced"] | tuple[float, ...] | None = None
 
-    monitor = "acc"
-    mode = "max"
     has_classes = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names, weights = self.metrics, self.class_weights
+        # tuples: a list would make the task unequal to itself read back from a checkpoint
+        object.__setattr__(self, "metrics", (names,) if isinstance(names, str) else tuple(names))
+        known = get_args(ClassMetric)
+        if not self.metrics or len(set(self.metrics)) < len(self.metrics) or not set(self.metrics) <= set(known):
+            raise MisconfigurationException(
+                f"task.metrics={list(self.metrics)} must be different names among {', '.join(known)}."
+            )
+        if weights is None or weights == "balanced":
+            return
+        fits = isinstance(weights, Sequence) and not isinstance(weights, str) and len(weights) == self.num_classes
+        if not fits or not all(isinstance(w, (int, float)) and 0 <= w < math.inf for w in weights) or not any(weights):
+            raise MisconfigurationException(
+                f"task.class_weights={weights!r} must be 'balanced', or {self.num_classes} finite numbers from 0 up, "
+                "not all 0."
+            )
+        object.__setattr__(self, "class_weights", tuple(map(float, weights)))
+
+    @property
+    def monitor(self) -> str:
+        """The first of the metrics."""
+        return self.metrics[0]
+
+    @property
+    def mode(self) -> Literal["max", "min"]:
+        """``min`` for errors, else ``max``."""
+        return "min" if self.monitor in ("ece", "brier") else "max"
 
     @property
     def outputs(self) -> int:
         """Number of logits per sample."""
         return self.num_classes
 
-    def loss(self, outputs: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Return the cross-entropy; see `Task.loss`."""
-        return F.cross_entropy(outputs, target, reduction=reduction)
+    def loss(
+        self, outputs: Tensor, target: Tensor, reduction: Reduction = "mean", weights: Tensor | None = None
+    ) -> Tensor:
+        """Return the cross-entropy; see `Task.loss`.
 
-    def metrics(self) -> MetricCollection:
-        """Return ``acc``, the share of correct predictions."""
-        # average="micro": torchmetrics' default is the mean over classes. validate_args=False: its check of targets
-        # waits for the GPU in each batch.
-        return MetricCollection({"acc": MulticlassAccuracy(self.num_classes, average="micro", validate_args=False)})
+        Args:
+            outputs: logits ``[n, num_classes]``.
+            target: class numbers ``[n]``.
+            reduction: mean over samples, or sum.
+            weights: a factor of the loss by class ``[num_classes]``; None is 1.
+        """
+        if weights is None:
+            return F.cross_entropy(outputs, target, reduction=reduction)
+        errors = F.cross_entropy(outputs, target, reduction="none") * weights[target]
+        # divided by samples and not, as torch does, by the sum of weights, in which a batch of one class loses its own
+        return errors.mean() if reduction == "mean" else errors.sum()
+
+    def weights(self, counts: Tensor) -> Tensor:
+        """Return the factor of each class's loss for one client ``[num_classes]``; 0 for classes that it lacks.
+
+        >>> Classification(3, class_weights="balanced").weights(torch.tensor([6, 2, 0]))
+        tensor([0.6667, 2.0000, 0.0000])
+
+        Args:
+            counts: the client's training samples by class.
+        """
+        if self.class_weights != "balanced":
+            return torch.tensor(self.class_weights or [1.0] * self.num_classes)
+        balanced = counts.sum() / ((counts > 0).sum() * counts)
+        return torch.where(counts > 0, balanced, 0.0)
+
+    def combined(self, outputs: Tensor, shares: Tensor) -> Tensor:
+        """Return the logarithms of the mean probabilities; see `Task.combined`."""
+        return log_mean(outputs.log_softmax(2), shares)
+
+    def configure_metrics(self) -> MetricCollection:
+        """Return the metrics by name."""
+        made: dict[str, Metric] = {name: self._metric(name, None) for name in self.metrics}
+        return MetricCollection(made)
+
+    def _metric(self, name: ClassMetric, bins: int | None) -> Metric:
+        """Return a metric by its name; areas by bins of probabilities, if given."""
+        if name == "acc":
+            # average="micro": torchmetrics' default is the mean over classes. validate_args=False: its check of
+            # targets waits for the GPU in each batch.
+            return MulticlassAccuracy(self.num_classes, average="micro", validate_args=False)
+        if name == "auroc" or name == "average_precision":
+            return Area(self.num_classes, name, bins)
+        if name == "ece":
+            return CalibrationError()
+        return Brier() if name == "brier" else Share(self.num_classes, name)
+
+    def pooled(self) -> dict[str, Metric]:
+        """Return the metrics of all clients' samples that are no mean over clients; areas by bins of probabilities."""
+        return {name: self._metric(name, POOLED_BINS) for name in self.metrics if name not in ("acc", "brier")}
 
     def check(self, target: Tensor, owner: str) -> None:
         """Refuse all targets but one class number in range per sample."""

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MultilabelAveragePrecision, MultilabelF1Score
 
-from pfl_lightning.tasks.base import Reduction, Task, check_shape, described
+from pfl_lightning.tasks.base import Reduction, Task, check_shape, described, log_mean
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,12 @@ class MultiLabel(Task):
         # a sum over samples of means over labels: `weight` counts samples, so that sum / weight is the mean
         return errors if reduction == "mean" else errors / self.num_labels
 
-    def metrics(self) -> MetricCollection:
+    def combined(self, outputs: Tensor, shares: Tensor) -> Tensor:
+        """Return the logits of the mean probabilities; see `Task.combined`."""
+        # the logarithms of both sides, as 1 minus a rounded probability would have no logarithm
+        return log_mean(F.logsigmoid(outputs), shares) - log_mean(F.logsigmoid(-outputs), shares)
+
+    def configure_metrics(self) -> MetricCollection:
         """Return ``map``, the mean over labels of the average precision, and ``f1`` of all labels together."""
         return MetricCollection({"map": MeanPrecision(self.num_labels), "f1": F1(self.num_labels)})
 
@@ -59,6 +64,10 @@ class MultiLabel(Task):
     def check_outputs(self, outputs: Tensor, target: Tensor, net: str) -> None:
         """Refuse all outputs but one logit per sample and label."""
         check_shape(outputs, [len(target), self.num_labels], net, self)
+
+    def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
+        """Return ``classes``, the labels more probable than not ``[n, labels]``, bool, and ``probabilities``."""
+        return {"classes": outputs > 0, "probabilities": outputs.sigmoid()}
 
 
 class F1(MultilabelF1Score):

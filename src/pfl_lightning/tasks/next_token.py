@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 
-from pfl_lightning.tasks.base import Ratio, Reduction, Task, check_range, check_shape, described
+from pfl_lightning.tasks.base import Ratio, Reduction, Task, check_range, check_shape, described, log_mean
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,11 @@ class NextToken(Task):
         """Return the number of counted positions."""
         return (target != self.ignore_index).sum()
 
-    def metrics(self) -> MetricCollection:
+    def combined(self, outputs: Tensor, shares: Tensor) -> Tensor:
+        """Return the logarithms of the mean probabilities; see `Task.combined`."""
+        return log_mean(outputs.log_softmax(-1), shares)
+
+    def configure_metrics(self) -> MetricCollection:
         """Return ``perplexity``, the exponential of the mean cross-entropy, and ``token_acc``, the share of hits."""
         return MetricCollection(
             {"perplexity": Perplexity(self.ignore_index), "token_acc": TokenAccuracy(self.ignore_index)}
@@ -66,6 +70,10 @@ class NextToken(Task):
     def check_outputs(self, outputs: Tensor, target: Tensor, net: str) -> None:
         """Refuse all outputs but one logit per position and token."""
         check_shape(outputs, [*target.shape, self.vocabulary], net, self)
+
+    def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
+        """Return ``classes``, tokens by position ``[n, T]``, and ``probabilities`` ``[n, T, vocabulary]``."""
+        return {"classes": outputs.argmax(-1), "probabilities": outputs.softmax(-1)}
 
 
 class Perplexity(Ratio):

@@ -35,7 +35,9 @@ def hparams(task: Task) -> dict[str, Any]:
         task: the task.
     """
     # classification keeps the form of the time before tasks, so that old and new checkpoints read alike
-    return {"num_classes": task.num_classes} if type(task) is Classification else {"task": plain(task)}
+    if type(task) is Classification and task == Classification(task.num_classes):
+        return {"num_classes": task.num_classes}
+    return {"task": plain(task)}
 
 
 def made(config: Task | Mapping[str, Any]) -> Task:

@@ -1,5 +1,6 @@
 """Regression: one or several quantities per sample."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,7 @@ class Regression(Task):
         errors = F.mse_loss(outputs, target.view_as(outputs).to(outputs.dtype), reduction=reduction)
         return errors if reduction == "mean" else errors / self.quantities
 
-    def metrics(self) -> MetricCollection:
+    def configure_metrics(self) -> MetricCollection:
         """Return ``mae``, the mean absolute error, and ``r2``, the share of explained variance."""
         return MetricCollection({"mae": AbsoluteError(), "r2": R2(self.quantities)})
 
@@ -65,20 +66,27 @@ class Regression(Task):
 
 
 class AbsoluteError(Ratio):
-    """Mean absolute error over samples and quantities."""
+    """Mean absolute error over samples and quantities.
+
+    Args:
+        predicted: returns the predictions ``[n, quantities]`` from a net's outputs; None takes the outputs themselves.
+    """
 
     higher_is_better = False
 
-    def __init__(self) -> None:
+    def __init__(self, predicted: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__(torch.float32)
+        self.predicted = predicted
 
     def update(self, outputs: Tensor, target: Tensor) -> None:
         """Add samples.
 
         Args:
-            outputs: the net's outputs, ``[n, quantities]``.
+            outputs: the net's outputs.
             target: ``[n]`` or ``[n, quantities]``.
         """
+        if self.predicted is not None:
+            outputs = self.predicted(outputs)
         self.total += (outputs - target.view_as(outputs)).abs().sum()
         self.count += target.numel()
 

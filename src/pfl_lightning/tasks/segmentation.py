@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 
-from pfl_lightning.tasks.base import Reduction, Task, check_range, check_shape, described
+from pfl_lightning.tasks.base import Reduction, Task, check_range, check_shape, described, log_mean
+from pfl_lightning.tasks.class_metrics import Confusion
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,11 @@ class Segmentation(Task):
         """Return the number of counted pixels."""
         return (target != self.ignore_index).sum()
 
-    def metrics(self) -> MetricCollection:
+    def combined(self, outputs: Tensor, shares: Tensor) -> Tensor:
+        """Return the logarithms of the mean probabilities; see `Task.combined`."""
+        return log_mean(outputs.log_softmax(2), shares)
+
+    def configure_metrics(self) -> MetricCollection:
         """Return ``miou``, the mean intersection over union of the occurring classes, and ``pixel_acc``."""
         settings = self.num_classes, self.ignore_index
         return MetricCollection({"miou": MeanIoU(*settings), "pixel_acc": PixelAccuracy(*settings)})
@@ -63,37 +68,9 @@ class Segmentation(Task):
         """Refuse all outputs but one logit per pixel and class."""
         check_shape(outputs, [len(target), self.num_classes, *target.shape[1:]], net, self)
 
-
-class Confusion(Metric):
-    """Counts of pixels by true and predicted class, ``[true, predicted]``; subclasses compute metrics from the counts.
-
-    Args:
-        num_classes: number of classes.
-        ignore_index: target of pixels that don't count.
-    """
-
-    full_state_update = False
-    higher_is_better = True
-    plot_lower_bound, plot_upper_bound = 0.0, 1.0
-    counts: Tensor
-
-    def __init__(self, num_classes: int, ignore_index: int) -> None:
-        super().__init__()
-        self.num_classes = num_classes
-        self.ignore_index = ignore_index
-        self.add_state("counts", torch.zeros(num_classes, num_classes, dtype=torch.int64), dist_reduce_fx="sum")
-
-    def update(self, outputs: Tensor, target: Tensor) -> None:
-        """Add pixels.
-
-        Args:
-            outputs: logits ``[n, num_classes, ...]``.
-            target: class numbers ``[n, ...]``.
-        """
-        counted = target != self.ignore_index
-        # true and predicted class as one number, so that one bincount fills the matrix
-        pairs = target[counted] * self.num_classes + outputs.argmax(1)[counted]
-        self.counts += torch.bincount(pairs, minlength=self.num_classes**2).view_as(self.counts)
+    def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
+        """Return ``classes`` of pixels ``[n, H, W]``, and ``probabilities`` ``[n, num_classes, H, W]``."""
+        return {"classes": outputs.argmax(1), "probabilities": outputs.softmax(1)}
 
 
 class MeanIoU(Confusion):

@@ -258,6 +258,20 @@ def test_random_sets_are_refused_by_the_vectorised_engine():
         fit(make_client(net=plain), named(shaken), engine="vectorised")
 
 
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_figures_are_of_the_clients_that_have_a_set(engine, tmp_path):
+    sets = {"Ulm": (Noted(20), Noted(5, 1), Noted(6, 2)), "Jena": (Noted(9, 3), Noted(3, 4), None)}
+    sets["Zwickau"] = (Noted(8, 5), None, Noted(4, 6))
+    with pytest.warns(UserWarning, match="without test samples, first client 0 .Jena."):
+        data = ClientDatasets(sets, TASK, batch_size=5)
+        trainer = fit(make_client(), data, tmp_path, engine=engine, evaluate="both", test_every_round=True).trainer
+    found = {name: sorted(values) for name, values in trainer.lightning_module.evaluations.results.items()}
+    assert found == {"test": [1, 2], "test_after": [1, 2]}
+    of_clients = trainer.lightning_module.evaluations.results["test"]
+    weighted = (6 * of_clients[1]["acc"] + 4 * of_clients[2]["acc"]) / 10
+    assert float(trainer.callback_metrics["test/acc"]) == pytest.approx(weighted)
+
+
 def test_a_client_can_be_drawn_and_another_partitioner_taken():
     data = named(num_clients=1, partitioner=Natural())
     data.setup()

@@ -1,6 +1,7 @@
 """CSV and Parquet, of files that are written here."""
 
 import datetime
+import io
 import re
 import sys
 from decimal import Decimal
@@ -554,3 +555,69 @@ def test_the_command_of_the_documents_runs(tmp_path, monkeypatch):
     (line,) = re.findall(r"    pfl-lightning (fit --model FedPer(?:.*\\\n)+.*)", text)
     pfl(line.replace("\\\n", " ") + f" {QUIET} --trainer.max_rounds 2")
     assert summary("FedPer-TableData/version_0")["final"]["test/acc"] >= 0
+
+
+@pytest.mark.filterwarnings("ignore:.*such different scales")
+@pytest.mark.parametrize("by", [None, "table", "client", {"width": [0.1, 0.3]}], ids=str)
+def test_raw_rows_become_the_inputs_of_the_test_rows(by, path):
+    settings = {"standardize": by, "client_split": "given"}
+    data, table = ready(path, **settings), frame()
+    empty = TableData(table[:0], "price", Regression(), **settings)
+    empty.load_state_dict(data.state_dict())
+    for client, name in enumerate(data.client_names):
+        rows = table[(table["shop"] == name) & (table["fold"] == "test")].drop(columns=["price", "fold", "shop"])
+        expected = data.part(client, "test").x
+        for form in (rows, rows.to_dict("list"), rows.to_dict("records"), rows[rows.columns[::-1]]):
+            assert torch.equal(data.inputs(form, name), expected)
+            assert torch.equal(empty.inputs(form, client), expected)
+    stored = torch.load(saved(data), weights_only=True)
+    assert empty.input_shape == (3,) and stored["preprocessing"] == empty.preprocessing == data.preprocessing
+
+
+def saved(data):
+    stream = io.BytesIO()
+    torch.save(data.state_dict(), stream)
+    stream.seek(0)
+    return stream
+
+
+def test_raw_rows_in_a_file_are_read_as_the_table_was(tmp_path):
+    frame().to_csv(tmp_path / "shops.csv", index=False, sep=";", decimal=",")
+    data = ready(tmp_path / "shops.csv", separator=";", decimal=",")
+    rows = frame().query("shop == 'south' and fold == 'test'")
+    rows.to_csv(tmp_path / "rows.csv", index=False, sep=";", decimal=",")
+    assert torch.equal(data.inputs(tmp_path / "rows.csv", "south"), data.part(1, "test").x)
+
+
+@pytest.mark.parametrize(
+    ("change", "client", "says"),
+    [
+        ({"width": None}, "north", "column 'width' of the rows has no value in 1 of 2 rows, first in row 1"),
+        ({"width": "wide"}, "north", "column 'width' of the rows "),
+        ({"width": float("inf")}, "north", "column 'width' of the rows has inf in row 1"),
+        ({"colour": "pink"}, "north", r"column 'colour' of the rows has 'pink' in row 1 .*\(blue, green, red\)"),
+        ({}, "west", "client 'west': .* take one of north, south"),
+        ({}, 2, "client 2: .* take one of north, south"),
+    ],
+    ids=str,
+)
+def test_raw_rows_that_cannot_be_inputs_are_refused(change, client, says):
+    data = ready(frame(), standardize="client")
+    good = {"width": 0.5, "colour": "red", "broken": True}
+    with pytest.raises(MisconfigurationException, match=says):
+        data.inputs([good, {**good, **change}], client)
+    with pytest.raises(MisconfigurationException, match="there is no column 'colour'"):
+        data.inputs([{"width": 0.5, "broken": True}], "north")
+
+
+def test_class_labels_are_in_the_state():
+    labels = [
+        ready(frame(), target, Classification(count), features=["width"], **settings).state_dict()["classes"]
+        for target, count, settings in [
+            ("colour", 3, {}),
+            ("colour", 3, {"classes": ["red", "green", "blue"]}),
+            ("broken", 2, {}),
+        ]
+    ]
+    assert labels == [["blue", "green", "red"], ["red", "green", "blue"], ["False", "True"]]
+    assert ready(frame()).state_dict()["classes"] == []

@@ -21,7 +21,15 @@ from pfl_lightning.methods.registry import METHODS
 FILE = ("--config", "-c")
 """Options that name a configuration."""
 
-ENTRIES = {"methods": list, "seeds": list, "vary_data": bool, "fit": str, "paper": dict, "columns": list}
+ENTRIES = {
+    "methods": list,
+    "seeds": list,
+    "vary_data": bool,
+    "fit": str,
+    "paper": dict,
+    "columns": list,
+    "reference": str,
+}
 """Entries that a table's file may have, with their types."""
 
 
@@ -177,10 +185,11 @@ def stored_table(args: Sequence[str]) -> Stored:
         if not isinstance(value, ENTRIES.get(entry, ())):
             raise MisconfigurationException(
                 f"compare: --table {path}: {entry}={value!r} is no entry of a table; methods, seeds and columns are "
-                "lists, vary_data is true or false, fit is a text, and paper has a value by method."
+                "lists, vary_data is true or false, fit and reference are texts, and paper has a value by method."
             )
     options = ["--methods", *map(str, content["methods"]), "--seeds", *map(str, content.get("seeds", [0]))]
     options += ["--columns", ",".join(map(str, content["columns"]))] if "columns" in content else []
+    options += ["--reference", content["reference"]] if "reference" in content else []
     options += ["--vary_data"] if content.get("vary_data") else []
     return Stored(
         options + shlex.split(content.get("fit", "")),

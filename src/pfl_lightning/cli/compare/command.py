@@ -15,12 +15,14 @@ from pfl_lightning.cli.compare.choices import Choice, choose, stored_table
 from pfl_lightning.cli.compare.report import titles, write
 from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.cli.compare.runs import Run, files, run_all
-from pfl_lightning.cli.compare.tuning import Trial, axes, best, missing, trials
+from pfl_lightning.cli.compare.significance import reference_among
+from pfl_lightning.cli.compare.tuning import Trial, at_edge, axes, best, missing, rows_of, trials
 from pfl_lightning.cli.configs import FOLDER, nearest
 from pfl_lightning.cli.load_config import complaint
 from pfl_lightning.cli.refusals import refuse_at_sight
 from pfl_lightning.cli.usage import Arguments, UsageError
 from pfl_lightning.runs.folder import explained
+from pfl_lightning.runs.report import Row, write_rows
 
 DESCRIPTION = """\
 Run several methods with several seeds on one data configuration, and write one table of their results. Each run is
@@ -43,6 +45,9 @@ All other options go to the fit of every run:
 --trainer.logger WandbLogger logs all runs to one group of Weights & Biases, named like the folder.
 """
 
+EDGE = "At the edge of the grid, so that a value beyond it may be better (try more values by --tune)"
+"""Beginning of the note on settings whose best value is the smallest or the largest tried."""
+
 REFUSED = {
     "--seed_everything": "give --seeds",
     "--ckpt_path": "a comparison goes on by itself where it stopped",
@@ -64,6 +69,7 @@ def main(args: list[str]) -> int:
     """
     given, passed = parse(args)
     methods = choose(given.methods, given.configs)
+    reference = reference_among([method.label for method in methods], given.columns, given.reference)
     for method in methods:
         refuse_at_sight(CommandLine(["fit", *method.among(passed)]))
     if not given.collect:
@@ -87,9 +93,11 @@ def main(args: list[str]) -> int:
             for method in methods
         }
         tuning = [f"{what}: {'; '.join(labels)}." for what, labels in comparison.notes.items()]
+        if comparison.trials:
+            write_rows(comparison.out / "tuning.csv", comparison.trials)
         if given.collect:
             print(f"runs that have finished: {sum(map(len, results.values()))} of {len(runs)}")
-        print(write(comparison.out, results, failures, given.seeds, tuning, given.paper, given.columns))
+        print(write(comparison.out, results, failures, given.seeds, tuning, given.paper, given.columns, reference))
     return 1 if failures else 0
 
 
@@ -126,6 +134,7 @@ class Comparison:
     def __init__(self, given: Namespace, passed: Sequence[str]) -> None:
         self.given, self.passed = given, passed
         self.notes: dict[str, list[str]] = {}
+        self.trials: list[Row] = []
         name = name_of(passed) if given.table is None else Path(given.table).stem
         self.out: Path = given.out or Path("runs", f"compare-{name}")
         # an existing variable holds: users set it to collect several comparisons in one group
@@ -197,9 +206,13 @@ class Comparison:
                 (trial, self.run(method, seed, folder / trial.name, trial.arguments + short))
                 for trial in (trials(own) if own else [])
             ]
+        grid = "; ".join(f"{name.rpartition('.')[2]} {', '.join(values)}" for name, values in tried.items())
+        length = "" if rounds is None else f", for {rounds} rounds"
+        self.note(f"Tried for each method at seed {self.given.seeds[0]}, one of the table's seeds{length}", grid)
         self.make([replace(run, method=f"{run.method} {trial.name}") for each in made.values() for trial, run in each])
         chosen: dict[str, Trial] = {}
         for label, each in made.items():
+            self.trials += rows_of(label, each)
             without = f"no {' and no '.join(lacking[label])}"
             if self.given.commands and not all(run.finished for _, run in each):
                 said = "its runs' commands can be told once all of its trials are made"
@@ -216,6 +229,9 @@ class Comparison:
                 if lacking[label]:
                     said += f"; it has {without}"
                     self.note(f"Tuned in part, with {without}", label)
+                for name, at in at_edge(chosen[label], tried):
+                    said += f"; {name}={at} is at the edge of the grid"
+                    self.note(EDGE, f"{label} {name}={at}")
             else:
                 said = "no trial has a validation value, so it is left out"
                 self.note("Left out, without a validation value in any trial", label)
@@ -309,6 +325,11 @@ def parse(args: list[str]) -> tuple[Namespace, list[str]]:
         default=[],
         metavar="TITLE,TITLE",
         help='columns of the table, such as "last, mean of last five, ten best, std over clients, rank"',
+    )
+    parser.add_argument(
+        "--reference",
+        metavar="METHOD",
+        help="the method that all others are compared with (default: Local, else FedAvg, else the first)",
     )
     parser.add_argument("--commands", action="store_true", help="print one command per run, and run nothing")
     parser.add_argument("--collect", action="store_true", help="run nothing, and write the table of all finished runs")

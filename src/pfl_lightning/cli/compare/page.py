@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from pfl_lightning.cli.compare.by_client import MANY, ByClient
 from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.federation.resuming import flat
 from pfl_lightning.plots.comparison import plot_clients, plot_sizes
@@ -43,10 +44,11 @@ PAGE = Template("""<!doctype html>
 <table id="comparison">$table</table>
 <p class="caption">$caption</p>
 <ul>$notes</ul>
+$sites
 $pictures
 $settings
 <script>
-  for (const head of document.querySelectorAll("#comparison thead th")) {
+  for (const head of document.querySelectorAll("thead th")) {
     head.querySelector("button").addEventListener("click", () => {
       const body = head.closest("table").tBodies[0], column = head.cellIndex;
       const down = head.getAttribute("aria-sort") === "ascending";
@@ -84,6 +86,7 @@ def page(
     methods: Mapping[str, Sequence[Result]],
     curves: str | None,
     monitor: Monitor,
+    sites: ByClient | None = None,
 ) -> str:
     """Return the page as HTML, without links to other files.
 
@@ -96,6 +99,7 @@ def page(
         methods: finished runs by method.
         curves: column of the records to draw; None if no run has one.
         monitor: the metric that selects.
+        sites: the comparison by client; None leaves it out.
     """
     finished = {name: list(results) for name, results in methods.items() if results}
     pictures = []
@@ -118,8 +122,27 @@ def page(
         table=html_table(cells, marked),
         caption=escape(caption),
         notes="".join(f"<li>{escape(note)}</li>" for note in notes),
+        sites=by_client_section(sites) if sites else "",
         pictures="".join(f"<h2>{name}</h2>\n{svg(figure, name)}\n" for name, figure in pictures),
         settings=settings_table(finished),
+    )
+
+
+def by_client_section(sites: ByClient) -> str:
+    """Return HTML of the comparison by client: the picture, and the tables for a number of clients that can be read.
+
+    Args:
+        sites: the comparison by client.
+    """
+    tables = [] if len(sites.clients) > MANY else sites.tables
+    return "\n".join(
+        [
+            "<h2>By client</h2>",
+            svg(sites.figure(), "By client"),
+            *(f"<h3>{escape(title)}</h3>\n<table>{html_table(cells, ())}</table>" for title, cells in tables),
+            *(f'<p class="caption">{escape(note)}</p>' for note in sites.notes),
+            *([] if tables else [f"<p>The tables of {len(sites.clients)} clients are in by_client.csv.</p>"]),
+        ]
     )
 
 

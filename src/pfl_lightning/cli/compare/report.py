@@ -2,19 +2,24 @@
 
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
+from math import isnan
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from pfl_lightning.cli.compare.by_client import OTHERS, by_client
 from pfl_lightning.cli.compare.cost_to_target import cost_to_target, is_target
 from pfl_lightning.cli.compare.page import page
 from pfl_lightning.cli.compare.results import (
+    LAST,
     NEW,
     OVER,
     PAPER,
+    PLAIN,
     RANK,
     Result,
     all_columns,
+    best_cells,
     columns_of,
     comparison_table,
     differences,
@@ -23,15 +28,17 @@ from pfl_lightning.cli.compare.results import (
     same_numbers,
 )
 from pfl_lightning.cli.compare.runs import Run
-from pfl_lightning.cli.compare.significance import best_and_level, by_method, gains_over_local, ranks
+from pfl_lightning.cli.compare.significance import by_method, differences_to, ranks, shown
 from pfl_lightning.plots.runs import plot_mean_curves
 from pfl_lightning.runs.report import Row, write_rows
 from pfl_lightning.runs.tables import latex, latex_table, markdown_table, text_table
 from pfl_lightning.tasks import Monitor
 
 MEANINGS = {
-    "best on validation": "of the round that validation selects",
+    "best on validation": "of the round that validation selects, weighted",
     "last": "of the last round",
+    "weighted": "clients count by their test samples",
+    "plain": "all clients count alike",
     "best on test": "of the round that is best on the test samples, so too optimistic",
     "mean of last five": "over the last five rounds",
     "ten best": "the mean of the ten best rounds on the test samples",
@@ -44,23 +51,26 @@ MEANINGS = {
 }
 """Explanations of columns, by the beginning of their titles."""
 
-OVER_LOCAL = """\
-Over Local: a client's gain over training alone in the last round, as the plain mean over seeds and clients, and the
-share of clients with a gain. Unlike this mean, "last" weighs clients by their test samples."""
+ROUND = """\
+Reported round: the last one, a rule fixed beforehand; it holds for bold means, differences, ranks and clients."""
 
-RANKS = "Rank: the mean over seeds and clients of a method's rank in the last round; 1 is the best."
+BOLD = """\
+Bold: the best mean of the column alone. It says nothing about significance."""
+
+OVER_REFERENCE = """\
+Over {reference}: a client's mean gain over {reference}, with all clients alike, as in "last (plain)"; [95 % interval by
+Student's t over seeds' mean differences]; the share of clients with a gain."""
+
+STAR = """\
+A star marks a difference with p < 0.05 after Holm's correction for {count}."""
+
+ONE_SEED = "With one seed there are no intervals; give several --seeds."
+
+RANKS = "Rank: the mean over seeds and clients of a method's rank; 1 is the best."
 
 TARGETS = """\
 To a target: the cost of all rounds up to the first whose validation reaches the target; MiB up and down, of all
 clients."""
-
-LEVEL_NOTE = """\
-Best in the last round, or level with the best: {names}. All other methods differ from the best, by Wilcoxon's
-signed-rank test over all pairs of seed and client (p < 0.05)."""
-
-ALL_LEVEL = """\
-No method differs from the best in the last round, by Wilcoxon's signed-rank test over all pairs of seed and client
-(p < 0.05)."""
 
 
 def write(
@@ -71,6 +81,7 @@ def write(
     tuning: Sequence[str],
     paper: Mapping[str, str],
     columns: Sequence[str] = (),
+    reference: str | None = None,
 ) -> str:
     """Write all files of a comparison, and return the text for the terminal.
 
@@ -82,29 +93,39 @@ def write(
         tuning: sentences on tuned settings.
         paper: a paper's numbers, by method.
         columns: titles of the columns; empty for the usual ones.
+        reference: the method that all others are compared with; None for no such comparison.
     """
     monitor = monitor_of(methods)
     clients = by_method(methods)
-    gains, level = gains_over_local(clients, monitor), best_and_level(clients)
-    more = {OVER: gains, RANK: ranks(clients), PAPER: paper}
+    over = f"{OVER}{reference}"
+    compared = differences_to(clients, reference) if reference in clients else {}
+    renamed = (over if title.startswith(OVER) else LAST if title == "last" else title for title in columns)
+    columns = list(dict.fromkeys(renamed))
+    gains = {method: shown(one, is_marked, monitor) for method, (one, is_marked) in compared.items()}
+    more = {over: gains, RANK: ranks(clients), PAPER: paper}
     more |= {title: cost_to_target(title, methods) for title in columns if is_target(title)}
     cells = comparison_table(methods, failures, {title: column for title, column in more.items() if column}, columns)
-    last = cells[0].index("last") if "last" in cells[0] else 0
-    # only "last" is marked: the test is on clients' values of the last round
-    marked = {(row, last) for row, of_one in enumerate(cells) if of_one[0] in level}
+    marked = best_cells(cells, methods, monitor)
     caption = caption_of(cells[0], monitor, seeds)
     notes = [*(reason for method in methods for reason in reasons(method, failures)), *tuning]
-    if OVER in cells[0]:
-        notes.append(OVER_LOCAL)
+    if any(title in cells[0] for title in (LAST, PLAIN, RANK, over)):
+        notes.append(ROUND)
+    if over in cells[0]:
+        notes.append(OVER_REFERENCE.format(reference=reference))
+        known = sum(not isnan(one.half) for one, _ in compared.values())
+        if known:
+            notes.append(STAR.format(count=f"{known} comparisons" if known > 1 else "1 comparison"))
+        elif len(seeds) == 1:
+            notes.append(ONE_SEED)
     if any(is_target(title) for title in cells[0]):
         notes.append(TARGETS)
     if RANK in cells[0]:
         notes.append(RANKS)
-    # naming every method as level with the best would read as if each had won
-    if marked and len(level) == sum(map(bool, methods.values())):
-        notes.append(ALL_LEVEL)
-    elif marked:
-        notes.append(LEVEL_NOTE.format(names=" and ".join([", ".join(level[:-1]), level[-1]]).removeprefix(" and ")))
+    if marked:
+        notes.append(BOLD)
+    sites = by_client(methods, reference, monitor)
+    if clients and sites is None:
+        notes.append(OTHERS)
     notes += same_numbers(methods)
     notes += differences(methods) or ["Same partition, cohorts and initial weights for all methods at each seed."]
     names = [column.name for column in all_columns(methods)]
@@ -114,7 +135,7 @@ def write(
     (out / "comparison.md").write_text("\n\n".join([markdown_table(cells, marked), caption, *notes]) + "\n")
     # LaTeX and HTML break lines themselves
     whole = " ".join(caption.split())
-    best = " Bold: the best, and all methods that don't differ from the best (p < 0.05)." if marked else ""
+    best = f" {BOLD}" if marked else ""
     # notes become comments of the LaTeX file, for whoever writes the text around the table
     comments = "\n".join(f"% {latex(line)}" for note in notes for line in note.splitlines())
     table = latex_table(cells, whole + best, f"tab:{out.name}", marked)
@@ -124,8 +145,10 @@ def write(
     if column is not None:
         runs = {name: [result.rows for result in results] for name, results in methods.items() if results}
         plot_mean_curves(runs, column).savefig(out / "curves.png", dpi=150)
-    shown = [" ".join(note.split()) for note in notes]
-    report = page(out.name, cells, marked, whole + best, shown, methods, column, monitor)
+    lines = [" ".join(note.split()) for note in notes]
+    if sites is not None:
+        sites.write(out)
+    report = page(out.name, cells, marked, whole + best, lines, methods, column, monitor, sites)
     (out / "report.html").write_text(report)
     closing = f"report.html, tables, curves and one folder per run: {out}"
     return "\n".join(["", text_table(cells), "", caption, "", *notes, closing])
@@ -146,7 +169,11 @@ def caption_of(columns: Sequence[str], monitor: Monitor, seeds: Sequence[int]) -
     metric = "accuracy in %" if monitor.metric == "acc" else monitor.metric
     end = "lowest" if monitor.mode == "max" else "highest"
     plain = [f"{column} " for column in columns if not is_target(column)]
-    there = [name for name in MEANINGS if any(column.startswith((f"{name} ", f"{name}:")) for column in plain)]
+    there = [
+        name
+        for name in MEANINGS
+        if any(column.startswith((f"{name} ", f"{name}:")) or f"({name})" in column for column in plain)
+    ]
     meanings = [f"{name}: {MEANINGS[name].format(end=end)}" for name in there]
     whole = "; ".join([f"Test {metric}, {over} {', '.join(map(str, seeds))}", *meanings])
     return fill(f"{whole}.", 120, break_on_hyphens=False)
@@ -164,11 +191,12 @@ def titles(text: str) -> list[str]:
     Raises:
         ArgumentTypeError: if there is no such column.
     """
-    known = [column.title for column in columns_of(Monitor(), new=True)] + [OVER, RANK, PAPER]
+    # "last" is the weighted mean, by the title of earlier versions
+    known = ["last", *(column.title for column in columns_of(Monitor(), new=True)), f"{OVER}METHOD", RANK, PAPER]
     asked = [title.strip() for title in text.split(",")]
     for title in asked:
         # any "last NAME" passes: only the finished runs show which further metrics exist
-        if title not in known and not title.startswith("last ") and not is_target(title):
+        if title not in known and not title.startswith(("last ", OVER)) and not is_target(title):
             costs = "rounds to TARGET, MiB to TARGET, seconds to TARGET"
             raise ArgumentTypeError(f"{title!r} is no column; choose from {', '.join(known)}, last METRIC, {costs}")
     return asked

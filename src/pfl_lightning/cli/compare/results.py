@@ -37,8 +37,11 @@ class Column(NamedTuple):
 FEW, MANY = 5, 10
 """Number of rounds averaged in "mean of last five" and in "ten best"."""
 
-OVER, RANK, PAPER = "over Local", "rank", "paper"
-"""Titles of the columns on gains over Local, on ranks, and on a paper's numbers."""
+OVER, RANK, PAPER = "over ", "rank", "paper"
+"""Titles of the columns on ranks and on a paper's numbers, and the beginning of the one on gains over a reference."""
+
+LAST, PLAIN = "last (weighted)", "last (plain)"
+"""Titles of the reported round's means over clients: weighted by test samples, and with all clients alike."""
 
 NEW = "New clients took no part: each is tested with the model received after the last round, and again after joining."
 
@@ -60,7 +63,8 @@ def columns_of(monitor: Monitor, further: Iterable[str] = (), new: bool = False)
     factor, form = (100, ".2f") if monitor.metric == "acc" else (1, ".4g")
     return (
         Column(f"selected/{test}", "best on validation", factor, form, True),
-        Column(f"final/{test}", "last", factor, form, True),
+        Column(f"final/{test}", LAST, factor, form, True),
+        Column(f"plain/{test}", PLAIN, factor, form, True),
         Column(f"best_on_test/{test}", "best on test", factor, form, True),
         Column(f"final/{test}_{monitor.decile}", "worst decile", factor, form, True),
         Column(f"final/{test}_worst10", "worst tenth", factor, form, True, asked=True),
@@ -136,6 +140,7 @@ class Result:
             values[f"final/{test}_{self.monitor.decile}"] = float(np.nanquantile(tested, share))
             known = [value for value in tested if not math.isnan(value)]
             values[f"final/{test}_worst10"] = self.monitor.worst_tenth(known)
+            values[f"plain/{test}"] = fmean(known)
             values[f"std/{test}"] = float(np.nanstd(tested))
         # a run of four rounds has no "mean of last five": a mean of four under this title would mislead
         for name in (test, f"test/global_{self.monitor.metric}"):
@@ -214,6 +219,27 @@ def comparison_table(
             seeds = [str(run.seed) for run in failures if run.method == row[0]]
             row.append(f"seed {', '.join(seeds)}" if seeds else "")
     return rows
+
+
+def best_cells(
+    cells: Sequence[Sequence[str]], methods: Mapping[str, Sequence[Result]], monitor: Monitor
+) -> set[tuple[int, int]]:
+    """Return (row, column) of the best mean in each column on the reported round; equal means share the place.
+
+    Args:
+        cells: the table, the header first.
+        methods: finished runs by method; with less than two finished methods no cell is the best.
+        monitor: the metric that selects.
+    """
+    summaries = {method: over_seeds(results) for method, results in methods.items() if results}
+    found = set()
+    for title, name in ((LAST, f"final/test/{monitor.metric}"), (PLAIN, f"plain/test/{monitor.metric}")):
+        known = {method: summary[name][0] for method, summary in summaries.items() if name in summary}
+        means = {method: monitor.sign * mean for method, mean in known.items() if not math.isnan(mean)}
+        if title in cells[0] and len(means) > 1:
+            best = max(means.values())
+            found |= {(row, cells[0].index(title)) for row, of_one in enumerate(cells) if means.get(of_one[0]) == best}
+    return found
 
 
 def all_columns(methods: Mapping[str, Sequence[Result]]) -> list[Column]:

@@ -6,13 +6,14 @@ Without it a comparison often compares how well a default learning rate happens 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import nan
+from math import isnan, nan
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.cli.compare.runs import Run
 from pfl_lightning.cli.load_config import complaint
+from pfl_lightning.runs.report import Row
 
 
 @dataclass(frozen=True)
@@ -121,17 +122,61 @@ def best(tried: Sequence[tuple[Trial, Run]]) -> tuple[Trial, float, int] | None:
     Returns:
         None if no trial has a value; of equally good trials the first.
     """
-    found: list[tuple[float, Trial, float]] = []
-    for trial, run in tried:
-        if run.finished is None:
-            continue
-        result = Result(run, run.finished)
-        value = result.summary["selected"].get(f"val/{result.monitor.metric}")
-        # a trial that diverged has no value, or NaN, and can't be compared
-        value = nan if value is None else value
-        if value == value:
-            found.append((result.monitor.sign * value, trial, value))
+    # a trial that diverged has no value, or NaN, and can't be compared
+    found = [(trial, *valued) for trial, run in tried if (valued := validation_of(run)) and not isnan(valued[0])]
     if not found:
         return None
-    _, trial, value = max(found, key=lambda each: each[0])
+    trial, value, _ = max(found, key=lambda each: each[2] * each[1])
     return trial, value, len(found)
+
+
+def validation_of(run: Run) -> tuple[float, int] | None:
+    """Return a finished run's best validation value, NaN without one, and its sign; None if unfinished.
+
+    Args:
+        run: the run.
+    """
+    if run.finished is None:
+        return None
+    result = Result(run, run.finished)
+    value = result.summary["selected"].get(f"val/{result.monitor.metric}")
+    return nan if value is None else value, result.monitor.sign
+
+
+def rows_of(method: str, tried: Sequence[tuple[Trial, Run]]) -> list[Row]:
+    """Return a method's rows of ``tuning.csv``, one for each trial: settings, and the best validation value.
+
+    Args:
+        method: the method's label.
+        tried: the method's trials with their runs.
+    """
+    values = [validation_of(run) for _, run in tried]
+    return [
+        {"method": method, **dict(trial.settings), "validation": value[0] if value else None}
+        for (trial, _), value in zip(tried, values, strict=True)
+    ]
+
+
+def at_edge(chosen: Trial, tried: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
+    """Return the chosen settings that are the smallest or the largest number tried, as (last part of name, value).
+
+    A value of 0 is no edge, as it switches a term off and nothing lies below; words, and settings with a single value,
+    have no edge.
+
+    >>> grid = {"model.lr": ["0.1", "1", "0.5"], "model.mu": ["0", "0.1"], "model.kind": ["a", "b"]}
+    >>> at_edge(Trial((("model.lr", "1"), ("model.mu", "0"), ("model.kind", "a"))), grid)
+    [('lr', '1')]
+
+    Args:
+        chosen: the best trial.
+        tried: values by setting.
+    """
+    found = []
+    for name, value in chosen.settings:
+        try:
+            numbers = [float(each) for each in tried[name]]
+        except ValueError:
+            continue
+        if len(numbers) > 1 and float(value) in (min(numbers), max(numbers)) and float(value) != 0:
+            found.append((name.rpartition(".")[2], value))
+    return found

@@ -2,11 +2,24 @@
 
 from pfl_lightning.data.sources.base import OwnedData
 from pfl_lightning.data.sources.client_datasets import ClientDatasets
+from pfl_lightning.data.sources.flower_datasets import FlowerDatasets
 from pfl_lightning.data.sources.folder_data import FolderData
 from pfl_lightning.data.sources.hf_data import HFData
 from pfl_lightning.data.sources.leaf_data import LeafData
+from pfl_lightning.data.sources.pfllib_data import PFLlibData
 from pfl_lightning.data.sources.table_data import TableData
 from pfl_lightning.data.sources.tensor_data import TensorData
 from pfl_lightning.data.sources.vision_data import VisionData
 
-__all__ = ["ClientDatasets", "FolderData", "HFData", "LeafData", "OwnedData", "TableData", "TensorData", "VisionData"]
+__all__ = [
+    "ClientDatasets",
+    "FlowerDatasets",
+    "FolderData",
+    "HFData",
+    "LeafData",
+    "OwnedData",
+    "PFLlibData",
+    "TableData",
+    "TensorData",
+    "VisionData",
+]

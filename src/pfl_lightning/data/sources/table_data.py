@@ -2,14 +2,11 @@
 
 import math
 import os
-import warnings
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from datetime import date
-from decimal import Decimal
-from numbers import Number
+from collections.abc import Collection, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -22,21 +19,52 @@ from pfl_lightning.data.columns import DATE, NUMBER, is_number, mostly
 from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.division import Division
 from pfl_lightning.data.loaded import Loaded
-from pfl_lightning.data.preprocessing import FittedOn, moments_of, standardized, trained_on
+from pfl_lightning.data.preprocessing import (
+    CHUNK,
+    UNBOUNDED,
+    Column,
+    FittedOn,
+    Preprocessing,
+    filled_word,
+    fitted_numbers,
+    fitted_words,
+    input_names,
+    is_fitted,
+    moments_of,
+    preprocessed,
+    standardized,
+    trained_on,
+)
 from pfl_lightning.data.samples import Samples
 from pfl_lightning.data.sources.base import OwnedData, targets_of
-from pfl_lightning.data.sources.columns import check_finite_column, chosen_columns, package
+from pfl_lightning.data.sources.columns import (
+    NAMELESS,
+    as_text,
+    check_column,
+    check_finite_column,
+    check_no_gaps,
+    chosen_columns,
+    coded,
+    codes_of,
+    column_names,
+    has_rows,
+    has_texts,
+    listed,
+    numbers_with_gaps,
+    package,
+    parts_of_dates,
+    plain_numbers,
+    read_table,
+    rows_table,
+    shortened,
+    vocabulary,
+    without_empty,
+)
 from pfl_lightning.settings import Unpack, check_choices
 from pfl_lightning.tasks import MultiLabel, Task
 
 UNLIKE = 1000
 """Ratio of two columns' widths above which a warning is shown."""
-
-NAMELESS = "Unnamed: "
-"""Beginning of the name that pandas gives a nameless column."""
-
-SHOWN = 8
-"""Largest number of names in a line or a message."""
 
 
 class TableData(OwnedData):
@@ -51,6 +79,10 @@ class TableData(OwnedData):
     ``preprocessing`` holds ``features`` and ``targets``, the names of the columns in order; ``categories`` and
     ``classes``, the vocabulary of each coded column by its name; and under ``standardize`` the ``mean`` and the
     ``deviation`` of each feature by its name: a number, or a list with one number per client.
+
+    ``preprocessing`` as a setting fills gaps, turns texts and dates into inputs, and scales, all fitted on training
+    rows. Then the attribute ``preprocessing`` holds further ``inputs``, the names of the net's inputs in order, and the
+    fitted values of each column under ``numbers``, ``categories`` and ``category_fill``.
 
     Args:
         path: the file, ``.csv`` or ``.parquet``; from Python also a pandas data frame.
@@ -70,12 +102,39 @@ class TableData(OwnedData):
             [small, large]}``; a column of texts without an entry takes the texts in the table.
         decimal: decimal separator of the numbers in a CSV file, ``.`` or ``,``.
         separator: separator of the cells of a CSV file, such as ``;``.
+        preprocessing: how gaps, texts, dates and scales are prepared, in the place of ``standardize`` and
+            ``categories``; ``auto`` is ``Preprocessing()`` with its defaults. None refuses gaps and turns texts into
+            codes.
+        drop_missing_target: leave rows without a target out, which are refused otherwise.
+        fitted: a checkpoint of a run with such a table, whose fitted values are taken in the place of fitting anew;
+            under ``by=client``, clients unknown to the checkpoint are fitted on their own training rows.
         **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Raises:
         MisconfigurationException: if there is no such file or column, or a column has gaps, numbers that aren't finite,
             texts among numbers, or values outside its vocabulary.
     """
+
+    # Attributes of the class, as a data module may be made of its entry in a checkpoint alone, without __init__.
+    _settings: Preprocessing | None = None
+    _shape: tuple[int, ...] | None = None
+    _vocabularies: Mapping[str, list[str]] = MappingProxyType({})
+    """Given vocabularies of columns."""
+    _found: Mapping[str, list[str]] = MappingProxyType({})
+    """Vocabularies taken from the table."""
+    _taken: Mapping[str, Any] = MappingProxyType({})
+    """The ``preprocessing`` of a checkpoint, in the place of values that are fitted anew."""
+    _text_columns: Collection[str] = ()
+    """Coded feature columns that hold texts, and not numbers."""
+    _gaps: Mapping[str, int] = MappingProxyType({})
+    """Number of gaps in each feature column."""
+    _labels: Sequence[str] = ()
+    _fitted_clients: Sequence[str] = ()
+    """Clients in the order of the lists in ``preprocessing``; `arrange` may give the clients other ids."""
+    _names_now: Sequence[str] = ()
+    """Names of a checkpoint's clients by their ids at its end."""
+    _transformers: Sequence[Any] = ()
+    _raw: Any = None
 
     def __init__(
         self,
@@ -91,6 +150,9 @@ class TableData(OwnedData):
         categories: dict[str, list[str | int]] | None = None,
         decimal: Literal[".", ","] = ".",
         separator: str = ",",
+        preprocessing: Preprocessing | Literal["auto"] | None = None,
+        drop_missing_target: bool = False,
+        fitted: str | Path | None = None,
         **kwargs: Unpack[DataSettings],
     ) -> None:
         super().__init__(task, **kwargs)
@@ -102,7 +164,10 @@ class TableData(OwnedData):
                 "training rows standardize them; take table, or leave data.central_test out"
             )
         check_choices("data", decimal=(decimal, (".", ",")))
+        self._settings = Preprocessing() if preprocessing == "auto" else preprocessing
+        self._check_preprocessing(standardize, categories)
         self.standardize = standardize
+        self.drop_missing_target = drop_missing_target
         self._path = Path(path) if isinstance(path, str | os.PathLike) else path
         self._where = str(self._path) if isinstance(self._path, Path) else "the data frame"
         self._csv = {"decimal": decimal, "sep": separator}
@@ -111,6 +176,9 @@ class TableData(OwnedData):
         there = column_names(self._path, self._csv)
         named = {"client": client, "split_column": split_column, "time": time}
         self._features, self._targets = chosen_columns(there, features, target, **named)
+        if self._settings is not None:
+            check_named(self._settings, self._features)
+            self._features = [name for name in self._features if name not in self._settings.drop]
         if features is None and (nameless := [name for name in self._features if name.startswith(NAMELESS)]):
             raise MisconfigurationException(
                 f"data.path={self._where!r} has a column without a name ({nameless[0]!r}), such as row numbers that "
@@ -122,7 +190,52 @@ class TableData(OwnedData):
         self._are_named = features is not None
         self._found: dict[str, list[str]] = {}
         self._vocabularies = self._given_vocabularies(classes, categories or {})
-        self.input_shape = (len(self._features),)
+        self._shape = None if self._settings else (len(self._features),)
+        if fitted is not None:
+            self.load_state_dict(fitted_of(Path(fitted), type(self).__qualname__))
+            for column in self._features:
+                check_column("fitted", column, there)
+
+    def _check_preprocessing(self, standardize: object, categories: object) -> None:
+        """Refuse ``preprocessing`` that is none, or settings beside which it has no place."""
+        settings = self._settings
+        if settings is None:
+            return
+        if not isinstance(settings, Preprocessing):
+            raise MisconfigurationException(
+                f"data.preprocessing={settings!r} must be auto or settings, such as Preprocessing(by='client'); a "
+                "scikit-learn transformer belongs into Preprocessing(transformer=...)"
+            )
+        for name, value, instead in (
+            ("standardize", standardize, "scale"),
+            ("categories", categories, "vocabulary"),
+        ):
+            if value:
+                raise MisconfigurationException(
+                    f"data.{name}={value!r} has no effect beside data.preprocessing; set data.preprocessing.{instead}"
+                )
+        if settings.by == "client" and self.central_test is not None:
+            raise MisconfigurationException(
+                f"data.preprocessing.by=client: rows of data.central_test={self.central_test} belong to no client, so "
+                "no training rows fit them; take table, or leave data.central_test out"
+            )
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one input; under ``preprocessing``, a vocabulary that isn't given is looked up in the table."""
+        if self._shape is None:
+            settings = cast(Preprocessing, self._settings)
+            is_known = set(self._features) <= {*settings.vocabulary, *settings.dates}
+            # a server's table may be a line of names alone, whose further columns must be numbers at every site
+            if settings.transformer is None and (is_known or not has_rows(self._path, self._csv)):
+                self._shape = (len(input_names(self._outline({}))),)
+            else:
+                self.setup()
+        return cast(tuple[int, ...], self._shape)
+
+    @input_shape.setter
+    def input_shape(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
 
     def _given_vocabularies(
         self, classes: Sequence[str | int] | None, categories: dict[str, list[str | int]]
@@ -152,14 +265,25 @@ class TableData(OwnedData):
 
     def load(self) -> Loaded:
         """Read the named columns."""
+        if self._pool is not None:
+            # once more, for the server's public samples, which are fitted by themselves
+            self.preprocessing, self._taken = {}, {}
+        self._check_taken()
         others = [column for column in self._others.values() if column is not None]
         wanted = list(dict.fromkeys([*self._features, *self._targets, *others]))
         table = read_table(self._path, wanted, self._csv)
-        # large numbers, such as times in seconds, lose their differences in single precision: subtract the mean first
-        wide = torch.float32 if self.standardize is None else torch.float64
-        x = torch.empty(len(table), len(self._features), dtype=wide)
-        for index, column in enumerate(self._features):
-            x[:, index] = self._numbers(table[column], is_target=False)
+        if self.drop_missing_target:
+            table = table[table[self._targets].notna().all(axis=1)]
+            if table.empty:
+                raise MisconfigurationException(f"data.drop_missing_target: no row of {self._where} has a target")
+        if self._settings is None:
+            x = self._matrix([self._numbers(table[column], is_target=False) for column in self._features])
+        else:
+            # positions of rows: raw columns become inputs after the division, in `preprocess`
+            x = torch.arange(len(table))
+            frame = self._settings.transformer is not None
+            self._raw = table[self._features] if frame else self._raw_columns(table, self._where)
+            self._gaps = {column: int(table[column].isna().sum()) for column in self._features}
         y = torch.stack([self._numbers(table[column], is_target=True) for column in self._targets], dim=1)
         columns = {name: None if column is None else table[column].to_numpy() for name, column in self._others.items()}
         if (time := self._others["time"]) is not None and getattr(table[time].dtype, "ordered", False):
@@ -167,7 +291,12 @@ class TableData(OwnedData):
             # as -1
             codes = table[time].cat.codes.to_numpy()
             columns["time"] = np.where(codes < 0, np.nan, codes)
-        words = self._vocabularies | self._found
+        words = {**self._vocabularies, **self._found}
+        raw = self._raw if isinstance(self._raw, dict) else {}
+        is_coded = [column in words or isinstance(raw.get(column), tuple) for column in self._features]
+        self._text_columns = [
+            column for column, has in zip(self._features, is_coded, strict=True) if has and has_texts(table[column])
+        ]
         self.preprocessing = {
             "features": list(self._features),
             "categories": {column: words[column] for column in self._features if column in words},
@@ -175,7 +304,43 @@ class TableData(OwnedData):
             "classes": {column: words[column] for column in self._targets if column in words},
             "standardize": self.standardize,
         }
+        self._labels = self._labels_of(table)
         return Loaded(x, targets_of(y if y.shape[1] > 1 else y[:, 0]), **columns)
+
+    def _check_taken(self) -> None:
+        """Refuse fitted values of a checkpoint that were made by another kind of preprocessing."""
+        settings, taken = self._settings, self._taken
+        if not taken:
+            return
+        here = None if settings is None else settings.by
+        if settings is not None and (settings.transformer is not None or "transformer" in taken):
+            raise MisconfigurationException(
+                "data.preprocessing.transformer is in no checkpoint, so its fitted values can't be taken; fit anew on "
+                "the first run's table"
+            )
+        if here != taken.get("by"):
+            raise MisconfigurationException(
+                f"data.fitted: the checkpoint has fitted values of data.preprocessing.by={taken.get('by') or 'null'}, "
+                f"and here it is {here or 'null'}; give the settings of the first run"
+            )
+
+    def _matrix(self, columns: Sequence[Tensor]) -> Tensor:
+        """Return columns side by side, [rows, columns]."""
+        # large numbers, such as times in seconds, lose their differences in single precision: subtract the mean first
+        wide = torch.float32 if self.standardize is None else torch.float64
+        x = torch.empty(len(columns[0]), len(columns), dtype=wide)
+        for index, column in enumerate(columns):
+            x[:, index] = column
+        return x
+
+    def _labels_of(self, table: Any) -> list[str]:
+        """Return the class labels as written in the table, by class number; an empty list without classes."""
+        if not self.task.has_classes:
+            return []
+        (target,) = self._targets
+        is_bool = table[target].dtype.kind == "b"
+        words = self.preprocessing["classes"].get(target, ["False", "True"] if is_bool else [])
+        return [*words, *map(str, range(len(words), self.task.outputs))]
 
     def _numbers(self, values: Any, is_target: bool) -> Tensor:
         """Return a column as numbers, or as codes, whose vocabulary is kept.
@@ -190,12 +355,7 @@ class TableData(OwnedData):
         """
         column = str(values.name)
         owner = f"column {column!r} of {self._where}"
-        if gaps := int(values.isna().sum()):
-            raise MisconfigurationException(
-                f"{owner} has no value in {gaps} of {len(values)} rows, first in row "
-                f"{int(values.isna().to_numpy().argmax())} (counted from 0); fill them in, or leave these rows or the "
-                "column out"
-            )
+        check_no_gaps(values, owner)
         setting = "data.classes" if is_target else f"data.categories.{column}"
         # a given vocabulary also applies to numbers, such as postal codes, which are no quantities
         if column in self._vocabularies:
@@ -203,12 +363,12 @@ class TableData(OwnedData):
         if isinstance(values.dtype, package("pandas", "tables", "TableData").CategoricalDtype):
             words, codes = [as_text(value) for value in values.cat.categories], values.cat.codes.to_numpy()
         elif (numbers := plain_numbers(values, owner)) is not None:
-            check_finite_column(numbers, owner)
+            check_finite_column(numbers, owner, values.index.to_numpy())
             return numbers
         else:
             words, codes = self._texts(values, owner, setting, is_target)
         # a vocabulary from this table alone: another site's table may have another, see `needs_all_clients`
-        self._found[column] = words
+        self._found = {**self._found, column: words}
         if is_target and not (self.task.has_classes or isinstance(self.task, MultiLabel)):
             raise MisconfigurationException(
                 f"{owner} holds texts ({listed(words)}), and task {self.task} predicts numbers; name another target"
@@ -243,9 +403,9 @@ class TableData(OwnedData):
             if not wrong.any():
                 # pandas leaves a column as texts where one of its numbers is too large
                 numbers = torch.tensor([float(word.replace(self._csv["decimal"], ".")) for word in words])
-                check_finite_column(numbers[torch.from_numpy(codes)], owner)
-            row = int(wrong[codes].argmax())
-            text = words[codes[row]]
+                check_finite_column(numbers[torch.from_numpy(codes)], owner, values.index.to_numpy())
+            place = int(wrong[codes].argmax())
+            row, text = values.index[place], words[codes[place]]
             # a decimal comma is a likely reason, so it gets its own advice
             comma = NUMBER.fullmatch(text) is not None and "," in text and self._csv["decimal"] == "."
             raise MisconfigurationException(
@@ -254,33 +414,133 @@ class TableData(OwnedData):
                 + f"name all texts of the column in {setting}"
             )
         # codes of ids and dates would let a net learn the rows by heart, with good figures and no use
-        if not is_target and not self._are_named and (is_date or 2 * len(words) > len(values)):
+        is_id = 2 * len(words) > len(values) and not self._are_named
+        if not is_target and (is_id or (is_date and not (self._are_named and self._settings is None))):
             kind = "dates" if is_date else "ids: nearly each row has a text of its own"
-            raise MisconfigurationException(
-                f"{owner} holds {kind}, such as {shortened(words[codes[0]])}; list the inputs in data.features, "
-                "without this column, or with it to turn its texts into codes in alphabetical order"
+            advice = (
+                "list the inputs in data.features, without this column, or with it to turn its texts into codes in "
+                "alphabetical order"
+                if self._settings is None
+                else f"name it in data.preprocessing.drop or data.preprocessing.{'dates' if is_date else 'categories'}"
             )
+            raise MisconfigurationException(f"{owner} holds {kind}, such as {shortened(words[codes[0]])}; {advice}")
         return words, codes
 
+    def _raw_columns(self, table: Any, where: str) -> dict[str, Any]:
+        """Return the feature columns of raw rows, as `preprocessed` takes them.
+
+        Before the fit, a column's own values tell numbers from categories; afterwards the fit has told them.
+
+        Args:
+            table: a pandas data frame with the feature columns.
+            where: name of the rows for messages.
+        """
+        settings = cast(Preprocessing, self._settings)
+        raw: dict[str, Any] = {}
+        is_fitted = "inputs" in self.preprocessing
+        dates = self.preprocessing["dates"] if is_fitted else settings.dates
+        for name in self._features:
+            values, owner = without_empty(table[name]), f"column {name!r} of {where}"
+            if name in dates:
+                since = self.preprocessing["since"] if is_fitted else settings.since
+                numbers = parts_of_dates(values, dates[name], since, owner)
+                raw |= {f"{name}.{part}": each for part, each in numbers.items()}
+            elif is_fitted and name not in self.preprocessing["categories"]:
+                raw[name] = numbers_with_gaps(values, owner, self._csv["decimal"])
+            elif is_fitted or self._is_category(values, owner):
+                raw[name] = coded(values, owner)
+            else:
+                raw[name] = numbers_with_gaps(values, owner)
+        return raw
+
+    def _is_category(self, values: Any, owner: str) -> bool:
+        """Return whether a column of the training table holds categories.
+
+        Args:
+            values: a pandas series.
+            owner: name of the column for messages.
+
+        Raises:
+            MisconfigurationException: if the column's texts are ids, dates, or stand among numbers.
+        """
+        settings, name = cast(Preprocessing, self._settings), str(values.name)
+        if name in settings.vocabulary or name in settings.categories:
+            return True
+        if isinstance(values.dtype, package("pandas", "tables", "TableData").CategoricalDtype):
+            return True
+        there = values[values.notna()]
+        if values.dtype.kind in "mM":
+            raise MisconfigurationException(
+                f"{owner} holds dates; name it in data.preprocessing.drop, or its parts in data.preprocessing.dates"
+            )
+        if there.empty or plain_numbers(there, owner) is not None:
+            return False
+        self._texts(there, owner, f"data.preprocessing.vocabulary.{name}", is_target=False)
+        return True
+
+    def _outline(self, words: Mapping[str, list[str]]) -> dict[str, Any]:
+        """Return how columns become inputs, as far as settings and vocabularies decide it.
+
+        Args:
+            words: vocabularies of columns without a given one.
+        """
+        settings = cast(Preprocessing, self._settings)
+        words = {**{name: list(map(as_text, given)) for name, given in settings.vocabulary.items()}, **words}
+        rules = {name: settings.of(name, is_category=name in words) for name in self._features}
+        categories = {}
+        for name in self._features:
+            if name in words:
+                fill = rules[name].fill
+                # a gap that has a text of its own becomes a category
+                own = [] if fill in (None, "mode") or as_text(fill) in words[name] else [as_text(fill)]
+                categories[name] = [*words[name], *own]
+        outline: dict[str, Any] = {
+            "features": list(self._features),
+            "by": settings.by,
+            "categories": categories,
+            "codes": [name for name in categories if rules[name].encode == "codes"],
+            "dates": {name: list(settings.dates[name]) for name in self._features if name in settings.dates},
+            "since": settings.since,
+            "indicators": [name for name in self._features if rules[name].indicator],
+        }
+        return outline | {"inputs": input_names(outline)}
+
     def preprocess(self, samples: Samples, division: Division) -> Samples:
-        """Standardize features by training rows, or warn of very different scales; see ``standardize``.
+        """Fit on training rows and make the inputs, or warn of very different scales.
 
         Args:
             samples: the pool, as loaded.
             division: the pool positions of each client's rows.
         """
+        before, count = self._fitted_clients, len(division.clients)
+        self._fitted_clients = list(division.names) or list(map(str, range(count)))
+        if self._taken:
+            places = {name: place for place, name in enumerate(before)}
+            self._taken_places = [places.get(name) for name in self._fitted_clients]
+        if self._settings is not None:
+            x = self._prepared(samples.x.numpy(), division)
+            self._raw = None
+            if self._pool is not None and self._fitted_words:
+                raise MisconfigurationException(
+                    f"data.public: column {self._fitted_words[0]!r} holds texts, and the texts of public rows would "
+                    "give other inputs than those of clients; list all texts in data.public.preprocessing.vocabulary"
+                )
+            self.input_shape = tuple(x.shape[1:])
+            return Samples(x, samples.y)
         if self.standardize is None:
             warn_of_scales(moments_of(samples.x, trained_on(division))[1], self._features)
             return samples
         if isinstance(self.standardize, Mapping):
             # a column without given moments stays unchanged: mean 0, deviation 1
             known = {column: self.standardize.get(column, (0.0, 1.0)) for column in self._features}
-            mean, deviation = torch.tensor(list(known.values()), dtype=torch.float64).T
             self.preprocessing |= {
                 "mean": {column: float(values[0]) for column, values in known.items()},
                 "deviation": {column: float(values[1]) for column, values in known.items()},
             }
-            return Samples(((samples.x - mean) / deviation).float(), samples.y)
+            return Samples(self._scaled(samples.x, None), samples.y)
+        if self._taken and self.standardize == "table":
+            self.preprocessing |= {name: self._taken[name] for name in ("mean", "deviation")}
+            return Samples(self._scaled(samples.x, None), samples.y)
         x, statistics = standardized(samples.x, division, self.standardize)
         for name, of_groups in zip(("mean", "deviation"), zip(*statistics, strict=True), strict=True):
             columns = np.stack(of_groups, axis=1).tolist()
@@ -288,25 +548,343 @@ class TableData(OwnedData):
                 column: values if self.standardize == "client" else values[0]
                 for column, values in zip(self._features, columns, strict=True)
             }
+        if self._taken:
+            for name in ("mean", "deviation"):
+                self.preprocessing[name] = {
+                    column: self._inherited(values, self._taken[name][column])
+                    for column, values in self.preprocessing[name].items()
+                }
+            for place, held in enumerate(division.clients):
+                rows = torch.cat(list(held.values()))
+                x[rows] = self._scaled(samples.x[rows], place)
         return Samples(x, samples.y)
+
+    def _inherited(self, values: list[Any], taken: list[Any]) -> list[Any]:
+        """Return values of clients, with those of the checkpoint for clients that it knows.
+
+        Args:
+            values: a value fitted anew for each client.
+            taken: the checkpoint's values, in the order of its clients.
+        """
+        pairs = zip(values, self._taken_places, strict=True)
+        return [value if place is None else taken[place] for value, place in pairs]
+
+    def _prepared(self, rows: NDArray[np.int64], division: Division) -> Tensor:
+        """Fit ``preprocessing`` on training rows, and return the inputs of all rows, in single precision.
+
+        Args:
+            rows: positions of the pool's rows in the raw columns.
+            division: the pool positions of each client's rows.
+        """
+        settings = cast(Preprocessing, self._settings)
+        if settings.by == "table":
+            groups = [(trained_on(division), torch.arange(len(rows)))]
+        else:
+            groups = [(held["train"], torch.cat(list(held.values()))) for held in division.clients]
+        fitted_rows = [rows[train.numpy()] for train, _ in groups]
+        if settings.transformer is not None:
+            self._fit_transformers(fitted_rows)
+        else:
+            self._fit(fitted_rows, rows[trained_on(division).numpy()])
+        x: Tensor | None = None
+        for place, (_, held) in enumerate(groups):
+            for part in torch.split(held, CHUNK):
+                own = torch.from_numpy(self._made(take_rows(self._raw, rows[part.numpy()]), place))
+                if x is None:
+                    x = torch.zeros(len(rows), own.shape[1])
+                if own.shape[1] != x.shape[1]:
+                    raise MisconfigurationException(
+                        f"data.preprocessing.transformer makes {own.shape[1]} inputs for client {place} and "
+                        f"{x.shape[1]} for client 0; take by=table, or give the transformer all categories"
+                    )
+                x[part] = own
+        return cast(Tensor, x)
+
+    def _made(self, raw: Any, place: int) -> NDArray[np.float32]:
+        """Return the inputs of raw rows.
+
+        Args:
+            raw: the rows' columns, or a data frame for a given transformer.
+            place: position of the client among those fitted; without effect under ``by=table``.
+        """
+        is_shared = self.preprocessing["by"] == "table"
+        if "transformer" not in self.preprocessing:
+            return preprocessed(raw, self.preprocessing, None if is_shared else place)
+        made = self._transformers[0 if is_shared else place].transform(raw)
+        # transformers return arrays, sparse matrices or data frames
+        x = np.asarray(made.toarray() if hasattr(made, "toarray") else made, dtype=np.float32)
+        if x.ndim != 2 or not np.isfinite(x).all():
+            raise MisconfigurationException(
+                f"data.preprocessing.transformer made inputs of shape {list(x.shape)}, or with NaN or infinity; let it "
+                "make finite numbers, [rows, inputs], such as by a SimpleImputer for gaps"
+            )
+        return x
+
+    def _fit_transformers(self, groups: Sequence[NDArray[np.int64]]) -> None:
+        """Fit a copy of the given scikit-learn transformer on each group of training rows."""
+        from sklearn.base import clone
+
+        settings = cast(Preprocessing, self._settings)
+        self._transformers = [clone(settings.transformer).fit(self._raw.iloc[rows]) for rows in groups]
+        width = self._transformers[0].transform(self._raw.iloc[groups[0][:1]]).shape[1]
+        self.preprocessing |= {"by": settings.by, "transformer": str(settings.transformer), "width": int(width)}
+
+    def _fit(self, groups: Sequence[NDArray[np.int64]], members: NDArray[np.int64]) -> None:
+        """Fit gaps, vocabularies and scales of columns on training rows.
+
+        Args:
+            groups: positions of the training rows of all clients together, or of each client.
+            members: positions of the training rows of all the federation's clients.
+
+        Raises:
+            MisconfigurationException: if a column has no value in all training rows.
+        """
+        settings, raw = cast(Preprocessing, self._settings), self._raw
+        if self._taken and settings.by == "table":
+            self.preprocessing |= {name: self._taken[name] for name in (*OUTLINE, "numbers", "category_fill")}
+            return
+        words = {}
+        for name in self._features:
+            if not isinstance(raw.get(name), tuple):
+                continue
+            codes, there = raw[name]
+            if name in settings.vocabulary:
+                self._warn_of_unknown(name, codes[members], there)
+                continue
+            if self._taken:
+                words[name] = self._taken["categories"][name]
+            elif not (found := fitted_words(codes[members], there, settings.of(name, is_category=True))):
+                raise no_value(name, self._where)
+            else:
+                words[name] = found
+        fitted = self._outline(words)
+        numbers: dict[str, Any] = {}
+        fills: dict[str, Any] = {}
+        empty: dict[int, list[str]] = {}
+        for name, values in raw.items():
+            if isinstance(values, tuple):
+                fill = settings.of(name, is_category=True).fill
+                word = None if fill is None else as_text(fill)
+                own = [filled_word(values[0][rows], values[1], fitted["categories"][name], word) for rows in groups]
+                fills[name] = own if settings.by == "client" else own[0]
+                continue
+            rule = self._rule(name)
+            of_groups: list[dict[str, float]] = []
+            for place, rows in enumerate(groups):
+                if (each := fitted_numbers(values[rows], rule)) is None:
+                    if settings.by == "table":
+                        raise no_value(name, self._where)
+                    empty.setdefault(place, []).append(name)
+                    each = {**({} if rule.clip is None else UNBOUNDED), "fill": 0.0, "center": 0.0, "width": 0.0}
+                of_groups.append(each)
+            numbers[name] = (
+                {key: [each[key] for each in of_groups] for key in of_groups[0]}
+                if settings.by == "client"
+                else of_groups[0]
+            )
+        if self._taken:
+            for name, each in self._taken["numbers"].items():
+                numbers[name] = {key: self._inherited(numbers[name][key], each[key]) for key in each}
+            fills = {name: self._inherited(fills[name], each) for name, each in self._taken["category_fill"].items()}
+        self.preprocessing |= fitted | {"numbers": numbers, "category_fill": fills}
+        if empty:
+            whose = [
+                f"{self._fitted_clients[place] if self._fitted_clients else place} ({listed(names)})"
+                for place, names in empty.items()
+            ]
+            rank_zero_warn(
+                f"data.preprocessing: {len(empty)} clients have columns without a value in their training rows, and "
+                f"these are 0 in all their rows: {listed(whose)}"
+            )
+
+    def _warn_of_unknown(self, name: str, codes: NDArray[np.int64], words: Sequence[str]) -> None:
+        """Warn of training rows with texts outside a given vocabulary.
+
+        Args:
+            name: name of the column.
+            codes: position of each row's text in ``words``; -1 for gaps.
+            words: the texts of the table.
+        """
+        given = {as_text(word) for word in cast(Preprocessing, self._settings).vocabulary[name]}
+        counts = np.bincount(codes[codes >= 0], minlength=len(words)).tolist()
+        unknown = {word: count for word, count in zip(words, counts, strict=True) if count and word not in given}
+        if unknown:
+            rank_zero_warn(
+                f"data.preprocessing.vocabulary.{name}: {sum(unknown.values())} of {len(codes)} training rows hold "
+                f"other texts ({listed(list(unknown))}), and count as unknown; correct them, or add these texts."
+            )
+
+    def _rule(self, name: str) -> Column:
+        """Return the settings of a column of numbers, or of a number made of a date."""
+        settings = cast(Preprocessing, self._settings)
+        feature = next((each for each in settings.dates if name.startswith(f"{each}.")), "")
+        return settings.of(name, is_category=False, feature=feature)
+
+    def _scaled(self, x: Tensor, client: int | None) -> Tensor:
+        """Return feature columns standardized by the fitted or given values, in single precision.
+
+        Args:
+            x: the columns, [rows, columns].
+            client: position of the client among those fitted; None where all clients share the values.
+        """
+        if self.standardize is None:
+            return x
+        mean, deviation = (
+            torch.tensor(
+                [each if client is None else each[client] for each in self.preprocessing[name].values()],
+                dtype=torch.float64,
+            )
+            for name in ("mean", "deviation")
+        )
+        # division by infinity gives the 0 of constant columns
+        return ((x - mean) / deviation.where(deviation > 0, math.inf)).float()
+
+    @property
+    def class_names(self) -> list[str]:
+        """Labels of the classes as written in the table, by class number; known after `setup`."""
+        return list(self._labels)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the data module's entry in checkpoints, from which `inputs` can prepare raw rows without the table."""
+        state = super().state_dict()
+        if not self.preprocessing:
+            return state
+        return state | {
+            "classes": list(self._labels),
+            "table": {"clients": list(self._fitted_clients), "texts": list(self._text_columns), "csv": self._csv},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over how raw rows become inputs; a data module that has been set up keeps its own way.
+
+        A later `setup` fits nothing anew that the state has, and refuses other kinds of preprocessing.
+
+        Args:
+            state_dict: the data module's entry in a checkpoint.
+
+        """
+        # before the base class, which asks for the shape
+        if self._pool is None and "table" in state_dict:
+            taken, table = dict(state_dict["preprocessing"]), state_dict["table"]
+            self.preprocessing, self._taken = dict(taken), taken
+            self._labels, self._fitted_clients = list(state_dict["classes"]), list(table["clients"])
+            self._names_now = list(state_dict.get("clients", ()))
+            self._text_columns, self._csv = list(table["texts"]), dict(table["csv"])
+            self._features, self._targets = taken["features"], taken["targets"]
+            self.standardize = taken["standardize"]
+            self._vocabularies = {
+                **self._vocabularies,
+                **taken["classes"],
+                **({} if "by" in taken else taken["categories"]),
+            }
+            self._shape = (taken.get("width") or len(taken.get("inputs", self._features)),)
+        super().load_state_dict(state_dict)
+
+    def inputs(self, rows: Any, client: int | str) -> Tensor:
+        """Return the net's inputs for raw rows, prepared as a client's own rows are.
+
+        The data module has been set up, or has loaded its entry of a checkpoint, for which the table itself isn't
+        needed.
+
+        Args:
+            rows: a CSV or Parquet file, a pandas data frame, a dict with a list of values per column, or a list of
+                dicts, one per row. The target and other further columns have no effect.
+            client: name or id of the client, or ``new`` for one unknown to the federation.
+
+        Raises:
+            MisconfigurationException: if a feature column is missing, or has values that were refused in the table
+                too, or nothing was fitted for the client.
+        """
+        fitted = self.preprocessing
+        if not fitted:
+            raise MisconfigurationException(
+                "data: nothing is known yet of how raw rows become inputs; call setup(), or load_state_dict() with the "
+                "data module's entry of a checkpoint"
+            )
+        if "transformer" in fitted and not self._transformers:
+            raise MisconfigurationException(
+                "data.preprocessing.transformer is fitted on the training table and in no checkpoint; call setup() "
+                "with that table first, or take the settings of Preprocessing"
+            )
+        table, owner = rows_table(rows, self._features, self._csv, self._text_columns)
+        place = self._fitted_place(client) if "client" in (fitted["standardize"], fitted.get("by")) else 0
+        if "by" in fitted:
+            raw = table if "transformer" in fitted else self._raw_columns(table, owner)
+            return self.transform(torch.from_numpy(self._made(raw, place)))  # type: ignore[no-any-return]
+        columns = []
+        for name in self._features:
+            values, whose = table[name], f"column {name!r} of {owner}"
+            check_no_gaps(values, whose)
+            if name in fitted["categories"]:
+                columns.append(codes_of(values, fitted["categories"][name], whose, "the training table's vocabulary"))
+                continue
+            if (numbers := plain_numbers(values, whose)) is None:
+                raise MisconfigurationException(f"{whose} holds texts, where the training table has numbers")
+            check_finite_column(numbers, whose)
+            columns.append(numbers)
+        shared = None if self.standardize != "client" else place
+        return self.transform(self._scaled(self._matrix(columns), shared))  # type: ignore[no-any-return]
+
+    def _fitted_place(self, client: int | str) -> int:
+        """Return a client's position in the lists of values that were fitted on each client's own rows.
+
+        Args:
+            client: name or id of the client.
+
+        Raises:
+            MisconfigurationException: if nothing was fitted for this client.
+        """
+        fitted = list(self._fitted_clients)
+        # ids are those of now, and of the fit where clients have no names
+        names = (self.client_names if self._pool is not None else self._names_now) or fitted
+        if isinstance(client, Integral) and 0 <= client < len(names):
+            client = names[int(client)]
+        if client not in fitted:
+            raise MisconfigurationException(
+                f"client {client!r}: inputs are made by values fitted on each client's own training rows, and none are "
+                f"of this client; take one of {listed(fitted)}, or fit on the rows of all clients (by table)"
+            )
+        return fitted.index(client)
 
     @property
     def fitted_on(self) -> FittedOn:
         """Return the rows that decide over inputs; a vocabulary taken from the table counts as all clients' rows."""
-        if self.standardize == "table" or self._found:
+        by = self.standardize if self._settings is None else self._settings.by if self._fits_values else None
+        if by == "table" or self._found or self._fitted_words:
             return "all clients"
-        return "each client" if self.standardize == "client" else "nothing"
+        return "each client" if by == "client" else "nothing"
+
+    @property
+    def _fitted_words(self) -> list[str]:
+        """Columns whose vocabulary comes from the table, under ``preprocessing``."""
+        given = self._settings.vocabulary if self._settings else {}
+        return (
+            [name for name in self.preprocessing.get("categories", ()) if name not in given] if self._settings else []
+        )
+
+    @property
+    def _fits_values(self) -> bool:
+        """Whether ``preprocessing`` fits fills, bounds or scales, or a transformer."""
+        settings, fitted = cast(Preprocessing, self._settings), self.preprocessing
+        return (
+            settings.transformer is not None
+            or any(is_fitted(self._rule(name)) for name in fitted.get("numbers", ()))
+            or any(settings.of(name, is_category=True).fill == "mode" for name in fitted.get("categories", ()))
+        )
 
     @property
     def needs_all_clients(self) -> str:
         """Return why a site with only its own rows would compute other inputs, and the remedy; else an empty text."""
-        if self.standardize == "table":
+        by_table = self.standardize == "table" if self._settings is None else self._settings.by == "table"
+        if by_table and (self._settings is None or self._fits_values):
+            setting = "standardize" if self._settings is None else "preprocessing.by"
             return (
-                "data.standardize=table takes the training rows of all clients, which are not in one place here; take "
-                "client, or null"
+                f"data.{setting}=table takes the training rows of all clients, which are not in one place here; take "
+                f"client, or {'null' if self._settings is None else 'give fill and scale as numbers'}"
             )
-        for column in self._found:
-            setting = "data.classes" if column in self._targets else f"data.categories.{column}"
+        for column in (*self._found, *self._fitted_words):
+            setting = "data.categories" if self._settings is None else "data.preprocessing.vocabulary"
+            setting = "data.classes" if column in self._targets else f"{setting}.{column}"
             return (
                 f"column {column!r} holds texts, and the texts of each site's own table would give other codes; list "
                 f"all texts in {setting}, the same at every site"
@@ -315,22 +893,36 @@ class TableData(OwnedData):
 
     @property
     def head_lines(self) -> list[tuple[str, str]]:
-        """Return lines about coded columns, classes and standardization."""
-        if not self.preprocessing:
+        """Return lines about inputs, classes and what they are fitted on."""
+        fitted = self.preprocessing
+        if not fitted:
             return []
-        coded = [f"{column} ({len(words)} texts)" for column, words in self.preprocessing["categories"].items()]
-        scaled = {"table": "by training rows of all clients", "client": "by each client's own training rows"}
-        by = "by given numbers" if isinstance(self.standardize, Mapping) else scaled.get(str(self.standardize))
-        features = [
-            f"{len(self._features)}",
-            f"codes of {listed(coded)}" if coded else "",
-            f"standardized {by}" if by else "",
-        ]
+        whose = {"table": "by training rows of all clients", "client": "by each client's own training rows"}
+        texts = [f"{column} ({len(words)} texts)" for column, words in fitted["categories"].items()]
+        if self._settings is None:
+            by = "by given numbers" if isinstance(self.standardize, Mapping) else whose.get(str(self.standardize))
+            features = [
+                f"{len(self._features)}",
+                f"codes of {listed(texts)}" if texts else "",
+                f"standardized {by}" if by else "",
+            ]
+        else:
+            gaps = [f"{column} ({count} rows)" for column, count in self._gaps.items() if count]
+            features = [
+                f"{len(self._features)} columns, {self._shape[0]} inputs" if self._shape else "",
+                f"categories of {listed(texts)}" if texts else "",
+                f"gaps in {listed(gaps)}" if gaps else "",
+                f"fitted {whose[self._settings.by]}",
+            ]
         lines = [("features", "; ".join(filter(None, features)))]
-        if self.task.has_classes and self.preprocessing["classes"]:
-            (words,) = self.preprocessing["classes"].values()
+        if self.task.has_classes and fitted["classes"]:
+            (words,) = fitted["classes"].values()
             lines.append(("classes", listed([f"{number} {word}" for number, word in enumerate(words)])))
         return lines
+
+
+OUTLINE = ("by", "categories", "codes", "dates", "since", "indicators", "inputs")
+"""Entries of ``preprocessing`` that say how columns become inputs, beside the fitted numbers."""
 
 
 def check_given(moments: Mapping[str, Sequence[float]], features: Sequence[str]) -> None:
@@ -375,197 +967,79 @@ def warn_of_scales(widths: NDArray[np.float64], names: Sequence[str]) -> None:
         )
 
 
-def column_names(path: Any, csv: dict[str, str]) -> list[str]:
-    """Return the names of a table's columns, without reading rows.
+def check_named(settings: Preprocessing, features: Sequence[str]) -> None:
+    """Check that the columns named in settings of preprocessing are features, and each is of one kind.
 
     Args:
-        path: the file, or a data frame.
-        csv: settings of ``pandas.read_csv``.
+        settings: the settings.
+        features: names of the feature columns, those to drop among them.
 
     Raises:
-        MisconfigurationException: if the file isn't such a table, or two columns share a name.
+        MisconfigurationException: if a column is no feature, or is named twice in contrary settings, or a vocabulary
+            is no list of different texts.
     """
-    names = [str(name) for name in read_table(path, None, csv)]
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise MisconfigurationException(
-            f"data.path has {Counter(names)[twice[0]]} columns of the name {twice[0]!r}; give each a name of its own"
-        )
-    return names
+    kinds = {name: getattr(settings, name) for name in ("drop", "categories", "vocabulary", "dates")}
+    parts = [f"{name}.{part}" for name, each in settings.dates.items() for part in each]
+    for setting, names in {**kinds, "columns": settings.columns}.items():
+        for name in names:
+            check_column(f"preprocessing.{setting}", name, [*features, *(parts if setting == "columns" else ())])
+    for name, words in settings.vocabulary.items():
+        vocabulary(f"data.preprocessing.vocabulary.{name}", words)
+    for name in settings.dates:
+        if other := [setting for setting in ("drop", "categories", "vocabulary") if name in kinds[setting]]:
+            raise MisconfigurationException(
+                f"data.preprocessing.dates has column {name!r}, and so has data.preprocessing.{other[0]}; name it once"
+            )
+    if set(features) <= set(settings.drop):
+        raise MisconfigurationException("data.preprocessing.drop leaves no column for the inputs")
 
 
-def read_table(path: Any, columns: Sequence[str] | None, csv: dict[str, str]) -> Any:
-    """Read columns of a table.
+def fitted_of(path: Path, name: str) -> dict[str, Any]:
+    """Return a data module's entry in a checkpoint.
 
     Args:
-        path: the file, or a data frame.
-        columns: names of the columns; None reads no row, and returns the names of all columns.
-        csv: settings of ``pandas.read_csv``.
+        path: the checkpoint.
+        name: name of the data module's class.
 
     Raises:
-        MisconfigurationException: if the file isn't such a table, or a package is missing.
+        MisconfigurationException: if the file is no checkpoint of a run with such data.
     """
-    pandas = package("pandas", "tables", "TableData")
-    if isinstance(path, pandas.DataFrame):
-        # columns of a data frame may have integers as names; settings name columns by texts
-        named = {str(name): name for name in path.columns}
-        if columns is None:
-            return [str(name) for name in path.columns]
-        table = path[[named[column] for column in columns]]
-        table.columns = list(columns)
-        return table
-    if not isinstance(path, Path):
-        raise MisconfigurationException(f"data.path is a {type(path).__name__}; give a file, or a pandas data frame")
-    if path.suffix not in (".csv", ".parquet"):
-        raise MisconfigurationException(f"data.path={str(path)!r} must be a .csv or .parquet file")
-    if csv != {"decimal": ".", "sep": ","} and path.suffix == ".parquet":
-        raise MisconfigurationException(
-            f"data.decimal={csv['decimal']!r} and data.separator={csv['sep']!r} are of CSV files, and data.path is "
-            f"{str(path)!r}; leave them out"
-        )
-    parquet = package("pyarrow.parquet", "tables", "TableData") if path.suffix == ".parquet" else None
     try:
-        if parquet is not None:
-            if columns is None:
-                schema = parquet.read_schema(path)
-                # pandas stores row labels as a column of the file, which is no feature
-                index = (schema.pandas_metadata or {}).get("index_columns", [])
-                return [name for name in schema.names if name not in index]
-            return pandas.read_parquet(path, columns=columns)
-        if columns is None:
-            # read as a row: as a header, pandas would rename the second of two equal names
-            header = pandas.read_csv(path, sep=csv["sep"], header=None, nrows=1, dtype=str, keep_default_na=False)
-            return [name or f"{NAMELESS}{place}" for place, name in enumerate(header.iloc[0])]
-        with warnings.catch_warnings():
-            # The warning that rows have more cells than the header: without index_col=False, pandas would take the
-            # first column for row labels and shift all cells by one.
-            warnings.simplefilter("error", pandas.errors.ParserWarning)
-            # All columns, as with a choice of columns pandas silently drops surplus cells. low_memory=False finds a
-            # column's type by all rows; by chunks, one column could become numbers and texts.
-            table = pandas.read_csv(path, **csv, index_col=False, low_memory=False)
-        return table[list(columns)]
-    # a missing or damaged file, or one of another kind: pandas and pyarrow raise many types
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)[name]
+        if "table" not in state:
+            raise KeyError(name)
+    # torch raises many types for files that are no checkpoints
     except Exception as error:
-        reason = " ".join(str(error).split())[:100]
-        raise MisconfigurationException(f"data.path={str(path)!r} cannot be read ({reason}); give a table") from None
+        raise MisconfigurationException(
+            f"data.fitted={str(path)!r} is no checkpoint of a run with a {name} ({type(error).__name__}); give one, "
+            "such as last.ckpt"
+        ) from None
+    return cast(dict[str, Any], state)
 
 
-def plain_numbers(values: Any, owner: str) -> Tensor | None:
-    """Return a column of numbers, floats in double precision and integers as int64; None for a column of texts.
+def take_rows(raw: Any, rows: NDArray[np.int64]) -> Any:
+    """Return some rows of raw columns, or of a data frame.
 
     Args:
-        values: a pandas series without gaps.
-        owner: name of the column for the message.
-
-    Raises:
-        MisconfigurationException: if the column holds dates, lists or other objects.
+        raw: the columns by name, numbers or pairs of codes and texts; or a pandas data frame.
+        rows: positions of the rows.
     """
-    kind = values.dtype.kind
-    # unsigned integers beyond int64 become floats, which lose digits but keep their order
-    if kind in "bi" or (kind == "u" and int(values.max()) < 2**63):
-        return torch.tensor(values.to_numpy(dtype=np.int64))
-    if kind in "fu":
-        return torch.tensor(values.to_numpy(dtype=np.float64))
-    # pandas keeps decimals and mixed columns as objects
-    objects = values.to_numpy(dtype=object)
-    types = set(map(type, objects))
-    if all(issubclass(each, str) for each in types):
-        return None
-    if all(issubclass(each, Number | Decimal) and not issubclass(each, complex) for each in types):
-        return torch.from_numpy(objects.astype(np.float64))
-    if kind in "mM" or any(issubclass(each, date) for each in types):
-        raise MisconfigurationException(f"{owner} holds dates; take it as data.time, or make numbers of it")
-    for row, value in enumerate(objects):
-        if not isinstance(value, str | Number) or isinstance(value, complex):
-            raise not_one_value(value, row, owner)
-    return None
+    if not isinstance(raw, dict):
+        return raw.iloc[rows]
+    return {
+        name: (values[0][rows], values[1]) if isinstance(values, tuple) else values[rows]
+        for name, values in raw.items()
+    }
 
 
-def codes_of(values: Any, words: list[str], owner: str, setting: str) -> Tensor:
-    """Return the position of each row's value in a vocabulary, int64.
+def no_value(column: str, where: str) -> MisconfigurationException:
+    """Return the error for a column without values, or without frequent categories, in training rows.
 
     Args:
-        values: a pandas series without gaps.
-        words: the vocabulary.
-        owner: name of the column for the message.
-        setting: the setting that gave the vocabulary.
-
-    Raises:
-        MisconfigurationException: if a value isn't in the vocabulary.
-    """
-    numbers = {word: number for number, word in enumerate(words)}
-    known: dict[Any, int] = {}
-    codes = np.empty(len(values), dtype=np.int64)
-    for row, value in enumerate(values.to_numpy(dtype=object)):
-        if not isinstance(value, str | Number):
-            raise not_one_value(value, row, owner)
-        # a column has few different values: each is turned into a text once, and not in every row
-        if value not in known:
-            if (text := as_text(value)) not in numbers:
-                raise MisconfigurationException(
-                    f"{owner} has {shortened(text)} in row {row} (counted from 0), which is not in {setting} "
-                    f"({listed(words)}); correct it, or add it there"
-                )
-            known[value] = numbers[text]
-        codes[row] = known[value]
-    return torch.from_numpy(codes)
-
-
-def not_one_value(value: Any, row: int, owner: str) -> MisconfigurationException:
-    """Return the error for a cell with a list, bytes or another object.
-
-    Args:
-        value: contents of the cell.
-        row: the row.
-        owner: name of the column.
+        column: name of the column.
+        where: name of the table.
     """
     return MisconfigurationException(
-        f"{owner} has a {type(value).__name__} in row {row} (counted from 0), where each row has one number or text; "
-        "make columns of it, or leave it out of data.features"
+        f"column {column!r} of {where} has no value in the training rows to fit data.preprocessing on; name it in "
+        "data.preprocessing.drop"
     )
-
-
-def vocabulary(setting: str, words: Sequence[str | int]) -> list[str]:
-    """Return the texts of a vocabulary.
-
-    Args:
-        setting: name of the setting that gives the vocabulary.
-        words: the texts, or integers.
-
-    Raises:
-        MisconfigurationException: if the vocabulary is no list of different texts.
-    """
-    texts = [as_text(word) for word in words] if isinstance(words, list | tuple) else []
-    if not texts or len(set(texts)) < len(texts):
-        raise MisconfigurationException(f"{setting}={words!r} must be a list of texts, each of them once")
-    return texts
-
-
-def as_text(value: Any) -> str:
-    """Return a value in the notation of vocabularies: whole numbers without a decimal point.
-
-    >>> as_text("flu"), as_text(2.0), as_text(True)
-    ('flu', '2', 'True')
-
-    Args:
-        value: a text or a number.
-    """
-    # pandas reads a column of integers with gaps as floats, so that 2 comes as 2.0
-    return str(int(value)) if isinstance(value, float | np.floating) and float(value).is_integer() else str(value)
-
-
-def shortened(text: str) -> str:
-    """Return a text in quotes, cut after forty letters."""
-    return repr(text if len(text) <= 40 else f"{text[:40]}...")
-
-
-def listed(words: Sequence[str]) -> str:
-    """Return some words separated by commas, and the number of the remaining words.
-
-    >>> listed(["a", "b"]), listed([str(number) for number in range(10)])
-    ('a, b', '0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
-
-    Args:
-        words: all words.
-    """
-    rest = len(words) - SHOWN
-    return ", ".join(words[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -13,6 +13,7 @@ from torch import Tensor
 from pfl_lightning.client.module import Batch
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData, whole_of
+from pfl_lightning.data.batches import batches_of
 from pfl_lightning.engines.base import Job
 from pfl_lightning.engines.vmap.dropout import Stream
 from pfl_lightning.messages import StateDict, tree_map
@@ -33,6 +34,7 @@ class Member:
         optimizers: states of the phases' optimizers, if optimizers last for the run.
         scaler: the state of the loss scaler, after training with one.
         caches: the client's `ClientModule.caches`, by their paths in the module.
+        batches: batches of all rounds by phase, where training goes on within an epoch.
     """
 
     job: Job
@@ -42,6 +44,7 @@ class Member:
     optimizers: dict[str, Any] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
     caches: dict[str, Any] = field(default_factory=dict)
+    batches: dict[str, int] = field(default_factory=dict)
 
     @cached_property
     def generator(self) -> torch.Generator:
@@ -140,6 +143,7 @@ class Plan:
         size: samples per batch, except for an epoch's last.
         smallest: the smallest usable batch.
         steps: batches of each client, over as many epochs as needed; None takes all batches of the given epochs.
+        skipped: each client's batches at the beginning of its order that are left out; None leaves none out.
     """
 
     def __init__(
@@ -150,6 +154,7 @@ class Plan:
         size: int,
         smallest: int,
         steps: int | None,
+        skipped: NDArray[np.int64] | None = None,
     ) -> None:
         totals = np.array([order.numel() for order in orders])
         # All orders in one array of the block's sample numbers, so that steps are cut out by arithmetic, without a loop
@@ -160,7 +165,8 @@ class Plan:
         self.size = size
         self._batches = batches_of(lengths, size, smallest)
         # Clients without a batch have an order of length 0; the maximum avoids a division by zero.
-        made = totals // np.maximum(lengths, 1) * self._batches
+        self._skipped = np.zeros_like(lengths) if skipped is None else skipped
+        made = totals // np.maximum(lengths, 1) * self._batches - self._skipped
         self.counts: NDArray[np.int64] = made if steps is None else np.minimum(made, steps)
 
     def steps(self, device: torch.device) -> Iterator[list[tuple[Rows, Tensor]]]:
@@ -173,7 +179,7 @@ class Plan:
         pieces: list[NDArray[np.int64]] = []
         for index in range(self.counts.max(initial=0)):
             (rows,) = np.nonzero(self.counts > index)
-            epoch, batch = np.divmod(index, self._batches[rows])
+            epoch, batch = np.divmod(index + self._skipped[rows], self._batches[rows])
             first = batch * self.size
             sizes = np.minimum(self._lengths[rows] - first, self.size)
             first += self._starts[rows] + epoch * self._lengths[rows]
@@ -188,17 +194,6 @@ class Plan:
         cut = iter(torch.split(flat, [piece.size for piece in pieces]))
         for step in steps:
             yield [(neighbours(rows, device), next(cut).view(len(rows), -1)) for rows in step]
-
-
-def batches_of(length: Any, size: int, smallest: int) -> Any:
-    """Return the number of batches of an epoch, without too small batches.
-
-    Args:
-        length: samples of the epoch.
-        size: samples per batch, except for the last.
-        smallest: the smallest usable batch.
-    """
-    return length // size * (size >= smallest) + (length % size >= smallest)
 
 
 def neighbours(rows: NDArray[np.int64], device: torch.device) -> Rows:

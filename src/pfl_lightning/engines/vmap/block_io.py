@@ -209,7 +209,9 @@ class BlockIO:
             yield Outcome(
                 client=job.client,
                 update=updates[row],
-                state=ClientState(personal[row], member.optimizers, member.scaler),
+                state=ClientState(
+                    personal[row], member.optimizers, member.scaler, batches=member.job.state.batches | member.batches
+                ),
                 metrics=metrics,
                 finite=sound and (private or all(map(math.isfinite, metrics.values()))),
                 after=self._evaluate_alone(row, block, slots) if after is None else after[row],

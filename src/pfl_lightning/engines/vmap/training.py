@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import cast
 
 import numpy as np
@@ -15,13 +16,14 @@ from torch.optim import Optimizer
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import epoch_order
+from pfl_lightning.data.batches import batches_of, continued_orders
 from pfl_lightning.engines.errors import during
 from pfl_lightning.engines.layout import Layout
 from pfl_lightning.engines.local_optimizer import local_optimizer
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import adjusted_gradients
-from pfl_lightning.engines.vmap.block import Block, Plan, batches_of
+from pfl_lightning.engines.vmap.block import Block, Plan
 from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled
 from pfl_lightning.engines.vmap.gradients import Differentiator
@@ -91,6 +93,8 @@ class BlockTrainer:
                 member.scaler = state
         for member, count in zip(block.members, counts.tolist(), strict=True):
             member.steps += count
+            if member.job.continues(phase, self.work):
+                member.batches[phase.name] = member.job.state.batches.get(phase.name, 0) + count
 
     def _scales(self, block: Block) -> Scales | None:
         """Return the clients' loss scales, if the precision needs loss scaling."""
@@ -161,9 +165,20 @@ class BlockTrainer:
         size, last, epochs, steps = self.work.extent(phase)
         sizes = np.array(block.sizes)
         orders, lengths = [torch.empty(0, dtype=torch.int64)] * len(sizes), np.zeros_like(sizes)
+        skipped = np.zeros_like(sizes)
         generator, passes = torch.Generator(), dict[int, int]()
         for row, (member, samples) in enumerate(zip(block.members, block.sizes, strict=True)):
             if samples < smallest:
+                continue
+            if steps is not None and member.job.continues(phase, self.work):
+                begun = member.job.state.batches.get(phase.name, 0)
+                epochs_left, skipped[row] = continued_orders(
+                    samples, size, last, smallest, cast(int, member.job.order_seed), begun
+                )
+                first = next(epochs_left)
+                lengths[row] = first.numel()
+                further = -(-(int(skipped[row]) + steps) // batches_of(first.numel(), size, smallest)) - 1
+                orders[row] = torch.cat([first, *islice(epochs_left, further)])
                 continue
             # With several phases the client's generator continues from phase to phase, as in `Sequential`.
             generator = member.generator if len(block.phases) > 1 else generator.manual_seed(member.job.seed)
@@ -176,7 +191,7 @@ class BlockTrainer:
             if passes[samples] > 1:
                 more = (epoch_order(samples, size, last, generator) for _ in range(1, passes[samples]))
                 orders[row] = torch.cat([orders[row], *more])
-        return Plan(orders, np.cumsum(sizes) - sizes, lengths, size, smallest, steps)
+        return Plan(orders, np.cumsum(sizes) - sizes, lengths, size, smallest, steps, skipped)
 
     def _narrow(self, optimizers: StackOptimizers, end: int, phase: Phase, block: Block) -> None:
         """Release clients after their last step, and keep the optimizers' states with a lifetime of the run."""

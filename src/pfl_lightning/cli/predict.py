@@ -1,0 +1,294 @@
+"""The command ``pfl-lightning predict``: predict for new rows with the clients' models of a finished run."""
+
+import csv
+import sys
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import pfl_lightning.data
+import pfl_lightning.methods
+from pfl_lightning.cli.load_config import configured
+from pfl_lightning.cli.usage import Arguments, UsageError
+from pfl_lightning.cli.yaml_text import load
+from pfl_lightning.data.sources.table_data import as_text, read_table
+from pfl_lightning.federation.prediction import NeedsSamples, Predictions
+from pfl_lightning.runs.folder import checkpoint_of_run, stamped
+from pfl_lightning.trainer import FederatedTrainer
+
+DESCRIPTION = """\
+Predict for new rows with the clients' models of a run, and write a CSV file.
+
+    pfl-lightning predict --ckpt_path best --client Bremen --data rows.csv --out predictions.csv
+
+All settings come from the run's own config.yaml. The run's data are read only where a model can't be made without them.
+"""
+TABLES = (".csv", ".parquet")
+QUIET = (
+    "--trainer.logger false --trainer.enable_checkpointing false --trainer.enable_progress_bar false "
+    "--trainer.enable_model_summary false --trainer.callbacks null --trainer.devices 1 --trainer.strategy auto"
+)
+"""Settings for a Trainer that only predicts."""
+
+
+class Rows(NamedTuple):
+    """Rows to predict for.
+
+    Args:
+        of_clients: raw rows for the data module by client; or one for all clients.
+        places: by client, the numbers of its rows in the file, from 0; empty if all clients predict for all rows.
+    """
+
+    of_clients: Any
+    places: dict[str, list[int]]
+
+
+def main(args: list[str]) -> int:
+    """Run ``pfl-lightning predict``.
+
+    Args:
+        args: the command's arguments.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UsageError: if there is no such checkpoint, configuration or file of rows.
+    """
+    options = parser().parse_args(args)
+    path = checkpoint_of(options.ckpt_path, options.runs)
+    file = options.config or path.parent.parent / "config.yaml"
+    if not file.is_file():
+        raise UsageError(
+            f"predict: {file} is no file; give the configuration of the checkpoint's run by --config, or predict from "
+            "Python by trainer.predict, where the run was configured there."
+        )
+    config = load(file.read_text(encoding="utf-8"))
+    column = options.client_column or given_column(config, options)
+    rows = None if options.data is None else read_rows(options.data, column, config)
+    if rows is not None and rows.places and options.client:
+        raise UsageError("predict: --client and --client_column exclude each other; give one of them.")
+    if rows is not None and not rows.places and not options.client:
+        raise UsageError("predict: --client is missing: give names of clients, or all, or --client_column.")
+    clients = None if options.client in (None, ["all"]) else options.client
+    found = predictions(path, file, config, rows, clients)
+    write(options.out, found, {} if rows is None else rows.places)
+    count = len(found)
+    print(f"{sum(map(len, found.values()))} predictions of {count} client{'s' * (count != 1)}: {options.out}")
+    return 0
+
+
+def parser() -> Arguments:
+    """Return the parser of the command's arguments."""
+    made = Arguments("predict", usage="%(prog)s --client NAME --data FILE [options]", description=DESCRIPTION)
+    made.add_argument(
+        "--ckpt_path",
+        default="best",
+        metavar="CKPT",
+        help="best or last of the newest run, a run's folder, or a checkpoint (default: best)",
+    )
+    made.add_argument("--runs", type=Path, default=Path("runs"), help="folder of runs (default: runs)")
+    made.add_argument("--config", type=Path, help="configuration of the run, if it isn't in the run's folder")
+    made.add_argument(
+        "--client",
+        nargs="+",
+        metavar="NAME",
+        help="names or ids of clients, all, or new for a client that the run doesn't know",
+    )
+    made.add_argument("--client_column", metavar="COLUMN", help="column of the table with each row's client")
+    made.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="rows: a .csv or .parquet table, or inputs as .npy or .pt (default: the clients' own test rows)",
+    )
+    made.add_argument(
+        "--out", type=Path, default=Path("predictions.csv"), metavar="FILE", help="default: predictions.csv"
+    )
+    return made
+
+
+def checkpoint_of(given: str, runs: Path) -> Path:
+    """Return the checkpoint's file.
+
+    Args:
+        given: ``best`` or ``last``, a run's folder, or a file.
+        runs: the folder of runs.
+
+    Raises:
+        UsageError: if there is no such checkpoint.
+    """
+    if given in ("best", "last"):
+        roots = [root for root in sorted(runs.iterdir()) if root.is_dir()] if runs.is_dir() else []
+        found = [path for root in roots if (path := checkpoint_of_run(root, given, begun=False)) is not None]
+        if not found:
+            raise UsageError(f"predict: no run in {runs} has a checkpoint {given}.ckpt; give --runs, or a file.")
+        # runs of earlier versions have no stamp, and count as oldest
+        return max(found, key=lambda path: stamped(path.parent.parent))
+    path = Path(given)
+    if path.is_dir():
+        kept = [path / "checkpoints" / f"{name}.ckpt" for name in ("best", "last")]
+        if not (there := [file for file in kept if file.is_file()]):
+            raise UsageError(f"predict: {path} has no checkpoints/best.ckpt; give the folder of a run, or a file.")
+        return there[0]
+    if not path.is_file():
+        raise UsageError(f"predict: --ckpt_path {given} is no file; give best, last, a run's folder or a checkpoint.")
+    return path
+
+
+def given_column(config: Mapping[str, Any], options: Any) -> str | None:
+    """Return the run's own column of clients, if the table has it and no clients are named."""
+    column = settings_of_data(config).get("client")
+    if options.client or not isinstance(column, str) or options.data is None:
+        return None
+    if options.data.suffix not in TABLES or not options.data.is_file():
+        return None
+    return column if column in read_table(options.data, None, csv_of(config, options.data)) else None
+
+
+def settings_of_data(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a configuration's data module."""
+    return dict((config.get("data") or {}).get("init_args") or {})
+
+
+def csv_of(config: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """Return the run's settings for reading CSV files; a Parquet file has none."""
+    settings = settings_of_data(config) if path.suffix == ".csv" else {}
+    return {"decimal": settings.get("decimal", "."), "sep": settings.get("separator", ",")}
+
+
+def read_rows(path: Path, column: str | None, config: Mapping[str, Any]) -> Rows:
+    """Return the rows of a file.
+
+    Args:
+        path: the file.
+        column: column of each row's client; None lets each client predict for all rows.
+        config: the run's configuration.
+
+    Raises:
+        UsageError: if the file is missing or of another kind, or has no such column.
+    """
+    if not path.is_file():
+        folder = "is a folder: save its inputs as a tensor in a .pt file" if path.is_dir() else "is no file"
+        raise UsageError(f"predict: --data {path} {folder}; give a .csv, .parquet, .npy or .pt file.")
+    if path.suffix in TABLES:
+        if column is None:
+            return Rows(path, {})
+        csv = csv_of(config, path)
+        if column not in (there := read_table(path, None, csv)):
+            raise UsageError(f"predict: --client_column {column} is no column of {path}, which has {', '.join(there)}.")
+        table = read_table(path, there, csv)
+        if gaps := int(table[column].isna().sum()):
+            raise UsageError(f"predict: column {column!r} of {path} has no client in {gaps} of {len(table)} rows.")
+        names = table[column].map(as_text).to_numpy()
+        places = {name: np.flatnonzero(names == name).tolist() for name in sorted(set(names))}
+        # without the old row numbers, which messages about rows would else have beside positions
+        return Rows({name: table.iloc[own].reset_index(drop=True) for name, own in places.items()}, places)
+    if column is not None:
+        raise UsageError(f"predict: --client_column {column} needs a table, and --data {path} is none.")
+    if path.suffix == ".npy":
+        return Rows(torch.from_numpy(np.load(path, allow_pickle=False)), {})
+    if path.suffix == ".pt":
+        return Rows(torch.load(path, map_location="cpu", weights_only=True), {})
+    raise UsageError(f"predict: --data {path} must be a .csv, .parquet, .npy or .pt file.")
+
+
+def predictions(
+    path: Path, file: Path, config: Mapping[str, Any], rows: Rows | None, clients: list[str] | None
+) -> dict[int | str, Predictions]:
+    """Return the predictions by client.
+
+    The checkpoint alone suffices where it can make the clients' models and inputs; else the run's data are set up.
+
+    Args:
+        path: the checkpoint.
+        file: the run's configuration.
+        config: its contents.
+        rows: the rows; None takes the clients' test rows.
+        clients: the clients; None takes all, or those of the rows.
+    """
+    asked: Any = rows.of_clients if rows is not None and rows.places else clients
+    data = None if rows is None or rows.places else rows.of_clients
+    if rows is not None:
+        model = class_of(config, "model", pfl_lightning.methods).load_from_checkpoint(path, map_location="cpu")
+        # imported, so that the checkpoint's entry of the data finds it
+        class_of(config, "data", pfl_lightning.data)
+        try:
+            return quiet_trainer(config).predict(model, data, ckpt_path=path, clients=asked)
+        except NeedsSamples as error:
+            # told before the data are read, which may be refused for reasons of their own
+            print(f"predict: {str(error).partition(';')[0]}: reading the data of {file}", file=sys.stderr)
+    made = configured(["--config", str(file), *QUIET.split()])
+    settings = {"datamodule": made.datamodule, "aggregator": made.aggregator}
+    return made.trainer.predict(made.model, data, ckpt_path=path, clients=asked, **settings)
+
+
+def quiet_trainer(config: Mapping[str, Any]) -> FederatedTrainer:
+    """Return a Trainer with the run's accelerator and precision, which writes nothing."""
+    kept = {name: (config.get("trainer") or {}).get(name) for name in ("accelerator", "precision")}
+    return FederatedTrainer(
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{name: value for name, value in kept.items() if value is not None},
+    )
+
+
+def class_of(config: Mapping[str, Any], part: str, room: Any) -> Any:
+    """Return the class that a run's configuration names.
+
+    Args:
+        config: the configuration.
+        part: ``model`` or ``data``.
+        room: the module of classes that are named without their module.
+
+    Raises:
+        UsageError: if there is no such class.
+    """
+    path = str((config.get(part) or {}).get("class_path", ""))
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module) if module else room, name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"predict: {part}.class_path={path} of the configuration can't be imported: {error}."
+        ) from error
+
+
+def write(path: Path, found: Mapping[int | str, Predictions], places: Mapping[str, list[int]]) -> None:
+    """Write predictions as a CSV file: row, client, prediction, and probabilities of classes.
+
+    Args:
+        path: the file, replaced if it exists.
+        found: predictions by client.
+        places: by client, the numbers of its rows; empty if each client has all rows.
+    """
+    lines: list[tuple[int, dict[str, Any]]] = []
+    # clients come back in the order of the request, and a name may have become another form of itself
+    numbers: Iterable[Any] = places.values() if places else (range(len(each)) for each in found.values())
+    for (client, each), rows in zip(found.items(), numbers, strict=True):
+        columns = each.columns()
+        for row, cells in zip(rows, zip(*columns.values(), strict=True), strict=True):
+            lines.append((row, {"row": row, "client": client, **dict(zip(columns, map(shown, cells), strict=True))}))
+    if places:
+        # in the order of the file, which a client's rows may be scattered over
+        lines.sort(key=lambda line: line[0])
+    path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as out:
+        writer = csv.DictWriter(out, list(lines[0][1]))
+        writer.writeheader()
+        writer.writerows(cells for _, cells in lines)
+
+
+def shown(cell: Any) -> Any:
+    """Return a cell's text: nine digits tell all single-precision numbers apart.
+
+    >>> shown(0.1), shown("flu")
+    ('0.1', 'flu')
+    """
+    return f"{cell:.9g}" if isinstance(cell, float) else cell

@@ -1,0 +1,153 @@
+"""Cut any PyTorch module into a feature extractor and a classifier."""
+
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from pfl_lightning.nets.base import Net
+from pfl_lightning.nets.modes import kept_modes
+
+
+def cut_net(module: nn.Module, input_shape: tuple[int, ...], classifier: str | None = None) -> Net:
+    """Return a module as a `Net`: all layers before the output layer as features, the output layer as classifier.
+
+    The weights are the module's own. Its outputs don't change, which is checked on one batch.
+
+    >>> body = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+    >>> net = cut_net(nn.ModuleDict({"body": body}).body.append(nn.Linear(8, 3)), (4,))
+    >>> net.classifier
+    Linear(in_features=8, out_features=3, bias=True)
+
+    Args:
+        module: any module that maps one tensor of inputs ``[n, *input_shape]`` to outputs ``[n, ...]``.
+        input_shape: shape of one sample, without the batch.
+        classifier: dotted name of the module's output layer, such as ``fc`` or ``classifier.6``. None takes the
+            innermost layer with parameters whose output is the module's output.
+
+    Raises:
+        MisconfigurationException: if the module can't be called with such inputs, has no such layer, or goes on
+            computing after this layer.
+    """
+    name = type(module).__name__
+    layers = {path: layer for path, layer in module.named_modules() if path}
+    if classifier is not None and classifier not in layers:
+        raise MisconfigurationException(
+            f"classifier={classifier!r} is no layer of {name}; choose from {', '.join(list(layers)[-8:])}"
+        )
+    with kept_modes(module), torch.no_grad():
+        module.eval()
+        x, outputs, last = traced(module, input_shape)
+        if classifier is None and not layers:
+            return Net(nn.Identity(), module)
+        if classifier is None and not last:
+            raise MisconfigurationException(
+                f"model.net={name} computes its outputs by no layer of its own, so nothing says which one is the "
+                "classifier; let an nn.Module with parameters give the outputs, or build a Net(features, classifier)"
+            )
+        path = last[0] if classifier is None else classifier
+        head = layers[path]
+        # a module may have the same layer under several names
+        names = [other for other, layer in module.named_modules(remove_duplicate=False) if layer is head]
+        for other in names:
+            module.set_submodule(other, nn.Identity())
+        net = Net(module, head)
+        if not same_outputs(net, x, outputs):
+            for other in names:
+                module.set_submodule(other, head)
+            raise MisconfigurationException(
+                f"model.net={name} goes on computing after its layer {path!r}; name its output layer by "
+                "cut_net(..., classifier=NAME), or build a Net(features, classifier)"
+            )
+    return net
+
+
+def as_net(module: nn.Module, input_shape: tuple[int, ...], num_outputs: int) -> Net:
+    """Return a module as a `Net`, cut at its output layer unless it has modules for features and classifier.
+
+    Args:
+        module: any module.
+        input_shape: shape of one sample, without the batch.
+        num_outputs: outputs that the task needs for each sample.
+
+    Raises:
+        MisconfigurationException: if it can't be cut, or has another number of outputs.
+    """
+    if isinstance(module, Net):
+        return module
+    if all(isinstance(getattr(module, part, None), nn.Module) for part in ("features", "classifier")):
+        with kept_modes(module), torch.no_grad():
+            module.eval()
+            try:
+                x, outputs, _ = traced(module, input_shape)
+            # inputs of another kind, such as several tensors: the two parts are believed
+            except MisconfigurationException:
+                return module  # type: ignore[return-value]
+            # torchvision's AlexNet pools between its `features` and its `classifier`
+            if same_outputs(module, x, outputs):
+                return module  # type: ignore[return-value]
+    net = cut_net(module, input_shape)
+    # the 1,000 classes of a net trained on ImageNet would take the labels of any ten in silence
+    width = getattr(net.classifier, "out_features", num_outputs)
+    if width != num_outputs:
+        raise MisconfigurationException(
+            f"model.net={type(module).__name__} has {width} outputs, and the data need {num_outputs}; replace its "
+            "output layer, or build it for this number of classes"
+        )
+    return net
+
+
+def traced(module: nn.Module, input_shape: tuple[int, ...]) -> tuple[Tensor, Any, list[str]]:
+    """Call a module once; return the inputs, the outputs, and the names of the layers that return these very outputs.
+
+    Layers without parameters are left out; inner layers come before outer ones.
+
+    Args:
+        module: a module in evaluation mode.
+        input_shape: shape of one sample, without the batch.
+
+    Raises:
+        MisconfigurationException: if the module raises an error for numbers as well as for indices.
+    """
+    calls: list[tuple[str, Any]] = []
+    hooks = [
+        layer.register_forward_hook(lambda _, __, result, path=path: calls.append((path, result)))
+        for path, layer in module.named_modules()
+        if path and any(True for _ in layer.parameters())
+    ]
+    # no random numbers: the weights of further layers mustn't depend on this call
+    numbers = torch.linspace(-1, 1, 2 * torch.Size(input_shape).numel()).view(2, *input_shape)
+    problem: Exception | None = None
+    try:
+        for x in (numbers, torch.zeros_like(numbers, dtype=torch.int64)):
+            calls.clear()
+            try:
+                outputs = module(x)
+            except Exception as error:
+                problem = problem or error
+                continue
+            return x, outputs, [path for path, result in calls if result is outputs]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    raise MisconfigurationException(
+        f"model.net={type(module).__name__} can't be called with inputs of shape {list(numbers.shape)}, two samples of "
+        f"the data ({type(problem).__name__}: {' '.join(str(problem).split())[:160]}); build it for this shape"
+    ) from problem
+
+
+def same_outputs(net: Any, x: Tensor, outputs: Any) -> bool:
+    """Return whether the classifier of a net's features gives the outputs.
+
+    Args:
+        net: a module with ``features`` and ``classifier``.
+        x: inputs.
+        outputs: the outputs of the whole module.
+    """
+    try:
+        found = net.classifier(net.features(x))
+    # parts that don't fit together, which the whole module may join by operations in between
+    except Exception:
+        return False
+    return isinstance(found, Tensor) and found.shape == outputs.shape and torch.allclose(found, outputs)

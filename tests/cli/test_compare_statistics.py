@@ -1,0 +1,87 @@
+"""Differences to a reference: a simulated null, power, and values known beforehand."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import ttest_1samp
+
+from pfl_lightning.cli.compare.significance import Difference, difference, differences_to, interval, shown
+from pfl_lightning.tasks import Monitor
+
+SEEDS, CLIENTS = 3, 20
+
+
+def tables(count, methods, rng, gain=0.0):
+    """Accuracies of tables in which all methods are alike but for the last one's gain.
+
+    Clients differ by 5 points, whatever the method; a training run shifts all clients of a seed together by 1 point,
+    for each method anew; each client has further 3 points of noise.
+    """
+    for _ in range(count):
+        clients = rng.normal(0.8, 0.05, CLIENTS)
+        runs = rng.normal(0, 0.01, (methods, SEEDS, 1)) + rng.normal(0, 0.03, (methods, SEEDS, CLIENTS))
+        runs[-1] += gain
+        yield {
+            f"m{method}": {(seed, str(client)): value for (seed, client), value in np.ndenumerate(clients + own)}
+            for method, own in enumerate(runs)
+        }
+
+
+def marks(simulated):
+    """Whether each comparison with the first method is marked, ``[tables, methods - 1]``."""
+    return np.array([[marked for _, marked in differences_to(table, "m0").values()] for table in simulated])
+
+
+def test_one_comparison_of_equal_methods_is_marked_in_five_per_cent_of_tables():
+    found = marks(tables(3000, 2, np.random.default_rng(1)))
+    # 5 % within three standard errors: a rule that marks nothing would fail too
+    assert found.mean() == pytest.approx(0.05, abs=3 * math.sqrt(0.05 * 0.95 / 3000))
+
+
+def test_tables_of_several_equal_methods_have_any_mark_in_five_per_cent_at_most():
+    found = marks(tables(800, 6, np.random.default_rng(2)))
+    bound = 0.05 + 2 * math.sqrt(0.05 * 0.95 / 800)
+    assert found.any(axis=1).mean() <= bound and found.mean() <= 0.05
+
+
+def test_a_method_that_gains_is_found_and_others_are_not():
+    found = marks(tables(200, 4, np.random.default_rng(3), gain=0.3))
+    assert found[:, -1].mean() > 0.95 and found[:, :-1].mean() < 0.1
+
+
+def test_clients_of_a_seed_are_averaged_before_seeds_are_tested():
+    rng = np.random.default_rng(0)
+    values = {(seed, str(client)): rng.normal(seed) for seed in range(4) for client in range(5)}
+    reference = {key: rng.normal() for key in values if key != (3, "4")}
+    by_seed = [
+        np.mean([values[seed, str(k)] - reference[seed, str(k)] for k in range(5) if (seed, str(k)) in reference])
+        for seed in range(4)
+    ]
+    test = ttest_1samp(by_seed, 0)
+    found = difference(values, reference)
+    assert found.probability == pytest.approx(test.pvalue)
+    low, high = test.confidence_interval(0.95)
+    assert (found.mean - found.half, found.mean + found.half) == pytest.approx((low, high))
+    # the client that one method lacks is in neither mean
+    assert found.mean == pytest.approx(np.mean(by_seed))
+
+
+def test_without_a_common_client_there_is_no_difference():
+    assert difference({(0, "a"): 1.0}, {(0, "b"): 1.0, (1, "a"): 1.0}) is None
+    assert differences_to({"m": {(0, "a"): 1.0}, "other": {(1, "a"): 1.0}}, "m") == {}
+
+
+@pytest.mark.parametrize("gains", [[0.1], [0.1, 0.1, 0.1], [0.0, 0.0]], ids=str)
+def test_without_spread_over_seeds_nothing_is_marked(gains):
+    reference = {(seed, "a"): 0.5 + seed / 7 for seed in range(len(gains))}
+    values = {key: value + gains[key[0]] for key, value in reference.items()}
+    found, is_marked = differences_to({"m": values, "base": reference}, "base")["m"]
+    assert found.mean == pytest.approx(gains[0]) and math.isnan(found.half) and not is_marked
+
+
+def test_a_lower_loss_is_a_gain_with_a_negative_sign():
+    loss = Monitor("mae", "min")
+    one = Difference(mean=0.5, half=0.25, probability=0.01, better=1.0)
+    assert shown(one, True, loss) == "-0.5 [-0.75, -0.25]* (100 %)"
+    assert interval(one, Monitor()) == "+50.00 [+25.00, +75.00]"

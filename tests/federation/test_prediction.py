@@ -1,0 +1,321 @@
+"""Predictions for raw rows, with the models by which clients are evaluated."""
+
+from functools import partial
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch.utils.data import DataLoader, TensorDataset
+
+from command import ACCELERATOR
+from federations import (
+    FEATURES,
+    MOMENTUM,
+    NETS,
+    Blobs,
+    blobs,
+    equal,
+    fit,
+    make_client,
+    make_trainer,
+    noisy,
+    plain,
+    points,
+)
+from pfl_lightning import ClientModule, Predictions
+from pfl_lightning.aggregators import CFL
+from pfl_lightning.data import TensorData
+from pfl_lightning.federation.prediction import NeedsSamples
+from pfl_lightning.methods import FedAvg, FedPer, KNNPer, Local
+from pfl_lightning.methods.registry import METHODS
+from pfl_lightning.tasks import MultiLabel, NextToken, Regression, Segmentation
+from sweeps import swept
+
+SETTINGS = {"FedClassAvg": {"contrastive": False}}
+ROWS = points(7, seed=5)[0]
+NAMES = ("Bremen", "Erfurt", "Ulm")
+
+
+def named(**settings: Any) -> TensorData:
+    """Three clients with names."""
+    x, y = points(90, seed=2)
+    return TensorData(x, y, Blobs().task, client=[NAMES[row % 3] for row in range(90)], **settings)
+
+
+def accuracies(predicted: dict[Any, Predictions], data: Any) -> dict[Any, float]:
+    """The share of right classes of each client on its test rows."""
+    right = {name: own.classes == data.part(data.client_id(name), "test").y for name, own in predicted.items()}
+    return {name: float(each.float().mean()) for name, each in right.items()}
+
+
+@pytest.mark.parametrize("method", swept(METHODS))
+def test_predictions_for_a_client_s_test_rows_give_its_test_accuracy(method, tmp_path):
+    make = partial(make_client, method.client, net=noisy, **SETTINGS.get(method.name, {}))
+    run = fit(make(), root=tmp_path, aggregator=method.new_aggregator(), max_rounds=2)
+    tested = {client: values["acc"] for client, values in run.test().items()}
+    predicted = run.trainer.predict(run.model)
+    assert accuracies(predicted, run.data) == tested
+    rows = {client: run.data.part(client, "test").x for client in range(4)}
+    given = run.trainer.predict(run.model, clients=rows)
+    assert equal([own.outputs for own in predicted.values()], [own.outputs for own in given.values()])
+    # in another process, with the data or with the checkpoint alone
+    again = partial(make_trainer().predict, clients=rows, ckpt_path=run.last)
+    saved = again(make(), datamodule=blobs(), aggregator=method.new_aggregator())
+    assert equal([own.outputs for own in predicted.values()], [own.outputs for own in saved.values()])
+    try:
+        alone = make_trainer().predict(make(), clients=rows, ckpt_path=run.last)
+    except NeedsSamples:
+        assert method.name in NEED_SAMPLES
+    else:
+        assert equal([own.outputs for own in predicted.values()], [own.outputs for own in alone.values()])
+        assert method.name not in NEED_SAMPLES
+    one = run.trainer.client(2).eval()
+    assert torch.equal(one(rows[2].to(one.device)).cpu(), predicted[2].outputs)
+    assert {client: values["acc"] for client, values in run.test().items()} == tested
+
+
+NEED_SAMPLES = {"Per-FedAvg", "FedBABU", "GPFL", "kNN-Per", "FedALA", "FedFomo", "IFCA"}
+"""Methods whose clients' models are made from the clients' samples."""
+
+
+@pytest.mark.parametrize("engine", ["vectorised", "processes"])
+def test_predictions_are_those_of_the_sequential_engine(engine):
+    run = fit(make_client(FedPer), engine=engine)
+    tested = {client: values["acc"] for client, values in run.test().items()}
+    assert accuracies(run.trainer.predict(), run.data) == tested
+
+
+def test_each_architecture_predicts_with_its_own_net(tmp_path):
+    run = fit(make_client(Local, net=NETS), root=tmp_path)
+    tested = {client: values["acc"] for client, values in run.test().items()}
+    assert accuracies(run.trainer.predict(), run.data) == tested
+    alone = make_trainer().predict(make_client(Local, net=NETS), ROWS, ckpt_path=run.last)
+    assert all(
+        torch.equal(alone[client].outputs, run.trainer.predict(None, ROWS)[client].outputs) for client in range(4)
+    )
+
+
+# Which clients, and which rows
+
+
+def test_clients_are_named_by_name_or_id():
+    run = fit(make_client(FedPer), named())
+    predicted = run.trainer.predict(run.model, ROWS, clients=["Ulm", 0])
+    assert list(predicted) == ["Ulm", "Bremen"] and len(predicted["Ulm"]) == len(ROWS)
+    assert not torch.equal(predicted["Ulm"].outputs, predicted["Bremen"].outputs)
+    assert list(run.trainer.predict(run.model)) == list(NAMES)
+    assert list(run.trainer.predict(run.model, ROWS, clients="Ulm")) == ["Ulm"]
+    own = run.trainer.predict(run.model, clients={"Ulm": ROWS[:2], "Erfurt": ROWS[2:]})
+    assert torch.equal(own["Ulm"].outputs, predicted["Ulm"].outputs[:2]) and len(own["Erfurt"]) == 5
+    for client in ("ulm", "Rom", 3):
+        with pytest.raises(MisconfigurationException, match=f"client={client!r} is no client"):
+            run.trainer.predict(run.model, ROWS, clients=[client])
+
+
+def test_a_new_client_is_predicted_for_by_the_model_that_it_receives(tmp_path):
+    data = named(new_clients=1)
+    run = fit(make_client(FedAvg), data, root=tmp_path)
+    (name,) = data.client_names[data.num_clients :]
+    predicted = run.trainer.predict(run.model, ROWS, clients=[name, "new", 0])
+    # FedAvg sends all of them the same model
+    assert len({tuple(own.outputs.flatten().tolist()) for own in predicted.values()}) == 1
+    received = run.trainer.join(run.model, data)["new_received/acc"]
+    assert accuracies(run.trainer.predict(clients=[name]), data) == {name: pytest.approx(received)}
+    alone = make_trainer().predict(make_client(FedAvg), ROWS, ckpt_path=run.last, clients=["new"])
+    assert torch.equal(alone["new"].outputs, predicted["new"].outputs)
+
+
+@pytest.mark.parametrize(("method", "server"), [(FedAvg, CFL), (KNNPer, None)])
+def test_a_new_client_without_samples_is_refused_where_they_make_its_model(method, server, tmp_path):
+    run = fit(make_client(method), root=tmp_path, max_rounds=1, aggregator=server and server())
+    with pytest.raises(MisconfigurationException, match="new client"):
+        run.trainer.predict(run.model, ROWS, clients=["new"])
+    with pytest.raises(NeedsSamples):
+        make_trainer().predict(make_client(method), ROWS, ckpt_path=run.last, clients=["new"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        (torch.zeros(2, FEATURES + 1), r"\[2, 7\].*\[n, 6\]"),
+        (torch.zeros(FEATURES), r"\[6\].*\[n, 6\]"),
+        (torch.zeros(0, FEATURES), r"\[0, 6\].*\[n, 6\]"),
+        (torch.full((2, FEATURES), torch.nan), "nan in row 0"),
+        (DataLoader([1]), "data=DataLoader"),
+        ({"x": torch.zeros(2, FEATURES)}, "data is a dict"),
+        ("rows.csv", "data is a str"),
+    ],
+    ids=["width", "no rows", "empty", "nan", "loader", "dict", "path"],
+)
+def test_rows_of_another_form_are_refused(rows, reason):
+    run = fit(make_client(), max_rounds=1)
+    with pytest.raises(MisconfigurationException, match=reason):
+        run.trainer.predict(run.model, rows)
+
+
+def test_datasets_and_arrays_are_rows_too():
+    run = fit(make_client(), max_rounds=1)
+    outputs = run.trainer.predict(run.model, ROWS, clients=[0])[0].outputs
+    for rows in (TensorDataset(ROWS, torch.zeros(7)), ROWS.tolist(), ROWS.double().numpy()):
+        assert torch.equal(run.trainer.predict(run.model, rows, clients=[0])[0].outputs, outputs)
+
+
+def test_images_are_scaled_as_in_training():
+    bytes_of = torch.randint(0, 255, (40, 1, 4, 4), dtype=torch.uint8)
+    data = TensorData(bytes_of, torch.arange(40) % 2, Blobs().task, client=torch.arange(40) % 2)
+    data.setup()
+    assert torch.equal(data.inputs(bytes_of, 0), data.transform(bytes_of))
+    finished = data.transform(bytes_of)
+    assert torch.equal(data.inputs(finished, 0), finished)
+    with pytest.raises(MisconfigurationException, match="int64"):
+        data.inputs(bytes_of.long(), 0)
+
+
+# What comes back
+
+
+def test_predictions_follow_the_task():
+    outputs = torch.tensor([[0.0, 2.0], [3.0, -1.0]])
+    assert Blobs().task.predictions(outputs)["classes"].tolist() == [1, 0]
+    assert torch.allclose(Blobs().task.predictions(outputs)["probabilities"].sum(1), torch.ones(2))
+    labels = MultiLabel(2).predictions(outputs)
+    assert labels["classes"].tolist() == [[False, True], [True, False]] and labels["probabilities"][0, 0] == 0.5
+    assert equal(Regression(2).predictions(outputs), {"values": outputs})
+    pixels = Segmentation(3).predictions(torch.rand(2, 3, 4, 5))
+    assert pixels["classes"].shape == (2, 4, 5) and torch.allclose(pixels["probabilities"].sum(1), torch.ones(2, 4, 5))
+    tokens = NextToken(9).predictions(torch.rand(2, 5, 9))
+    assert tokens["classes"].shape == (2, 5) and torch.allclose(tokens["probabilities"].sum(2), torch.ones(2, 5))
+
+
+def test_predictions_become_columns():
+    outputs = torch.tensor([[0.0, 2.0], [3.0, -1.0]])
+    classes = Predictions(outputs, **Blobs().task.predictions(outputs), class_names=["no", "yes"]).columns()
+    assert classes["prediction"] == ["yes", "no"] and list(classes) == ["prediction", "p_no", "p_yes"]
+    numbered = Predictions(outputs, **Blobs().task.predictions(outputs)).columns()
+    assert numbered["prediction"] == ["1", "0"] and numbered["p_1"] == classes["p_yes"]
+    labels = Predictions(outputs, **MultiLabel(2).predictions(outputs), class_names=["a", "b"]).columns()
+    assert labels["prediction_a"] == [0, 1] and labels["p_a"][0] == 0.5
+    assert Predictions(outputs, values=outputs[:, :1]).columns() == {"prediction": [0.0, 3.0]}
+    assert Predictions(outputs, values=outputs).columns() == {"prediction_0": [0.0, 3.0], "prediction_1": [2.0, -1.0]}
+    pixels = torch.rand(2, 3, 4, 5)
+    with pytest.raises(MisconfigurationException, match=r"\[2, 3, 4, 5\]"):
+        Predictions(pixels, **Segmentation(3).predictions(pixels)).columns()
+
+
+class Writer(BasePredictionWriter):
+    """Keeps what Lightning gives to be written."""
+
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.batches: list[Any] = []
+        self.epochs: list[Any] = []
+
+    def write_on_batch_end(self, trainer, pl_module, prediction, *_):
+        self.batches.append(prediction)
+
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        self.epochs.append(predictions)
+
+
+def test_prediction_writers_work_with_the_checkpoint_alone_too(tmp_path):
+    run = fit(make_client(), root=tmp_path, max_rounds=1)
+    for data in ({"datamodule": blobs()}, {}):
+        writer = Writer()
+        trainer = make_trainer(callbacks=[writer])
+        settings = {"ckpt_path": run.last, "clients": [1, 3], "return_predictions": False}
+        assert trainer.predict(make_client(), ROWS, **data, **settings) == {}
+        assert [len(each) for each in writer.batches] == [7, 7] and len(writer.epochs) == 1
+
+
+def test_precision_is_the_trainer_s(tmp_path):
+    run = fit(make_client(), root=tmp_path, max_rounds=1)
+    exact = run.trainer.predict(run.model, ROWS, clients=[0])[0].outputs
+    for with_data in ({"datamodule": blobs()}, {}):
+        trainer = make_trainer(precision="bf16-mixed")
+        rounded = trainer.predict(make_client(), ROWS, ckpt_path=run.last, clients=[0], **with_data)[0].outputs
+        assert torch.equal(rounded, rounded.bfloat16().float()) and not torch.equal(rounded, exact)
+
+
+# What isn't there
+
+
+def test_what_is_missing_is_asked_for(tmp_path):
+    run = fit(make_client(), root=tmp_path, max_rounds=1)
+    with pytest.raises(MisconfigurationException, match="model="):
+        make_trainer().predict(data=ROWS)
+    with pytest.raises(NeedsSamples, match="datamodule="):
+        make_trainer().predict(make_client(), ckpt_path=run.last)
+    with pytest.raises(MisconfigurationException, match="another method or net"):
+        make_trainer().predict(make_client(net=noisy), ROWS, ckpt_path=run.last)
+    with pytest.raises(MisconfigurationException, match=r"trainer\.client"):
+        make_trainer().client(0)
+
+
+def test_a_checkpoint_without_the_data_s_entry_predicts_with_the_data(tmp_path):
+    run = fit(make_client(), root=tmp_path, max_rounds=1)
+    checkpoint = torch.load(run.last, weights_only=True)
+    del checkpoint["Blobs"], checkpoint["federation"]["newcomer"]
+    torch.save(checkpoint, old := tmp_path / "old.ckpt")
+    with pytest.raises(NeedsSamples):
+        make_trainer().predict(make_client(), ROWS, ckpt_path=old)
+    predicted = make_trainer().predict(make_client(), ROWS, datamodule=blobs(), ckpt_path=old, clients=[1, "new"])
+    assert torch.equal(predicted[1].outputs, run.trainer.predict(run.model, ROWS, clients=[1])[1].outputs)
+
+
+# One client's model, as an ordinary module
+
+
+def test_a_client_s_model_is_an_independent_copy():
+    run = fit(make_client(FedPer), named())
+    before = {name: tensor.clone() for name, tensor in run.federation.client.state_dict().items()}
+    one, other = run.trainer.client("Ulm"), run.trainer.client(1)
+    assert type(one) is FedPer and one.training and not equal(dict(one.state_dict()), dict(other.state_dict()))
+    with torch.no_grad():
+        for parameter in one.parameters():
+            parameter.zero_()
+    assert equal(dict(run.trainer.client(1).state_dict()), dict(other.state_dict()))
+    assert before.keys() == run.federation.client.state_dict().keys()
+
+
+def test_a_plain_trainer_tests_a_client_as_the_federation_does(tmp_path):
+    data = named()
+    run = fit(make_client(FedPer), data, root=tmp_path)
+    tested = run.test()
+    plain_trainer = lightning.Trainer(
+        accelerator=ACCELERATOR, logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    for client, name in enumerate(NAMES):
+        part = data.part(client, "test")
+        loader = DataLoader(TensorDataset(part.x, part.y), batch_size=4)
+        loaded = FedPer.load_from_checkpoint(run.last, client=name, net=plain, optimizer=MOMENTUM)
+        for model in (loaded, run.trainer.client(name)):
+            (measured,) = plain_trainer.test(model, loader, verbose=False)
+            assert measured["test/acc"] == tested[client]["acc"]
+            assert measured["test/loss"] == pytest.approx(tested[client]["loss"])
+            (validated,) = plain_trainer.validate(model, loader, verbose=False)
+            assert validated["val/acc"] == measured["test/acc"]
+
+
+def test_the_base_class_doesn_t_load_another_method_s_checkpoint(tmp_path):
+    run = fit(make_client(FedPer), root=tmp_path, max_rounds=1)
+    with pytest.raises(MisconfigurationException, match="FedPer"):
+        ClientModule.load_from_checkpoint(run.last, client=1, net=plain)
+
+
+@pytest.mark.parametrize("kind", ["pt2", "ts"])
+def test_an_exported_client_gives_its_outputs(kind, tmp_path):
+    model = fit(make_client(FedPer, net=noisy)).trainer.client(1)
+    model.export(path := tmp_path / f"model.{kind}")
+    read = torch.jit.load(path) if kind == "ts" else torch.export.load(path).module()
+    assert model.training
+    expected = model.eval().cpu()(ROWS)
+    assert torch.allclose(read(ROWS), expected) and torch.allclose(read(ROWS[:1]), expected[:1], atol=1e-6)
+
+
+def test_an_export_names_what_it_lacks(tmp_path):
+    model = make_client()
+    with pytest.raises(MisconfigurationException, match=r"\.pt2, \.ts or \.onnx"):
+        model.export(tmp_path / "model.h5")
