@@ -102,7 +102,7 @@ VALUES = {
     "--model.net.hidden x": "model.net.hidden=x must be a list.",
     "--model.net.hidden [-3]": "model.net.hidden=[-3] must be 1 or more each, such as [64].",
     "--model.net null": "model.net is null; give it a value, or leave it out.",
-    "--model.net torch.nn.Linear": "model.net=torch.nn.Linear is no Net.",
+    "--model.net torch.optim.SGD": "model.net=torch.optim.SGD is no Net.",
     "--model.net CNN": "net CNN takes images of at least 16 x 16 pixels",
     "--model.buffers x": "model.buffers=x must be one of average, local.",
     "--model FedProx --model.mu -1": "model.mu=-1.0 must be 0 (which is FedAvg) or more",
@@ -218,7 +218,7 @@ def test_yaml_with_several_meanings_or_without_end(text, capsys, tmp_path):
     "line",
     [
         "fit --config quickstart --config bad.yaml --print_config",
-        "fit --config quickstart --model.net bad.yaml",
+        "fit --config quickstart --trainer.cohort bad.yaml",
         "fit --config quickstart --data bad.yaml",
         "compare --methods fedavg --data Digits --config bad.yaml",
         "compare --methods bad.yaml --data Digits",

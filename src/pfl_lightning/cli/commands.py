@@ -18,7 +18,6 @@ OTHERS = {
 }
 """All other commands; `cli.main` knows the module of each."""
 
-
 FILLED = {"model", "datamodule", "train_dataloaders", "val_dataloaders", "dataloaders"}
 """Arguments of these methods of the Trainer that the command line fills, and that aren't options."""
 

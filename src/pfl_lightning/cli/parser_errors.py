@@ -321,8 +321,8 @@ SENTENCES: dict[str, Callable[[Mistake], str]] = {
         f"{mistake.setting.key}{mistake.setting.value} must be a list of {mistake[1]}."
     ),
     r"Expected '([\w.]+)' to be a subclass of <class '(\w+)'>": other_class,
-    r"Problem with given class_path '([^']+)':\s+(No module named '\w+')": lambda mistake: (
-        f"{mistake.setting.key}={mistake[1]}: {mistake[2]}"
+    r"(?:Problem with given class_path '([^']+)':\s+|callable class: )(No module named '\w+')": lambda mistake: (
+        f"{mistake.setting.key}{'=' + mistake[1] if mistake[1] else mistake.setting.value}: {mistake[2]}"
     ),
     r"Parser key \"\w+\":\s+Expected a <class '(?!NoneType)\w+'>": wrong_value,
     r"Expected a dot import path string: (\S+)(?=[\s\S]*Not a valid subclass of Callback)": unknown_class,
@@ -330,6 +330,7 @@ SENTENCES: dict[str, Callable[[Mistake], str]] = {
     r"Not a valid subclass of \w+": no_class,
     r"Expected a dot import path string: (\S+)": unknown_class,
     r"Expected a path but (\S+) either(?=[\s\S]*has no attribute)": unknown_class,
+    r"callable class: module '[\w.]+' has no attribute '(\w+)'": unknown_class,
     r"Expected a (?:<class '(?!NoneType)[\w.]+'>|typing\.Literal)": wrong_value,
 }
 """Patterns of jsonargparse's messages, the most specific first, each with the function that makes the sentence."""
