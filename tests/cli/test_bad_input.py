@@ -218,7 +218,7 @@ def test_yaml_with_several_meanings_or_without_end(text, capsys, tmp_path):
     "line",
     [
         "fit --config quickstart --config bad.yaml --print_config",
-        "fit --config quickstart --trainer.cohort bad.yaml",
+        "fit --config quickstart --model.net bad.yaml",
         "fit --config quickstart --data bad.yaml",
         "compare --methods fedavg --data Digits --config bad.yaml",
         "compare --methods bad.yaml --data Digits",
