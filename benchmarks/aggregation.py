@@ -14,8 +14,8 @@ import time
 import torch
 
 from pfl_lightning import Server
+from pfl_lightning.aggregators import CwFedAvg
 from pfl_lightning.messages import Updates, num_bytes
-from pfl_lightning.methods import CwFedAvg
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import CNN
 

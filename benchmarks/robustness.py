@@ -24,8 +24,8 @@ from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from pfl_lightning.cli.argv import resolved
 from pfl_lightning.cli.compare.runs import Run, reason
-from pfl_lightning.cli.configs import resolved
 from pfl_lightning.cli.main import main as command
 from pfl_lightning.engines.die_with_parent import end_with
 from pfl_lightning.runs.folder import held

@@ -16,9 +16,9 @@ import time
 import torch
 
 from pfl_lightning import Server, WeightedAverage
+from pfl_lightning.aggregators import LDAWA, FedAWA, FedAWAL, FedDisco, FedLAW
 from pfl_lightning.data import Samples
 from pfl_lightning.messages import StateDict, Updates
-from pfl_lightning.methods import LDAWA, FedAWA, FedAWAL, FedDisco, FedLAW
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import CifarResNet
 

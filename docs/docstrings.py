@@ -42,7 +42,7 @@ def reference(word: str, name: str) -> str:
     """
     module, way = located(name)
     first, *rest = word.split(".")
-    for scope in (*reversed(way), module, pfl_lightning, pfl_lightning.methods):
+    for scope in (*reversed(way), module, pfl_lightning, pfl_lightning.aggregators, pfl_lightning.methods):
         if isinstance(scope, type) and any(first in vars(base).get("__annotations__", {}) for base in scope.__mro__):
             return f"``{word}``"
         found = getattr(scope, first, None)

@@ -23,12 +23,13 @@ from federations import (
     same_end,
 )
 from pfl_lightning import WeightedAverage
+from pfl_lightning.aggregators import SCAFFOLD, FedAMP
 from pfl_lightning.callbacks import SignFlip
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.compression import EightBits, Sign, TopK
 from pfl_lightning.engines import Sequential
 from pfl_lightning.messages import num_bytes
-from pfl_lightning.methods import SCAFFOLD, ControlVariates, Ditto, FedAMP, FedAvg, FedPer, LGFedAvg, Local
+from pfl_lightning.methods import ControlVariates, Ditto, FedAvg, FedPer, LGFedAvg, Local
 from pfl_lightning.privacy import DPSGD, DPAverage
 
 KINDS = {"top-k": TopK(0.25), "sign": Sign(), "8 bits": EightBits()}

@@ -7,13 +7,13 @@ import pytest
 from lightning.pytorch import Trainer
 
 from pfl_lightning import FederatedTrainer
-from pfl_lightning.aggregators import WeightedAverage
+from pfl_lightning.aggregators import FedAdagrad, FedAvgM, FedAWA, WeightedAverage
 from pfl_lightning.aggregators.weighted_average import MeanSettings
 from pfl_lightning.client import ClientModule, ClientSettings
 from pfl_lightning.data import FederatedDataModule, ImageFolder
 from pfl_lightning.data.datamodule import DataSettings, DivisionSettings
 from pfl_lightning.data.tiny_imagenet import ImageSettings
-from pfl_lightning.methods import FeatureAlignment, FedAdagrad, FedAvgM, FedAWA, FedProto
+from pfl_lightning.methods import FeatureAlignment, FedProto
 from pfl_lightning.methods.feature_alignment import AlignmentSettings
 from pfl_lightning.methods.fedawa import FedAWASettings
 from pfl_lightning.methods.fedopt import AdaptiveSettings, MomentumSettings

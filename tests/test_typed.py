@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from pfl_lightning import ClientModule, FederatedTrainer, WeightedAverage
+from pfl_lightning.aggregators import FedAdam
 from pfl_lightning.data import Digits, Dirichlet
 from pfl_lightning.messages import Updates
 from pfl_lightning.methods import FedAvg, FedProx
@@ -64,6 +65,9 @@ WRONG = {
     "FedProx(MLP, (64,), 10, mu=1, nett=MLP)": 'Unexpected keyword argument "nett"',
     'FederatedTrainer(max_rounds="2")': 'to "FederatedTrainer" has incompatible type "str"; expected "int"',
     "run(Median())": 'Argument 1 to "run" has incompatible type "Median"; expected "ClientModule"',
+    "FedAdam(taau=1.0)": 'Unexpected keyword argument "taau"',
+    "from pfl_lightning.aggregators import FedAdm": 'has no attribute "FedAdm"',
+    "from pfl_lightning.methods import FedYogi": 'has no attribute "FedYogi"',
     'Median().aggregate({"a": {}}, 0)': 'expected "int": "dict[str, Any]"',
 }
 

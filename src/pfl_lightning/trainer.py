@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
@@ -43,11 +43,12 @@ from pfl_lightning.federation.final_test import final_test
 from pfl_lightning.federation.joining import joined_row
 from pfl_lightning.federation.options import ClientStates, FederationOptions, is_count
 from pfl_lightning.federation.prediction import Asked, NeedsSamples, Predictions, SavedClients
+from pfl_lightning.internals.of_lightning import continue_run
 from pfl_lightning.privacy import DPSGD, SecureSum
 from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.runs.client_states import MappedCheckpointIO
 from pfl_lightning.runs.folder import at_work, checkpoint_of_run, leaving_nothing_if_refused
-from pfl_lightning.runs.run_folders import RunFolders
+from pfl_lightning.runs.run_status import is_bare
 from pfl_lightning.selection import Selection, Uniform
 from pfl_lightning.settings import Unpack
 from pfl_lightning.stopping import RankLost, Stopped, stoppable
@@ -85,7 +86,7 @@ class TrainerSettings(TypedDict, total=False):
     model_registry: str | None
 
 
-class FederatedTrainer(RunFolders):
+class FederatedTrainer(Trainer):
     """Fit a federation with Lightning's Trainer: each round is one epoch of Lightning's own fit loop.
 
     Validation and test run over all clients. Callbacks, loggers, precision, checkpoints and resuming are Lightning's.
@@ -194,6 +195,7 @@ class FederatedTrainer(RunFolders):
         )
         # Set while join() runs Lightning's test, in which _run_stage then joins instead.
         self._joining: Callable[[Federation], dict[str, float]] | None = None
+        # Such a logger is named after the run; a user's logger keeps its name.
         self.own_logger = arguments.get("logger") in (None, True) and not arguments.get("fast_dev_run")
         fill_defaults(arguments, default_root_dir, client_states)
         check_machine(arguments)
@@ -214,6 +216,62 @@ class FederatedTrainer(RunFolders):
         """Rounds done; the Trainer's own optimizer makes no steps."""
         federation = self.lightning_module
         return federation.round if isinstance(federation, Federation) else 0
+
+    @property
+    def log_dir(self) -> str | None:
+        """The run's folder, with record, configuration and checkpoints, whatever the logger.
+
+        Lightning's own property communicates with the first rank, so a single rank can't read it.
+        """
+        if self.logger is None:
+            return self.default_root_dir
+        if isinstance(self.logger, (CSVLogger, TensorBoardLogger)):
+            return str(self.logger.log_dir)
+        version = self.logger.version
+        # as Lightning's ModelCheckpoint names the folders of other loggers
+        version = version if isinstance(version, str) else f"version_{version}"
+        return str(Path(self.logger.save_dir or self.default_root_dir, str(self.logger.name), version))
+
+    @property
+    def run_root(self) -> Path:
+        """The parent of this method's runs."""
+        save_dir = None if self.logger is None else self.logger.save_dir
+        return Path(save_dir or self.default_root_dir, *([] if self.logger is None else [str(self.logger.name)]))
+
+    def name_run(self, name: str, version: str | None = None) -> None:
+        """Name the folder of the run, unless the logger is the user's.
+
+        Args:
+            name: name of method and data.
+            version: name of an earlier run to continue; None makes a new run.
+        """
+        if self.own_logger:
+            # flushed at each step, so that a killed run keeps all rows
+            self.logger = CSVLogger(self.default_root_dir, name, version=version, flush_logs_every_n_steps=1)
+
+    def go_on_in(self, ckpt_path: str | None) -> None:
+        """Continue a resumed run in the folder of its checkpoint, so that one run lies in one place.
+
+        The user's logger continues with the run in this folder, unless the user has named a run.
+
+        Args:
+            ckpt_path: the checkpoint, or None.
+        """
+        run = None if ckpt_path is None else Path(ckpt_path).resolve().parent.parent
+        # a checkpoint from elsewhere, such as a copy on another machine, starts a new run
+        if run is not None and run.parent == self.run_root.resolve():
+            self.name_run(run.parent.name, run.name)
+            if isinstance(self.logger, (CSVLogger, TensorBoardLogger, WandbLogger)):
+                continue_run(self.logger, run.name)
+
+    def take_over(self) -> None:
+        """Give a new run the folder of the last run, if the last run was killed before its first round."""
+        if not self.own_logger or not self.is_global_zero or Path(str(self.log_dir)).exists():
+            return
+        # else each attempt that fails early would leave an empty version_N
+        last = self.run_root / f"version_{int(self.logger.version) - 1}"  # type: ignore[union-attr, arg-type]
+        if is_bare(last):
+            self.name_run(last.parent.name, last.name)
 
     def fit(  # type: ignore[override]
         self,
@@ -692,7 +750,7 @@ def check_classes(model: Any, datamodule: Any, aggregator: Any) -> None:
         raise MisconfigurationException(
             f"aggregator={name} is a class; give an instance, {name}()."
             if isinstance(aggregator, type)
-            else f"aggregator={name} is no Aggregator; take one of pfl_lightning.methods."
+            else f"aggregator={name} is no Aggregator; take one of pfl_lightning.aggregators."
         )
 
 
@@ -786,7 +844,7 @@ def check_ranks(strategy: Strategy, engine: type[Engine] | EngineMaker, ranks: i
         )
 
 
-def checkpoint_file(trainer: RunFolders, ckpt_path: str | Path | None, begun: bool) -> str | None:
+def checkpoint_file(trainer: FederatedTrainer, ckpt_path: str | Path | None, begun: bool) -> str | None:
     """Return the file of a ``ckpt_path``; None if ``best`` or ``last`` doesn't exist.
 
     Args:
@@ -805,7 +863,7 @@ def checkpoint_file(trainer: RunFolders, ckpt_path: str | Path | None, begun: bo
     return str(found) if found is not None and found.exists() else None
 
 
-def present_checkpoint(trainer: RunFolders, ckpt_path: str | Path | None) -> str | None:
+def present_checkpoint(trainer: FederatedTrainer, ckpt_path: str | Path | None) -> str | None:
     """Return the file of an evaluation's ``ckpt_path``; None if none is given.
 
     Args:

@@ -8,9 +8,9 @@ from torch import nn
 
 from federations import FEATURES, Spy, blobs, equal, fit, make_client, noisy
 from pfl_lightning import Aggregator, AggregatorList, Server, WeightedAverage
-from pfl_lightning.aggregators import ClassMeans, client_weights, mean_model
+from pfl_lightning.aggregators import ClassMeans, CwFedAvg, client_weights, mean_model
 from pfl_lightning.messages import detached, weighted_mean
-from pfl_lightning.methods import CwFedAvg, FedPer
+from pfl_lightning.methods import FedPer
 from pfl_lightning.nets import Net
 
 

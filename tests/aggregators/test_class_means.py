@@ -23,10 +23,10 @@ from federations import (
     same_end,
 )
 from pfl_lightning import AggregatorList, Server, WeightedAverage
-from pfl_lightning.aggregators import ClassMeans
+from pfl_lightning.aggregators import ClassMeans, CwFedAvg
 from pfl_lightning.data import Samples
 from pfl_lightning.messages import detached
-from pfl_lightning.methods import CwFedAvg, FedAvg, Local
+from pfl_lightning.methods import FedAvg, Local
 from pfl_lightning.methods.alternate_training import AlternateAlignment, AlternateTraining
 from pfl_lightning.methods.class_vectors import ClassVectors, class_means
 from pfl_lightning.methods.feature_alignment import FeatureAlignment

@@ -11,9 +11,10 @@ from lightning.pytorch.loggers import WandbLogger
 
 from federations import blobs, fit, make_client, noisy, same_end, untimed
 from pfl_lightning import Aggregator, AggregatorList
+from pfl_lightning.aggregators import CwFedAvg
 from pfl_lightning.callbacks import ClassPictures
 from pfl_lightning.callbacks import class_pictures as module
-from pfl_lightning.methods import WDR, CwFedAvg, FedPer, Local
+from pfl_lightning.methods import WDR, FedPer, Local
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import Net
 from sweeps import swept

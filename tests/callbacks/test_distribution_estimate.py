@@ -2,9 +2,10 @@ import pytest
 import torch
 
 from federations import CLASSES, Spy, blobs, fit, make_client
+from pfl_lightning.aggregators import CwFedAvg
 from pfl_lightning.callbacks import DistributionEstimate
 from pfl_lightning.callbacks.distribution_estimate import estimation_error
-from pfl_lightning.methods import WDR, CwFedAvg, FedAvg, FedPer, Local
+from pfl_lightning.methods import WDR, FedAvg, FedPer, Local
 from pfl_lightning.methods.cwfedavg import row_distribution
 
 

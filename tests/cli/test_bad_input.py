@@ -102,7 +102,7 @@ VALUES = {
     "--model.net.hidden x": "model.net.hidden=x must be a list.",
     "--model.net.hidden [-3]": "model.net.hidden=[-3] must be 1 or more each, such as [64].",
     "--model.net null": "model.net is null; give it a value, or leave it out.",
-    "--model.net torch.nn.Linear": "model.net=torch.nn.Linear is no Net.",
+    "--model.net torch.optim.SGD": "model.net=torch.optim.SGD is no Net.",
     "--model.net CNN": "net CNN takes images of at least 16 x 16 pixels",
     "--model.buffers x": "model.buffers=x must be one of average, local.",
     "--model FedProx --model.mu -1": "model.mu=-1.0 must be 0 (which is FedAvg) or more",

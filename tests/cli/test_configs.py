@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from command import QUIET, pfl, refusal
+from pfl_lightning.cli.argv import resolved
 from pfl_lightning.cli.compare.choices import choose
-from pfl_lightning.cli.configs import FOLDER, find, names, resolved, squeezed, what
+from pfl_lightning.cli.configs import FOLDER, find, names, squeezed, what
 from pfl_lightning.methods.registry import METHODS, method_of
 
 SMALL = f"{QUIET} --trainer.max_rounds 1 --data.max_samples 900"

@@ -10,7 +10,7 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from command import CONFIGS, pfl, refusal
-from pfl_lightning import Aggregator, WeightedAverage, methods
+from pfl_lightning import WeightedAverage, aggregators, methods
 from pfl_lightning.cli.measuring import CLIENTS, describe, quiet, works
 from pfl_lightning.cli.methods_table import FORMATS, NOTE, STORED, stored
 from pfl_lightning.messages import digest
@@ -22,7 +22,7 @@ from sweeps import swept
 ROOT = Path(__file__).parents[2]
 TABLES = {"markdown": ROOT / "docs" / "methods.md", "short": ROOT / "README.md"}
 
-BASES = {methods.KnowledgeCoefficients}
+BASES = {aggregators.KnowledgeCoefficients}
 """What is exported to be subclassed, and is no method by itself."""
 
 
@@ -71,7 +71,8 @@ def test_everything_that_is_exported_is_in_the_table():
         aggregator = method.new_aggregator()
         used |= {type(each) for each in (aggregator, *getattr(aggregator, "aggregators", ()))}
     exported = {getattr(methods, name) for name in methods.__all__}
-    assert {cls for cls in exported if issubclass(cls, (FedAvg, Aggregator))} - BASES <= used
+    servers = {getattr(aggregators, name) for name in aggregators.SERVERS}
+    assert ({cls for cls in exported if issubclass(cls, FedAvg)} | servers) - BASES <= used
 
 
 def test_every_method_has_a_name_and_a_paper_of_its_year():
@@ -167,8 +168,8 @@ def test_an_error_that_is_no_refusal_is_no_answer():
 
 def test_papers_come_from_docstrings():
     assert Method("Curious", Curious).paper == ("Nobody and Others, 2031", "https://example.org")
-    assert Method("X", FedAvg, methods.FedAWA).paper[1] == "https://arxiv.org/abs/2503.15842"
-    assert Method("X", Curious, methods.FedAWA, source=Curious).paper[1] == "https://example.org"
+    assert Method("X", FedAvg, aggregators.FedAWA).paper[1] == "https://arxiv.org/abs/2503.15842"
+    assert Method("X", Curious, aggregators.FedAWA, source=Curious).paper[1] == "https://example.org"
 
 
 def test_formats(rows):

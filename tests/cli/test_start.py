@@ -1,16 +1,24 @@
 """What is answered without torch, and that the answers are the parser's."""
 
+import re
 import subprocess
 import sys
 
 import pytest
+import yaml
 
 from command import QUICKSTART
-from pfl_lightning.cli import refusals
-from pfl_lightning.cli.options import measured, text
-from pfl_lightning.cli.refusals import STORED, installed, refuse_at_sight, stored
+from pfl_lightning.cli import argv, options
+from pfl_lightning.cli.argv import CommandLine
+from pfl_lightning.cli.commands import TRAINER
+from pfl_lightning.cli.configs import FOLDER
+from pfl_lightning.cli.load_config import new_parser
+from pfl_lightning.cli.options import options_of
+from pfl_lightning.cli.refusals import refuse_at_sight
 from pfl_lightning.cli.trainer_commands import PflCLI
 from pfl_lightning.cli.usage import UsageError
+from pfl_lightning.internals.of_jsonargparse import commands_of
+from pfl_lightning.internals.of_jsonargparse import options_of as actions_of
 
 PROGRAM = """
 import sys
@@ -92,57 +100,93 @@ LEFT = [
 ]
 
 
-@pytest.fixture
-def stored_options_are_of_what_is_installed():
-    if stored().versions != installed():
-        pytest.skip(f"{STORED.name} is of {stored().versions}, and so isn't used with {installed()}")
-
-
 @pytest.mark.parametrize("line", LIGHT)
-def test_help_lists_and_mistakes_need_no_torch(line, request):
-    if "--trainer.max_round " in line:
-        request.getfixturevalue("stored_options_are_of_what_is_installed")
+def test_help_lists_and_mistakes_need_no_torch(line):
     done = subprocess.run([sys.executable, "-c", PROGRAM, *line.split()], capture_output=True, text=True, check=True)
     assert done.stderr.splitlines()[-1] == f"{LIGHT[line]} []"
 
 
-@pytest.mark.usefixtures("stored_options_are_of_what_is_installed")
 @pytest.mark.parametrize("line", REFUSED)
 def test_what_is_refused_at_sight_the_parser_refuses_in_the_same_words(line, capsys):
     with pytest.raises(UsageError) as refused:
-        refuse_at_sight(line.split())
-    with pytest.raises(SystemExit) as ended, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["pfl-lightning"])
-        PflCLI.of(line.split())
+        refuse_at_sight(CommandLine(line.split()))
+    with pytest.raises(SystemExit) as ended:
+        PflCLI.of(CommandLine(line.split()))
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"pfl-lightning: error: {refused.value}\n"
 
 
 @pytest.mark.parametrize("line", LEFT)
 def test_what_is_not_sure_is_left_to_the_parser(line):
-    refuse_at_sight(line.split())
+    refuse_at_sight(CommandLine(line.split()))
 
 
 def test_a_file_of_the_user_is_there(tmp_path):
     (tmp_path / "mine.yaml").touch()
     (tmp_path / "folder").mkdir()
     for name in ("mine.yaml", "mine", "folder"):
-        refuse_at_sight(["fit", "--config", name])
+        refuse_at_sight(CommandLine(["fit", "--config", name]))
     with pytest.raises(UsageError, match=r"--config mien.yaml is no file; did you mean mine.yaml\?"):
-        refuse_at_sight(["fit", "--config", "mien.yaml"])
+        refuse_at_sight(CommandLine(["fit", "--config", "mien.yaml"]))
 
 
-@pytest.mark.usefixtures("stored_options_are_of_what_is_installed")
-def test_the_stored_options_are_the_parser_s():
-    assert STORED.read_text() == text(measured()), (
-        f"write what python -m pfl_lightning.cli.options prints into {STORED}"
-    )
+@pytest.mark.parametrize("command", TRAINER)
+def test_options_read_from_source_are_the_parser_s(command):
+    parser = commands_of(new_parser())[command]
+    known = options_of(command)
+    # no suggestion depends on the options NAME.help, which are below an option that names a class
+    assert set(known.names) == {name for name in parser.own_names() if not name.endswith(".help")}
+    types = {option.dest: str(getattr(option, "_typehint", "")) for option in actions_of(parser)}
+    closed = [name for name in known.names if name not in known.open and types.get(name)]
+    assert len(closed) > 30
+    for name in closed:
+        assert not re.search(r"(?<!<)class|pfl_lightning|lightning|Callable|Any", types[name]), name
+    assert known.explained == {"trainer.max_epochs"} and known.may_be("trainer.max_epochs")
 
 
-@pytest.mark.usefixtures("stored_options_are_of_what_is_installed")
-def test_options_of_other_versions_are_left_to_the_parser(monkeypatch):
-    line = f"fit {QUICKSTART} --trainer.max_round 3".split()
+@pytest.mark.parametrize("source", [None, "", "class Trainer:\n    def", "class Trainer: pass"])
+def test_options_that_cannot_be_read_are_left_to_the_parser(source, monkeypatch):
+    line = CommandLine(f"fit {QUICKSTART} --trainer.max_round 3".split())
     with pytest.raises(UsageError, match=r"trainer.max_round is not an option; did you mean trainer.max_rounds\?"):
         refuse_at_sight(line)
-    monkeypatch.setattr(refusals, "version", lambda name: "1.0")
+
+    def read() -> str:
+        if source is None:
+            raise LookupError("lightning")
+        return source
+
+    monkeypatch.setattr(options, "lightning_source", read)
+    options.options_of.cache_clear()
     refuse_at_sight(line)
+    options.options_of.cache_clear()
+
+
+@pytest.mark.parametrize("way", ["-c {}", "-c{}", "-c={}", "--config {}", "--config={}"])
+def test_a_configuration_is_found_however_it_is_given(way):
+    line = CommandLine(["fit", *way.format("methods/FedProx").split(), "--trainer.max_rounds", "3"])
+    (path, *rest) = [argument.class_of("model") for argument in line.arguments]
+    assert path == "FedProx" and rest == [None]
+    words = line.completed(str)
+    assert str(FOLDER / "methods" / "fedprox.yaml") in "=".join(words) and words[-2:] == ["--trainer.max_rounds", "3"]
+    with pytest.raises(UsageError, match=r"--config gone.yaml is no file"):
+        refuse_at_sight(CommandLine(["fit", *way.format("gone.yaml").split()]))
+
+
+def test_a_file_is_read_once(monkeypatch, tmp_path):
+    (tmp_path / "mine.yaml").write_text("model: FedProx\ntrainer: {local_steps: 3}")
+    read = []
+    monkeypatch.setattr(argv, "load", lambda text: read.append(text) or yaml.safe_load(text))
+    models = []
+    line = CommandLine(["fit", "-c", "mine.yaml", "--aggregator.mean", "Krum"])
+    words = line.completed(lambda model: models.append(model) or "Own")
+    assert words[2:] == [
+        "mine.yaml",
+        "--trainer.local_epochs",
+        "null",
+        "--aggregator",
+        "Own",
+        "--aggregator.mean",
+        "Krum",
+    ]
+    assert models == ["FedProx"]
+    assert len(read) == 1

@@ -25,6 +25,7 @@ from federations import (
     plain,
     same_end,
 )
+from pfl_lightning.aggregators import ClusterModels, FedLAW
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.client.common import common_parameters, trained_parameters, whole_model
 from pfl_lightning.messages import detached, digest, num_bytes, tensors
@@ -34,7 +35,6 @@ from pfl_lightning.methods import (
     IFCA,
     MOON,
     CloudProx,
-    ClusterModels,
     ControlVariates,
     Ditto,
     FedALA,
@@ -46,7 +46,6 @@ from pfl_lightning.methods import (
     FedCP,
     FedFomo,
     FedGH,
-    FedLAW,
     FedPer,
     FedProx,
     FedRep,

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from federations import CLASSES, Spy, Wide, blobs, equal, fit, make_client, noisy, plain
 from pfl_lightning import Phase, WeightedAverage
-from pfl_lightning.methods import FedLAW, FedPer, FedProx
+from pfl_lightning.aggregators import FedLAW
+from pfl_lightning.methods import FedPer, FedProx
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import Net
 from pfl_lightning.tasks import Classification, Regression

@@ -13,6 +13,7 @@ from torch.optim import SGD
 from command import QUICKSTART, QUIET, refusal
 from federations import fit, make_client
 from pfl_lightning import AggregatorList, WeightedAverage
+from pfl_lightning.aggregators import FedAMP, KTpFL
 from pfl_lightning.contract.pairing import check_finite, check_tied
 from pfl_lightning.methods import (
     MOON,
@@ -20,13 +21,11 @@ from pfl_lightning.methods import (
     ControlVariates,
     Ditto,
     FedALA,
-    FedAMP,
     FedBABU,
     FedFomo,
     FedPer,
     FedProx,
     FedRep,
-    KTpFL,
     LGFedAvg,
     Local,
 )

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from federations import Spy, TwoGroups, blobs, fit, make_client
-from pfl_lightning.aggregators import Aggregator, AggregatorList, WeightedAverage
+from pfl_lightning.aggregators import CFL, Aggregator, AggregatorList, WeightedAverage
 from pfl_lightning.messages import Message, Updates, detached, tensors
-from pfl_lightning.methods import CFL
 from pfl_lightning.methods.registry import METHODS
 from sweeps import swept
 

@@ -16,11 +16,12 @@ from torch.optim import Adam
 
 from command import forked
 from federations import MOMENTUM, NETS, Spy, blobs, fit, make_client, noisy, same_end
+from pfl_lightning.aggregators import FedReMa
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.engines import LocalWork, Processes, die_with_parent, processes
 from pfl_lightning.engines.errors import ClientsLost
 from pfl_lightning.engines.processes import taken_from
-from pfl_lightning.methods import WDR, FedAvg, FedBABU, FedPer, FedReMa, Local
+from pfl_lightning.methods import WDR, FedAvg, FedBABU, FedPer, Local
 from sweeps import swept
 
 

@@ -12,10 +12,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from command import QUIET, pfl
 from federations import NETS, equal, fit, load, make_client, make_trainer, noisy, read_csv, untimed
+from pfl_lightning.aggregators import FedReMa
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.engines.client_parallel import ClientParallel
 from pfl_lightning.engines.sharded import deal
-from pfl_lightning.methods import FedAvg, FedBABU, FedPer, FedReMa, Local
+from pfl_lightning.methods import FedAvg, FedBABU, FedPer, Local
 
 MAKE = partial(make_client, FedPer, net=noisy, optimizer_lifetime="run")
 

@@ -22,26 +22,21 @@ from federations import (
     same_end,
 )
 from pfl_lightning import WeightedAverage
+from pfl_lightning.aggregators import CFL, CwFedAvg, FedAMP, FedPAC, FedReMa, KTpFL
 from pfl_lightning.data import IID, FederatedDataModule, Loaded, Natural
 from pfl_lightning.engines import Sequential
 from pfl_lightning.methods import (
     APPLE,
-    CFL,
     IFCA,
     WDR,
     CloudProx,
-    CwFedAvg,
     Ditto,
-    FedAMP,
     FedBABU,
     FedFomo,
-    FedPAC,
     FedPer,
-    FedReMa,
     FedRep,
     FedRoD,
     KnowledgeTransfer,
-    KTpFL,
     PerFedAvg,
 )
 from pfl_lightning.methods.fedfomo import AffinityPool

@@ -28,9 +28,10 @@ from federations import (
     points,
 )
 from pfl_lightning import ClientModule, Predictions
+from pfl_lightning.aggregators import CFL
 from pfl_lightning.data import Preprocessing, TableData, TensorData
 from pfl_lightning.federation.prediction import NeedsSamples
-from pfl_lightning.methods import CFL, FedAvg, FedPer, KNNPer, Local
+from pfl_lightning.methods import FedAvg, FedPer, KNNPer, Local
 from pfl_lightning.methods.registry import METHODS
 from pfl_lightning.tasks import Classification, MultiLabel, NextToken, Regression, Segmentation
 from sweeps import swept

@@ -14,10 +14,11 @@ from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR, SequentialLR, S
 
 from command import QUICKSTART, QUIET, pfl, refusal
 from federations import FEATURES, Blobs, Run, Sizes, blobs, equal, fit, load, make_client, make_trainer, plain, read_csv
+from pfl_lightning.aggregators import FedLAW
 from pfl_lightning.callbacks import ChannelsLast, SignFlip
 from pfl_lightning.data import Dirichlet
 from pfl_lightning.federation.resuming import changes, check_settings
-from pfl_lightning.methods import FedLAW, FedProx
+from pfl_lightning.methods import FedProx
 from pfl_lightning.nets import Net
 
 

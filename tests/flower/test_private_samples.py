@@ -11,8 +11,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from federations import Spy, equal, fit, make_client
+from pfl_lightning.aggregators import FedDisco
 from pfl_lightning.callbacks import FederatedCallback
-from pfl_lightning.methods import FedDisco, FedPer
+from pfl_lightning.methods import FedPer
 from pfl_lightning.privacy import DPSGD
 
 SECURE = {"example_privacy": DPSGD(1.0, 0.5)}

@@ -1,12 +1,14 @@
 """Each private name of jsonargparse and argparse that the package uses."""
 
+import sys
+from types import ModuleType
 from typing import Literal
 
 import pytest
 from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser
 
-from pfl_lightning.internals.of_jsonargparse import commands_of, options_of, type_of
+from pfl_lightning.internals.of_jsonargparse import commands_of, name_paths, options_of
 
 
 def train(rate: float = 0.1, mode: Literal["slow", "fast"] = "slow", size: int | None = None) -> None:
@@ -35,8 +37,15 @@ def test_commands_are_listed_with_their_parsers(parser):
     assert commands_of(commands_of(parser)["fit"]) == {}
 
 
-def test_options_know_their_types(parser):
-    types = {option.dest: str(type_of(option)) for option in options_of(commands_of(parser)["fit"])}
-    assert types["trainer.mode"] == "typing.Literal['slow', 'fast']"
-    assert "int" in types["trainer.size"] and "None" in types["trainer.size"]
-    assert types["help"] == ""
+class Here:
+    """A class."""
+
+
+def test_a_class_is_written_by_the_path_it_was_given(monkeypatch):
+    window = ModuleType("window")
+    window.Here = Here
+    monkeypatch.setitem(sys.modules, "window", window)
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(Here, "here")
+    name_paths({"window.Here": Here})
+    assert parser.parse_args(["--here", "Here"]).here.class_path == "window.Here"

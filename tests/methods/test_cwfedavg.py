@@ -10,8 +10,9 @@ from torch import nn
 
 from federations import FEATURES, Shuffled, Spy, blobs, equal, fit, load, make_client, plain, same_end
 from pfl_lightning import Server, WeightedAverage
+from pfl_lightning.aggregators import CwFedAvg
 from pfl_lightning.messages import weighted_mean
-from pfl_lightning.methods import WDR, CwFedAvg, FedAvg, FedPer, FedProx, Local
+from pfl_lightning.methods import WDR, FedAvg, FedPer, FedProx, Local
 from pfl_lightning.methods.cwfedavg import row_distribution
 from pfl_lightning.nets import Net, find_output_layer
 

@@ -8,9 +8,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim import SGD
 
 from federations import Spy, equal, fit, make_client, noisy, same_end
+from pfl_lightning.aggregators import CyclicTransfer
 from pfl_lightning.callbacks.attacks import SignFlip
 from pfl_lightning.data import epoch_order
-from pfl_lightning.methods import CyclicTransfer, FedAvg
+from pfl_lightning.methods import FedAvg
 from pfl_lightning.privacy import SecureSum
 from pfl_lightning.seeds import derive_seed
 

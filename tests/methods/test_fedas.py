@@ -22,7 +22,8 @@ from federations import (
     set_up,
 )
 from pfl_lightning import WeightedAverage
-from pfl_lightning.methods import FedAS, FedPer, FisherAverage
+from pfl_lightning.aggregators import FisherAverage
+from pfl_lightning.methods import FedAS, FedPer
 
 HEAD = {"net.classifier.weight", "net.classifier.bias"}
 

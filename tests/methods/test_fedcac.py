@@ -6,7 +6,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import Spy, blobs, check_order_and_resume, drawn_update, equal, fit, make_client, noisy, set_up
-from pfl_lightning.methods import CriticalAverage, FedAvg, FedCAC
+from pfl_lightning.aggregators import CriticalAverage
+from pfl_lightning.methods import FedAvg, FedCAC
 from pfl_lightning.methods.fedcac import critical, overlaps, packed, unpacked
 
 NAMES = [f"net.{name}" for name, _ in make_client(net=noisy).net.named_parameters()]

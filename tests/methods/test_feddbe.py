@@ -21,8 +21,9 @@ from federations import (
     points,
     set_up,
 )
+from pfl_lightning.aggregators import DomainConsensus
 from pfl_lightning.aggregators.means import CoordinateMedian
-from pfl_lightning.methods import DomainConsensus, FedAvg, FedDBE
+from pfl_lightning.methods import FedAvg, FedDBE
 
 PLAIN = partial(SGD, lr=0.2)
 

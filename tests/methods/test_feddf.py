@@ -22,7 +22,8 @@ from federations import (
     noisy,
 )
 from pfl_lightning import Server, WeightedAverage
-from pfl_lightning.methods import FedAvg, FedDF
+from pfl_lightning.aggregators import FedDF
+from pfl_lightning.methods import FedAvg
 from pfl_lightning.nets import Net
 
 SIZES = {0: 10, 2: 30, 3: 20}

@@ -11,7 +11,8 @@ from torch.optim import SGD
 
 from federations import Spy, blobs, check_batches_of_one, check_order_and_resume, equal, fit, flat, make_client
 from pfl_lightning import WeightedAverage
-from pfl_lightning.methods import DynamicAverage, FedAvg, FedDyn
+from pfl_lightning.aggregators import DynamicAverage
+from pfl_lightning.methods import FedAvg, FedDyn
 from pfl_lightning.nets import Net
 
 PLAIN = partial(SGD, lr=0.1)

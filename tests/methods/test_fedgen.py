@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam
 
 from federations import CLASSES, HIDDEN, blobs, check_order_and_resume, drawn_update, equal, fit, make_client, set_up
+from pfl_lightning.aggregators import FeatureGenerator
 from pfl_lightning.messages import tree_map
-from pfl_lightning.methods import FeatureGenerator, FedAvg, FedGen
+from pfl_lightning.methods import FedAvg, FedGen
 from pfl_lightning.methods.fedgen import alike, teacher_loss
 from pfl_lightning.seeds import derive_seed
 

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from federations import CLASSES, HIDDEN, NETS, Spy, blobs, check_order_and_resume, equal, fit, make_client, set_up
-from pfl_lightning.methods import FedGH, GlobalHeader
+from pfl_lightning.aggregators import GlobalHeader
+from pfl_lightning.methods import FedGH
 from pfl_lightning.methods.class_vectors import class_means
 
 

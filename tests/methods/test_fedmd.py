@@ -21,8 +21,9 @@ from federations import (
     same_end,
 )
 from pfl_lightning import Server
+from pfl_lightning.aggregators import Consensus
 from pfl_lightning.data import Samples
-from pfl_lightning.methods import Consensus, FedMD, Local
+from pfl_lightning.methods import FedMD, Local
 
 SHORT = partial(FedMD, initial_epochs=2, distill_batch_size=4)
 

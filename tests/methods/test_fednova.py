@@ -8,7 +8,8 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD, Adam, RMSprop
 
 from federations import Spy, blobs, check_order_and_resume, equal, fit, flat, make_client, noisy, set_up
-from pfl_lightning.methods import FedAvg, FedAvgM, FedNova, FedProx, NormalizedAverage
+from pfl_lightning.aggregators import FedAvgM, NormalizedAverage
+from pfl_lightning.methods import FedAvg, FedNova, FedProx
 
 NESTEROV = partial(SGD, lr=0.05, momentum=0.9, nesterov=True)
 EVEN = (24, 24, 24)

@@ -9,8 +9,9 @@ from torch.optim import SGD, Adagrad
 
 from federations import check_order_and_resume, drawn_update, equal, fit, flat, make_client, noisy, set_up
 from pfl_lightning import WeightedAverage
+from pfl_lightning.aggregators import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from pfl_lightning.messages import weighted_mean
-from pfl_lightning.methods import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
+from pfl_lightning.methods import FedAvg
 from pfl_lightning.nets import Net
 
 ALL = [FedAvgM, FedAdagrad, FedAdam, FedYogi]

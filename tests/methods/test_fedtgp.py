@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from federations import CLASSES, HIDDEN, NETS, blobs, check_order_and_resume, equal, fit, make_client, set_up
-from pfl_lightning.methods import FedProto, FedTGP, Local, TrainablePrototypes
+from pfl_lightning.aggregators import TrainablePrototypes
+from pfl_lightning.methods import FedProto, FedTGP, Local
 from pfl_lightning.methods.fedtgp import margin
 from pfl_lightning.nets import Net
 

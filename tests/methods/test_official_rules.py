@@ -24,6 +24,7 @@ from torch.optim import SGD, Adam
 
 from federations import CLASSES, FEATURES, HIDDEN, Blobs, fit, make_client, plain, points
 from pfl_lightning import WeightedAverage
+from pfl_lightning import aggregators as servers
 from pfl_lightning import methods as m
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.data import Partitioner
@@ -308,8 +309,8 @@ def recorded(client, aggregator, local_epochs, own, server):
 # The replays
 
 
-@replays(m.FedAvg, m.FedAvgM, server={"server_lr": 0.7, "beta": 0.6, "nesterov": False})
-@replays(m.FedAvg, m.FedAvgM, id="fedavgm-nesterov", server={"server_lr": 0.7, "beta": 0.6, "nesterov": True})
+@replays(m.FedAvg, servers.FedAvgM, server={"server_lr": 0.7, "beta": 0.6, "nesterov": False})
+@replays(m.FedAvg, servers.FedAvgM, id="fedavgm-nesterov", server={"server_lr": 0.7, "beta": 0.6, "nesterov": True})
 def fedavgm(log, server_lr, beta, nesterov):
     """Hsu et al., 2019: momentum on the mean change, undamped."""
     x, momentum = log.start, 0
@@ -331,17 +332,17 @@ def adaptive(log, second, server_lr, beta1, tau):
     return End(x)
 
 
-@replays(m.FedAvg, m.FedAdagrad, server={"server_lr": 0.05, "beta1": 0.3, "tau": 0.01})
+@replays(m.FedAvg, servers.FedAdagrad, server={"server_lr": 0.05, "beta1": 0.3, "tau": 0.01})
 def fedadagrad(log, **settings):
     return adaptive(log, lambda v, square: v + square, **settings)
 
 
-@replays(m.FedAvg, m.FedAdam, server={"server_lr": 0.05, "beta1": 0.8, "beta2": 0.9, "tau": 0.01})
+@replays(m.FedAvg, servers.FedAdam, server={"server_lr": 0.05, "beta1": 0.8, "beta2": 0.9, "tau": 0.01})
 def fedadam(log, beta2, **settings):
     return adaptive(log, lambda v, square: beta2 * v + (1 - beta2) * square, **settings)
 
 
-@replays(m.FedAvg, m.FedYogi, server={"server_lr": 0.05, "beta1": 0.8, "beta2": 0.9, "tau": 0.01})
+@replays(m.FedAvg, servers.FedYogi, server={"server_lr": 0.05, "beta1": 0.8, "beta2": 0.9, "tau": 0.01})
 def fedyogi(log, beta2, **settings):
     return adaptive(log, lambda v, square: v - (1 - beta2) * square * torch.sign(v - square), **settings)
 
@@ -352,7 +353,7 @@ MOMENTUM = {"optimizer": partial(SGD, lr=LR, momentum=0.6)}
 @replays(m.FedNova, id="fednova-momentum", local_epochs=2, own={"mu": 0.0, **MOMENTUM})
 @replays(
     m.FedNova,
-    m.NormalizedAverage,
+    servers.NormalizedAverage,
     id="fednova-proximal",
     own={"mu": 0.3},
     server={"effective": "steps", "beta": 0.5, "server_lr": 0.8},
@@ -402,7 +403,7 @@ def feddyn(log, alpha, weighting):
     return End(model, sent=log.everybody(x), kept={"gradient": kept})
 
 
-@replays(m.QFedAvg, m.FairAverage, server={"q": 0.7})
+@replays(m.QFedAvg, servers.FairAverage, server={"q": 0.7})
 def q_fedavg(log, q):
     """Li et al., 2020, Algorithm 2, with L = 1 / LR; clients count equally."""
     x, L = log.start, 1 / LR
@@ -601,8 +602,8 @@ def fedcp(log, mmd):
     )
 
 
-@replays(m.FedCAC, m.CriticalAverage, id="fedcac-mixed", own={"tau": 0.5}, server={"beta": 8.0})
-@replays(m.FedCAC, m.CriticalAverage, id="fedcac-alone", own={"tau": 0.3}, server={"beta": 2.0})
+@replays(m.FedCAC, servers.CriticalAverage, id="fedcac-mixed", own={"tau": 0.5}, server={"beta": 8.0})
+@replays(m.FedCAC, servers.CriticalAverage, id="fedcac-alone", own={"tau": 0.3}, server={"beta": 2.0})
 def fedcac(log, tau, beta):
     """Wu et al., 2023: entries that a client's data depend on are averaged over those who depend on the same ones.
 
@@ -632,13 +633,13 @@ def fedcac(log, tau, beta):
 
 @replays(
     m.FedTGP,
-    m.TrainablePrototypes,
+    servers.TrainablePrototypes,
     own={"align_lambda": 2.0},
     server={"server_epochs": 5, "lr": 0.1, "cap": 0.5, "batch_size": 100},
 )
 @replays(
     m.FedTGP,
-    m.TrainablePrototypes,
+    servers.TrainablePrototypes,
     id="fedtgp-wide",
     own={"align_lambda": 2.0},
     server={"server_epochs": 5, "lr": 0.1, "cap": 100.0, "batch_size": 100},
@@ -672,7 +673,7 @@ def fedtgp(log, align_lambda, server_epochs, lr, cap, batch_size):
 
 @replays(
     m.FedGH,
-    m.GlobalHeader,
+    servers.GlobalHeader,
     server={"server_epochs": 3, "batch_size": 100, "optimizer": partial(SGD, lr=0.5)},
     near=1e-6,  # the server computes in float32
 )
@@ -697,7 +698,7 @@ def fedgh(log, server_epochs, batch_size, optimizer):
 
 @replays(
     m.PFedHN,
-    m.HyperNetwork,
+    servers.HyperNetwork,
     server={
         "lr": 0.05,
         "embedding_lr": 0.2,
@@ -796,7 +797,7 @@ def apfl(log, alpha, alpha_lr, alpha_per, mix):
 
 @replays(
     m.FedGen,
-    m.FeatureGenerator,
+    servers.FeatureGenerator,
     own={"alpha": 0.8, "beta": 0.6, "decay": 0.9, "noise_size": 4, "hidden": 7},
     server={"server_steps": 3, "batch_size": 8, "diversity": 0.5, "lr_decay": 0.8, "optimizer": partial(Adam, lr=0.01)},
 )
@@ -853,13 +854,13 @@ def fedgen(log, alpha, beta, decay, noise_size, hidden, server_steps, batch_size
 
 @replays(
     m.FedAvg,
-    m.FedDF,
+    servers.FedDF,
     id="feddf",
     server={"server_steps": 5, "batch_size": 100, "optimizer": partial(Adam, lr=0.01), "ensemble": "logits"},
 )
 @replays(
     m.FedAvg,
-    m.FedDF,
+    servers.FedDF,
     id="feddf-probabilities",
     server={"server_steps": 5, "batch_size": 100, "optimizer": partial(Adam, lr=0.01), "ensemble": "probabilities"},
 )
@@ -884,8 +885,8 @@ def feddf(log, server_steps, batch_size, optimizer, ensemble):
     return End(x)
 
 
-@replays(m.ControlVariates, m.SCAFFOLD, id="scaffold-1", own={"option": "I"}, server={"server_lr": 0.7})
-@replays(m.ControlVariates, m.SCAFFOLD, id="scaffold-2", own={"option": "II"}, server={"server_lr": 1.0})
+@replays(m.ControlVariates, servers.SCAFFOLD, id="scaffold-1", own={"option": "I"}, server={"server_lr": 0.7})
+@replays(m.ControlVariates, servers.SCAFFOLD, id="scaffold-2", own={"option": "II"}, server={"server_lr": 1.0})
 def scaffold(log, option, server_lr):
     """Karimireddy et al., 2020, Algorithm 1: steps are corrected by the server's control variate less the own one."""
     x, c, own = log.start, torch.zeros_like(log.start), log.everybody(torch.zeros_like(log.start))
@@ -1117,9 +1118,13 @@ def fedala(log, layers, rand_percent, eta, threshold, num_pre_loss, max_passes, 
     return End(x, kept=kept, outputs={k: logits(started(k, x), log.split(k, "test")[0]) for k in log.everybody(x)})
 
 
-@replays(m.CloudProx, m.FedAMP, id="fedamp", own={"mu": 0.4}, server={"alpha": 0.3, "sigma": 2.0, "min_own": 0.1})
+@replays(m.CloudProx, servers.FedAMP, id="fedamp", own={"mu": 0.4}, server={"alpha": 0.3, "sigma": 2.0, "min_own": 0.1})
 @replays(
-    m.CloudProx, m.FedAMP, id="fedamp-bounded", own={"mu": 0.4}, server={"alpha": 5.0, "sigma": 2.0, "min_own": 0.4}
+    m.CloudProx,
+    servers.FedAMP,
+    id="fedamp-bounded",
+    own={"mu": 0.4},
+    server={"alpha": 5.0, "sigma": 2.0, "min_own": 0.4},
 )
 def fedamp(log, mu, alpha, sigma, min_own):
     """Huang et al., 2021, Algorithm 1: models are held near u, a mix of all by how near they are.
@@ -1141,8 +1146,8 @@ def fedamp(log, mu, alpha, sigma, min_own):
     return End(sent=u, kept={"net": w})
 
 
-@replays(m.FedFomo, m.AffinityPool, id="fedfomo", own={"norm": "l2"}, server={"num_models": 2})
-@replays(m.FedFomo, m.AffinityPool, id="fedfomo-l1", own={"norm": "l1"}, server={"num_models": 1})
+@replays(m.FedFomo, servers.AffinityPool, id="fedfomo", own={"norm": "l2"}, server={"num_models": 2})
+@replays(m.FedFomo, servers.AffinityPool, id="fedfomo-l1", own={"norm": "l1"}, server={"num_models": 1})
 def fedfomo(log, norm, num_models):
     """Zhang et al., 2021, Algorithm 1: a round starts from the models that lower the own validation loss."""
     w, old, sent = log.everybody(log.start), log.everybody(log.start), {}
@@ -1227,7 +1232,7 @@ def fedproto(log, align_lambda):
     return End(kept={"net": {k: w[k] for k in log.seen}}, server={"means": known}, outputs=outputs)
 
 
-@replays(m.PACClient, m.FedPAC, id="fedpac", own={"align_lambda": 1.5, "head_epochs": 2, "head_lr": 0.3})
+@replays(m.PACClient, servers.FedPAC, id="fedpac", own={"align_lambda": 1.5, "head_epochs": 2, "head_lr": 0.3})
 def fedpac(log, align_lambda, head_epochs, head_lr):
     """Xu et al., 2023: features drawn to prototypes, and each client's own combination of all classifiers."""
 
@@ -1273,8 +1278,8 @@ def fedpac(log, align_lambda, head_epochs, head_lr):
     return End(x, sent={k: torch.cat([x[BODY], head]) for k, head in heads.items()})
 
 
-@replays(m.FedAvg, m.CFL, id="cfl", local_epochs=3, server={"eps1": 0.6, "eps2": 0.1, "warmup": 0})
-@replays(m.FedAvg, m.CFL, id="cfl-late", server={"eps1": 0.6, "eps2": 0.1, "warmup": 3})
+@replays(m.FedAvg, servers.CFL, id="cfl", local_epochs=3, server={"eps1": 0.6, "eps2": 0.1, "warmup": 0})
+@replays(m.FedAvg, servers.CFL, id="cfl-late", server={"eps1": 0.6, "eps2": 0.1, "warmup": 3})
 def cfl(log, eps1, eps2, warmup):
     """Sattler, Mueller and Samek, 2020: clusters that are at rest while their clients aren't are cut in two.
 
@@ -1310,7 +1315,7 @@ def cfl(log, eps1, eps2, warmup):
     return End(sent=model)
 
 
-@replays(m.IFCA, m.ClusterModels, id="ifca", local_epochs=3, server={"num_clusters": 2})
+@replays(m.IFCA, servers.ClusterModels, id="ifca", local_epochs=3, server={"num_clusters": 2})
 def ifca(log, num_clusters):
     """Ghosh et al., 2020, Algorithm 1, model averaging: a client trains the one of several models that fits it best."""
 
@@ -1329,7 +1334,7 @@ def ifca(log, num_clusters):
     return End(server={"models": torch.cat(models)}, outputs=outputs)
 
 
-@replays(m.FedAvg, m.FedDisco, id="feddisco", server={"a": 0.4, "b": 0.1})
+@replays(m.FedAvg, servers.FedDisco, id="feddisco", server={"a": 0.4, "b": 0.1})
 def feddisco(log, a, b):
     """Ye et al., 2023: clients count by samples, less for how far their classes are from balance."""
     x = log.start
@@ -1342,7 +1347,7 @@ def feddisco(log, a, b):
     return End(x)
 
 
-@replays(m.FedAvg, m.LDAWA, id="ldawa", local_epochs=2, server={"warmup": 1})
+@replays(m.FedAvg, servers.LDAWA, id="ldawa", local_epochs=2, server={"warmup": 1})
 def ldawa(log, warmup):
     """Rehman et al., 2023: each tensor of a client counts by its cosine with the global one; weights don't sum to 1."""
     x = log.start
@@ -1363,7 +1368,7 @@ def ldawa(log, warmup):
 
 @replays(
     m.FedAS,
-    m.FisherAverage,
+    servers.FisherAverage,
     id="fedas",
     own={"align_epochs": 2, "align_lr": 0.2, "align_batch_size": 6, "fisher_batch_size": 5},
 )
@@ -1440,8 +1445,8 @@ def fedlc(log, tau, absent):
     return End(x)
 
 
-@replays(m.FedDBE, m.DomainConsensus, id="feddbe", own={"kappa": 5.0, "mu": 0.4})
-@replays(m.FedDBE, m.DomainConsensus, id="feddbe-batch", own={"kappa": 5.0, "mu": 1.0})
+@replays(m.FedDBE, servers.DomainConsensus, id="feddbe", own={"kappa": 5.0, "mu": 0.4})
+@replays(m.FedDBE, servers.DomainConsensus, id="feddbe-batch", own={"kappa": 5.0, "mu": 1.0})
 def feddbe(log, kappa, mu):
     """Zhang et al., 2023: an own bias of features, whose running mean r is held at everybody's.
 

@@ -24,8 +24,9 @@ from federations import (
     points,
     set_up,
 )
+from pfl_lightning.aggregators import HyperNetwork
 from pfl_lightning.messages import tree_map
-from pfl_lightning.methods import HyperNetwork, PFedHN
+from pfl_lightning.methods import PFedHN
 from pfl_lightning.nets import Net
 
 SMALL = partial(HyperNetwork, hidden=7, layers=2)

@@ -18,7 +18,8 @@ from federations import (
     set_up,
 )
 from pfl_lightning import WeightedAverage
-from pfl_lightning.methods import FairAverage, FedAvg, QFedAvg
+from pfl_lightning.aggregators import FairAverage
+from pfl_lightning.methods import FedAvg, QFedAvg
 from pfl_lightning.methods.scaffold import ControlVariates
 
 

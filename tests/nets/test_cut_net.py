@@ -7,7 +7,8 @@ from torch import nn
 from torchvision.models import alexnet, resnet18
 
 from federations import CLASSES, FEATURES, HIDDEN, fit, make_client, plain
-from pfl_lightning.methods import IFCA, ClusterModels, FedAvg, FedPer
+from pfl_lightning.aggregators import ClusterModels
+from pfl_lightning.methods import IFCA, FedAvg, FedPer
 from pfl_lightning.nets import cut_net
 from pfl_lightning.nets.cut_net import as_net
 

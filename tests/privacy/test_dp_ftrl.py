@@ -11,8 +11,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from federations import Pause, blobs, equal, fit, flat, make_client, same_end
 from pfl_lightning import Server
+from pfl_lightning.aggregators import FedAdam
 from pfl_lightning.callbacks import FederatedCallback
-from pfl_lightning.methods import FedAdam, FedPer
+from pfl_lightning.methods import FedPer
 from pfl_lightning.privacy import DPFTRL, DPAverage, Release, epsilon
 from pfl_lightning.privacy.accountant import gaussian_epsilon
 from pfl_lightning.privacy.dp_ftrl import inverse, square_root, squared_sensitivity

@@ -31,6 +31,7 @@ from federations import (
     same_end,
 )
 from pfl_lightning import WeightedAverage
+from pfl_lightning.aggregators import SCAFFOLD, FedAWA, FedDisco, FedLAW, FedNH
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.client import Phase
 from pfl_lightning.data import Natural, Samples, TensorData
@@ -41,16 +42,11 @@ from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.vmap import private
 from pfl_lightning.methods import (
     MOON,
-    SCAFFOLD,
     ControlVariates,
     Ditto,
     FedAvg,
-    FedAWA,
     FedBABU,
     FedClassAvg,
-    FedDisco,
-    FedLAW,
-    FedNH,
     FedPer,
     FedProx,
     FedRep,

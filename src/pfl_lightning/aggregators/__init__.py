@@ -1,5 +1,8 @@
 """The server side: aggregators combine the updates of a round into each client's next payload."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from pfl_lightning.aggregators.aggregator_list import AggregatorList
 from pfl_lightning.aggregators.base import Aggregator, Server
 from pfl_lightning.aggregators.class_means import ClassMeans
@@ -13,13 +16,83 @@ from pfl_lightning.aggregators.weighted_average import (
     moved_model,
 )
 
+if TYPE_CHECKING:
+    from pfl_lightning.methods.apple import CorePool
+    from pfl_lightning.methods.cfl import CFL
+    from pfl_lightning.methods.cwfedavg import CwFedAvg
+    from pfl_lightning.methods.cyclic import CyclicTransfer
+    from pfl_lightning.methods.fedamp import FedAMP
+    from pfl_lightning.methods.fedas import FisherAverage
+    from pfl_lightning.methods.fedawa import FedAWA
+    from pfl_lightning.methods.fedawa_l import FedAWAL
+    from pfl_lightning.methods.fedcac import CriticalAverage
+    from pfl_lightning.methods.feddbe import DomainConsensus
+    from pfl_lightning.methods.feddf import FedDF
+    from pfl_lightning.methods.feddisco import FedDisco
+    from pfl_lightning.methods.feddyn import DynamicAverage
+    from pfl_lightning.methods.fedfomo import AffinityPool
+    from pfl_lightning.methods.fedgen import FeatureGenerator
+    from pfl_lightning.methods.fedgh import GlobalHeader
+    from pfl_lightning.methods.fedlaw import FedLAW
+    from pfl_lightning.methods.fedmd import Consensus
+    from pfl_lightning.methods.fednh import FedNH
+    from pfl_lightning.methods.fednova import NormalizedAverage
+    from pfl_lightning.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
+    from pfl_lightning.methods.fedpac import ClassifierCombination, FedPAC
+    from pfl_lightning.methods.fedrema import FedReMa
+    from pfl_lightning.methods.fedtgp import TrainablePrototypes
+    from pfl_lightning.methods.ifca import ClusterModels
+    from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
+    from pfl_lightning.methods.kt_pfl import KTpFL
+    from pfl_lightning.methods.kt_pfl_weight import KTpFLWeight
+    from pfl_lightning.methods.ldawa import LDAWA
+    from pfl_lightning.methods.pfedhn import HyperNetwork
+    from pfl_lightning.methods.q_fedavg import FairAverage
+    from pfl_lightning.methods.scaffold import SCAFFOLD
+
 __all__ = [
+    "CFL",
+    "LDAWA",
+    "SCAFFOLD",
+    "AffinityPool",
     "Aggregator",
     "AggregatorList",
     "ClassMeans",
+    "ClassifierCombination",
+    "ClusterModels",
+    "Consensus",
+    "CorePool",
+    "CriticalAverage",
+    "CwFedAvg",
+    "CyclicTransfer",
+    "DomainConsensus",
+    "DynamicAverage",
+    "FairAverage",
+    "FeatureGenerator",
+    "FedAMP",
+    "FedAWA",
+    "FedAWAL",
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvgM",
+    "FedDF",
+    "FedDisco",
+    "FedLAW",
+    "FedNH",
+    "FedPAC",
+    "FedReMa",
+    "FedYogi",
+    "FisherAverage",
+    "GlobalHeader",
+    "HyperNetwork",
+    "KTpFL",
+    "KTpFLWeight",
+    "KnowledgeCoefficients",
     "Mean",
     "ModelPool",
+    "NormalizedAverage",
     "Server",
+    "TrainablePrototypes",
     "WeightedAverage",
     "Weighting",
     "client_weights",
@@ -28,3 +101,56 @@ __all__ = [
     "mean_model",
     "moved_model",
 ]
+
+SERVERS = {
+    "AffinityPool": "fedfomo",
+    "CFL": "cfl",
+    "ClassifierCombination": "fedpac",
+    "ClusterModels": "ifca",
+    "Consensus": "fedmd",
+    "CorePool": "apple",
+    "CriticalAverage": "fedcac",
+    "CwFedAvg": "cwfedavg",
+    "CyclicTransfer": "cyclic",
+    "DomainConsensus": "feddbe",
+    "DynamicAverage": "feddyn",
+    "FairAverage": "q_fedavg",
+    "FeatureGenerator": "fedgen",
+    "FedAMP": "fedamp",
+    "FedAWA": "fedawa",
+    "FedAWAL": "fedawa_l",
+    "FedAdagrad": "fedopt",
+    "FedAdam": "fedopt",
+    "FedAvgM": "fedopt",
+    "FedDF": "feddf",
+    "FedDisco": "feddisco",
+    "FedLAW": "fedlaw",
+    "FedNH": "fednh",
+    "FedPAC": "fedpac",
+    "FedReMa": "fedrema",
+    "FedYogi": "fedopt",
+    "FisherAverage": "fedas",
+    "GlobalHeader": "fedgh",
+    "HyperNetwork": "pfedhn",
+    "KTpFL": "kt_pfl",
+    "KTpFLWeight": "kt_pfl_weight",
+    "KnowledgeCoefficients": "knowledge_coefficients",
+    "LDAWA": "ldawa",
+    "NormalizedAverage": "fednova",
+    "SCAFFOLD": "scaffold",
+    "TrainablePrototypes": "fedtgp",
+}
+"""Server sides of methods, each with the module of `pfl_lightning.methods` that defines it."""
+
+# hidden from type checkers, which would take any name for one of the package
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        # imported on first use: a method's file, with both sides, is built on the aggregators of this package
+        if name in SERVERS:
+            return getattr(import_module(f"pfl_lightning.methods.{SERVERS[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

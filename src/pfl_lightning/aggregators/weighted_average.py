@@ -70,7 +70,8 @@ class WeightedAverage(Aggregator):
         if mean is not None and not self.takes_mean:
             raise MisconfigurationException(
                 f"aggregator.mean={mean.name}: {type(self).__name__} combines what clients send by a rule of its own, "
-                "which this would leave as it is or undo; leave it out, or take aggregator=WeightedAverage."
+                "which this would leave as it is or undo; leave it out, take aggregator=WeightedAverage, or set "
+                f"takes_mean = True in {type(self).__name__} itself if its rule only averages."
             )
         self.server_lr = server_lr
         self.mean = mean

@@ -1,85 +1,161 @@
-"""Resolve ``trainer.local_epochs`` against ``trainer.local_steps``: the later of the two on a command line holds.
+"""Read a command line once, and complete it for the parser.
 
-The Trainer refuses both together. A file that sets the one and a flag that sets the other are no mistake, though: later
-arguments replace earlier ones, as for any single setting.
+`CommandLine` holds the command, every option with its value, and the settings of every configuration. All that looks at
+a command line before the parser looks at this object.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from pfl_lightning.cli.configs import find
 from pfl_lightning.cli.yaml_text import load
 
+CONFIG = ("--config", "-c")
+"""Options that take a configuration."""
+MEAN = "--aggregator.mean"
 PAIR = ("local_epochs", "local_steps")
 """The two settings of the Trainer that exclude each other."""
 
 
-def later_wins(words: Sequence[str]) -> list[str]:
-    """Append ``--trainer.OTHER null`` behind each file or option with one setting of the pair.
-
-    Both in one file, or both as options, stay as given, and the Trainer refuses the two.
-
-    >>> later_wins(["fit", "--config", "gone.yaml", "--trainer.local_steps", "5"])
-    ['fit', '--config', 'gone.yaml', '--trainer.local_steps', '5', '--trainer.local_epochs', 'null']
+@dataclass(frozen=True)
+class Argument:
+    """An option with its value, or a word without an option.
 
     Args:
-        words: the command's arguments, with paths of configurations.
+        name: the option, with dashes; for a word without an option, the word.
+        value: the given text; None without one.
+        words: the argument as given, in one word or in two.
     """
-    arguments = grouped(words)
-    # two options of the same command line contradict each other; an option behind a file replaces the file's
-    options = {name for argument in arguments for name in by_option(argument)}
-    result: list[str] = []
-    for argument in arguments:
-        given = by_file(argument) + (by_option(argument) if len(options) == 1 else [])
-        result += argument
-        if len(given) == 1:
-            (other,) = set(PAIR) - set(given)
-            result += [f"--trainer.{other}", "null"]
-    return result
+
+    name: str
+    value: str | None
+    words: tuple[str, ...]
+
+    @property
+    def resolved(self) -> list[str]:
+        """The argument's words, with the path of a configuration in the place of the configuration's name."""
+        if self.name not in CONFIG or not self.value:
+            return list(self.words)
+        path = str(find(self.value) or self.value)
+        return [self.name, path] if len(self.words) == 2 else [f"{self.name}={path}"]
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings of a configuration; empty for another option, and for a file that can't be read."""
+        read = settings_in(str(find(self.value) or self.value)) if self.name in CONFIG and self.value else None
+        return read if isinstance(read, dict) else {}
+
+    def class_of(self, setting: str) -> str | None:
+        """Return the class given to a setting, by option or by configuration; None if none is given.
+
+        Args:
+            setting: ``model`` or ``aggregator``.
+        """
+        if self.name in (f"--{setting}", f"--{setting}.class_path"):
+            return self.value or None
+        given = self.settings.get(setting)
+        return given.get("class_path") if isinstance(given, dict) else given if isinstance(given, str) else None
+
+    @property
+    def budget(self) -> list[str]:
+        """The settings of `PAIR` that the argument sets; ``null`` sets none."""
+        trainer = self.settings.get("trainer")
+        if isinstance(trainer, dict):
+            return [name for name in PAIR if trainer.get(name) is not None]
+        return [name for name in PAIR if self.name == f"--trainer.{name}" and self.value not in ("", "null", None)]
 
 
-def grouped(words: Sequence[str]) -> list[list[str]]:
-    """Group argv into ``[option]``, ``[option, value]`` and ``[word]`` lists.
+class CommandLine:
+    """A command line, read once.
 
-    >>> grouped(["fit", "--data", "Digits", "--trainer.devices=1"])
-    [['fit'], ['--data', 'Digits'], ['--trainer.devices=1']]
+    >>> line = CommandLine(["fit", "--data", "Digits", "--trainer.devices=1", "-cquickstart"])
+    >>> line.command, [(argument.name, argument.value) for argument in line.arguments]
+    ('fit', [('--data', 'Digits'), ('--trainer.devices', '1'), ('-c', 'quickstart')])
+
+    Args:
+        words: the words after the program's name.
+
+    Attributes:
+        words: the given words.
+        command: the first word; empty if it is an option, or there is none.
+        arguments: the other words, as arguments in their order.
     """
-    groups: list[list[str]] = []
-    for word in words:
-        last = groups[-1] if groups else [""]
-        if len(last) == 1 and last[0].startswith("-") and "=" not in last[0] and not word.startswith("-"):
-            last.append(word)
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = list(words)
+        self.command = words[0] if words and not words[0].startswith("-") else ""
+        self.arguments = list(arguments_in(words[1:] if self.command else words))
+
+    def completed(self, own_server: Callable[[str], str]) -> list[str]:
+        """Return the words for the parser, which takes paths of configurations and classes by name alone.
+
+        Names of configurations become paths. ``--aggregator CLASS`` is put before ``--aggregator.mean`` if the line
+        names no aggregator, as the parser couldn't tell whose mean it is. The later of ``trainer.local_epochs`` and
+        ``trainer.local_steps`` holds, like the later value of a single setting; both in one file, or both as options,
+        stay as given, and the Trainer refuses the two.
+
+        >>> CommandLine(["fit", "--trainer.local_steps", "5"]).completed(str)
+        ['fit', '--trainer.local_steps', '5', '--trainer.local_epochs', 'null']
+        >>> CommandLine(["fit", "--model", "FedAvg", "--aggregator.mean", "Krum"]).completed(lambda model: "Own")
+        ['fit', '--model', 'FedAvg', '--aggregator', 'Own', '--aggregator.mean', 'Krum']
+
+        Args:
+            own_server: returns the class of a client module's own aggregator, by the client module's class.
+        """
+        result = [self.command] if self.command else []
+        mean = next((each for each in self.arguments if each.name == MEAN or each.name.startswith(f"{MEAN}.")), None)
+        if any(argument.class_of("aggregator") for argument in self.arguments):
+            mean = None
+        # two options of one command line contradict each other; an option behind a file replaces the file's
+        by_option = {name for argument in self.arguments if not argument.settings for name in argument.budget}
+        for argument in self.arguments:
+            if argument is mean:
+                # reversed, as the last --model or --config holds; FedAvg is the command line's default
+                models = (each.class_of("model") for each in reversed(self.arguments))
+                result += ["--aggregator", own_server(next(filter(None, models), "FedAvg"))]
+            result += argument.resolved
+            if len(argument.budget) == 1 and (argument.settings or len(by_option) == 1):
+                (other,) = set(PAIR) - set(argument.budget)
+                result += [f"--trainer.{other}", "null"]
+        return result
+
+
+def arguments_in(words: Sequence[str]) -> Iterator[Argument]:
+    """Yield the arguments of a command line: each option with its value, and each word without an option.
+
+    Args:
+        words: the words behind the command.
+    """
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, joined, value = word.partition("=")
+        if not word.startswith("-"):
+            yield Argument(word, None, (word,))
+        elif word.startswith("-c") and name != "-c":
+            # argparse takes "-cFILE" for "-c FILE"
+            yield Argument("-c", word[2:], (word,))
+        elif joined:
+            yield Argument(name, value, (word,))
+        elif rest and not rest[0].startswith("-"):
+            yield Argument(word, rest[0], (word, rest.pop(0)))
         else:
-            groups.append([word])
-    return groups
+            yield Argument(word, None, (word,))
 
 
-def value_of(argument: list[str], *options: str) -> str | None:
-    """Return the value given to one of ``options``, or None if the argument has another option.
+def resolved(words: Sequence[str]) -> list[str]:
+    """Replace names of packaged configurations on a command line by their paths.
 
     Args:
-        argument: a list from `grouped`.
-        *options: names of options, with dashes.
+        words: the command's arguments; unknown names stay, and the parser refuses each.
     """
-    # joined by "=", `--name value` and `--name=value` read the same
-    option, _, value = "=".join(argument).partition("=")
-    return value if option in options and value else None
-
-
-def by_option(argument: list[str]) -> list[str]:
-    """Return the settings of the pair set by an option; ``null`` sets none."""
-    return [name for name in PAIR if value_of(argument, f"--trainer.{name}") not in (None, "null")]
-
-
-def by_file(argument: list[str]) -> list[str]:
-    """Return the settings of the pair set by a configuration."""
-    path = value_of(argument, "-c", "--config")
-    settings = None if path is None else settings_in(path)
-    trainer = settings.get("trainer") if isinstance(settings, dict) else None
-    return [name for name in PAIR if isinstance(trainer, dict) and trainer.get(name) is not None]
+    return [word for argument in arguments_in(words) for word in argument.resolved]
 
 
 def settings_in(path: str) -> Any:

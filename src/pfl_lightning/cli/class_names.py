@@ -1,12 +1,15 @@
-"""List the valid classes of a setting, and the settings of a class."""
+"""List the valid classes of a setting and the settings of a class, and name the own aggregator of a client module."""
 
 import inspect
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
 from jsonargparse import ArgumentParser
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -65,3 +68,18 @@ def settings(class_path: str) -> list[str]:
         return list(ArgumentParser(exit_on_error=False).add_class_arguments(cls, fail_untyped=False))
     except (ImportError, AttributeError, ValueError):
         return []
+
+
+def own_server(model: str) -> str:
+    """Return the class name of a client module's own aggregator; ``WeightedAverage`` for an unknown module.
+
+    Args:
+        model: the class of the client module, with or without its module.
+    """
+    found = [cls for cls in subclasses(ClientModule) if cls.__name__ == model.rpartition(".")[2]]
+    # a class that is unknown, or that needs settings, gets its sentence from the parser afterwards
+    # building the module draws initial weights, which must not move the run's random state
+    with suppress(IndexError, TypeError, MisconfigurationException), isolate_rng():
+        made: Any = found[0]
+        return type(made().configure_aggregator()).__name__
+    return "WeightedAverage"

@@ -18,6 +18,9 @@ OTHERS = {
 }
 """All other commands; `cli.main` knows the module of each."""
 
+FILLED = {"model", "datamodule", "train_dataloaders", "val_dataloaders", "dataloaders"}
+"""Arguments of these methods of the Trainer that the command line fills, and that aren't options."""
+
 
 def overview() -> str:
     """Return the text of ``pfl-lightning --help``."""

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 from pfl_lightning.cli.suggestions import suggestion
@@ -21,9 +20,6 @@ List the packaged configurations. Each is found by its name, in any working fold
 
 A file of your own with the same name is taken first.
 """
-
-OPTIONS = ("--config", "-c")
-"""Options of ``fit`` that take a configuration."""
 
 
 def squeezed(name: str) -> str:
@@ -72,23 +68,6 @@ def nearest(name: str) -> str:
     if whole := [each for each in known if squeezed(each).rpartition("/")[2] == squeezed(path.name)]:
         return f"; did you mean {' or '.join(whole)}?"
     return suggestion(name.removeprefix("./"), [file.as_posix() for file in beside] + list(known))
-
-
-def resolved(words: Sequence[str]) -> list[str]:
-    """Replace names of packaged configurations on a command line by their paths.
-
-    Args:
-        words: the command's arguments; unknown names stay, and the parser refuses each.
-    """
-    result: list[str] = []
-    for word in words:
-        option, equals, value = word.partition("=")
-        if equals and option in OPTIONS:
-            word = f"{option}={find(value) or value}"
-        elif result and result[-1] in OPTIONS:
-            word = str(find(word) or word)
-        result.append(word)
-    return result
 
 
 def what(path: Path) -> str:

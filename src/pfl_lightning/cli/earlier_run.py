@@ -1,10 +1,9 @@
 """Fill up a command line for a finished run from the run's folder: ``pfl-lightning join --data new.csv``."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
-from pfl_lightning.cli.argv import grouped, value_of
+from pfl_lightning.cli.argv import CommandLine
 from pfl_lightning.cli.usage import UsageError
 from pfl_lightning.runs.folder import stamped
 
@@ -14,54 +13,45 @@ TABLES = (".csv", ".parquet")
 """Endings of files that ``--data`` takes in the place of a class."""
 
 
-def with_run(words: Sequence[str]) -> list[str]:
+def with_run(line: CommandLine) -> CommandLine:
     """Insert a finished run's configuration and checkpoint into a command line that names no configuration or class.
 
     ``--data FILE`` becomes ``--data.path FILE``. The run is that of ``--ckpt_path FILE``, or else the newest one with
     the checkpoint ``best`` or ``last`` (by default ``last``) below the folder of runs.
 
-    >>> with_run(["fit", "--data", "new.csv"])
+    >>> with_run(CommandLine(["fit", "--data", "new.csv"])).words
     ['fit', '--data', 'new.csv']
 
     Args:
-        words: the command's arguments.
+        line: the command line.
 
     Raises:
         UsageError: if ``--data`` is a file, and no run with a configuration is found.
     """
-    if (
-        not words
-        or words[0] not in COMMANDS
-        or any(word == "-h" or word.endswith((".help", "--help")) for word in words)
-    ):
-        return list(words)
-    command, *arguments = grouped(words)
-    given: dict[str, str] = {}
-    result: list[str] = []
-    for argument in arguments:
-        for option in ("--config", "-c", "--model", "--data", "--ckpt_path", "--trainer.default_root_dir"):
-            if (value := value_of(argument, option)) is not None:
-                given[option] = value
-        table = value_of(argument, "--data")
-        is_table = table is not None and table.endswith(TABLES)
-        result += ["--data.path", str(table)] if is_table else argument
-    data = given.get("--data", TABLES[0])
-    if {"--config", "-c", "--model"} & set(given) or not data.endswith(TABLES):
-        return [*command, *result]
+    asks = any(each.name == "-h" or each.name.endswith((".help", "--help")) for each in line.arguments)
+    if line.command not in COMMANDS or asks:
+        return line
+    given = {argument.name: argument.value or "" for argument in line.arguments}
+    data, has_table = given.get("--data", ""), given.get("--data", "").endswith(TABLES)
+    words = [line.command]
+    for argument in line.arguments:
+        words += ["--data.path", data] if has_table and argument.name == "--data" else argument.words
+    if {"--config", "-c", "--model", "--model.class_path"} & set(given) or (data and not has_table):
+        return CommandLine(words)
     name = given.get("--ckpt_path", "last")
     root = Path(given.get("--trainer.default_root_dir", "runs"))
     checkpoint = newest(root, name) if name in ("best", "last") else Path(name)
     config = None if checkpoint is None else checkpoint.parent.parent / "config.yaml"
     if config is None or not config.is_file():
-        if "--data" not in given:
-            return [*command, *result]
+        if not data:
+            return CommandLine(words)
         where = f"below {root}" if checkpoint is None else f"at {checkpoint}"
         raise UsageError(
-            f"--data {given['--data']}: there is no run with a config.yaml and a checkpoint {where}; give --ckpt_path "
+            f"--data {data}: there is no run with a config.yaml and a checkpoint {where}; give --ckpt_path "
             "RUN/checkpoints/last.ckpt, or --config RUN/config.yaml."
         )
     # in front, so that options on the command line replace the run's settings
-    return [*command, "--config", str(config), *result, "--ckpt_path", str(checkpoint)]
+    return CommandLine([line.command, "--config", str(config), *words[1:], "--ckpt_path", str(checkpoint)])
 
 
 def newest(root: Path, name: str) -> Path | None:

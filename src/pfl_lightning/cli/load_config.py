@@ -1,10 +1,11 @@
 """Read command lines of ``fit`` without training: build the classes, or report the first mistake."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NoReturn, cast
 
+from pfl_lightning.cli.argv import CommandLine
+from pfl_lightning.cli.class_names import own_server
 from pfl_lightning.cli.parser_errors import is_unknown, sentence
 from pfl_lightning.cli.trainer_commands import Parser, PflCLI
 from pfl_lightning.trainer import FederatedTrainer
@@ -45,11 +46,9 @@ def configured(args: list[str], check: Check | None = None) -> Configured:
         args: the arguments of ``pfl-lightning fit``.
         check: inspects the settings before classes are built, and raises to refuse.
     """
-    # Lightning warns where args are passed and sys.argv has arguments too; here sys.argv is another program's
-    warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
     # the check is a class attribute because LightningCLI runs everything within its constructor
     kind: Any = type("Configured", (Configured,), {"check": staticmethod(check) if check else None})
-    return cast(Configured, kind.of(["fit", *args]))
+    return cast(Configured, kind.of(CommandLine(["fit", *args])))
 
 
 class Complaint(Exception):
@@ -89,7 +88,7 @@ class _Unparsed(PflCLI):
 def new_parser() -> Parser:
     """Build a parser of the Trainer's commands, with errors raised as `Complaint`."""
     try:
-        return cast(Parser, _Unparsed.of([]))
+        return cast(Parser, _Unparsed.of(CommandLine([])))
     except _Made as made:
         return cast(Parser, made.args[0])
 
@@ -107,7 +106,7 @@ def complaint(args: Sequence[str]) -> Complaint | None:
         args: the arguments of ``pfl-lightning fit``.
     """
     try:
-        _parser().parse_args(["fit", *args])
+        _parser().parse_args(CommandLine(["fit", *args]).completed(own_server))
     except Complaint as found:
         return found
     return None

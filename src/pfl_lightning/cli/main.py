@@ -13,7 +13,9 @@ from importlib import import_module
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 import pfl_lightning
+from pfl_lightning.cli.argv import CommandLine
 from pfl_lightning.cli.commands import OTHERS, overview
+from pfl_lightning.cli.earlier_run import with_run
 from pfl_lightning.cli.refusals import refuse_at_sight
 from pfl_lightning.cli.silence import silence
 from pfl_lightning.cli.usage import UsageError, fail
@@ -50,14 +52,15 @@ def main(args: list[str] | None = None) -> None:
             if words == ["--version"]:
                 print(f"pfl-lightning {pfl_lightning.__version__}")
                 sys.exit(0)
-            refuse_at_sight(words)
-            other = words[0] in OTHERS
+            line = with_run(CommandLine(words))
+            refuse_at_sight(line)
+            other = line.command in OTHERS
             # A signal ends the process at once here: an exception within an import would surface as another error.
             with ending_at_once(partial(tell, words)):
-                command = import_module(MODULES[words[0]] if other else "pfl_lightning.cli.trainer_commands")
+                command = import_module(MODULES[line.command] if other else "pfl_lightning.cli.trainer_commands")
             if other:
                 sys.exit(command.main(words[1:]))
-            command.main(args)
+            command.main(line)
     except UsageError as error:
         fail(str(error))
     except Stopped as stop:

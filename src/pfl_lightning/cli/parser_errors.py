@@ -1,12 +1,15 @@
 """Turn the parser's error messages into one sentence each.
 
-jsonargparse tells errors only as English text, often a page that lists every type a value could have had.
-`EXPLANATIONS` recognises each kind of message; an explanation takes the message, the match, and the command's options.
+jsonargparse tells errors only as English text, often a page that lists every type a value could have had. `SENTENCES`
+is the one table of that text: a pattern for each kind of message, with the function that makes the sentence.
+`tests/cli/test_parser_errors.py` runs real mistakes through each row, with the oldest and the newest jsonargparse.
 """
 
 import re
 from ast import literal_eval
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +54,34 @@ class Setting(NamedTuple):
     value: str
     """The given value as ``=VALUE``; empty for a mapping or a class."""
 
+    @property
+    def kind(self) -> str:
+        """The last part of the name, such as ``net``."""
+        return self.key.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A recognised message of the parser; ``mistake[1]`` is the first group of the pattern.
+
+    Args:
+        message: the message.
+        match: the match of the pattern.
+        options: the command's options, without dashes.
+    """
+
+    message: str
+    match: re.Match[str]
+    options: list[str]
+
+    def __getitem__(self, group: int) -> str:
+        return self.match[group]
+
+    @cached_property
+    def setting(self) -> Setting:
+        """The setting where the pattern matches."""
+        return locate(self.message, self.match)
+
 
 def sentence(message: str, options: list[str]) -> str:
     """Return an error of the parser as one sentence.
@@ -61,20 +92,22 @@ def sentence(message: str, options: list[str]) -> str:
     """
     # the message quotes the given value, and the time of some patterns grows with the square of a word's length
     message = shortened(message, MESSAGE)
-    explain, match = explanation(message)
-    return one_line(explain(message, match, options) if match else remaining(message))
+    if (row := row_of(message)) is None:
+        return one_line(remaining(message))
+    pattern, match = row
+    return one_line(SENTENCES[pattern](Mistake(message, match, options)))
 
 
 def is_unknown(message: str) -> bool:
     """Return True if a message is about an unknown setting or option."""
-    return explanation(shortened(message, MESSAGE))[0] in (unknown_setting, unknown_option)
+    row = row_of(shortened(message, MESSAGE))
+    return row is not None and SENTENCES[row[0]] in (unknown_setting, unknown_option)
 
 
-def explanation(message: str) -> tuple[Callable[[str, re.Match[str], list[str]], str], re.Match[str] | None]:
-    """Return the explaining function and the match of a message; the match is None for an unknown message."""
-    found = ((explain, re.search(pattern, message)) for pattern, explain in EXPLANATIONS.items())
-    # the function for no match is never called; `is_unknown` only asks that it explains nothing unknown
-    return next((pair for pair in found if pair[1]), (no_settings, None))
+def row_of(message: str) -> tuple[str, re.Match[str]] | None:
+    """Return the first pattern of `SENTENCES` in a message, with the match; None for an unknown message."""
+    found = ((pattern, re.search(pattern, message)) for pattern in SENTENCES)
+    return next(((pattern, match) for pattern, match in found if match), None)
 
 
 def locate(message: str, match: re.Match[str]) -> Setting:
@@ -106,11 +139,11 @@ def value_after(message: str, match: re.Match[str]) -> str:
     return f"={value}" if value and not value.startswith(("{", "Namespace", "[Namespace")) else ""
 
 
-def unknown_setting(message: str, match: re.Match[str], options: list[str]) -> str:
+def unknown_setting(mistake: Mistake) -> str:
     """Explain a setting unknown to the class."""
-    setting, name = locate(message, match), match[1]
+    setting, name = mistake.setting, mistake[1]
     if name == "class_path":
-        return no_class(message, match, options)
+        return no_class(mistake)
     # the setting's type itself stands where a class would: a subclass setting without a class
     if setting.owner.startswith("typing."):
         return f"{setting.key}.{name} is given, but no {setting.key}; name its class too."
@@ -122,97 +155,74 @@ def unknown_setting(message: str, match: re.Match[str], options: list[str]) -> s
     return f"{setting.key}.{name} is not a setting of {setting.owner.rpartition('.')[2]}{near}"
 
 
-def unknown_option(message: str, match: re.Match[str], options: list[str]) -> str:
+def unknown_option(mistake: Mistake) -> str:
     """Explain an option unknown to the command, given on the command line or in a file."""
-    name = match[1].split("=")[0]
+    name = mistake[1].split("=")[0]
     key = name.removeprefix("--")
     if advice := MEANINGLESS.get(key.removeprefix("trainer.")):
         return f"{key} means nothing in a federation: {advice}."
-    if not name.startswith("-") and "unrecognized" in match[0]:
+    if not name.startswith("-") and "unrecognized" in mistake[0]:
         return f"{name} is given without an option; options begin with --."
-    return no_option(key, options)
+    return no_option(key, mistake.options)
 
 
-def unknown_command(message: str, match: re.Match[str], options: list[str]) -> str:
-    """Explain an unknown command."""
-    return no_command(match[1])
-
-
-def missing_command(message: str, match: re.Match[str], options: list[str]) -> str:
-    """Explain a command line without a command."""
-    return command_is_missing()
-
-
-def missing_setting(message: str, match: re.Match[str], options: list[str]) -> str:
+def missing_setting(mistake: Mistake) -> str:
     """Explain a missing setting without a default."""
-    names = [name.partition(".")[2] or name for name in match[1].split(", ")]
-    setting = locate(message, match)
+    names = [name.partition(".")[2] or name for name in mistake[1].split(", ")]
+    setting = mistake.setting
     if setting.key:
         return f"{setting.key}: {setting.owner.rpartition('.')[2]} needs {' and '.join(names)}."
     return f"nothing is given for {' and '.join(names)}; name it by --{' and --'.join(names)}, or in a --config."
 
 
-def no_file(message: str, match: re.Match[str], options: list[str]) -> str:
-    """Explain a missing configuration file."""
-    return no_config(Path(match[1]))
-
-
-def unreadable(message: str, match: re.Match[str], options: list[str]) -> str:
-    """Explain a configuration file without permission to read."""
-    return f"--config {match[1]} is not readable; let it be read, or take another file."
-
-
-def no_text(message: str, match: re.Match[str], options: list[str]) -> str:
-    """Explain a configuration with invalid YAML."""
-    return no_yaml(match[1])
-
-
-def refused_text(message: str, match: re.Match[str], options: list[str]) -> str:
-    """Explain YAML refused by `yaml_text.check`."""
-    return f"{match[1]}: {match[2]}" if match[1] else match[2]
-
-
-def no_settings(message: str, match: re.Match[str], options: list[str]) -> str:
-    """Explain a configuration without settings."""
-    return "the configuration holds no settings; it must be YAML of the form 'NAME: VALUE'."
-
-
-def no_class(message: str, match: re.Match[str], options: list[str]) -> str:
+def no_class(mistake: Mistake) -> str:
     """Explain settings given where a class with settings is expected."""
-    setting = locate(message, match)
-    names = class_names(setting.key.rpartition(".")[2])
-    # a long list of names would bury the advice
-    listed = f"; choose from {', '.join(sorted(names))}" if len(names) < 9 else ""
+    setting = mistake.setting
     return (
         f"{setting.key}{setting.value} must be a class: class_path names it, and its settings belong under "
-        f"init_args{listed}."
+        f"init_args{choices_of(setting)}."
     )
 
 
-def abstract_class(message: str, match: re.Match[str], options: list[str]) -> str:
+def choices_of(setting: Setting) -> str:
+    """Return the end of a sentence with the classes that a setting takes, unless they are many."""
+    names = class_names(setting.kind)
+    # a long list of names would bury the advice
+    return f"; choose from {', '.join(sorted(names))}" if len(names) < 9 else ""
+
+
+def abstract_class(mistake: Mistake) -> str:
     """Explain an abstract class, or settings without a class."""
-    setting = locate(message, match)
-    kind = setting.key.rpartition(".")[2]
-    if kind in KINDS and match[1].rpartition(".")[2] == KINDS[kind].__name__:
-        # settings without a class_path: the parser took the base class, which is abstract
-        return f"{setting.key} has settings and no class; choose from {', '.join(sorted(class_names(kind)))}."
-    return f"{setting.key}={match[1]} is abstract; define all methods that its base leaves open."
+    setting, name = mistake.setting, mistake[1] or mistake.setting.value[1:]
+    if setting.kind not in KINDS or name.rpartition(".")[2] != KINDS[setting.kind].__name__:
+        return f"{setting.key}={name} is abstract; define all methods that its base leaves open."
+    # settings without a class_path: the parser took the base class, which is abstract
+    if setting.value.rpartition(".")[2] != KINDS[setting.kind].__name__:
+        return f"{setting.key} has settings and no class; choose from {', '.join(sorted(class_names(setting.kind)))}."
+    return f"{setting.key}={name} is abstract{choices_of(setting) or '; name a class that defines the rest'}."
 
 
-def unknown_class(message: str, match: re.Match[str], options: list[str]) -> str:
+def unknown_class(mistake: Mistake) -> str:
     """Explain a class name without an imported class."""
-    setting = locate(message, match)
-    if setting.key == "model" and (advice := advice_on(match[1])):
-        return f"model={match[1]} {advice}"
-    near = suggestion(match[1].rpartition(".")[2], class_names(setting.key.rpartition(".")[2]))
-    return f"{setting.key}={match[1]} is no known class{near}"
+    setting, name = mistake.setting, mistake[1]
+    if setting.key == "model" and (advice := advice_on(name)):
+        return f"model={name} {advice}"
+    return f"{setting.key}={name} is no known class{suggestion(name.rpartition('.')[2], class_names(setting.kind))}"
 
 
-def wrong_value(message: str, match: re.Match[str], options: list[str]) -> str:
+def other_class(mistake: Mistake) -> str:
+    """Explain a class of a wrong kind."""
+    setting, name = mistake.setting, mistake[1]
+    near = suggestion(name.rpartition(".")[2], class_names(setting.kind))
+    return f"{setting.key}={name} is no {mistake[2]}{near}"
+
+
+def wrong_value(mistake: Mistake) -> str:
     """Explain a value of a wrong type, or outside the choices.
 
     A message lists a complaint for each type that was tried; the deepest setting is the one that the user got wrong.
     """
+    message = mistake.message
     found = [(locate(message, each), each[1]) for each in re.finditer(WRONG, message)]
     setting = max((setting for setting, _ in found), key=lambda setting: setting.key.count("."))
     types = list(dict.fromkeys(kind for other, kind in found if other.key == setting.key))
@@ -229,18 +239,6 @@ def wrong_value(message: str, match: re.Match[str], options: list[str]) -> str:
         near = suggestion(setting.value.removeprefix("="), choices)
         allowed.append(f"one of {', '.join(choices)}")
     return f"{setting.key}{setting.value} must be {' or '.join(allowed)}{near if 'mean' in near else '.'}"
-
-
-def no_number(message: str, match: re.Match[str], options: list[str]) -> str:
-    """Explain text given where a number, or a tensor with one element, is expected."""
-    setting = locate(message, match)
-    return f"{setting.key}{setting.value} must be a number."
-
-
-def wrong_length(message: str, match: re.Match[str], options: list[str]) -> str:
-    """Explain a list with too many or too few values."""
-    setting = locate(message, match)
-    return f"{setting.key}{setting.value} must be a list of {match[1]}."
 
 
 def advice_on(name: str) -> str:
@@ -260,52 +258,18 @@ def advice_on(name: str) -> str:
     return f"is a server side; give --aggregator {name}." if server else ""
 
 
-def other_class(message: str, match: re.Match[str], options: list[str]) -> str:
-    """Explain a class of a wrong kind."""
-    setting = locate(message, match)
-    if setting.key == "model" and (advice := advice_on(match[1])):
-        return f"model={match[1]} {advice}"
-    names = class_names(setting.key.rpartition(".")[2])
-    return f"{setting.key}={match[1]} is no {match[2]}{suggestion(match[1].rpartition('.')[2], names)}"
-
-
-def no_module(message: str, match: re.Match[str], options: list[str]) -> str:
-    """Explain a class path with a missing module."""
-    setting = locate(message, match)
-    return f"{setting.key}={match[1]}: {match[2]}"
-
-
-def no_value(message: str, match: re.Match[str], options: list[str]) -> str:
+def no_value(mistake: Mistake) -> str:
     """Explain an option without a value, or with a dash at the value's beginning."""
-    name = match[1].rpartition("/")[2]
+    name = mistake[1].rpartition("/")[2]
     # --model alone is often a forgotten --model.NAME
-    below = " or a setting below it" if any(f"--{option}".startswith(f"{name}.") for option in options) else ""
+    below = " or a setting below it" if any(f"--{each}".startswith(f"{name}.") for each in mistake.options) else ""
     return f"{name}{below} needs a value; one that begins with a dash is given as --NAME=VALUE."
 
 
-def no_mapping(message: str, match: re.Match[str], options: list[str]) -> str:
+def no_mapping(mistake: Mistake) -> str:
     """Explain a single value given where settings by name are expected."""
-    return f"{match[1]}={match[2]} must be settings by name, such as {nested(match[1], options)}."
-
-
-def no_reading(message: str, match: re.Match[str], options: list[str]) -> str:
-    """Explain a number followed by a colon, on which jsonargparse's YAML reader fails with a TypeError."""
-    return f"{locate(message, match).key} can't be read; take away the colon at its end, or put it in quotes."
-
-
-def null_class(message: str, match: re.Match[str], options: list[str]) -> str:
-    """Explain a class, or the settings of a class, given as null."""
-    return f"{locate(message, match).key}: class_path or init_args is null; give it a value, or leave it out."
-
-
-def plateau(message: str, match: re.Match[str], options: list[str]) -> str:
-    """Explain the ambiguous name ReduceLROnPlateau: neither Lightning's class nor torch's counts rounds."""
-    return PLATEAU
-
-
-def nested(name: str, options: list[str]) -> str:
-    """Return an example of an option below another one."""
-    return f"--{next((option for option in sorted(options) if option.startswith(f'{name}.')), name)}"
+    below = next((each for each in sorted(mistake.options) if each.startswith(f"{mistake[1]}.")), mistake[1])
+    return f"{mistake[1]}={mistake[2]} must be settings by name, such as --{below}."
 
 
 def remaining(message: str) -> str:
@@ -319,34 +283,54 @@ def remaining(message: str) -> str:
 
 
 WRONG = r"Expected a (<class '[\w.]+'>|typing\.Literal\[.*?\])"
-EXPLANATIONS: dict[str, Callable[[str, re.Match[str], list[str]], str]] = {
+SENTENCES: dict[str, Callable[[Mistake], str]] = {
+    # names
     r"Option '([^']+)' is not accepted": unknown_setting,
     r"does not accept option '([^']+)'": unknown_option,
     r"unrecognized arguments: (\S+)": unknown_option,
-    r"subcommand: invalid choice: '([^']*)'": unknown_command,
-    r'expected "subcommand" to be one of': missing_command,
+    r"subcommand: invalid choice: '([^']*)'": lambda mistake: no_command(mistake[1]),
+    r'expected "subcommand" to be one of': lambda mistake: command_is_missing(),
     r"(?m)arguments are required: (.+?)(?=\. Got value: |$)": missing_setting,
     r"argument (\S+): expected one argument": no_value,
-    r"(?:File|Path) is not readable: '(.+)'": unreadable,
-    r"(?:File does not exist|Path is not a file): '(.+)'": no_file,
-    r"(?:sub-config file (\S+): )?(the YAML has .+)": refused_text,
-    r"(?s)(?:Problems parsing config|Parser key \"config\"): (while .+)": no_text,
-    r"(?s)Problems parsing config: (.+)": no_text,
-    r"Unexpected config: ": no_settings,
-    r"unsupported operand type\(s\) for \+: '\w+' and 'str'": no_reading,
-    r"Multiple subclasses with name ReduceLROnPlateau": plateau,
+    # configurations
+    r"(?:File|Path) is not readable: '(.+)'": lambda mistake: (
+        f"--config {mistake[1]} is not readable; let it be read, or take another file."
+    ),
+    r"(?:File does not exist|Path is not a file): '(.+)'": lambda mistake: no_config(Path(mistake[1])),
+    # refused by `yaml_text.check`, with a sentence of ours
+    r"(?:sub-config file (\S+): )?(the YAML has .+)": lambda mistake: ": ".join(filter(None, mistake.match.groups())),
+    r"(?s)(?:Problems parsing config: |Parser key \"config\": (?=while ))(.+)": lambda mistake: no_yaml(mistake[1]),
+    r"Unexpected config: ": lambda mistake: (
+        "the configuration holds no settings; it must be YAML of the form 'NAME: VALUE'."
+    ),
+    # values that neither YAML nor a class can be made of
+    r"unsupported operand type\(s\) for \+: '\w+' and 'str'": lambda mistake: (
+        # a number with a colon at its end, on which jsonargparse's YAML reader fails with a TypeError
+        f"{mistake.setting.key} can't be read; take away the colon at its end, or put it in quotes."
+    ),
+    r"Multiple subclasses with name ReduceLROnPlateau": lambda mistake: PLATEAU,
     r"Parser key \"([\w.]+)\":\s+Unable to load config '(.*)'": no_mapping,
-    r"'NoneType' object has no attribute 'keys'|argument of type 'NoneType' is not iterable": null_class,
-    r"Subtypes: \[<class 'float'>, <class 'torch.Tensor'>\]": no_number,
-    r"Expected a tuple with (\d+) elements": wrong_length,
+    r"'NoneType' object has no attribute 'keys'|argument of type 'NoneType' is not iterable": lambda mistake: (
+        f"{mistake.setting.key}: class_path or init_args is null; give it a value, or leave it out."
+    ),
+    # types, the deepest setting first
+    r"Subtypes: \[<class 'float'>, <class 'torch.Tensor'>\]": lambda mistake: (
+        f"{mistake.setting.key}{mistake.setting.value} must be a number."
+    ),
+    r"Expected a tuple with (\d+) elements": lambda mistake: (
+        f"{mistake.setting.key}{mistake.setting.value} must be a list of {mistake[1]}."
+    ),
     r"Expected '([\w.]+)' to be a subclass of <class '(\w+)'>": other_class,
-    r"Problem with given class_path '([^']+)':\s+(No module named '\w+')": no_module,
+    r"(?:Problem with given class_path '([^']+)':\s+|callable class: )(No module named '\w+')": lambda mistake: (
+        f"{mistake.setting.key}{'=' + mistake[1] if mistake[1] else mistake.setting.value}: {mistake[2]}"
+    ),
     r"Parser key \"\w+\":\s+Expected a <class '(?!NoneType)\w+'>": wrong_value,
     r"Expected a dot import path string: (\S+)(?=[\s\S]*Not a valid subclass of Callback)": unknown_class,
-    r"Expected an instantiatable class, but (\S+) is abstract": abstract_class,
-    r"Expected an instantiatable class|Not a valid subclass of \w+": no_class,
+    r"Expected an instantiatable class, but (?:(\S+) )?is abstract": abstract_class,
+    r"Not a valid subclass of \w+": no_class,
     r"Expected a dot import path string: (\S+)": unknown_class,
     r"Expected a path but (\S+) either(?=[\s\S]*has no attribute)": unknown_class,
+    r"callable class: module '[\w.]+' has no attribute '(\w+)'": unknown_class,
     r"Expected a (?:<class '(?!NoneType)[\w.]+'>|typing\.Literal)": wrong_value,
 }
-"""Patterns of jsonargparse's messages, the most specific first, with the function that explains a match."""
+"""Patterns of jsonargparse's messages, the most specific first, each with the function that makes the sentence."""

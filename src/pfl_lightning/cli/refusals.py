@@ -1,110 +1,63 @@
-"""Refuse mistakes visible in argv alone, seconds before the parser is imported, in the parser's own sentences."""
+"""Refuse mistakes visible at sight, seconds before the parser is imported, in the parser's own sentences."""
 
-import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
 import yaml
 
-from pfl_lightning.cli.argv import grouped
+from pfl_lightning.cli.argv import CONFIG, Argument, CommandLine
 from pfl_lightning.cli.commands import OTHERS, TRAINER
-from pfl_lightning.cli.configs import OPTIONS as FILE
 from pfl_lightning.cli.configs import find, nearest
+from pfl_lightning.cli.options import options_of
 from pfl_lightning.cli.suggestions import nearest_option, suggestion
 from pfl_lightning.cli.usage import UsageError, one_line
 from pfl_lightning.cli.yaml_text import RefusedYAML, check, load
 
-STORED = Path(__file__).with_name("options.json")
-"""Options of the Trainer's commands, printed by ``python -m pfl_lightning.cli.options``; tests keep the file true."""
 
-PACKAGES = ("lightning", "jsonargparse")
-"""Packages whose versions decide which options exist."""
-
-
-class Options(NamedTuple):
-    """Names of the Trainer's commands' options, without dashes."""
-
-    versions: dict[str, str]
-    """Versions of the packages with which the names were listed."""
-    commands: dict[str, str]
-    """Names of the commands that take each option, separated by spaces."""
-    open: list[str]
-    """Options that name a class, so that more options may exist below."""
-    explained: list[str]
-    """Options that no command takes, but that the parser refuses with advice."""
-
-    def may_be(self, name: str, command: str) -> bool:
-        """Return True if a command may take an option; only the parser knows the options below a class."""
-        parts = name.removesuffix("+").split(".")
-        above = {".".join(parts[:depth]) for depth in range(1, len(parts))}
-        takes = name.removesuffix("+") in self.of(command)
-        return takes or name in self.explained or not above.isdisjoint(self.open)
-
-    def of(self, command: str) -> list[str]:
-        """Return the options of a command."""
-        return [name for name, commands in self.commands.items() if command in commands.split()]
-
-
-def refuse_at_sight(words: Sequence[str]) -> None:
+def refuse_at_sight(line: CommandLine) -> None:
     """Refuse an unknown command, a mistyped option, and a configuration missing or with invalid YAML.
 
     Everything that depends on classes and their settings is left to the parser.
 
     Args:
-        words: the command's arguments.
+        line: the command line.
 
     Raises:
         UsageError: with the parser's own sentence.
     """
-    if not words:
+    if not line.words:
         raise UsageError(command_is_missing())
-    command, *rest = words
-    if command in OTHERS or command.startswith("-"):
+    if line.command in OTHERS or not line.command:
         return
-    if command not in TRAINER:
-        raise UsageError(no_command(command))
-    options = stored()
-    arguments = [pair(group) for group in grouped(rest)]
-    mistyped = [name for name, _ in arguments if name not in FILE and not options.may_be(name[2:], command)]
+    if line.command not in TRAINER:
+        raise UsageError(no_command(line.command))
+    options = options_of(line.command)
+    mistyped = [
+        argument
+        for argument in line.arguments
+        # an unknown set of options refuses nothing
+        if options is not None and argument.name not in CONFIG and not options.may_be(argument.name[2:])
+    ]
     # help and stray words are the parser's: it must see the line as given
-    if not all(is_regular(name, value, name in mistyped) for name, value in arguments):
+    if not all(is_regular(argument, argument in mistyped) for argument in line.arguments):
         return
-    for name, value in arguments:
-        if name in FILE:
-            refuse_file(str(value))
-        refuse_value(name, str(value))
-    # a list made with another Lightning may lack an option that exists here, so it refuses nothing
-    if mistyped and options.versions == installed():
-        raise UsageError(no_option(mistyped[0][2:], options.of(command)))
+    for argument in line.arguments:
+        if argument.name in CONFIG:
+            refuse_file(str(argument.value))
+        refuse_value(argument.name, str(argument.value))
+    if options is not None and mistyped:
+        raise UsageError(no_option(mistyped[0].name[2:], options.names))
 
 
-def stored() -> Options:
-    """Return the options in ``options.json``."""
-    return Options(**json.loads(STORED.read_text(encoding="utf-8")))
-
-
-def installed() -> dict[str, str]:
-    """Return the installed versions of `PACKAGES`."""
-    return {name: version(name) for name in PACKAGES}
-
-
-def pair(group: Sequence[str]) -> tuple[str, str | None]:
-    """Split an argument into option and value, given as ``--name=value`` or as two words."""
-    name, equals, value = group[0].partition("=")
-    return name, value if equals else group[1] if len(group) > 1 else None
-
-
-def is_regular(name: str, value: str | None, mistyped: bool) -> bool:
+def is_regular(argument: Argument, mistyped: bool) -> bool:
     """Return True for an option with a value, False for help and for words without an option."""
-    if name.endswith((".help", "--help", "--print_config")):
+    if argument.name.endswith((".help", "--help", "--print_config")):
         return False
-    is_option = name == "-c" or re.fullmatch(r"--[a-z][\w.]*\+?", name) is not None
-    return is_option and (mistyped or value is not None)
+    is_option = argument.name == "-c" or re.fullmatch(r"--[a-z][\w.]*\+?", argument.name) is not None
+    return is_option and (mistyped or argument.value is not None)
 
 
 def refuse_file(file: str) -> None:

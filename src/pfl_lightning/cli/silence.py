@@ -8,6 +8,8 @@ def silence() -> None:
     """Filter warnings and log lines on which a user of the command line can't act."""
     # Lightning's own use of a name that torch deprecates
     warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
+    # the parser looks at classes by all names that they have, also by those that are out of use
+    warnings.filterwarnings("ignore", message=r"pfl_lightning\.methods\.", module="jsonargparse")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_news)
 
 

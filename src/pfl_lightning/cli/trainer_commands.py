@@ -1,7 +1,6 @@
 """The commands ``fit``, ``validate``, ``test`` and ``join``, run by Lightning's command line."""
 
 import shutil
-import sys
 import warnings
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -14,11 +13,10 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 
 import pfl_lightning.data
 import pfl_lightning.methods  # noqa: F401  # imported classes can be named without their module
-from pfl_lightning.cli.argv import later_wins
-from pfl_lightning.cli.commands import TRAINER
-from pfl_lightning.cli.configs import resolved
-from pfl_lightning.cli.default_server import with_server
-from pfl_lightning.cli.earlier_run import with_run
+from pfl_lightning import aggregators
+from pfl_lightning.cli.argv import CommandLine
+from pfl_lightning.cli.class_names import own_server
+from pfl_lightning.cli.commands import FILLED, TRAINER
 from pfl_lightning.cli.null_settings import refuse_nulls
 from pfl_lightning.cli.parser_errors import sentence
 from pfl_lightning.cli.usage import fail
@@ -26,7 +24,7 @@ from pfl_lightning.cli.yaml_text import check
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.federation.federation import Federation
-from pfl_lightning.internals.of_jsonargparse import commands_of, options_of
+from pfl_lightning.internals.of_jsonargparse import commands_of, name_paths, options_of
 from pfl_lightning.runs.folder import run_folder
 from pfl_lightning.trainer import FederatedTrainer
 
@@ -53,6 +51,8 @@ def read(text: str) -> Any:
 
 # replaces the reader in all parsers of the process: files, values and settings below both
 set_loader("yaml", read, (yaml.YAMLError,))
+# a run's config.yaml has server sides by the names that users import
+name_paths({f"{aggregators.__name__}.{name}": getattr(aggregators, name) for name in aggregators.SERVERS})
 
 
 class Parser(LightningArgumentParser):
@@ -70,14 +70,6 @@ class Parser(LightningArgumentParser):
         # not in a finally: an error's sentence is built later and still needs the name
         self._file = ""
         return parsed
-
-    def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:
-        """Parse a command line after resolving an earlier run, names of configurations, aggregator and local budget.
-
-        The order matters: names become paths first, as the next two read the files.
-        """
-        words = resolved(with_run(sys.argv[1:] if args is None else args))
-        return super().parse_args(later_wins(with_server(words)), *rest, **kwargs)
 
     def error(self, message: str, *args: Any, **kwargs: Any) -> NoReturn:
         """Exit with code 2 and one sentence."""
@@ -156,9 +148,9 @@ class PflCLI(LightningCLI):
     made_parser: type[Parser] = Parser
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        words = sys.argv[1:] if (given := kwargs.get("args")) is None else given
+        command = kwargs["args"].command
         # the parser of a command takes a tenth of a second: only the one that is named is made
-        self.commands = words[:1] if words and words[0] in TRAINER else list(TRAINER)
+        self.commands = [command] if command in TRAINER else list(TRAINER)
         super().__init__(*args, **kwargs)
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -176,8 +168,11 @@ class PflCLI(LightningCLI):
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Return the named command, or all if none is named, each with the arguments filled by the command line."""
-        skip = {"model", "datamodule", "train_dataloaders", "val_dataloaders", "dataloaders"}
-        return dict.fromkeys(self.commands, skip)
+        return dict.fromkeys(self.commands, FILLED)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse a `CommandLine`, after completing it."""
+        self.config = parser.parse_args(args.completed(own_server))
 
     def before_instantiate_classes(self) -> None:
         """Refuse nulls early, in the place of an unrelated error later."""
@@ -197,11 +192,11 @@ class PflCLI(LightningCLI):
     before_test = before_join = before_validate
 
     @classmethod
-    def of(cls, args: list[str] | None) -> "PflCLI":
-        """Run the command line.
+    def of(cls, line: CommandLine) -> "PflCLI":
+        """Run a command line.
 
         Args:
-            args: the arguments; None takes ``sys.argv``.
+            line: the command line.
         """
         return cls(
             ClientModule,
@@ -222,7 +217,7 @@ class PflCLI(LightningCLI):
             subclass_mode_data=True,
             # the optimizer is a setting of the client module, which makes one per client
             auto_configure_optimizers=False,
-            args=args,
+            args=line,
         )
 
     def _parse_ckpt_path(self) -> None:
@@ -232,10 +227,10 @@ class PflCLI(LightningCLI):
         """
 
 
-def main(args: list[str] | None) -> None:
+def main(line: CommandLine) -> None:
     """Run one of these commands.
 
     Args:
-        args: the arguments; None takes ``sys.argv``.
+        line: the command line.
     """
-    PflCLI.of(args)
+    PflCLI.of(line)

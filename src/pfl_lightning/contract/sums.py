@@ -42,8 +42,8 @@ def check_sums(client: ClientModule, aggregator: Aggregator) -> None:
             check_noise_shares(part)
         elif not part.sums_only:
             raise MisconfigurationException(
-                f"aggregator={name} doesn't say of itself, by sums_only = True in its class, that it needs sums over "
-                f"clients alone, which is all that {SETTING} gives; take one that does, such as WeightedAverage."
+                f"aggregator={name} doesn't say of itself, by sums_only = True in its own class, that it needs sums "
+                f"over clients alone, which is all that {SETTING} gives; take one that does, such as WeightedAverage."
             )
 
 

@@ -19,7 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
 from pfl_lightning.aggregators import Aggregator
-from pfl_lightning.cli.configs import OPTIONS, find
+from pfl_lightning.cli.argv import CONFIG
+from pfl_lightning.cli.configs import find
 from pfl_lightning.cli.yaml_text import load
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule, Partitioner, Preprocessing
@@ -114,10 +115,10 @@ def trees(args: Sequence[str]) -> Iterator[Any]:
         if not is_joined and words and not words[0].startswith("--"):
             value = words.pop(0)
         # argparse takes "-cFILE" for "-c FILE"
-        if option.startswith("-c") and option not in OPTIONS:
+        if option.startswith("-c") and option not in CONFIG:
             option, value = "-c", option[2:] + is_joined + value
         try:
-            if option in OPTIONS:
+            if option in CONFIG:
                 file = find(value)
                 yield load(value if file is None else file.read_text())
             else:

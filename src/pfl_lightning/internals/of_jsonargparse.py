@@ -1,7 +1,10 @@
 """Private names of jsonargparse, and of argparse, from which jsonargparse's parser inherits."""
 
 from argparse import Action, ArgumentParser
+from collections.abc import Mapping
 from typing import Any
+
+from jsonargparse import _util
 
 
 def options_of(parser: ArgumentParser) -> list[Action]:
@@ -23,10 +26,14 @@ def commands_of(parser: ArgumentParser) -> dict[str, Any]:
     return {name: command for each in choices for name, command in each.items()}
 
 
-def type_of(option: Action) -> Any:
-    """Return an option's type, as a type or a type hint; an empty text for an option without a value.
+def name_paths(paths: Mapping[str, type]) -> None:
+    """Let jsonargparse write classes by paths of their own in configurations.
+
+    By itself it writes the shortest path along a class's module. That module's package can have an older name of the
+    class, which warns at each look.
 
     Args:
-        option: an option of jsonargparse's parser.
+        paths: class by dotted path.
     """
-    return getattr(option, "_typehint", "")
+    for path, cls in paths.items():
+        _util.resolved_import_paths.add(cls, path)

@@ -8,6 +8,7 @@ from functools import partial
 
 from lightning.pytorch.utilities.seed import isolate_rng
 
+from pfl_lightning import aggregators as a
 from pfl_lightning import methods as m
 from pfl_lightning.aggregators import Aggregator, AggregatorList, ClassMeans
 from pfl_lightning.client import ClientModule
@@ -34,7 +35,7 @@ class Method:
     def file(self) -> str:
         """The file name of a method's configuration, ``FILE.yaml`` in ``configs/methods``.
 
-        >>> Method("KT-pFL+weight", m.GrowingEpochs, m.KTpFLWeight).file
+        >>> Method("KT-pFL+weight", m.GrowingEpochs, a.KTpFLWeight).file
         'kt_pfl_weight'
         """
         # lower case with underscores, like the module's own file
@@ -97,7 +98,7 @@ PAPER = re.compile(r"Source:\s+(?P<paper>[^(]*?\d{4})[^(]*\((?P<url>https?://[^)
 
 def aligned_fedrema() -> Aggregator:
     """Return FedReMa's server beside a mean of prototypes, for clients with feature alignment."""
-    return AggregatorList([m.FedReMa(), ClassMeans(weighted=False)])
+    return AggregatorList([a.FedReMa(), ClassMeans(weighted=False)])
 
 
 METHODS = (
@@ -105,29 +106,29 @@ METHODS = (
     Method("FedAvg", m.FedAvg),
     Method("Pooled", m.Pooled),
     Method("Ensemble", m.Ensemble),
-    Method("Cyclic", m.FedAvg, m.CyclicTransfer),
+    Method("Cyclic", m.FedAvg, a.CyclicTransfer),
     Method("FedProx", m.FedProx),
-    Method("FedAvgM", m.FedAvg, m.FedAvgM),
-    Method("FedAdagrad", m.FedAvg, m.FedAdagrad),
-    Method("FedAdam", m.FedAvg, m.FedAdam),
-    Method("FedYogi", m.FedAvg, m.FedYogi),
+    Method("FedAvgM", m.FedAvg, a.FedAvgM),
+    Method("FedAdagrad", m.FedAvg, a.FedAdagrad),
+    Method("FedAdam", m.FedAvg, a.FedAdam),
+    Method("FedYogi", m.FedAvg, a.FedYogi),
     Method("FedNova", m.FedNova),
     Method("q-FedAvg", m.QFedAvg),
-    Method("SCAFFOLD", m.ControlVariates, m.SCAFFOLD),
+    Method("SCAFFOLD", m.ControlVariates, a.SCAFFOLD),
     Method("FedDyn", m.FedDyn),
     Method("FedSAM", m.FedSAM),
     Method("FedLC", m.FedLC),
     Method("FedNTD", m.FedNTD),
     Method("MOON", m.MOON),
     Method("FedUV", m.FedUV),
-    Method("FedNH", m.NormalizedHead, m.FedNH),
+    Method("FedNH", m.NormalizedHead, a.FedNH),
     Method("FedGen", m.FedGen),
-    Method("FedLAW", m.FedAvg, m.FedLAW),
-    Method("FedDF", m.FedAvg, m.FedDF),
-    Method("L-DAWA", m.FedAvg, m.LDAWA),
-    Method("FedDisco", m.FedAvg, m.FedDisco),
-    Method("FedAWA", m.FedAvg, m.FedAWA),
-    Method("FedAWA-L", m.FedAvg, m.FedAWAL),
+    Method("FedLAW", m.FedAvg, a.FedLAW),
+    Method("FedDF", m.FedAvg, a.FedDF),
+    Method("L-DAWA", m.FedAvg, a.LDAWA),
+    Method("FedDisco", m.FedAvg, a.FedDisco),
+    Method("FedAWA", m.FedAvg, a.FedAWA),
+    Method("FedAWA-L", m.FedAvg, a.FedAWAL),
     Method("Per-FedAvg", m.PerFedAvg),
     Method("pFedMe", m.PFedMe),
     Method("Ditto", m.Ditto),
@@ -146,12 +147,12 @@ METHODS = (
     Method("kNN-Per", m.KNNPer),
     Method("FedRoD", m.FedRoD),
     Method("FedALA", m.FedALA),
-    Method("FedAMP", m.CloudProx, m.FedAMP),
+    Method("FedAMP", m.CloudProx, a.FedAMP),
     Method("FedFomo", m.FedFomo),
     Method("APPLE", m.APPLE),
     Method("FedCAC", m.FedCAC),
     Method("pFedHN", m.PFedHN),
-    Method("CFL", m.FedAvg, m.CFL),
+    Method("CFL", m.FedAvg, a.CFL),
     Method("IFCA", m.IFCA),
     Method("FedDistill", m.FedDistill),
     Method("FedProto", m.FedProto),
@@ -160,15 +161,15 @@ METHODS = (
     Method("FedPAC", m.PACClient),
     Method("FedMD", m.FedMD),
     Method("KT-pFL", m.KnowledgeTransfer),
-    Method("KT-pFL+weight", m.GrowingEpochs, m.KTpFLWeight),
+    Method("KT-pFL+weight", m.GrowingEpochs, a.KTpFLWeight),
     Method("FedClassAvg", m.FedClassAvg),
     Method("cwFedAvg", m.WDR),
-    Method("cwFedAvg-noWDR", m.FedAvg, m.CwFedAvg),
-    Method("cwFedAvg-Dist", m.FedAvg, partial(m.CwFedAvg, distribution="counts"), source=m.CwFedAvg),
-    Method("FedReMa", m.FedAvg, m.FedReMa),
-    Method("FedReMa+A", m.AlternateTraining, m.FedReMa),
-    Method("FedReMa+F", m.FeatureAlignment, aligned_fedrema, source=m.FedReMa),
-    Method("FedReMa+AF", m.AlternateAlignment, aligned_fedrema, source=m.FedReMa),
+    Method("cwFedAvg-noWDR", m.FedAvg, a.CwFedAvg),
+    Method("cwFedAvg-Dist", m.FedAvg, partial(a.CwFedAvg, distribution="counts"), source=a.CwFedAvg),
+    Method("FedReMa", m.FedAvg, a.FedReMa),
+    Method("FedReMa+A", m.AlternateTraining, a.FedReMa),
+    Method("FedReMa+F", m.FeatureAlignment, aligned_fedrema, source=a.FedReMa),
+    Method("FedReMa+AF", m.AlternateAlignment, aligned_fedrema, source=a.FedReMa),
 )
 """All methods, in the table's order. A new method needs one entry; the table's columns are found from the classes."""
 
@@ -176,7 +177,7 @@ METHODS = (
 def method_of(client: ClientModule, aggregator: Aggregator) -> str:
     """Return the literature's name for a client module and an aggregator, or else the classes' names.
 
-    >>> method_of(m.WDR(), m.CwFedAvg()), method_of(m.FedProx(), m.FedAWA())
+    >>> method_of(m.WDR(), a.CwFedAvg()), method_of(m.FedProx(), a.FedAWA())
     ('cwFedAvg', 'FedProx+FedAWA')
 
     Args:

@@ -15,7 +15,20 @@ from torch.optim import SGD
 
 from command import QUICKSTART, QUIET, pfl, refusal
 from federations import Spy, check_order_and_resume, drawn_update, equal, fit, make_client, noisy, set_up
-from pfl_lightning.aggregators import Aggregator, ClassMeans, Mean, WeightedAverage
+from pfl_lightning.aggregators import (
+    CFL,
+    SCAFFOLD,
+    Aggregator,
+    ClassMeans,
+    ClusterModels,
+    DomainConsensus,
+    FedAdagrad,
+    FedAdam,
+    FedAvgM,
+    FedYogi,
+    Mean,
+    WeightedAverage,
+)
 from pfl_lightning.aggregators.means import (
     Bucketing,
     Bulyan,
@@ -33,21 +46,7 @@ from pfl_lightning.callbacks import BufferAttack
 from pfl_lightning.cli.class_names import subclasses
 from pfl_lightning.data import IID, Digits
 from pfl_lightning.engines import Sequential, Vectorised
-from pfl_lightning.methods import (
-    CFL,
-    IFCA,
-    SCAFFOLD,
-    ClusterModels,
-    ControlVariates,
-    DomainConsensus,
-    FedAdagrad,
-    FedAdam,
-    FedAvg,
-    FedAvgM,
-    FedDBE,
-    FedProto,
-    FedYogi,
-)
+from pfl_lightning.methods import IFCA, ControlVariates, FedAvg, FedDBE, FedProto
 from pfl_lightning.methods.fedas import FisherAverage
 from pfl_lightning.methods.fedcac import CriticalAverage
 from pfl_lightning.methods.fednova import NormalizedAverage
@@ -413,8 +412,12 @@ def test_a_server_of_ones_own_refuses_a_mean_until_it_says_otherwise():
     class Declared(WeightedAverage):
         takes_mean = True
 
-    with pytest.raises(MisconfigurationException, match="Mine combines what clients send by a rule of its own"):
-        Mine(mean=Krum())
+    class Below(Declared):
+        """Not declared: the marker isn't inherited."""
+
+    for server in (Mine, Below):
+        with pytest.raises(MisconfigurationException, match=f"mean=Krum: {server.__name__} .* takes_mean = True"):
+            server(mean=Krum())
     assert Declared(mean=Krum()).mean.f == 0.2
 
 

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import yaml
 
-from pfl_lightning.aggregators import AggregatorList, ClassMeans, Mean, WeightedAverage
+from pfl_lightning.aggregators import CFL, AggregatorList, ClassMeans, ClusterModels, Mean, WeightedAverage
 from pfl_lightning.aggregators import means as rules
 from pfl_lightning.callbacks import attacks
-from pfl_lightning.methods import CFL, ClusterModels
 from pfl_lightning.methods.registry import METHODS
 from test_documents import shown
 

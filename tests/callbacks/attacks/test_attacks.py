@@ -9,7 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from command import QUICKSTART, QUIET, pfl, refusal, summary
 from federations import Pause, Spy, blobs, equal, fit, make_client, make_trainer, noisy, same_end
-from pfl_lightning.aggregators import WeightedAverage
+from pfl_lightning.aggregators import LDAWA, WeightedAverage
 from pfl_lightning.aggregators.means import (
     Bucketing,
     CentredClipping,
@@ -38,7 +38,7 @@ from pfl_lightning.callbacks.attacks import (
 from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.data import Digits
 from pfl_lightning.engines import Processes, Sequential, Vectorised
-from pfl_lightning.methods import IFCA, LDAWA, FedAvg, FedPer, FedProto, Local
+from pfl_lightning.methods import IFCA, FedAvg, FedPer, FedProto, Local
 from pfl_lightning.nets import Net
 from sweeps import swept
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.cli.argv import settings_in
+from pfl_lightning.cli.argv import CommandLine, resolved, settings_in
 from pfl_lightning.cli.compare.choices import Choice, choose, stored_table
 from pfl_lightning.cli.compare.report import titles, write
 from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.cli.compare.runs import Run, files, run_all
 from pfl_lightning.cli.compare.significance import reference_among
 from pfl_lightning.cli.compare.tuning import Trial, at_edge, axes, best, missing, rows_of, trials
-from pfl_lightning.cli.configs import FOLDER, nearest, resolved
+from pfl_lightning.cli.configs import FOLDER, nearest
 from pfl_lightning.cli.load_config import complaint
 from pfl_lightning.cli.refusals import refuse_at_sight
 from pfl_lightning.cli.usage import Arguments, UsageError
@@ -71,7 +71,7 @@ def main(args: list[str]) -> int:
     methods = choose(given.methods, given.configs)
     reference = reference_among([method.label for method in methods], given.columns, given.reference)
     for method in methods:
-        refuse_at_sight(["fit", *method.among(passed)])
+        refuse_at_sight(CommandLine(["fit", *method.among(passed)]))
     if not given.collect:
         refuse_all(methods, passed)
     comparison = Comparison(given, passed)

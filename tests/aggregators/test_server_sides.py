@@ -1,0 +1,77 @@
+"""Server sides of methods, which users import from `pfl_lightning.aggregators`."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import warnings
+
+import pytest
+import yaml
+
+from command import pfl
+from pfl_lightning import Aggregator, aggregators, methods
+
+DEFINED = {
+    made.__name__: made
+    for file in pkgutil.iter_modules(methods.__path__)
+    for made in vars(importlib.import_module(f"pfl_lightning.methods.{file.name}")).values()
+    if inspect.isclass(made) and made.__module__ == f"pfl_lightning.methods.{file.name}"
+}
+SERVERS = {
+    name: made
+    for name, made in DEFINED.items()
+    # a base of FedOpt's servers, of no method by itself
+    if issubclass(made, Aggregator) and name != "ServerSteps"
+}
+
+
+def test_each_server_side_of_a_method_is_there_and_in_each_list():
+    assert {name: f"pfl_lightning.methods.{file}" for name, file in aggregators.SERVERS.items()} == {
+        name: made.__module__ for name, made in SERVERS.items()
+    }
+    assert {name: getattr(aggregators, name) for name in SERVERS} == SERVERS
+    assert SERVERS.keys() <= set(aggregators.__all__)
+    # as type checkers read it
+    tree = ast.parse(inspect.getsource(aggregators))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    typed = {alias.name: line.module for line in block.body for alias in line.names}
+    assert typed == {name: made.__module__ for name, made in SERVERS.items()}
+
+
+def test_methods_export_client_sides():
+    assert not [name for name in methods.__all__ if issubclass(getattr(methods, name), Aggregator)]
+    assert not SERVERS.keys() & vars(methods).keys()
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_the_old_name_works_and_names_the_new_one(name):
+    with pytest.warns(DeprecationWarning, match=f"from pfl_lightning.aggregators import {name}$") as found:
+        assert getattr(methods, name) is SERVERS[name]
+    # at the user's line, so that Python shows it
+    assert found[0].filename == __file__
+
+
+def test_other_names_are_in_neither():
+    for room in (methods, aggregators):
+        with pytest.raises(AttributeError, match="FedPorx"):
+            room.FedPorx  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("FedAdam", "aggregators.FedAdam"),
+        ("CwFedAvg", "aggregators.CwFedAvg"),
+        ("pfl_lightning.aggregators.FedAdam", "aggregators.FedAdam"),
+        ("pfl_lightning.methods.fedopt.FedAdam", "methods.fedopt.FedAdam"),
+        # of a config.yaml of before
+        ("pfl_lightning.methods.FedAdam", "methods.FedAdam"),
+    ],
+)
+def test_the_command_line_takes_all_names_and_writes_the_new_ones(given, written, capsys):
+    with warnings.catch_warnings(), pytest.raises(SystemExit) as ended:
+        warnings.filterwarnings("error", message=r"pfl_lightning\.methods")
+        pfl(f"fit --config quickstart --aggregator {given} --print_config")
+    assert ended.value.code == 0
+    assert yaml.safe_load(capsys.readouterr().out)["aggregator"]["class_path"] == f"pfl_lightning.{written}"
