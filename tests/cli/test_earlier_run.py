@@ -5,6 +5,7 @@ import pytest
 
 from command import QUIET, pfl, refusal
 from federations import read_csv
+from pfl_lightning.cli.argv import CommandLine
 from pfl_lightning.cli.earlier_run import newest, with_run
 from pfl_lightning.runs.folder import stamp
 
@@ -65,13 +66,16 @@ def test_the_newest_run_with_a_configuration_and_the_checkpoint_counts(tmp_path)
 )
 def test_other_lines_stay_as_they_are(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert with_run(line.split()) == line.split()
+    assert with_run(CommandLine(line.split())).words == line.split()
 
 
 def test_options_replace_the_settings_of_the_run(tmp_path):
     folder = run(tmp_path, "A-TableData/version_0")
     checkpoint = str(folder / "checkpoints" / "best.ckpt")
-    words = with_run(["join", "--data", "new.csv", "--epochs=2", "--ckpt_path", checkpoint])
+    words = with_run(CommandLine(["join", "--data", "new.csv", "--epochs=2", "--ckpt_path", checkpoint])).words
     given = ["--data.path", "new.csv", "--epochs=2", "--ckpt_path", checkpoint]
     assert words == ["join", "--config", str(folder / "config.yaml"), *given, "--ckpt_path", checkpoint]
-    assert with_run(["join", "--data", "new.csv", "-c", "mine.yaml"]) == "join --data.path new.csv -c mine.yaml".split()
+    assert (
+        with_run(CommandLine(["join", "--data", "new.csv", "-c", "mine.yaml"])).words
+        == "join --data.path new.csv -c mine.yaml".split()
+    )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.division import Division
 from pfl_lightning.data.loaded import Loaded
-from pfl_lightning.data.preprocessing import FittedOn, trained_on
+from pfl_lightning.data.preprocessing import FittedOn, Moments, trained_on
 from pfl_lightning.data.samples import Samples
 from pfl_lightning.data.sources.base import OwnedData
 from pfl_lightning.settings import Unpack, check_choices
@@ -131,12 +131,13 @@ class FedHeartDisease(OwnedData):
             groups = [(trained_on(division), torch.arange(len(x)))]
         else:
             groups = [(held["train"], torch.cat(list(held.values()))) for held in division.clients]
+        known = self._known_moments(division)
         moments = []
-        for fitted, rows in groups:
+        for place, (fitted, rows) in enumerate(groups):
             own = x[fitted.numpy()]
             # one patient has no sample deviation
             spread = own.std(0, ddof=1) if len(own) > 1 else np.zeros(x.shape[1])
-            moments.append((own.mean(0), spread + 1e-9))
+            moments.append(known.get(place, (own.mean(0), spread + 1e-9)))
             result[rows.numpy()] = (x[rows.numpy()] - moments[-1][0]) / moments[-1][1]
         for name, values in zip(("mean", "deviation"), zip(*moments, strict=True), strict=True):
             by_feature = np.stack(values, axis=1).tolist()
@@ -145,6 +146,27 @@ class FedHeartDisease(OwnedData):
                 for feature, numbers in zip(self.preprocessing["features"], by_feature, strict=True)
             }
         return Samples(torch.from_numpy(result), samples.y)
+
+    def _known_moments(self, division: Division) -> dict[int, Moments]:
+        """Return the moments of a federation that these patients are tested by or join, by position among the groups.
+
+        Args:
+            division: the pool positions of each client's patients.
+        """
+        if self.adopted.get("standardize") != self.standardize:
+            return {}
+        mean, deviation = (
+            np.array([self.adopted[moment][name] for name in self.preprocessing["features"]])
+            for moment in ("mean", "deviation")
+        )
+        if self.standardize == "table":
+            return {0: (mean, deviation)}
+        clients = {name: client for client, name in enumerate(self.adopted_names)}
+        return {
+            place: (mean[:, clients[name]], deviation[:, clients[name]])
+            for place, name in enumerate(division.names)
+            if name in clients
+        }
 
     @property
     def fitted_on(self) -> FittedOn:

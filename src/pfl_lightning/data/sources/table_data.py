@@ -124,7 +124,7 @@ class TableData(OwnedData):
     """Vocabularies taken from the table."""
     _taken: Mapping[str, Any] = MappingProxyType({})
     """The ``preprocessing`` of a checkpoint or a federation, in the place of values that are fitted anew."""
-    _before: tuple[Any, list[str], dict[str, list[Any]]] | None = None
+    _before: tuple[Any, list[str], Mapping[str, list[str]]] | None = None
     """Own settings, while those of a federation are taken over."""
     _text_columns: Collection[str] = ()
     """Coded feature columns that hold texts, and not numbers."""
