@@ -106,17 +106,19 @@ class BlockIO:
         if any(entries.keys() != own.keys() for entries in known.values()):
             return None
         sent: list[Tensor] = []
+        alike: set[str] = set()
         for name, tensor in own.items():
             rows = [entries[name] for entries in assigned]
             # An entry that is the same object for all clients is copied to the device once and repeated there.
-            rows = rows[:1] if len(set(map(id, rows))) == 1 else rows
+            if len(set(map(id, rows))) == 1:
+                alike.add(name)
             if {row.shape for row in rows} != {tensor.shape}:
                 return None
-            sent.append(side_by_side(rows, device))
+            sent.append(rows[0] if name in alike else side_by_side(rows, device))
         stacks: StateDict = {}
         for (name, tensor), stack in zip(own.items(), moved(sent, device), strict=True):
             stack = stack.to(tensor.dtype)
-            stacks[name] = stack if len(stack) == len(members) else repeated(stack[0], len(members))
+            stacks[name] = repeated(stack, len(members)) if name in alike else stack
         # The default phases are the same for all clients.
         for member in members if overrides(module, "local_phases") else members[:1]:
             self.sequential.set_turn(member.job)
