@@ -19,7 +19,11 @@ OWN = {"FedClassAvg": {"contrastive": False}, "FedNova": {"optimizer_lifetime": 
 """Settings that methods want."""
 
 
-@pytest.mark.parametrize("method", swept(METHODS))
+SOME = ("Local", "FedPer", "cwFedAvg", "FedReMa", "SCAFFOLD", "FedProto")
+"""One of each way to keep state: nowhere, at clients, at the server, at both, and in classes' means."""
+
+
+@pytest.mark.parametrize("method", swept(METHODS, SOME))
 def test_a_deployment_equals_the_simulation(method, tmp_path):
     own = {"optimizer_lifetime": "run", **OWN.get(method.name, {})}
     make = partial(make_client, method.client, net=noisy, **own)
