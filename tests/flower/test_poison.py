@@ -105,7 +105,7 @@ def without():
     return fit(make(), engine=Without, max_rounds=2)
 
 
-REFUSED_BY_THE_TEMPLATE = ("a missing name", "a wrong type", "infinity", "another round's answer", "a long reason")
+REFUSED_BY_THE_TEMPLATE = ("a missing name", "a wrong type", "infinity")
 """Told by the code that tells of others here; `test_template` and `test_wire` have all of them."""
 
 
