@@ -237,19 +237,12 @@ def flat(weights: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
     return torch.cat([weights[name].flatten() for name in names])
 
 
-class Backwards(Sequential):
-    """Trains the clients in the reverse order."""
-
-    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
-        return super().run(list(jobs)[::-1])
-
-
 class Shuffled(Sequential):
-    """Trains in order and delivers in another."""
+    """Trains the clients in the reverse order, and delivers in a third."""
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
-        outcomes = list(super().run(jobs))
-        yield from outcomes[1::2] + outcomes[::2]
+        outcomes = list(super().run(list(jobs)[::-1]))
+        yield from outcomes[::2] + outcomes[1::2]
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -275,10 +268,9 @@ def same_end(one: Run, other: Run) -> bool:
 def check_order_and_resume(method: Callable[..., FedAvg], root: Path, **settings: Any) -> None:
     """Neither the order in which clients train or deliver nor a pause after two rounds changes a bit."""
     make = partial(make_client, method, net=noisy, optimizer_lifetime="run")
-    settings = {"clients_per_round": 3, "max_rounds": 4, **settings}
+    settings = {"clients_per_round": 3, "max_rounds": 3, **settings}
     whole = fit(make(), **settings)
-    for engine in (Shuffled, Backwards):
-        assert same_end(whole, fit(make(), engine=engine, **settings))
+    assert same_end(whole, fit(make(), engine=Shuffled, **settings))
     fit(make(), root=root, callbacks=[Pause(2)], **settings)
     assert same_end(whole, fit(make(), root=root, ckpt_path="last", **settings))
 

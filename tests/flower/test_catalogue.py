@@ -19,8 +19,12 @@ OWN = {"FedClassAvg": {"contrastive": False}, "FedNova": {"optimizer_lifetime": 
 """Settings that methods want."""
 
 
+SOME = ("Local", "FedPer", "cwFedAvg", "FedReMa", "SCAFFOLD", "FedProto")
+"""One of each way to keep state: nowhere, at clients, at the server, at both, and in classes' means."""
+
+
 # one that pools samples is refused at sites, see tests/methods/test_pooled.py
-@pytest.mark.parametrize("method", swept([method for method in METHODS if not method.client.pools]))
+@pytest.mark.parametrize("method", swept([method for method in METHODS if not method.client.pools], SOME))
 def test_a_deployment_equals_the_simulation(method, tmp_path):
     own = {"optimizer_lifetime": "run", **OWN.get(method.name, {})}
     make = partial(make_client, method.client, net=noisy, **own)

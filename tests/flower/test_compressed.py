@@ -10,14 +10,19 @@ from deployments import deploy, grid_of, rewrite
 from federations import Pause, equal, fit, make_client
 from pfl_lightning.compression import EightBits, Sign, TopK
 from pfl_lightning.methods import FedPer
+from sweeps import swept
 
 
 def make():
     return make_client(FedPer, optimizer_lifetime="run")
 
 
-@pytest.mark.parametrize("kind", [TopK(0.25), Sign(), EightBits()], ids=["top-k", "sign", "8 bits"])
-def test_a_deployment_has_the_bits_and_bytes_of_a_simulation(kind, tmp_path):
+KINDS = {"top-k": TopK(0.25), "sign": Sign(), "8 bits": EightBits()}
+
+
+@pytest.mark.parametrize("name", swept(KINDS, ("top-k", "8 bits"), str))
+def test_a_deployment_has_the_bits_and_bytes_of_a_simulation(name, tmp_path):
+    kind = KINDS[name]
     remote = deploy(grid_of(make, tmp_path, compression=kind), make, compression=kind)
     here = fit(make(), compression=kind)
     assert equal(remote.weights, here.weights)

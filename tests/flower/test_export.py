@@ -38,8 +38,13 @@ def outputs(model: ClientModule) -> Any:
 
 @pytest.mark.parametrize(
     ("method", "nets"),
-    [(FedPer, plain), (FedProto, plain), (FedProto, NETS), (FedFomo, plain), (FedBABU, plain)],
-    ids=["FedPer", "FedProto", "two-nets", "FedFomo", "trained-for-evaluation"],
+    [
+        pytest.param(FedPer, plain, id="FedPer"),
+        pytest.param(FedProto, plain, id="FedProto", marks=pytest.mark.exhaustive),
+        pytest.param(FedProto, NETS, id="two-nets"),
+        pytest.param(FedFomo, plain, id="FedFomo", marks=pytest.mark.exhaustive),
+        pytest.param(FedBABU, plain, id="trained-for-evaluation"),
+    ],
 )
 def test_a_clients_model_is_that_of_the_federations_checkpoint(method, nets, tmp_path):
     run = fit(make_client(method, net=nets), root=tmp_path / "run", max_rounds=2)

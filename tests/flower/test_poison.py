@@ -14,6 +14,7 @@ from pfl_lightning.engines import Sequential
 from pfl_lightning.flower.link import failure
 from pfl_lightning.flower.wire import names, pack, unpack
 from pfl_lightning.methods import FedPer
+from sweeps import all_but
 
 CLIENT, NAME = 2, "net.features.0.weight"
 make = partial(make_client, FedPer, net=noisy)
@@ -104,7 +105,11 @@ def without():
     return fit(make(), engine=Without, max_rounds=2)
 
 
-@pytest.mark.parametrize("what", POISON)
+REFUSED_BY_THE_TEMPLATE = ("a missing name", "a wrong type", "infinity")
+"""Told by the code that tells of others here; `test_template` and `test_wire` have all of them."""
+
+
+@pytest.mark.parametrize("what", all_but(REFUSED_BY_THE_TEMPLATE, POISON))
 def test_poison_leaves_its_client_out_and_nobody_else(what, tmp_path, without):
     change, words = POISON[what]
     grid = grid_of(make, tmp_path, max_rounds=2)

@@ -16,6 +16,7 @@ from pfl_lightning.methods import Ditto, FedAvg, FedBN, FedClassAvg, FedDBE, Fed
 from pfl_lightning.methods.scaffold import SCAFFOLD, ControlVariates
 from pfl_lightning.privacy import DPAverage, SecureSum
 from pfl_lightning.selection import Selection
+from sweeps import swept
 
 FOUR = {11 + client: {"clients": str(client), "allow": ALL} for client in range(4)}
 """Four sites with a client each: node 11 has client 0."""
@@ -46,7 +47,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("nodes", [FOUR, TWO], ids=len)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", swept(METHODS, ("SCAFFOLD", "networks"), str))
 def test_a_deployment_ends_as_its_simulation_to_the_bit(name, nodes, tmp_path):
     make, aggregator = METHODS[name]
     remote, grid = deployed(tmp_path, make, nodes, aggregator)

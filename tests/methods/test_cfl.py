@@ -7,7 +7,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import (
-    Backwards,
     Shuffled,
     Spy,
     TwoGroups,
@@ -226,10 +225,8 @@ def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(t
     settings = {"clients_per_round": 3, "max_rounds": 4}
     whole = fit(make(), root=tmp_path / "whole", aggregator=EAGER(), **settings)
     assert whole.rows[-1]["server/clusters"] > 1
-    for engine in (Shuffled, Backwards):
-        assert same_end(
-            whole, fit(make(), root=tmp_path / engine.__name__, aggregator=EAGER(), engine=engine, **settings)
-        )
+    other = fit(make(), root=tmp_path / "other", aggregator=EAGER(), engine=Shuffled, **settings)
+    assert same_end(whole, other)
     fit(make(), root=tmp_path, aggregator=EAGER(), **{**settings, "max_rounds": 2})
     assert same_end(whole, fit(make(), root=tmp_path, aggregator=EAGER(), ckpt_path="last", **settings))
 

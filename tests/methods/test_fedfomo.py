@@ -9,7 +9,6 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from federations import (
-    Backwards,
     Shuffled,
     Spy,
     blobs,
@@ -285,8 +284,7 @@ def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(t
     server = partial(AffinityPool, num_models=2, epsilon=0.6)
     settings = {"clients_per_round": 3, "max_rounds": 4}
     whole = fit(make(), aggregator=server(), **settings)
-    for engine in (Shuffled, Backwards):
-        assert same_end(whole, fit(make(), aggregator=server(), engine=engine, **settings))
+    assert same_end(whole, fit(make(), aggregator=server(), engine=Shuffled, **settings))
     fit(make(), root=tmp_path, aggregator=server(), **{**settings, "max_rounds": 2})
     assert same_end(whole, fit(make(), root=tmp_path, aggregator=server(), ckpt_path="last", **settings))
 

@@ -9,7 +9,6 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from federations import (
-    Backwards,
     Shuffled,
     Spy,
     TwoGroups,
@@ -202,8 +201,7 @@ def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(t
     make = partial(make_client, IFCA, net=noisy, optimizer_lifetime="run")
     settings = {"clients_per_round": 3, "max_rounds": 4}
     whole = fit(make(), root=tmp_path / "whole", **settings)
-    for engine in (Shuffled, Backwards):
-        assert same_end(whole, fit(make(), root=tmp_path / engine.__name__, engine=engine, **settings))
+    assert same_end(whole, fit(make(), root=tmp_path / "other", engine=Shuffled, **settings))
     fit(make(), root=tmp_path, **{**settings, "max_rounds": 2})
     assert same_end(whole, fit(make(), root=tmp_path, ckpt_path="last", **settings))
 

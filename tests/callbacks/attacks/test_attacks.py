@@ -193,8 +193,9 @@ PROBED = {
 }
 
 
-@pytest.mark.parametrize("rule", list(PROBED.values()), ids=list(PROBED))
-def test_an_attack_that_knows_the_rule_leads_it_no_less_far_than_those_that_do_not(rule):
+@pytest.mark.parametrize("name", swept(PROBED, ("median", "krum", "mixing"), str))
+def test_an_attack_that_knows_the_rule_leads_it_no_less_far_than_those_that_do_not(name):
+    rule = PROBED[name]
     for seed in range(2):
         blind = [led_astray(attack(0.25), rule, seed) for attack in (MinMax, MinSum)]
         best = led_astray(AdaptiveAttack(0.25), rule, seed)
