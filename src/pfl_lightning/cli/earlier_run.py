@@ -5,7 +5,6 @@ from pathlib import Path
 
 from pfl_lightning.cli.argv import CommandLine
 from pfl_lightning.cli.usage import UsageError
-from pfl_lightning.runs.folder import stamped
 
 COMMANDS = ("join",)
 """Commands that find their configuration in the folder of a run."""
@@ -61,5 +60,8 @@ def newest(root: Path, name: str) -> Path | None:
         root: folder of all runs, each in ``METHOD-DATA/version_N``.
         name: ``best`` or ``last``.
     """
+    # imported late: it needs Lightning, and `main` imports this module at its start
+    from pfl_lightning.runs.folder import stamped
+
     files = [path for path in root.glob(f"*/*/checkpoints/{name}.ckpt") if (path.parents[1] / "config.yaml").is_file()]
     return max(files, key=lambda path: (stamped(path.parents[1])[0], os.path.getmtime(path)), default=None)
