@@ -826,7 +826,7 @@ class Federation(LightningModule):
                 state = {**state, "settings": state["settings"] | then}
             self.changed = check_settings(state, self.settings | now, self.resume_changed)
         # values taken from the checkpoint may differ in lists alone, which have other clients
-        elif fitted != self.data.taken and (lines := changes(then, now)):
+        elif fitted != self.data.adopted and (lines := changes(then, now)):
             rank_zero_warn(
                 f"ckpt_path: the checkpoint's model has learned from inputs that were made otherwise ({lines[0]}); "
                 "give it the data that it was trained with, or a table with data.fitted=CHECKPOINT."

@@ -268,8 +268,11 @@ class TableData(OwnedData):
         """Read the named columns."""
         if self._pool is not None:
             # once more, for the server's public samples, which are fitted by themselves
-            self.preprocessing, self.taken = {}, {}
-        self._check_taken()
+            self.adopted = {}
+        # of an earlier fit, which must not decide over columns once more
+        self.preprocessing = {}
+        if self.adopted:
+            self._adopt_columns()
         others = [column for column in self._others.values() if column is not None]
         wanted = list(dict.fromkeys([*self._features, *self._targets, *others]))
         table = read_table(self._path, wanted, self._csv)
@@ -309,11 +312,9 @@ class TableData(OwnedData):
         self._labels = self._labels_of(table)
         return Loaded(x, targets_of(y if y.shape[1] > 1 else y[:, 0]), **columns)
 
-    def _check_taken(self) -> None:
-        """Refuse fitted values of a checkpoint from another kind of preprocessing."""
-        settings, taken = self._settings, self.taken
-        if not taken:
-            return
+    def _adopt_columns(self) -> None:
+        """Take features and vocabularies of a checkpoint, unless made by another kind of preprocessing."""
+        settings, taken = self._settings, self.adopted
         here = None if settings is None else settings.by
         if settings is not None and (settings.transformer is not None or "transformer" in taken):
             raise MisconfigurationException(
@@ -325,6 +326,9 @@ class TableData(OwnedData):
                 f"data.fitted: the checkpoint has fitted values of data.preprocessing.by={taken.get('by') or 'null'}, "
                 f"and here it is {here or 'null'}; give the settings of the first run"
             )
+        self._features, self.preprocessing = list(taken["features"]), dict(taken)
+        own = {} if "by" in taken else taken["categories"]
+        self._vocabularies = {**self._vocabularies, **taken["classes"], **own}
 
     def _matrix(self, columns: Sequence[Tensor]) -> Tensor:
         """Return columns side by side, [rows, columns]."""
@@ -515,10 +519,9 @@ class TableData(OwnedData):
             samples: the pool, as loaded.
             division: the pool positions of each client's rows.
         """
-        before, count = self._fitted_clients, len(division.clients)
-        self._fitted_clients = list(division.names) or list(map(str, range(count)))
-        if self.taken:
-            places = {name: place for place, name in enumerate(before)}
+        self._fitted_clients = list(division.names) or list(map(str, range(len(division.clients))))
+        if self.adopted:
+            places = {name: place for place, name in enumerate(self.adopted_names)}
             self._taken_places = [places.get(name) for name in self._fitted_clients]
         if self._settings is not None:
             x = self._prepared(samples.x.numpy(), division)
@@ -542,8 +545,8 @@ class TableData(OwnedData):
                 "deviation": {column: float(values[1]) for column, values in known.items()},
             }
             return Samples(self._scaled(samples.x, None), samples.y)
-        if self.taken and self.standardize == "table":
-            self.preprocessing |= {name: self.taken[name] for name in ("mean", "deviation")}
+        if self.adopted and self.standardize == "table":
+            self.preprocessing |= {name: self.adopted[name] for name in ("mean", "deviation")}
             return Samples(self._scaled(samples.x, None), samples.y)
         x, statistics = standardized(samples.x, division, self.standardize)
         for name, of_groups in zip(("mean", "deviation"), zip(*statistics, strict=True), strict=True):
@@ -552,10 +555,10 @@ class TableData(OwnedData):
                 column: values if self.standardize == "client" else values[0]
                 for column, values in zip(self._features, columns, strict=True)
             }
-        if self.taken:
+        if self.adopted:
             for name in ("mean", "deviation"):
                 self.preprocessing[name] = {
-                    column: self._inherited(values, self.taken[name][column])
+                    column: self._inherited(values, self.adopted[name][column])
                     for column, values in self.preprocessing[name].items()
                 }
             for place, held in enumerate(division.clients):
@@ -647,9 +650,9 @@ class TableData(OwnedData):
             MisconfigurationException: if a column has no value in all training rows.
         """
         settings, raw = cast(Preprocessing, self._settings), self._raw
-        if self.taken and settings.by == "table":
+        if self.adopted and settings.by == "table":
             # nothing is fitted anew: new clients share the federation's values
-            self.preprocessing |= {name: self.taken[name] for name in (*OUTLINE, "numbers", "category_fill")}
+            self.preprocessing |= {name: self.adopted[name] for name in (*OUTLINE, "numbers", "category_fill")}
             return
         words = {}
         for name in self._features:
@@ -659,8 +662,8 @@ class TableData(OwnedData):
             if name in settings.vocabulary:
                 self._warn_of_unknown(name, codes[members], there)
                 continue
-            if self.taken:
-                words[name] = self.taken["categories"][name]
+            if self.adopted:
+                words[name] = self.adopted["categories"][name]
             elif not (found := fitted_words(codes[members], there, settings.of(name, is_category=True))):
                 raise no_value(name, self._where)
             else:
@@ -691,10 +694,10 @@ class TableData(OwnedData):
                 if settings.by == "client"
                 else of_groups[0]
             )
-        if self.taken:
-            for name, each in self.taken["numbers"].items():
+        if self.adopted:
+            for name, each in self.adopted["numbers"].items():
                 numbers[name] = {key: self._inherited(numbers[name][key], each[key]) for key in each}
-            fills = {name: self._inherited(fills[name], each) for name, each in self.taken["category_fill"].items()}
+            fills = {name: self._inherited(fills[name], each) for name, each in self.adopted["category_fill"].items()}
         self.preprocessing |= fitted | {"numbers": numbers, "category_fill": fills}
         if empty:
             whose = [
@@ -775,17 +778,13 @@ class TableData(OwnedData):
         # before the base class, which asks for the shape
         if self._pool is None and "table" in state_dict:
             taken, table = dict(state_dict["preprocessing"]), state_dict["table"]
-            self.preprocessing, self.taken = dict(taken), taken
+            self.preprocessing, self.adopted = dict(taken), taken
             self._labels, self._fitted_clients = list(state_dict["classes"]), list(table["clients"])
+            self.adopted_names = self._fitted_clients
             self._names_now = list(state_dict.get("clients", ()))
             self._text_columns, self._csv = list(table["texts"]), dict(table["csv"])
             self._features, self._targets = taken["features"], taken["targets"]
             self.standardize = taken["standardize"]
-            self._vocabularies = {
-                **self._vocabularies,
-                **taken["classes"],
-                **({} if "by" in taken else taken["categories"]),
-            }
             self._shape = (taken.get("width") or len(taken.get("inputs", self._features)),)
         super().load_state_dict(state_dict)
 
