@@ -436,6 +436,8 @@ class FederatedTrainer(Trainer):
         if not isinstance(federation, Federation):
             raise MisconfigurationException("trainer.predict needs model=, as this Trainer has no federation yet.")
         path = present_checkpoint(self, ckpt_path)
+        if datamodule is not None:
+            adopt_fitted(datamodule, federation, path)
         # Lightning refuses loaders beside a data module, and keeps an earlier one.
         self.datamodule = held
         asked = Asked(clients, data, lambda: federation.data)
@@ -557,9 +559,7 @@ class FederatedTrainer(Trainer):
                 "the round with the best validation."
             )
         if datamodule is not None:
-            trained = fitted_in(path, datamodule) if path else federation.trained
-            # Before Lightning sets the data up, as texts of a few new rows alone may be refused as ids.
-            datamodule.adopt(trained.get("preprocessing", {}), trained.get("names", []))
+            adopt_fitted(datamodule, federation, path)
         return federation, cast(FederatedDataModule, data), path
 
     def _federation(
@@ -880,6 +880,19 @@ def present_checkpoint(trainer: FederatedTrainer, ckpt_path: str | Path | None) 
             "give the path of one."
         )
     return path
+
+
+def adopt_fitted(data: FederatedDataModule, federation: Federation, path: str | None) -> None:
+    """Let rows of a data module become inputs as the training rows of a federation did.
+
+    Args:
+        data: the data module, given for an evaluation.
+        federation: the federation.
+        path: the checkpoint to evaluate; None takes the federation as it stands.
+    """
+    trained = fitted_in(path, data) if path else federation.trained
+    # Before Lightning sets the data up, as texts of a few new rows alone may be refused as ids.
+    data.adopt(trained.get("preprocessing", {}), trained.get("names", []))
 
 
 def fitted_in(path: str, data: FederatedDataModule) -> dict[str, Any]:

@@ -161,6 +161,13 @@ class FederatedDataModule(LightningDataModule, ABC):
     """True if the samples stay at the clients' sites; then only the number of each client's samples is known here."""
     round: int = 1
     """The current round, from 1, trained or evaluated; no other changing value may decide the clients' samples."""
+<<<<<<< HEAD
+=======
+    adopted: Mapping[str, Any] = MappingProxyType({})
+    """The ``preprocessing`` of a checkpoint, taken in the place of values fitted anew; empty without."""
+    adopted_names: Sequence[str] = ()
+    """Names of the clients in lists of ``adopted``."""
+>>>>>>> heads/tables
     drift: Mapping[int, Any] | None = None
     """Partitioners by the round from which on each one's division holds."""
     _pool: Pool | None = None

@@ -272,10 +272,18 @@ class TableData(OwnedData):
         """Read the named columns."""
         if self._pool is not None:
             # once more, for the server's public samples, which are fitted by themselves
+<<<<<<< HEAD
             self.preprocessing, self._taken = {}, {}
         else:
             self._adopt()
         self._check_taken()
+=======
+            self.adopted = {}
+        # of an earlier fit, which must not decide over columns once more
+        self.preprocessing = {}
+        if self.adopted:
+            self._adopt_columns()
+>>>>>>> heads/tables
         others = [column for column in self._others.values() if column is not None]
         wanted = list(dict.fromkeys([*self._features, *self._targets, *others]))
         table = read_table(self._path, wanted, self._csv)
@@ -315,6 +323,7 @@ class TableData(OwnedData):
         self._labels = self._labels_of(table)
         return Loaded(x, targets_of(y if y.shape[1] > 1 else y[:, 0]), **columns)
 
+<<<<<<< HEAD
     def _adopt(self) -> None:
         """Take over what the federation that these rows join or are tested by has fitted, or give it back.
 
@@ -360,6 +369,11 @@ class TableData(OwnedData):
         settings, taken = self._settings, self._taken
         if not taken:
             return
+=======
+    def _adopt_columns(self) -> None:
+        """Take features and vocabularies of a checkpoint, unless made by another kind of preprocessing."""
+        settings, taken = self._settings, self.adopted
+>>>>>>> heads/tables
         here = None if settings is None else settings.by
         if settings is not None and (settings.transformer is not None or "transformer" in taken):
             raise MisconfigurationException(
@@ -371,6 +385,9 @@ class TableData(OwnedData):
                 f"data.fitted: the checkpoint has fitted values of data.preprocessing.by={taken.get('by') or 'null'}, "
                 f"and here it is {here or 'null'}; give the settings of the first run"
             )
+        self._features, self.preprocessing = list(taken["features"]), dict(taken)
+        own = {} if "by" in taken else taken["categories"]
+        self._vocabularies = {**self._vocabularies, **taken["classes"], **own}
 
     def _matrix(self, columns: Sequence[Tensor]) -> Tensor:
         """Return columns side by side, [rows, columns]."""
@@ -561,6 +578,7 @@ class TableData(OwnedData):
             samples: the pool, as loaded.
             division: the pool positions of each client's rows.
         """
+<<<<<<< HEAD
         if "transformer" in self.adopted and set(division.names) != set(self.adopted_names):
             raise MisconfigurationException(
                 "data.preprocessing.transformer is in no checkpoint, and can't be fitted anew without the rows of all "
@@ -570,6 +588,11 @@ class TableData(OwnedData):
         self._fitted_clients = list(division.names) or list(map(str, range(count)))
         if self._taken:
             places = {name: place for place, name in enumerate(before)}
+=======
+        self._fitted_clients = list(division.names) or list(map(str, range(len(division.clients))))
+        if self.adopted:
+            places = {name: place for place, name in enumerate(self.adopted_names)}
+>>>>>>> heads/tables
             self._taken_places = [places.get(name) for name in self._fitted_clients]
         if self._settings is not None:
             x = self._prepared(samples.x.numpy(), division)
@@ -593,8 +616,13 @@ class TableData(OwnedData):
                 "deviation": {column: float(values[1]) for column, values in known.items()},
             }
             return Samples(self._scaled(samples.x, None), samples.y)
+<<<<<<< HEAD
         if self._taken and self.standardize == "table":
             self.preprocessing |= {name: self._taken[name] for name in ("mean", "deviation")}
+=======
+        if self.adopted and self.standardize == "table":
+            self.preprocessing |= {name: self.adopted[name] for name in ("mean", "deviation")}
+>>>>>>> heads/tables
             return Samples(self._scaled(samples.x, None), samples.y)
         x, statistics = standardized(samples.x, division, self.standardize)
         for name, of_groups in zip(("mean", "deviation"), zip(*statistics, strict=True), strict=True):
@@ -603,10 +631,17 @@ class TableData(OwnedData):
                 column: values if self.standardize == "client" else values[0]
                 for column, values in zip(self._features, columns, strict=True)
             }
+<<<<<<< HEAD
         if self._taken:
             for name in ("mean", "deviation"):
                 self.preprocessing[name] = {
                     column: self._inherited(values, self._taken[name][column])
+=======
+        if self.adopted:
+            for name in ("mean", "deviation"):
+                self.preprocessing[name] = {
+                    column: self._inherited(values, self.adopted[name][column])
+>>>>>>> heads/tables
                     for column, values in self.preprocessing[name].items()
                 }
             for place, held in enumerate(division.clients):
@@ -698,9 +733,15 @@ class TableData(OwnedData):
             MisconfigurationException: if a column has no value in all training rows.
         """
         settings, raw = cast(Preprocessing, self._settings), self._raw
+<<<<<<< HEAD
         if self._taken and settings.by == "table":
             # nothing is fitted anew: new clients share the federation's values
             self.preprocessing |= {name: self._taken[name] for name in (*OUTLINE, "numbers", "category_fill")}
+=======
+        if self.adopted and settings.by == "table":
+            # nothing is fitted anew: new clients share the federation's values
+            self.preprocessing |= {name: self.adopted[name] for name in (*OUTLINE, "numbers", "category_fill")}
+>>>>>>> heads/tables
             return
         words = {}
         for name in self._features:
@@ -710,8 +751,13 @@ class TableData(OwnedData):
             if name in settings.vocabulary:
                 self._warn_of_unknown(name, codes[members], there)
                 continue
+<<<<<<< HEAD
             if self._taken:
                 words[name] = self._taken["categories"][name]
+=======
+            if self.adopted:
+                words[name] = self.adopted["categories"][name]
+>>>>>>> heads/tables
             elif not (found := fitted_words(codes[members], there, settings.of(name, is_category=True))):
                 raise no_value(name, self._where)
             else:
@@ -742,10 +788,17 @@ class TableData(OwnedData):
                 if settings.by == "client"
                 else of_groups[0]
             )
+<<<<<<< HEAD
         if self._taken:
             for name, each in self._taken["numbers"].items():
                 numbers[name] = {key: self._inherited(numbers[name][key], each[key]) for key in each}
             fills = {name: self._inherited(fills[name], each) for name, each in self._taken["category_fill"].items()}
+=======
+        if self.adopted:
+            for name, each in self.adopted["numbers"].items():
+                numbers[name] = {key: self._inherited(numbers[name][key], each[key]) for key in each}
+            fills = {name: self._inherited(fills[name], each) for name, each in self.adopted["category_fill"].items()}
+>>>>>>> heads/tables
         self.preprocessing |= fitted | {"numbers": numbers, "category_fill": fills}
         if empty:
             whose = [
@@ -825,11 +878,22 @@ class TableData(OwnedData):
         """
         # before the base class, which asks for the shape
         if self._pool is None and "table" in state_dict:
+<<<<<<< HEAD
             taken, table = state_dict["preprocessing"], state_dict["table"]
             self._take(taken, table["clients"])
             self._labels = list(state_dict["classes"])
             self._names_now = list(state_dict.get("clients", ()))
             self._text_columns, self._csv = list(table["texts"]), dict(table["csv"])
+=======
+            taken, table = dict(state_dict["preprocessing"]), state_dict["table"]
+            self.preprocessing, self.adopted = dict(taken), taken
+            self._labels, self._fitted_clients = list(state_dict["classes"]), list(table["clients"])
+            self.adopted_names = self._fitted_clients
+            self._names_now = list(state_dict.get("clients", ()))
+            self._text_columns, self._csv = list(table["texts"]), dict(table["csv"])
+            self._features, self._targets = taken["features"], taken["targets"]
+            self.standardize = taken["standardize"]
+>>>>>>> heads/tables
             self._shape = (taken.get("width") or len(taken.get("inputs", self._features)),)
         super().load_state_dict(state_dict)
 
