@@ -161,13 +161,10 @@ class FederatedDataModule(LightningDataModule, ABC):
     """True if the samples stay at the clients' sites; then only the number of each client's samples is known here."""
     round: int = 1
     """The current round, from 1, trained or evaluated; no other changing value may decide the clients' samples."""
-<<<<<<< HEAD
-=======
     adopted: Mapping[str, Any] = MappingProxyType({})
-    """The ``preprocessing`` of a checkpoint, taken in the place of values fitted anew; empty without."""
+    """The ``preprocessing`` of the federation that these data are tested by or join; see `adopt`."""
     adopted_names: Sequence[str] = ()
-    """Names of the clients in lists of ``adopted``."""
->>>>>>> heads/tables
+    """Names of that federation's clients, in the order of lists in ``adopted``."""
     drift: Mapping[int, Any] | None = None
     """Partitioners by the round from which on each one's division holds."""
     _pool: Pool | None = None
@@ -231,10 +228,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.drift = drift
         self.preprocessing: dict[str, Any] = {}
         """How raw values became inputs and targets, known after `setup`: plain values, which checkpoints hold."""
-        self.adopted: dict[str, Any] = {}
-        """The ``preprocessing`` of the federation that these data are tested by or join; see `adopt`."""
-        self.adopted_names: list[str] = []
-        """Names of that federation's clients, by id."""
+        self.adopted, self.adopted_names = {}, []
         check_settings({**vars(self), "num_clients": num_clients})
 
     def __repr__(self) -> str:

@@ -976,15 +976,6 @@ class Federation(LightningModule):
             if "settings" in state:
                 state = {**state, "settings": state["settings"] | then}
             self.changed = check_settings(state, self.settings | now, self.resume_changed)
-<<<<<<< HEAD
-=======
-        # values taken from the checkpoint may differ in lists alone, which have other clients
-        elif fitted != self.data.adopted and (lines := changes(then, now)):
-            rank_zero_warn(
-                f"ckpt_path: the checkpoint's model has learned from inputs that were made otherwise ({lines[0]}); "
-                "give it the data that it was trained with, or a table with data.fitted=CHECKPOINT."
-            )
->>>>>>> heads/tables
 
     def on_fit_end(self) -> None:
         """Load the global model into the client module."""

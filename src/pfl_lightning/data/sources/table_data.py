@@ -122,10 +122,6 @@ class TableData(OwnedData):
     """Given vocabularies of columns."""
     _found: Mapping[str, list[str]] = MappingProxyType({})
     """Vocabularies taken from the table."""
-    _taken: Mapping[str, Any] = MappingProxyType({})
-    """The ``preprocessing`` of a checkpoint or a federation, in the place of values that are fitted anew."""
-    _before: tuple[Any, list[str], Mapping[str, list[str]]] | None = None
-    """Own settings, while those of a federation are taken over."""
     _text_columns: Collection[str] = ()
     """Coded feature columns that hold texts, and not numbers."""
     _gaps: Mapping[str, int] = MappingProxyType({})
@@ -193,6 +189,7 @@ class TableData(OwnedData):
         self._found: dict[str, list[str]] = {}
         self._vocabularies = self._given_vocabularies(classes, categories or {})
         self._shape = None if self._settings else (len(self._features),)
+        self._asked = self.standardize, self._features, self._vocabularies
         if fitted is not None:
             own = self.num_clients
             self.load_state_dict(fitted_of(Path(fitted), type(self).__qualname__))
@@ -272,18 +269,14 @@ class TableData(OwnedData):
         """Read the named columns."""
         if self._pool is not None:
             # once more, for the server's public samples, which are fitted by themselves
-<<<<<<< HEAD
-            self.preprocessing, self._taken = {}, {}
-        else:
-            self._adopt()
-        self._check_taken()
-=======
             self.adopted = {}
         # of an earlier fit, which must not decide over columns once more
-        self.preprocessing = {}
-        if self.adopted:
+        self.preprocessing, self._found = {}, {}
+        # `preprocess` fits a given transformer, which is in no checkpoint
+        if self.adopted and "transformer" not in self.adopted:
             self._adopt_columns()
->>>>>>> heads/tables
+        else:
+            self.standardize, self._features, self._vocabularies = self._asked
         others = [column for column in self._others.values() if column is not None]
         wanted = list(dict.fromkeys([*self._features, *self._targets, *others]))
         table = read_table(self._path, wanted, self._csv)
@@ -323,59 +316,11 @@ class TableData(OwnedData):
         self._labels = self._labels_of(table)
         return Loaded(x, targets_of(y if y.shape[1] > 1 else y[:, 0]), **columns)
 
-<<<<<<< HEAD
-    def _adopt(self) -> None:
-        """Take over what the federation that these rows join or are tested by has fitted, or give it back.
-
-        Raises:
-            MisconfigurationException: if the federation's features are others.
-        """
-        self._found = {}
-        own = self.standardize, self._features, self._vocabularies
-        self.standardize, self._features, self._vocabularies = self._before or own
-        if self._before:
-            self._taken, self._before = {}, None
-        # a given transformer is in no checkpoint; `preprocess` refuses to fit it on other clients' rows
-        if not self.adopted or "transformer" in self.adopted:
-            return
-        features = self.adopted["features"]
-        if set(features) != set(self._features):
-            raise MisconfigurationException(
-                f"data.features: inputs of the federation are {listed(features)}, and those of {self._where} are "
-                f"{listed(self._features)}; name the federation's in data.features"
-            )
-        self._before = self.standardize, self._features, self._vocabularies
-        self._take(self.adopted, self.adopted_names)
-
-    def _take(self, fitted: Mapping[str, Any], clients: Sequence[str]) -> None:
-        """Set fitted values in the place of own ones.
-
-        Args:
-            fitted: the ``preprocessing`` of a federation.
-            clients: names of its clients, in the order of the values of each client.
-        """
-        self.preprocessing, self._taken = dict(fitted), dict(fitted)
-        self._fitted_clients = list(clients)
-        self._features, self._targets = list(fitted["features"]), list(fitted["targets"])
-        self.standardize = fitted["standardize"]
-        self._vocabularies = {
-            **self._vocabularies,
-            **fitted["classes"],
-            **({} if "by" in fitted else fitted["categories"]),
-        }
-
-    def _check_taken(self) -> None:
-        """Refuse fitted values of a checkpoint from another kind of preprocessing."""
-        settings, taken = self._settings, self._taken
-        if not taken:
-            return
-=======
     def _adopt_columns(self) -> None:
         """Take features and vocabularies of a checkpoint, unless made by another kind of preprocessing."""
         settings, taken = self._settings, self.adopted
->>>>>>> heads/tables
         here = None if settings is None else settings.by
-        if settings is not None and (settings.transformer is not None or "transformer" in taken):
+        if settings is not None and settings.transformer is not None:
             raise MisconfigurationException(
                 "data.preprocessing.transformer is in no checkpoint, so its fitted values can't be taken; fit anew on "
                 "the first run's table"
@@ -385,7 +330,13 @@ class TableData(OwnedData):
                 f"data.fitted: the checkpoint has fitted values of data.preprocessing.by={taken.get('by') or 'null'}, "
                 f"and here it is {here or 'null'}; give the settings of the first run"
             )
+        if set(taken["features"]) != set(self._asked[1]):
+            raise MisconfigurationException(
+                f"data.features: inputs of the federation are {listed(taken['features'])}, and those of {self._where} "
+                f"are {listed(self._asked[1])}; name the federation's in data.features"
+            )
         self._features, self.preprocessing = list(taken["features"]), dict(taken)
+        self.standardize = taken["standardize"]
         own = {} if "by" in taken else taken["categories"]
         self._vocabularies = {**self._vocabularies, **taken["classes"], **own}
 
@@ -578,21 +529,14 @@ class TableData(OwnedData):
             samples: the pool, as loaded.
             division: the pool positions of each client's rows.
         """
-<<<<<<< HEAD
         if "transformer" in self.adopted and set(division.names) != set(self.adopted_names):
             raise MisconfigurationException(
                 "data.preprocessing.transformer is in no checkpoint, and can't be fitted anew without the rows of all "
                 "clients of the federation; give a table with all of them, or settings of columns in its place"
             )
-        before, count = self._fitted_clients, len(division.clients)
-        self._fitted_clients = list(division.names) or list(map(str, range(count)))
-        if self._taken:
-            places = {name: place for place, name in enumerate(before)}
-=======
         self._fitted_clients = list(division.names) or list(map(str, range(len(division.clients))))
         if self.adopted:
             places = {name: place for place, name in enumerate(self.adopted_names)}
->>>>>>> heads/tables
             self._taken_places = [places.get(name) for name in self._fitted_clients]
         if self._settings is not None:
             x = self._prepared(samples.x.numpy(), division)
@@ -616,13 +560,8 @@ class TableData(OwnedData):
                 "deviation": {column: float(values[1]) for column, values in known.items()},
             }
             return Samples(self._scaled(samples.x, None), samples.y)
-<<<<<<< HEAD
-        if self._taken and self.standardize == "table":
-            self.preprocessing |= {name: self._taken[name] for name in ("mean", "deviation")}
-=======
         if self.adopted and self.standardize == "table":
             self.preprocessing |= {name: self.adopted[name] for name in ("mean", "deviation")}
->>>>>>> heads/tables
             return Samples(self._scaled(samples.x, None), samples.y)
         x, statistics = standardized(samples.x, division, self.standardize)
         for name, of_groups in zip(("mean", "deviation"), zip(*statistics, strict=True), strict=True):
@@ -631,17 +570,10 @@ class TableData(OwnedData):
                 column: values if self.standardize == "client" else values[0]
                 for column, values in zip(self._features, columns, strict=True)
             }
-<<<<<<< HEAD
-        if self._taken:
-            for name in ("mean", "deviation"):
-                self.preprocessing[name] = {
-                    column: self._inherited(values, self._taken[name][column])
-=======
         if self.adopted:
             for name in ("mean", "deviation"):
                 self.preprocessing[name] = {
                     column: self._inherited(values, self.adopted[name][column])
->>>>>>> heads/tables
                     for column, values in self.preprocessing[name].items()
                 }
             for place, held in enumerate(division.clients):
@@ -733,15 +665,9 @@ class TableData(OwnedData):
             MisconfigurationException: if a column has no value in all training rows.
         """
         settings, raw = cast(Preprocessing, self._settings), self._raw
-<<<<<<< HEAD
-        if self._taken and settings.by == "table":
-            # nothing is fitted anew: new clients share the federation's values
-            self.preprocessing |= {name: self._taken[name] for name in (*OUTLINE, "numbers", "category_fill")}
-=======
         if self.adopted and settings.by == "table":
             # nothing is fitted anew: new clients share the federation's values
             self.preprocessing |= {name: self.adopted[name] for name in (*OUTLINE, "numbers", "category_fill")}
->>>>>>> heads/tables
             return
         words = {}
         for name in self._features:
@@ -751,13 +677,8 @@ class TableData(OwnedData):
             if name in settings.vocabulary:
                 self._warn_of_unknown(name, codes[members], there)
                 continue
-<<<<<<< HEAD
-            if self._taken:
-                words[name] = self._taken["categories"][name]
-=======
             if self.adopted:
                 words[name] = self.adopted["categories"][name]
->>>>>>> heads/tables
             elif not (found := fitted_words(codes[members], there, settings.of(name, is_category=True))):
                 raise no_value(name, self._where)
             else:
@@ -788,17 +709,10 @@ class TableData(OwnedData):
                 if settings.by == "client"
                 else of_groups[0]
             )
-<<<<<<< HEAD
-        if self._taken:
-            for name, each in self._taken["numbers"].items():
-                numbers[name] = {key: self._inherited(numbers[name][key], each[key]) for key in each}
-            fills = {name: self._inherited(fills[name], each) for name, each in self._taken["category_fill"].items()}
-=======
         if self.adopted:
             for name, each in self.adopted["numbers"].items():
                 numbers[name] = {key: self._inherited(numbers[name][key], each[key]) for key in each}
             fills = {name: self._inherited(fills[name], each) for name, each in self.adopted["category_fill"].items()}
->>>>>>> heads/tables
         self.preprocessing |= fitted | {"numbers": numbers, "category_fill": fills}
         if empty:
             whose = [
@@ -878,13 +792,6 @@ class TableData(OwnedData):
         """
         # before the base class, which asks for the shape
         if self._pool is None and "table" in state_dict:
-<<<<<<< HEAD
-            taken, table = state_dict["preprocessing"], state_dict["table"]
-            self._take(taken, table["clients"])
-            self._labels = list(state_dict["classes"])
-            self._names_now = list(state_dict.get("clients", ()))
-            self._text_columns, self._csv = list(table["texts"]), dict(table["csv"])
-=======
             taken, table = dict(state_dict["preprocessing"]), state_dict["table"]
             self.preprocessing, self.adopted = dict(taken), taken
             self._labels, self._fitted_clients = list(state_dict["classes"]), list(table["clients"])
@@ -893,7 +800,6 @@ class TableData(OwnedData):
             self._text_columns, self._csv = list(table["texts"]), dict(table["csv"])
             self._features, self._targets = taken["features"], taken["targets"]
             self.standardize = taken["standardize"]
->>>>>>> heads/tables
             self._shape = (taken.get("width") or len(taken.get("inputs", self._features)),)
         super().load_state_dict(state_dict)
 
