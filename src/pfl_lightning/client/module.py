@@ -4,6 +4,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -562,8 +563,8 @@ class ClientModule(LightningModule):
             )
         # two rows: one would be taken for a constant
         example = torch.zeros(2, *self.hparams["input_shape"], device=self.device, dtype=cast(torch.dtype, self.dtype))
-        modes = [(module, module.training) for module in self.modules()]
-        model = Forward(self).eval()
+        # frozen, as TorchScript takes no parameters for constants that could still be trained
+        model = Forward(deepcopy(self).eval().requires_grad_(False)).eval()
         try:
             with torch.no_grad(), warnings.catch_warnings():
                 # TorchScript is deprecated, and there are programs that read nothing else
@@ -583,9 +584,6 @@ class ClientModule(LightningModule):
             raise MisconfigurationException(
                 f"model.net={type(self.net).__name__} can't be exported to {kind}: {reason}."
             ) from error
-        finally:
-            for module, training in modes:
-                module.training = training
 
     @torch.no_grad()
     def assign(self, entries: Mapping[str, Tensor]) -> None:
