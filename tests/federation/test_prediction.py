@@ -31,7 +31,7 @@ from pfl_lightning import ClientModule, Predictions
 from pfl_lightning.aggregators import CFL
 from pfl_lightning.data import Preprocessing, TableData, TensorData
 from pfl_lightning.federation.prediction import NeedsSamples
-from pfl_lightning.methods import FedAvg, FedPer, KNNPer, Local
+from pfl_lightning.methods import FedAvg, FedPer, FedRoD, KNNPer, Local
 from pfl_lightning.methods.registry import METHODS
 from pfl_lightning.tasks import Classification, MultiLabel, NextToken, Regression, Segmentation
 from sweeps import swept
@@ -354,6 +354,12 @@ def test_an_exported_client_gives_its_outputs(kind, tmp_path):
     assert model.training
     expected = model.eval().cpu()(ROWS)
     assert torch.allclose(read(ROWS), expected) and torch.allclose(read(ROWS[:1]), expected[:1], atol=1e-6)
+
+
+def test_an_export_has_heads_beside_the_net(tmp_path):
+    model = fit(make_client(FedRoD), max_rounds=1).trainer.client(1)
+    model.export(path := tmp_path / "model.ts")
+    assert torch.allclose(torch.jit.load(path)(ROWS), model.eval().cpu()(ROWS))
 
 
 def test_an_export_names_what_it_lacks(tmp_path):

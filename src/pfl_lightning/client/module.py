@@ -4,6 +4,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -37,7 +38,7 @@ from pfl_lightning.data.trees import rows_in
 from pfl_lightning.internals.of_lightning import COMMAND_LINE_NOTES
 from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.nets import CNN, Net, NetFactory
-from pfl_lightning.nets.base import checked_list, checked_net
+from pfl_lightning.nets.base import ModuleFactory, checked_list, checked_net
 from pfl_lightning.nets.cut_net import as_net
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.settings import as_call, check_choices
@@ -53,7 +54,7 @@ Value = TypeVar("Value")
 class ClientSettings(TypedDict, total=False):
     """Settings of `ClientModule`, for the ``**kwargs`` of subclasses."""
 
-    net: list[NetFactory] | NetFactory
+    net: list[NetFactory] | NetFactory | ModuleFactory
     input_shape: tuple[int, ...]
     num_classes: int
     optimizer: OptimizerCallable
@@ -155,7 +156,7 @@ class ClientModule(LightningModule):
     def __init__(
         self,
         # the list first: jsonargparse serialises a value as the first type that accepts it
-        net: list[NetFactory] | NetFactory = CNN,
+        net: list[NetFactory] | NetFactory | ModuleFactory = CNN,
         input_shape: tuple[int, ...] = (1, 28, 28),
         num_classes: int = 10,
         optimizer: OptimizerCallable = lambda params: SGD(params, lr=0.01),
@@ -585,8 +586,8 @@ class ClientModule(LightningModule):
             )
         # two rows: one would be taken for a constant
         example = torch.zeros(2, *self.hparams["input_shape"], device=self.device, dtype=cast(torch.dtype, self.dtype))
-        modes = [(module, module.training) for module in self.modules()]
-        model = Forward(self).eval()
+        # frozen, as TorchScript takes no parameters for constants that could still be trained
+        model = Forward(deepcopy(self).eval().requires_grad_(False)).eval()
         try:
             with torch.no_grad(), warnings.catch_warnings():
                 # TorchScript is deprecated, and there are programs that read nothing else
@@ -606,9 +607,6 @@ class ClientModule(LightningModule):
             raise MisconfigurationException(
                 f"model.net={type(self.net).__name__} can't be exported to {kind}: {reason}."
             ) from error
-        finally:
-            for module, training in modes:
-                module.training = training
 
     @torch.no_grad()
     def assign(self, entries: Mapping[str, Tensor]) -> None:

@@ -37,15 +37,14 @@ class Net(nn.Module):
         return logits
 
 
-# two types: the command line finds this package's nets by their names where it expects a `Net`
-NetFactory: TypeAlias = Callable[[tuple[int, ...], int], Net] | Callable[[tuple[int, ...], int], nn.Module]
-"""Builds a net from the input shape (without the batch) and the number of classes; a `Net` subclass is one.
+NetFactory: TypeAlias = Callable[[tuple[int, ...], int], Net]
+"""Builds a net from the input shape (without the batch) and the number of classes; a `Net` subclass is one."""
+# a type of its own: the command line reads configuration files, and this package's names, only where it expects a `Net`
+ModuleFactory: TypeAlias = Callable[[tuple[int, ...], int], nn.Module]
+"""Builds any module in the same way, which is then cut at its output layer, as by `cut_net`."""
 
-A module that is no `Net` is cut at its output layer, as by `cut_net`.
-"""
 
-
-def checked_list(net: list[NetFactory] | NetFactory) -> list[NetFactory]:
+def checked_list(net: list[NetFactory] | NetFactory | ModuleFactory) -> list[ModuleFactory]:
     """Return the builders of a federation's networks as a list, checked; a module becomes a builder of copies.
 
     Args:
