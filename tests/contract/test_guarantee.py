@@ -26,6 +26,7 @@ REASONS = {
     "APPLE": "needs models and shares beside weights",
     "CloudProx": "doesn't set client_level",
     "ControlVariates": "sends control beside weights",
+    "Ensemble": "needs models beside weights",
     "FeatureAlignment": "sends prototypes beside weights",
     "FedAS": "sends fisher beside weights",
     "FedCAC": "sends critical beside weights",
@@ -45,6 +46,7 @@ REASONS = {
     "NormalizedHead": "doesn't set client_level",
     "PACClient": "sends prototypes beside weights",
     "PFedHN": "doesn't set client_level",
+    "Pooled": "doesn't set client_level",
     "QFedAvg": "sends learning_rate and received_loss beside weights",
 }
 
