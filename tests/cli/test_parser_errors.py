@@ -57,6 +57,7 @@ ROWS = [
     ("'NoneType'", f"{Q} {FILE}", "model: class_path or init_args is null", "model: {init_args: null}"),
     ("Subtypes:", f"{Q} --model.optimizer.lr nan", "model.optimizer.lr=nan must be a number."),
     ("Expected a tuple", f"{Q} --model.optimizer Adam --model.optimizer.betas [0.9]", "betas=[0.9] .* list of 2."),
+    ("a function or", f"{Q} --model.net shutil.copy", "model.net=shutil.copy .* def copy.* -> nn.Module."),
     ("Expected '", f"{Q} --model.net torch.optim.SGD", "model.net=torch.optim.SGD is no Net"),
     ("(?:Problem with", f"{Q} --model nowhere.Method", "model=nowhere.Method: No module named 'nowhere'."),
     ("(?:Problem with", f"{Q} --model.net nowhere.Net", "model.net=nowhere.Net: No module named 'nowhere'."),

@@ -320,6 +320,10 @@ SENTENCES: dict[str, Callable[[Mistake], str]] = {
     r"Expected a tuple with (\d+) elements": lambda mistake: (
         f"{mistake.setting.key}{mistake.setting.value} must be a list of {mistake[1]}."
     ),
+    r"a function or a callable class: Expected '([\w.]+)' to be a function that returns": lambda mistake: (
+        f"{mistake.setting.key}={mistake[1]} is a function whose annotation doesn't say what it returns; write "
+        f"def {mistake[1].rpartition('.')[2]}(input_shape, num_classes) -> nn.Module."
+    ),
     r"Expected '([\w.]+)' to be a subclass of <class '(\w+)'>": other_class,
     r"(?:Problem with given class_path '([^']+)':\s+|callable class: )(No module named '\w+')": lambda mistake: (
         f"{mistake.setting.key}{'=' + mistake[1] if mistake[1] else mistake.setting.value}: {mistake[2]}"
