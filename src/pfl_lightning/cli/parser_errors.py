@@ -334,7 +334,6 @@ SENTENCES: dict[str, Callable[[Mistake], str]] = {
     r"Not a valid subclass of \w+": no_class,
     r"Expected a dot import path string: (\S+)": unknown_class,
     r"Expected a path but (\S+) either(?=[\s\S]*has no attribute)": unknown_class,
-    r"callable class: module '[\w.]+' has no attribute '(\w+)'": unknown_class,
     r"Expected a (?:<class '(?!NoneType)[\w.]+'>|typing\.Literal)": wrong_value,
 }
 """Patterns of jsonargparse's messages, the most specific first, each with the function that makes the sentence."""
