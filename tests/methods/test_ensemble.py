@@ -94,7 +94,6 @@ def mean(values):
         # survival at the end of each bin
         (Survival(bins=(1, 2, 5)), (4, 3), lambda o: (1 - o.sigmoid()).cumprod(-1)),
     ],
-    ids=str,
 )
 def test_the_mean_is_of_what_outputs_predict(task, shape, prediction):
     outputs = 3 * drawn(3, *shape)
