@@ -1,18 +1,26 @@
 """FLamby's tables: small files of the same layout, and the real ones where they are (in $DATA, or in data/)."""
 
 import os
+from functools import partial
+from itertools import count, islice
 from pathlib import Path
 
+import lightning
 import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.nn import functional as F
 
 from federations import fit
+from pfl_lightning import WeightedAverage
+from pfl_lightning.aggregators import FedAdagrad, FedAdam, FedYogi
 from pfl_lightning.data import FedHeartDisease, FedTcgaBrca
+from pfl_lightning.data.batches import epoch_order
 from pfl_lightning.data.flamby import splits_of
-from pfl_lightning.methods import FedAvg
+from pfl_lightning.methods import FedAvg, FedProx
 from pfl_lightning.nets import MLP
+from pfl_lightning.seeds import derive_seed
 from pfl_lightning.tasks import Classification, Survival
 from tiny_datasets import write
 
@@ -93,6 +101,124 @@ def test_a_federation_trains_on_survival(brca):
     data = made(FedTcgaBrca, brca, batch_size=8)
     run = fit(FedAvg(input_shape=data.input_shape, task=data.task, net=MLP), data, max_rounds=1)
     assert 0 <= run.logger.summary["final"]["test/c_index"] <= 1
+
+
+def linear(data, method=FedAvg, lr=0.1, **settings):
+    """A client with a linear net, whose initial weights a seed determines."""
+    lightning.seed_everything(3, verbose=False)
+    net, optimizer = partial(MLP, hidden=()), partial(torch.optim.SGD, lr=lr)
+    return method(input_shape=data.input_shape, task=data.task, net=net, optimizer=optimizer, **settings)
+
+
+def endless(part, size, seed):
+    """A client's batches as FLamby's loader draws them: shuffled epochs in a row, with their last batch."""
+    for epoch in count():
+        order = epoch_order(len(part), size, "keep", torch.Generator().manual_seed(derive_seed(seed, epoch)))
+        yield from ((part.x[rows].double(), part.y[rows].double()) for rows in order.split(size))
+
+
+def by_hand(run, net, size, loss, lr, server, mu=0.0, rounds=3, steps=12):
+    """FLamby's rounds in plain PyTorch, float64: steps at each client, the mean by samples, the server's step."""
+    parts = [run.data.part(client, "train") for client in range(run.data.num_clients)]
+    batches = [
+        endless(part, size, derive_seed(run.federation.seed, "epochs", client)) for client, part in enumerate(parts)
+    ]
+    total = sum(map(len, parts))
+    moments = [[torch.zeros_like(p), torch.zeros_like(p)] for p in net.parameters()]
+    for _ in range(rounds):
+        start = [p.detach().clone() for p in net.parameters()]
+        change = [torch.zeros_like(p) for p in start]
+        for part, own in zip(parts, batches, strict=True):
+            for p, q in zip(net.parameters(), start, strict=True):
+                p.data = q.clone()
+            optimizer = torch.optim.SGD(net.parameters(), lr)
+            for x, y in islice(own, steps):
+                optimizer.zero_grad()
+                far = sum(((p - q) ** 2).sum() for p, q in zip(net.parameters(), start, strict=True))
+                (loss(net(x), y) + mu / 2 * far).backward()
+                optimizer.step()
+            for d, p, q in zip(change, net.parameters(), start, strict=True):
+                d += (p.detach() - q) * len(part) / total
+        for p, q, d, both in zip(net.parameters(), start, change, moments, strict=True):
+            p.data = q + server(d, both)
+    return net
+
+
+def adaptive(lr, second):
+    """The server's step of FedAdagrad, FedAdam and FedYogi, with FLamby's betas and tau."""
+
+    def step(d, both):
+        both[0], both[1] = 0.9 * both[0] + 0.1 * d, second(both[1], d * d)
+        return lr * both[0] / (both[1].sqrt() + 1e-8)
+
+    return step
+
+
+def cox(scores, y):
+    """FLamby's loss: falling times, and events times the log of the sum of those at risk without the own score."""
+    falling = y[:, 0].argsort(descending=True)
+    risk, event = scores[falling, 0], y[falling, 1]
+    return (event * (risk.logcumsumexp(0) - risk)).mean()
+
+
+def mean(d, both):
+    return d
+
+
+SERVER = {"beta1": 0.9, "tau": 1e-8, "initial": "zero"}
+HEART = {
+    "FedAvg": (FedAvg, {}, WeightedAverage(), mean),
+    "FedProx": (FedProx, {"mu": 1.0}, WeightedAverage(), mean),
+    "FedAdagrad": (FedAvg, {}, FedAdagrad(server_lr=0.05, **SERVER), adaptive(0.1, lambda v, s: v + s)),
+    "FedAdam": (
+        FedAvg,
+        {},
+        FedAdam(server_lr=0.05, beta2=0.999, **SERVER),
+        adaptive(0.1, lambda v, s: 0.999 * v + 0.001 * s),
+    ),
+    "FedYogi": (
+        FedAvg,
+        {},
+        FedYogi(server_lr=0.05, beta2=0.999, **SERVER),
+        adaptive(0.1, lambda v, s: v - 0.001 * s * torch.sign(v - s)),
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", HEART)
+def test_two_logits_at_half_the_rate_are_flamby_s_one_logit(heart, strategy):
+    method, settings, aggregator, server = HEART[strategy]
+    data = FedHeartDisease(root=str(heart), val_fraction=0.0, batch_size=4)
+    client = linear(data, method, lr=0.01, **settings)
+    net = torch.nn.Linear(13, 1, dtype=torch.float64)
+    weight, bias = (p.detach().double() for p in client.net.parameters())
+    with torch.no_grad():
+        net.weight.copy_(weight[1:] - weight[:1])
+        net.bias.copy_(bias[1:] - bias[:1])
+    run = fit(client, data, aggregator=aggregator, local_steps=12, steps_continue=True, max_rounds=3)
+
+    def loss(logit, y):
+        return F.binary_cross_entropy(logit[:, 0].sigmoid(), y)
+
+    by_hand(run, net, 4, loss, 0.02, server, mu=settings.get("mu", 0.0) / 2)
+    weight, bias = run.weights.values()
+    # an adaptive step divides by the change, which float32 knows to some 4 digits
+    near = 1e-6 if server is mean else 1e-4
+    assert torch.allclose((weight[1] - weight[0]).double(), net.weight[0], rtol=0, atol=near)
+    assert float(bias[1] - bias[0]) == pytest.approx(float(net.bias.detach()), abs=near)
+
+
+def test_rounds_on_survival_are_flamby_s(brca):
+    data = FedTcgaBrca(root=str(brca), val_fraction=0.0, batch_size=8)
+    client = linear(data, lr=0.001)
+    net = torch.nn.Linear(39, 1, dtype=torch.float64)
+    net.load_state_dict(dict(zip(("weight", "bias"), client.net.state_dict().values(), strict=True)))
+    before = net.weight.detach().clone()
+    run = fit(client, data, local_steps=12, steps_continue=True, max_rounds=3)
+    by_hand(run, net, 8, cox, 0.001, mean)
+    weight, _ = run.weights.values()
+    assert torch.allclose(weight.double(), net.weight, rtol=0, atol=1e-6)
+    assert (net.weight - before).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(
