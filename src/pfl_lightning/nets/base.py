@@ -1,9 +1,10 @@
 """The base class of networks: a feature extractor and a classifier."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -39,8 +40,28 @@ class Net(nn.Module):
 
 NetFactory: TypeAlias = Callable[[tuple[int, ...], int], Net]
 """Builds a net from the input shape (without the batch) and the number of classes; a `Net` subclass is one."""
-# a type of its own: the command line reads configuration files, and this package's names, only where it expects a `Net`
-ModuleFactory: TypeAlias = Callable[[tuple[int, ...], int], nn.Module]
+if TYPE_CHECKING:
+    AnyModule: TypeAlias = nn.Module
+else:
+
+    class AnyModule(ABC):
+        """Any ``nn.Module``, as the type that the command line expects.
+
+        The command line's help lists all known subclasses of a type, of ``nn.Module`` some eight hundred.
+        """
+
+        @classmethod
+        def __subclasshook__(cls, other: type) -> bool:
+            """Return whether a class is a module's."""
+            return issubclass(other, nn.Module)
+
+        @abstractmethod
+        def forward(self, *inputs: Any) -> Any:
+            """Compute outputs; abstract, so that the help doesn't list this class either."""
+
+
+# beside `NetFactory`: the command line reads files, and this package's names, only where it expects a `Net`
+ModuleFactory: TypeAlias = Callable[[tuple[int, ...], int], AnyModule]
 """Builds any module in the same way, which is then cut at its output layer, as by `cut_net`."""
 
 
