@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from federations import Blobs, blobs, equal, fit, load, make_client, make_trainer, noisy
 from pfl_lightning import FederatedTrainer
+from pfl_lightning.aggregators import WeightedAverage
 from pfl_lightning.engines import Sequential
 from pfl_lightning.methods import FedBABU, FedPer
 from pfl_lightning.runs.folder import checkpoint_of_run, stamp
@@ -128,6 +129,12 @@ def test_other_modules_data_and_loaders_are_refused():
         make_trainer().fit(make_client())
     with pytest.raises(MisconfigurationException, match="data loaders hold no clients"):
         make_trainer().fit(make_client(), DataLoader([1]))
+    with pytest.raises(MisconfigurationException, match=r"^trainer\.aggregator means nothing .* fit\("):
+        make_trainer(aggregator=WeightedAverage())
+    client = make_client()
+    client.aggregator = WeightedAverage()
+    with pytest.raises(MisconfigurationException, match=r"^model\.aggregator=WeightedAverage has no effect"):
+        make_trainer().fit(client, datamodule=blobs())
     with pytest.raises(MisconfigurationException, match=r"^model=FedPer is a class; give an instance"):
         make_trainer().fit(FedPer, datamodule=blobs())
     with pytest.raises(MisconfigurationException, match=r"^datamodule=Blobs is a class; give an instance"):

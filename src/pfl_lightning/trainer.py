@@ -616,6 +616,8 @@ ACCELERATORS: dict[str, tuple[type[Accelerator], ...]] = {
 }
 """Accelerators that a machine may lack, by the Trainer's names."""
 MEANINGLESS = {
+    "aggregator": "it is no setting of the Trainer; give it to fit, as in fit(client, datamodule=data, aggregator=...), "
+    "or by --aggregator",
     "max_epochs": "a round is an epoch; give max_rounds",
     "min_epochs": "a round is an epoch; leave it out",
     "max_steps": "the Trainer takes no optimizer steps of its own; give max_rounds",
@@ -740,6 +742,12 @@ def check_classes(model: Any, datamodule: Any, aggregator: Any) -> None:
         raise MisconfigurationException(
             f"model={type(model).__name__} is not a client module; take one of pfl_lightning.methods, or a "
             "subclass of ClientModule."
+        )
+    # it would be ignored, and the run would be one of the client module's own server side
+    if isinstance(own := vars(model).get("aggregator"), Aggregator):
+        raise MisconfigurationException(
+            f"model.aggregator={own.name} has no effect; give it to fit, as in fit(client, datamodule=data, "
+            f"aggregator={type(own).__name__}()), or let configure_aggregator return it."
         )
     if not isinstance(datamodule, FederatedDataModule):
         raise MisconfigurationException(
