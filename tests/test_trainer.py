@@ -129,7 +129,7 @@ def test_other_modules_data_and_loaders_are_refused():
         make_trainer().fit(make_client())
     with pytest.raises(MisconfigurationException, match="data loaders hold no clients"):
         make_trainer().fit(make_client(), DataLoader([1]))
-    with pytest.raises(MisconfigurationException, match=r"^trainer\.aggregator means nothing .* fit\("):
+    with pytest.raises(MisconfigurationException, match=r"^aggregator is no setting of the Trainer; .* fit\("):
         make_trainer(aggregator=WeightedAverage())
     client = make_client()
     client.aggregator = WeightedAverage()

@@ -616,8 +616,6 @@ ACCELERATORS: dict[str, tuple[type[Accelerator], ...]] = {
 }
 """Accelerators that a machine may lack, by the Trainer's names."""
 MEANINGLESS = {
-    "aggregator": "it is no setting of the Trainer; give it to fit, as in fit(client, datamodule=data, aggregator=...), "
-    "or by --aggregator",
     "max_epochs": "a round is an epoch; give max_rounds",
     "min_epochs": "a round is an epoch; leave it out",
     "max_steps": "the Trainer takes no optimizer steps of its own; give max_rounds",
@@ -644,6 +642,10 @@ def refuse_meaningless(max_rounds: int, arguments: dict[str, Any]) -> None:
     """
     if not is_count(max_rounds):
         raise MisconfigurationException(f"trainer.max_rounds={max_rounds} must be at least 1.")
+    if "aggregator" in arguments:
+        raise MisconfigurationException(
+            "aggregator is no setting of the Trainer; give it to fit, as in fit(client, datamodule=data, aggregator=...)."
+        )
     parameters = inspect.signature(Trainer).parameters
     for name, advice in MEANINGLESS.items():
         value = arguments.get(name)
