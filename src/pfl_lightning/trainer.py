@@ -644,7 +644,8 @@ def refuse_meaningless(max_rounds: int, arguments: dict[str, Any]) -> None:
         raise MisconfigurationException(f"trainer.max_rounds={max_rounds} must be at least 1.")
     if "aggregator" in arguments:
         raise MisconfigurationException(
-            "aggregator is no setting of the Trainer; give it to fit, as in fit(client, datamodule=data, aggregator=...)."
+            "aggregator is no setting of the Trainer; give it to fit, as in fit(client, datamodule=data, "
+            "aggregator=...)."
         )
     parameters = inspect.signature(Trainer).parameters
     for name, advice in MEANINGLESS.items():
