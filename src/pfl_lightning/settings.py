@@ -66,7 +66,8 @@ def kept_arguments(made: object) -> dict[str, Any]:
     """
     kept = getattr(made, "__dict__", {})
     named = {name: kept[name] for name in parameters_of(made) if name in kept}
-    return named | dict(getattr(made, "hparams", {}))
+    # attributes first: a client module's `hparams` hold its task as plain values
+    return dict(getattr(made, "hparams", {})) | named
 
 
 def parameters_of(made: object) -> dict[str, inspect.Parameter]:
