@@ -18,6 +18,7 @@ OTHERWISE = {
     r"tensorboard|wandb (sweep|agent)": "needs a browser or an account",
     r"python examples/sweep_optuna": "tests/test_examples.py",
     r"pfl-lightning predict": "tests/cli/test_predict.py",
+    r"pfl-lightning join --data": "tests/test_first_tries.py",
     r"pfl-lightning fit .*--data TableData": "tests/data/sources/test_table_data.py",
 }
 """Commands that don't run here, and where they do, or why not."""
