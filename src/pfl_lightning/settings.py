@@ -66,8 +66,7 @@ def kept_arguments(made: object) -> dict[str, Any]:
     """
     kept = getattr(made, "__dict__", {})
     named = {name: kept[name] for name in parameters_of(made) if name in kept}
-    # attributes first: a client module's `hparams` hold its task as plain values
-    return dict(getattr(made, "hparams", {})) | named
+    return named | dict(getattr(made, "hparams", {}))
 
 
 def parameters_of(made: object) -> dict[str, inspect.Parameter]:

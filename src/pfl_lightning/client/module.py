@@ -151,7 +151,9 @@ class ClientModule(LightningModule):
 
     def extra_repr(self) -> str:
         """Return the settings that differ from their defaults, for the first lines of the module's text."""
-        return as_call(self).partition("(")[2].removesuffix(")")
+        text = as_call(self).partition("(")[2].removesuffix(")")
+        # `hparams` hold a task as plain values, which a checkpoint can have
+        return text.replace("task=dict", f"task={type(self.task).__name__}")
 
     def __init__(
         self,

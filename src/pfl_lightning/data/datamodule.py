@@ -238,7 +238,7 @@ class FederatedDataModule(LightningDataModule, ABC):
     __str__ = __repr__
 
     @classmethod
-    def from_datasets(cls, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+    def from_datasets(cls, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse Lightning's Datasets of one holder, which say nothing about clients.
 
         Raises:
