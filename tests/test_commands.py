@@ -20,6 +20,8 @@ OTHERWISE = {
     r"pfl-lightning predict": "tests/cli/test_predict.py",
     r"pfl-lightning join --data": "tests/test_first_tries.py",
     r"pfl-lightning fit .*--data TableData": "tests/data/sources/test_table_data.py",
+    r"pfl-lightning fit .*--data PFLlibData": "tests/data/sources/test_pfllib_data.py",
+    r"pfl-lightning join --data": "tests/cli/test_earlier_run.py",
 }
 """Commands that don't run here, and where they do, or why not."""
 LEDGER = {"claims", "privacy", "results", "robustness"}

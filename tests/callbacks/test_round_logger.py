@@ -304,5 +304,5 @@ def test_settings_made_in_python_are_hyper_parameters(tmp_path):
         "trainer.clients_per_round": "2 of 4",
     }
     assert {name: logged.get(name) for name in expected} == expected
-    assert logged["data.task"].startswith("Classification(num_classes=3")
+    assert logged["data.task"] == "Classification(num_classes=3)"
     assert not {"data", "aggregator"} & set(logged)

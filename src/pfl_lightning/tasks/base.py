@@ -8,6 +8,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from pfl_lightning.settings import as_call
+
 Reduction = Literal["mean", "sum"]
 """Reduction of the errors of a batch, as in ``torch.nn.functional``."""
 
@@ -42,6 +44,10 @@ class Task(ABC):
         # a task of no output has a loss of NaN, which would only show after the first round
         if self.outputs < 1:
             raise MisconfigurationException(f"task {self} must have at least 1 output.")
+
+    def __str__(self) -> str:
+        """Return the call that makes the task, without arguments that have their defaults."""
+        return as_call(self)
 
     @property
     @abstractmethod
@@ -238,8 +244,8 @@ def number_of_classes(task: Task, asker: str, instead: str = METHODS_WITHOUT) ->
 def log_mean(logarithms: Tensor, shares: Tensor) -> Tensor:
     """Return the logarithm of the mean of values given by their logarithms.
 
-    >>> log_mean(torch.tensor([[1.0], [3.0]]).log(), torch.tensor([0.5, 0.5])).exp()
-    tensor([2.])
+    >>> round(log_mean(torch.tensor([[1.0], [3.0]]).log(), torch.tensor([0.5, 0.5])).exp().item(), 4)
+    2.0
 
     Args:
         logarithms: the logarithms ``[models, ...]``.
