@@ -18,7 +18,6 @@ OTHERWISE = {
     r"tensorboard|wandb (sweep|agent)": "needs a browser or an account",
     r"python examples/sweep_optuna": "tests/test_examples.py",
     r"pfl-lightning predict": "tests/cli/test_predict.py",
-    r"pfl-lightning join --data": "tests/test_first_tries.py",
     r"pfl-lightning fit .*--data TableData": "tests/data/sources/test_table_data.py",
     r"pfl-lightning fit .*--data PFLlibData": "tests/data/sources/test_pfllib_data.py",
     r"pfl-lightning join --data": "tests/cli/test_earlier_run.py",

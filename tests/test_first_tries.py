@@ -360,16 +360,11 @@ def test_predict_join_and_compare_on_the_command_line(folder, monkeypatch, capsy
 
 
 @pytest.mark.exhaustive
-def test_four_methods_by_site_on_the_command_line(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    pfl(f"compare --methods Local FedAvg FedPer Ditto {TABLE} --seeds 0 1 --trainer.max_rounds 2")
-    rows = read_csv(Path("runs/compare-TableData/by_client.csv"))
-    assert {row["name"] for row in rows} == set(SITES) and {row["method"] for row in rows} >= {"Local", "Ditto"}
-
-
-@pytest.mark.exhaustive
-def test_mu_is_swept_over_methods_of_which_one_has_it(folder, monkeypatch):
+def test_methods_are_compared_by_site_with_mu_swept_where_there_is_one(folder, monkeypatch):
     monkeypatch.chdir(folder)
     pfl(f"compare --methods Local FedProx {TABLE} --tune model.mu=0.01,0.1 --seeds 0 --trainer.max_rounds 1")
+    rows = read_csv(Path("runs/compare-TableData/by_client.csv"))
+    assert {row["client"] for row in rows} == set(SITES) and {row["method"] for row in rows} == {"Local", "FedProx"}
+    assert "Bremen" in Path("runs/compare-TableData/by_client.md").read_text()
     tuned = read_csv(Path("runs/compare-TableData/tuning.csv"))
     assert {row["method"] for row in tuned} == {"FedProx"} and len(tuned) == 2
