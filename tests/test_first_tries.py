@@ -362,7 +362,8 @@ def test_predict_join_and_compare_on_the_command_line(folder, monkeypatch, capsy
 @pytest.mark.exhaustive
 def test_methods_are_compared_by_site_with_mu_swept_where_there_is_one(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    pfl(f"compare --methods Local FedProx {TABLE} --tune model.mu=0.01,0.1 --seeds 0 --trainer.max_rounds 1")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        pfl(f"compare --methods Local FedProx {TABLE} --tune model.mu=0.01,0.1 --seeds 0 --trainer.max_rounds 1")
     rows = read_csv(Path("runs/compare-TableData/by_client.csv"))
     assert {row["client"] for row in rows} == set(SITES) and {row["method"] for row in rows} == {"Local", "FedProx"}
     assert "Bremen" in Path("runs/compare-TableData/by_client.md").read_text()
