@@ -311,6 +311,8 @@ class FederatedTrainer(Trainer):
             self.take_over()
         # CSVLogger warns that the files of an existing folder are deleted; `go_on_in` keeps them.
         warnings.filterwarnings("ignore", message=".* exists and is not empty")
+        # the summary says so where no client has validation samples
+        warnings.filterwarnings("ignore", message="Total length of `ClientLoader` across ranks is zero")
         try:
             with ended_together(self.strategy), at_work(self):
                 super().fit(federation, datamodule=datamodule, ckpt_path=path)
@@ -441,7 +443,9 @@ class FederatedTrainer(Trainer):
         # Lightning refuses loaders beside a data module, and keeps an earlier one.
         self.datamodule = held
         asked = Asked(clients, data, lambda: federation.data)
-        with ended_together(self.strategy), leaving_nothing_if_refused(self):
+        with ended_together(self.strategy), leaving_nothing_if_refused(self), warnings.catch_warnings():
+            # callbacks of the run, of which a prediction has no need
+            warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
             found = super().predict(federation, asked, None, return_predictions, path)
         return asked.named(cast(list[Predictions], found or []))
 
@@ -721,7 +725,10 @@ def data_in(datamodule: FederatedDataModule | None, *loaders: Any) -> FederatedD
     if datamodule is None and len(given) == 1 and given[0] is loaders[0] and isinstance(given[0], FederatedDataModule):
         return given[0]
     if given:
-        raise MisconfigurationException("data loaders hold no clients; give datamodule=, a FederatedDataModule.")
+        raise MisconfigurationException(
+            "data loaders hold no clients; give datamodule=, a FederatedDataModule, such as "
+            'ClientDatasets({"Bremen": (train, test), ...}, task) for Datasets of each client.'
+        )
     return datamodule
 
 
@@ -754,7 +761,8 @@ def check_classes(model: Any, datamodule: Any, aggregator: Any) -> None:
         )
     if not isinstance(datamodule, FederatedDataModule):
         raise MisconfigurationException(
-            f"datamodule={type(datamodule).__name__} is not a FederatedDataModule; take one of pfl_lightning.data."
+            f"datamodule={type(datamodule).__name__} is not a FederatedDataModule; take one of pfl_lightning.data, "
+            "such as TableData for a table and ClientDatasets for Datasets of each client."
         )
     if aggregator is not None and not isinstance(aggregator, Aggregator):
         name = getattr(aggregator, "__name__", type(aggregator).__name__)

@@ -151,7 +151,9 @@ class ClientModule(LightningModule):
 
     def extra_repr(self) -> str:
         """Return the settings that differ from their defaults, for the first lines of the module's text."""
-        return as_call(self).partition("(")[2].removesuffix(")")
+        text = as_call(self).partition("(")[2].removesuffix(")")
+        # `hparams` hold a task as plain values, which a checkpoint can have
+        return text.replace("task=dict", f"task={type(self.task).__name__}")
 
     def __init__(
         self,
@@ -169,7 +171,9 @@ class ClientModule(LightningModule):
         super().__init__()
         # the order below matters: nets need the task, and `save_hyperparameters` reads the arguments of this very call
         self.task = task_for(self, Classification(num_classes) if task is None else made(task))
-        self.save_hyperparameters(ignore=["task", "num_classes"])
+        # Lightning warns of modules among hyper-parameters, which go below anyway
+        built = ["net"] if isinstance(net, nn.Module) else []
+        self.save_hyperparameters(ignore=["task", "num_classes", *built])
         # a checkpoint is loaded with `weights_only=True`, which refuses functions and classes
         for name in live(self.hparams):
             del self.hparams[name]
@@ -639,7 +643,8 @@ class ClientModule(LightningModule):
             payload: the aggregator's payload for the client.
             data: the client's data; None outside a federation.
         """
-        if self._class_weights is not None and data is not None:
+        # the weights are of local training alone, which needs samples
+        if self._class_weights is not None and data is not None and not data.is_absent:
             weights = cast(Classification, self.task).weights(data.class_counts)
             self._class_weights.copy_(weights)
         self.assign(personal)

@@ -110,6 +110,11 @@ class ClientData:
         return self if (device, dtype) == self._where else ClientData(self.source, self.client, device, dtype)
 
     @property
+    def is_absent(self) -> bool:
+        """True if a model is made without the client's samples, as from a checkpoint alone."""
+        return getattr(self.source, "is_absent", False)
+
+    @property
     def task(self) -> Task:
         """The prediction task; classification where the source names only ``num_classes``."""
         return task_of(self.source)

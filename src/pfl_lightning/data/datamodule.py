@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NoReturn, TypedDict
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -233,6 +233,21 @@ class FederatedDataModule(LightningDataModule, ABC):
 
     def __repr__(self) -> str:
         return as_call(self, ("num_clients", "partitioner"))
+
+    # Lightning's own text asks each loader for a length in samples, and these loaders count clients
+    __str__ = __repr__
+
+    @classmethod
+    def from_datasets(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse Lightning's Datasets of one holder, which say nothing about clients.
+
+        Raises:
+            MisconfigurationException: always.
+        """
+        raise MisconfigurationException(
+            f"{cls.__name__}.from_datasets knows no clients; take "
+            'ClientDatasets({"Bremen": (train, test), ...}, task), with Datasets of each client.'
+        )
 
     @property
     def task(self) -> Task:

@@ -210,10 +210,10 @@ def pair_names(saved: Mapping[str, Any], data: FederatedDataModule, use: str) ->
             "differs from the checkpoint's run, so test samples may have been trained on; if the samples are the "
             "same, take client_split=given or time."
         )
-    if absent := known.difference(every):
-        rank_zero_info(f"data has no samples of {len(absent)} of the checkpoint's {len(then)} clients.")
     if use == "join":
-        rank_zero_info(f"new are the {len(new)} clients whose names the checkpoint doesn't know: {listed(new)}.")
+        rank_zero_info(f"new clients, whose names the checkpoint doesn't know: {listed(new)}.")
+    elif absent := known.difference(every):
+        rank_zero_info(f"data has no samples of {len(absent)} of the checkpoint's {len(then)} clients.")
     return True
 
 

@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
@@ -789,6 +789,12 @@ class Federation(LightningModule):
             raise MisconfigurationException(
                 f"aggregator {self.aggregator.name} makes a new client's model from an update of its own, so there is "
                 "none before the client has trained; let it join by trainer.join."
+            )
+        if client in self.data.newcomers:
+            # after a join, somebody may take it for the model that has joined
+            rank_zero_info(
+                f"client {self.data.client_label(client)}: the model that a new client receives, before any training "
+                "of its own; trainer.join tests a trained one, and keeps none."
             )
         state = ClientState(self.initial[self.architecture_of(client)])
         seed = derive_seed(cast(int, self.seed), "join", self.round, client)

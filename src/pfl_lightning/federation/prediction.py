@@ -87,6 +87,8 @@ class NoSamples:
         reason: beginning of the sentence.
     """
 
+    is_absent = True
+
     def __init__(self, task: Task, reason: str) -> None:
         self.task = task
         self.reason = reason
@@ -191,7 +193,12 @@ class Asked:
     def _id_of(client: int | str, data: FederatedDataModule) -> int:
         if client == NEW and NEW not in data.client_names:
             return data.num_clients + len(data.newcomers)
-        return data.client_id(client)
+        try:
+            return data.client_id(client)
+        except MisconfigurationException as error:
+            raise MisconfigurationException(
+                f"{error}; a client that the federation doesn't know is client={NEW!r}"
+            ) from None
 
     def __len__(self) -> int:
         return len(self.found)
@@ -203,14 +210,16 @@ class Asked:
             yield client, None if rows is None else data.inputs(rows, known), data.class_names
 
     def named(self, results: Iterable[Predictions]) -> dict[int | str, Predictions]:
-        """Return results by the client's name, or by its id where clients have no names.
+        """Return results by the client's name, or by its id where clients have no names or ids as names.
 
         Args:
             results: the results in the order of the clients.
         """
         data = self._data()
         names: list[int | str] = [*(data.client_names or range(data.num_clients + len(data.newcomers))), NEW]
-        return {names[client]: result for (client, _), result in zip(self.found, results, strict=False)}
+        every: Iterable[Any] = range(data.num_clients) if self.clients is None else self.clients
+        found = zip(self.found, every, results, strict=False)
+        return {asked if str(asked) == str(names[id]) else names[id]: result for (id, _), asked, result in found}
 
 
 class SavedClients(LightningModule):

@@ -1,5 +1,6 @@
 """The base class of networks: a feature extractor and a classifier."""
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import deepcopy
@@ -83,8 +84,35 @@ def checked_list(net: list[NetFactory] | NetFactory | ModuleFactory) -> list[Mod
                 f"model.net={each!r} builds no network; give a class of pfl_lightning.nets, such as CNN, a function "
                 "of input_shape and num_classes, or a module."
             )
+        check_call(each)
     # a module may be given to several client modules, and each needs weights of its own
     return [partial(copied, each) if isinstance(each, nn.Module) else each for each in nets]
+
+
+def check_call(build: Callable[..., Any]) -> None:
+    """Check that a builder takes the two arguments that it is called with.
+
+    Args:
+        build: a class, a function or a module.
+
+    Raises:
+        MisconfigurationException: if it takes other ones, such as none.
+    """
+    if isinstance(build, nn.Module):
+        return
+    try:
+        signature = inspect.signature(build)
+    # some builders that are written in C have none
+    except (ValueError, TypeError):
+        return
+    try:
+        signature.bind((), 0)
+    except TypeError:
+        name = getattr(build, "__name__", type(build).__name__)
+        raise MisconfigurationException(
+            f"model.net={name} is called with input_shape and num_classes, and takes {name}{signature}; give a "
+            "function of the two that builds it, or the built module."
+        ) from None
 
 
 def copied(module: nn.Module, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:

@@ -133,7 +133,8 @@ def traced(module: nn.Module, input_shape: tuple[int, ...]) -> tuple[Tensor, Any
             hook.remove()
     raise MisconfigurationException(
         f"model.net={type(module).__name__} can't be called with inputs of shape {list(numbers.shape)}, two samples of "
-        f"the data ({type(problem).__name__}: {' '.join(str(problem).split())[:160]}); build it for this shape"
+        f"model.input_shape={tuple(input_shape)} ({type(problem).__name__}: {' '.join(str(problem).split())[:160]}); "
+        "give input_shape=data.input_shape, and a net for this shape"
     ) from problem
 
 

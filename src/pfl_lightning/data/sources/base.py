@@ -51,6 +51,18 @@ class OwnedData(FederatedDataModule):
         if task.has_classes:
             self.num_classes = task.outputs
 
+    def __getattr__(self, name: str) -> Any:
+        """Raise the error of an attribute that isn't there; that of ``num_classes`` says what client modules take.
+
+        Args:
+            name: the attribute.
+
+        Raises:
+            AttributeError: always.
+        """
+        hint = "; without classes, make the client module with task=data.task" if name == "num_classes" else ""
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
+
     @property
     def task(self) -> Task:
         """The prediction task."""

@@ -115,7 +115,9 @@ class ClientDatasets(OwnedData):
         self.input_shape = shape_of(x)
         self._reader = reader
         sizes = [len(dataset) for *_, dataset in parts]
-        self._names: Any = np.repeat(np.array([name for name, *_ in parts]), sizes)
+        # as numbers in their order, in which client 2 comes before client 10
+        is_numbered = read is None and not isinstance(clients, Mapping)
+        self._names: Any = np.repeat(np.array([int(name) if is_numbered else name for name, *_ in parts]), sizes)
         self._splits: Any = np.repeat(np.array([split for _, split, _ in parts]), sizes) if len(given) > 1 else None
 
     def load(self) -> Loaded:

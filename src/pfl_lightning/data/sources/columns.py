@@ -451,11 +451,12 @@ def without_empty(values: Any) -> Any:
     return values.mask(is_empty) if is_empty.any() else values
 
 
-def check_no_gaps(values: Any, owner: str) -> None:
+def check_no_gaps(values: Any, owner: str, instead: str = "") -> None:
     """Check that a column has a value in each row.
 
     Args:
         values: a pandas series.
+        instead: a setting that takes gaps, with its value, for the message.
         owner: name of the column for the message.
 
     Raises:
@@ -464,8 +465,8 @@ def check_no_gaps(values: Any, owner: str) -> None:
     if gaps := int(values.isna().sum()):
         raise MisconfigurationException(
             f"{owner} has no value in {gaps} of {len(values)} rows, first in row "
-            f"{values.isna().idxmax()} (counted from 0); fill them in, or leave these rows or the "
-            "column out"
+            f"{values.isna().idxmax()} (counted from 0); {f'set {instead}, or ' if instead else ''}fill them in, or "
+            "leave these rows or the column out"
         )
 
 

@@ -61,10 +61,12 @@ from pfl_lightning.data.sources.columns import (
     without_empty,
 )
 from pfl_lightning.settings import Unpack, check_choices
-from pfl_lightning.tasks import MultiLabel, Task
+from pfl_lightning.tasks import MultiLabel, Regression, Task
 
 UNLIKE = 1000
 """Ratio of two columns' widths above which a warning is shown."""
+LARGE = 100
+"""Root mean square of a regression's targets above which a warning is shown."""
 
 
 class TableData(OwnedData):
@@ -371,7 +373,8 @@ class TableData(OwnedData):
         """
         column = str(values.name)
         owner = f"column {column!r} of {self._where}"
-        check_no_gaps(values, owner)
+        instead = "data.drop_missing_target=true" if is_target else "data.preprocessing=auto"
+        check_no_gaps(values, owner, instead)
         setting = "data.classes" if is_target else f"data.categories.{column}"
         # a given vocabulary also applies to numbers, such as postal codes, which are no quantities
         if column in self._vocabularies:
@@ -534,6 +537,8 @@ class TableData(OwnedData):
                 "data.preprocessing.transformer is in no checkpoint, and can't be fitted anew without the rows of all "
                 "clients of the federation; give a table with all of them, or settings of columns in its place"
             )
+        if type(self.task) is Regression:
+            warn_of_targets(samples.y[trained_on(division)].view(-1, len(self._targets)), self._targets)
         self._fitted_clients = list(division.names) or list(map(str, range(len(division.clients))))
         if self.adopted:
             places = {name: place for place, name in enumerate(self.adopted_names)}
@@ -987,6 +992,22 @@ def warn_of_scales(widths: NDArray[np.float64], names: Sequence[str]) -> None:
             f"data: column {names[high]!r} varies by {float(widths[high]):.3g} and column {names[low]!r} by "
             f"{float(widths[low]):.3g}, and a net learns little from columns of such different scales; "
             "data.standardize=table or client brings them to one."
+        )
+
+
+def warn_of_targets(y: Tensor, names: Sequence[str]) -> None:
+    """Warn if quantities are so large that squared errors make usual learning rates diverge.
+
+    Args:
+        y: targets of training rows, shape [n, quantities].
+        names: names of the columns.
+    """
+    sizes = y.double().square().mean(0).sqrt().tolist()
+    size, name = max(zip(sizes, names, strict=True))
+    if size > LARGE:
+        rank_zero_warn(
+            f"data: values of target {name!r} are around {size:.3g}, and training by squared errors of such a size may "
+            "diverge; give the column in a larger unit, such as thousands, or with mean 0 and deviation 1."
         )
 
 

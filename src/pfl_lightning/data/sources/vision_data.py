@@ -54,6 +54,13 @@ class VisionData(OwnedData):
             raise MisconfigurationException(
                 f"data.dataset={type(dataset).__name__} has no samples by position; give a map-style data set"
             )
+        if isinstance(dataset, (list, tuple)):
+            first = dataset[0] if isinstance(dataset[0], (list, tuple)) else dataset[:1]
+            if any(isinstance(part, Dataset) for part in first):
+                raise MisconfigurationException(
+                    f"data.dataset={type(dataset).__name__} of Datasets: VisionData divides one Dataset; give those "
+                    "of each client to ClientDatasets"
+                )
         self._dataset, self._owner, self._targets = dataset, client, targets
         self._leaf = Decoded(dataset)
         # spread over the whole data set: the first samples are often of one class
