@@ -38,8 +38,8 @@ from pfl_lightning.data.trees import rows_in
 from pfl_lightning.internals.of_lightning import COMMAND_LINE_NOTES
 from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.nets import CNN, Net, NetFactory
+from pfl_lightning.nets.any_module import as_net
 from pfl_lightning.nets.base import ModuleFactory, checked_list, checked_net
-from pfl_lightning.nets.cut_net import as_net
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.settings import as_call, check_choices
 from pfl_lightning.tasks import Classification, Task

@@ -394,7 +394,7 @@ def preprocessed(raw: Raw, fitted: Mapping[str, Any], client: int | None) -> NDA
 
     Args:
         raw: the columns.
-        fitted: how columns become inputs, as in `TableData.preprocessing`.
+        fitted: how columns become inputs, as in ``TableData.preprocessing``.
         client: position of the client in lists of fitted values; None where all clients share the values.
 
     Raises:

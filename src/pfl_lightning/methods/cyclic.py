@@ -13,10 +13,10 @@ class CyclicTransfer(Aggregator):
     r"""Hands one model from client to client, each of which trains it in its turn; averages nothing.
 
     With the clients :math:`k_1, k_2` to :math:`k_m` of a round in their order,
-    :math:`w_{k_i} = \mathrm{train}_{k_i}(w_{k_{i-1}})`, and :math:`w_{k_m}` begins the next round. A client whose model diverges is left out: the next one takes the model
-    before it. The server sees each model on its way, and the clients of a round wait for each other, so that a round
-    takes m times as long as with clients at once. FLamby calls a single client's turn a round: R of its rounds with M
-    clients are R / M rounds here.
+    :math:`w_{k_i} = \mathrm{train}_{k_i}(w_{k_{i-1}})`, and :math:`w_{k_m}` begins the next round. A client whose model
+    diverges is left out: the next one takes the model before it. The server sees each model on its way, and the clients
+    of a round wait for each other, so that a round takes m times as long as with clients at once. FLamby calls a single
+    client's turn a round: R of its rounds with M clients are R / M rounds here.
     Source: Chang et al., 2018, cyclical weight transfer (https://doi.org/10.1093/jamia/ocy017).
 
     Args:

@@ -1,10 +1,10 @@
 """Networks, each made of a feature extractor and a classifier."""
 
 from pfl_lightning.nets.alexnet import AlexNet
+from pfl_lightning.nets.any_module import cut_net
 from pfl_lightning.nets.base import Head, Net, NetFactory, feature_size, find_output_layer
 from pfl_lightning.nets.cifar_resnet import CifarResNet
 from pfl_lightning.nets.cnn import CNN
-from pfl_lightning.nets.cut_net import cut_net
 from pfl_lightning.nets.densenet import DenseNet
 from pfl_lightning.nets.fasttext import FastText
 from pfl_lightning.nets.leaky_cnn import LeakyCNN

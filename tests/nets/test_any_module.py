@@ -10,7 +10,7 @@ from federations import CLASSES, FEATURES, HIDDEN, fit, make_client, plain
 from pfl_lightning.aggregators import ClusterModels
 from pfl_lightning.methods import IFCA, FedAvg, FedPer
 from pfl_lightning.nets import cut_net
-from pfl_lightning.nets.cut_net import as_net
+from pfl_lightning.nets.any_module import as_net
 
 
 class Named(nn.Module):
