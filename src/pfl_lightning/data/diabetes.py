@@ -6,7 +6,7 @@ import torch
 from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.division import Division
 from pfl_lightning.data.loaded import Loaded
-from pfl_lightning.data.preprocessing import FittedOn, standardized
+from pfl_lightning.data.preprocessing import FittedOn, known_moments, standardized
 from pfl_lightning.data.samples import Samples
 from pfl_lightning.data.sources.base import OwnedData
 from pfl_lightning.settings import Unpack
@@ -14,9 +14,6 @@ from pfl_lightning.tasks import Regression
 
 BANDS = {35: "under 35", 45: "35 to 44", 55: "45 to 54", 65: "55 to 64", 200: "65 and over"}
 """Age bands of a client's patients, each by the age below which it ends."""
-
-MOMENTS = ("mean", "deviation")
-"""Entries of ``preprocessing`` with one number a column."""
 
 
 class Diabetes(OwnedData):
@@ -57,11 +54,10 @@ class Diabetes(OwnedData):
         """
         # the target too: values up to 346 would need a learning rate of their own
         names = self.preprocessing["features"] + self.preprocessing["targets"]
-        known = [np.array([self.adopted[moment][name] for name in names]) for moment in MOMENTS if self.adopted]
-        values, [(mean, deviation)] = standardized(
-            torch.column_stack([samples.x, samples.y]), division, "table", {0: (known[0], known[1])} if known else None
-        )
-        for name, numbers in zip(MOMENTS, (mean, deviation), strict=True):
+        columns = torch.column_stack([samples.x, samples.y])
+        known = known_moments(self.adopted, self.adopted_names, division.names, "table")
+        values, [(mean, deviation)] = standardized(columns, division, "table", known)
+        for name, numbers in (("mean", mean), ("deviation", deviation)):
             self.preprocessing[name] = dict(zip(names, numbers.tolist(), strict=True))
         return Samples(values[:, :-1].contiguous(), values[:, -1].contiguous())
 

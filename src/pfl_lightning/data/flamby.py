@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.division import Division
 from pfl_lightning.data.loaded import Loaded
-from pfl_lightning.data.preprocessing import FittedOn, Moments, trained_on
+from pfl_lightning.data.preprocessing import FittedOn, known_moments, trained_on
 from pfl_lightning.data.samples import Samples
 from pfl_lightning.data.sources.base import OwnedData
 from pfl_lightning.settings import Unpack, check_choices
@@ -131,7 +131,9 @@ class FedHeartDisease(OwnedData):
             groups = [(trained_on(division), torch.arange(len(x)))]
         else:
             groups = [(held["train"], torch.cat(list(held.values()))) for held in division.clients]
-        known = self._known_moments(division)
+        known = {}
+        if self.adopted.get("standardize") == self.standardize:
+            known = known_moments(self.adopted, self.adopted_names, division.names, self.standardize)
         moments = []
         for place, (fitted, rows) in enumerate(groups):
             own = x[fitted.numpy()]
@@ -146,27 +148,6 @@ class FedHeartDisease(OwnedData):
                 for feature, numbers in zip(self.preprocessing["features"], by_feature, strict=True)
             }
         return Samples(torch.from_numpy(result), samples.y)
-
-    def _known_moments(self, division: Division) -> dict[int, Moments]:
-        """Return the moments of a federation that these patients are tested by or join, by position among the groups.
-
-        Args:
-            division: the pool positions of each client's patients.
-        """
-        if self.adopted.get("standardize") != self.standardize:
-            return {}
-        mean, deviation = (
-            np.array([self.adopted[moment][name] for name in self.preprocessing["features"]])
-            for moment in ("mean", "deviation")
-        )
-        if self.standardize == "table":
-            return {0: (mean, deviation)}
-        clients = {name: client for client, name in enumerate(self.adopted_names)}
-        return {
-            place: (mean[:, clients[name]], deviation[:, clients[name]])
-            for place, name in enumerate(division.names)
-            if name in clients
-        }
 
     @property
     def fitted_on(self) -> FittedOn:

@@ -510,6 +510,34 @@ def chunks(values: Tensor, rows: Tensor) -> Iterator[NDArray[np.float64]]:
         yield values[part].double().numpy()
 
 
+def known_moments(
+    fitted: Mapping[str, Any], names: Sequence[str], clients: Sequence[str], by: Literal["table", "client"]
+) -> dict[int, Moments]:
+    """Return moments that a federation has fitted, as `standardized` takes them; clients unknown to it have none.
+
+    >>> fitted = {"mean": {"age": [50.0, 60.0]}, "deviation": {"age": [9.0, 8.0]}}
+    >>> known_moments(fitted, ["Bremen", "Ulm"], ["Jena", "Ulm"], "client")
+    {1: (array([60.]), array([8.]))}
+
+    Args:
+        fitted: the ``preprocessing`` of the federation; an empty one has no moments.
+        names: names of the federation's clients, in the order of lists in ``fitted``.
+        clients: names of the clients of a division, by position.
+        by: whether the moments are of the whole ``table`` or of each ``client``.
+    """
+    if "mean" not in fitted:
+        return {}
+    mean, deviation = (np.array(list(fitted[moment].values())) for moment in ("mean", "deviation"))
+    if by == "table":
+        return {0: (mean, deviation)}
+    places = {name: place for place, name in enumerate(names)}
+    return {
+        place: (mean[:, places[name]], deviation[:, places[name]])
+        for place, name in enumerate(clients)
+        if name in places
+    }
+
+
 def standardized(
     values: Tensor, division: Division, by: Literal["table", "client"], known: Mapping[int, Moments] | None = None
 ) -> tuple[Tensor, list[Moments]]:
@@ -520,7 +548,8 @@ def standardized(
         division: the pool positions of each client's rows.
         by: ``table`` fits on the training rows of all the federation's clients and applies the result to all rows;
             ``client`` fits on each client's training rows for that client's rows, and rows of no client become 0.
-        known: moments in the place of fitted ones, by the client's position in the division; 0 under ``table``.
+        known: moments in the place of fitted ones, by the client's position in the division; 0 under ``table``. See
+            `known_moments`.
 
     Returns:
         The columns in single precision, and the moments: one pair for all clients, or one per client, new clients

@@ -30,6 +30,7 @@ from pfl_lightning.data.preprocessing import (
     fitted_words,
     input_names,
     is_fitted,
+    known_moments,
     moments_of,
     preprocessed,
     standardized,
@@ -565,25 +566,14 @@ class TableData(OwnedData):
                 "deviation": {column: float(values[1]) for column, values in known.items()},
             }
             return Samples(self._scaled(samples.x, None), samples.y)
-        if self.adopted and self.standardize == "table":
-            self.preprocessing |= {name: self.adopted[name] for name in ("mean", "deviation")}
-            return Samples(self._scaled(samples.x, None), samples.y)
-        x, statistics = standardized(samples.x, division, self.standardize)
+        fitted = known_moments(self.adopted, self.adopted_names, self._fitted_clients, self.standardize)
+        x, statistics = standardized(samples.x, division, self.standardize, fitted)
         for name, of_groups in zip(("mean", "deviation"), zip(*statistics, strict=True), strict=True):
             columns = np.stack(of_groups, axis=1).tolist()
             self.preprocessing[name] = {
                 column: values if self.standardize == "client" else values[0]
                 for column, values in zip(self._features, columns, strict=True)
             }
-        if self.adopted:
-            for name in ("mean", "deviation"):
-                self.preprocessing[name] = {
-                    column: self._inherited(values, self.adopted[name][column])
-                    for column, values in self.preprocessing[name].items()
-                }
-            for place, held in enumerate(division.clients):
-                rows = torch.cat(list(held.values()))
-                x[rows] = self._scaled(samples.x[rows], place)
         return Samples(x, samples.y)
 
     def _inherited(self, values: list[Any], taken: list[Any]) -> list[Any]:
