@@ -1,6 +1,5 @@
 """Fill up a command line for a finished run from the run's folder: ``pfl-lightning join --data new.csv``."""
 
-import os
 from pathlib import Path
 
 from pfl_lightning.cli.argv import CommandLine
@@ -53,15 +52,23 @@ def with_run(line: CommandLine) -> CommandLine:
     return CommandLine([line.command, "--config", str(config), *words[1:], "--ckpt_path", str(checkpoint)])
 
 
-def newest(root: Path, name: str) -> Path | None:
-    """Return the checkpoint of the newest run of any method that has a configuration; None if there is none.
+def newest(root: Path, name: str, configured: bool = True) -> Path | None:
+    """Return the checkpoint of the newest run of any method; None if there is none.
 
     Args:
         root: folder of all runs, each in ``METHOD-DATA/version_N``.
         name: ``best`` or ``last``.
+        configured: whether only runs with a ``config.yaml`` count, as those of the command line.
+
+    Raises:
+        MisconfigurationException: if several runs of a method wrote last, such as copies of one run.
     """
     # imported late: it needs Lightning, and `main` imports this module at its start
-    from pfl_lightning.runs.folder import stamped
+    from pfl_lightning.runs.folder import checkpoint_of_run, stamped
 
-    files = [path for path in root.glob(f"*/*/checkpoints/{name}.ckpt") if (path.parents[1] / "config.yaml").is_file()]
-    return max(files, key=lambda path: (stamped(path.parents[1])[0], os.path.getmtime(path)), default=None)
+    methods = sorted(folder for folder in root.iterdir() if folder.is_dir()) if root.is_dir() else []
+    found = [path for each in methods if (path := checkpoint_of_run(each, name, begun=False)) is not None]
+    if configured:
+        found = [path for path in found if (path.parents[1] / "config.yaml").is_file()]
+    # runs of earlier versions have no stamp, and count as oldest
+    return max(found, key=lambda path: stamped(path.parents[1]), default=None)

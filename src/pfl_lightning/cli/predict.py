@@ -12,12 +12,12 @@ import torch
 
 import pfl_lightning.data
 import pfl_lightning.methods
+from pfl_lightning.cli.earlier_run import TABLES, newest
 from pfl_lightning.cli.load_config import configured
 from pfl_lightning.cli.usage import Arguments, UsageError
 from pfl_lightning.cli.yaml_text import load
 from pfl_lightning.data.sources.columns import as_text, read_table
 from pfl_lightning.federation.prediction import NeedsSamples, Predictions
-from pfl_lightning.runs.folder import checkpoint_of_run, stamped
 from pfl_lightning.trainer import FederatedTrainer
 
 DESCRIPTION = """\
@@ -27,7 +27,6 @@ Predict for new rows with the clients' models of a run, and write a CSV file.
 
 All settings come from the run's own config.yaml. The run's data are read only where a model can't be made without them.
 """
-TABLES = (".csv", ".parquet")
 QUIET = (
     "--trainer.logger false --trainer.enable_checkpointing false --trainer.enable_progress_bar false "
     "--trainer.enable_model_summary false --trainer.callbacks null --trainer.devices 1 --trainer.strategy auto"
@@ -123,12 +122,9 @@ def checkpoint_of(given: str, runs: Path) -> Path:
         UsageError: if there is no such checkpoint.
     """
     if given in ("best", "last"):
-        roots = [root for root in sorted(runs.iterdir()) if root.is_dir()] if runs.is_dir() else []
-        found = [path for root in roots if (path := checkpoint_of_run(root, given, begun=False)) is not None]
-        if not found:
+        if (found := newest(runs, given, configured=False)) is None:
             raise UsageError(f"predict: no run in {runs} has a checkpoint {given}.ckpt; give --runs, or a file.")
-        # runs of earlier versions have no stamp, and count as oldest
-        return max(found, key=lambda path: stamped(path.parent.parent))
+        return found
     path = Path(given)
     if path.is_dir():
         kept = [path / "checkpoints" / f"{name}.ckpt" for name in ("best", "last")]
