@@ -54,6 +54,22 @@ def check_least(owner: str, **settings: tuple[float, float]) -> None:
             raise MisconfigurationException(f"{owner}.{name}={value} must be {least} or more.")
 
 
+def live(arguments: Mapping[str, Any]) -> list[str]:
+    """Return the names of arguments with functions or classes as values, alone or in lists.
+
+    Such arguments are Python objects, which a checkpoint can't hold; runs from the command line save their
+    configuration in place of them.
+
+    Args:
+        arguments: an object's constructor arguments, by name.
+    """
+    return [
+        name
+        for name, value in arguments.items()
+        if callable(value) or (isinstance(value, list) and any(map(callable, value)))
+    ]
+
+
 def kept_arguments(made: object) -> dict[str, Any]:
     """Return an object's constructor arguments, as far as it kept them as attributes or in ``hparams``.
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torchmetrics import Metric, MetricCollection
 
-from pfl_lightning.client.arguments import live
 from pfl_lightning.client.optimizers import (
     Configured,
     check_first_rate,
@@ -41,7 +40,7 @@ from pfl_lightning.nets import CNN, Net, NetFactory
 from pfl_lightning.nets.any_module import as_net
 from pfl_lightning.nets.base import ModuleFactory, checked_list, checked_net
 from pfl_lightning.seeds import derive_seed
-from pfl_lightning.settings import as_call, check_choices
+from pfl_lightning.settings import as_call, check_choices, live
 from pfl_lightning.tasks import Classification, Task
 from pfl_lightning.tasks.base import Reduction, number_of_classes, task_for
 from pfl_lightning.tasks.plain import hparams, made
