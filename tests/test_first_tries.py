@@ -4,7 +4,6 @@ from pathlib import Path
 
 import lightning
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -33,6 +32,7 @@ DROP = Preprocessing(drop=["admitted"])
 
 def patients(sites=SITES, rows=40, seed=0):
     """A hospital's table: gaps, texts, dates, and a minority that comes back."""
+    pd = pytest.importorskip("pandas", reason="needs the extra tables")
     drawn, n = np.random.default_rng(seed), rows * len(sites)
     age, smokes = drawn.normal(60, 15, n).round(), drawn.choice(["never", "once", "daily"], n).astype(object)
     back = age / 15 + 2 * (smokes == "daily") + drawn.normal(0, 0.5, n) > 5

@@ -5,12 +5,13 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
 from command import QUIET, pfl, refusal
 from pfl_lightning.methods import FedPer
+
+pd = pytest.importorskip("pandas", reason="needs the extra tables")
 
 SITES = ["Bremen", "Erfurt", "Ulm"]
 RUN = Path("runs/FedPer-TableData/version_0")

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,6 +12,8 @@ from pfl_lightning.data import IID, Digits, TableData
 from pfl_lightning.methods import FedPer
 from pfl_lightning.nets import MLP
 from pfl_lightning.tasks import Classification
+
+pd = pytest.importorskip("pandas", reason="needs the extra tables")
 
 SITES = {"Bremen": 24, "Ulm": 20, "Jena": 28, "Erfurt": 16, "Kiel": 26}
 

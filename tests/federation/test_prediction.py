@@ -5,7 +5,6 @@ from typing import Any
 
 import lightning
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -372,6 +371,7 @@ def test_raw_rows_of_a_table_with_gaps_and_texts_give_the_test_figures(tmp_path)
     drawn = np.random.default_rng(0)
     age = drawn.normal(50, 10, 90)
     ill = np.where(age > 50, "ill", "well")
+    pd = pytest.importorskip("pandas", reason="needs the extra tables")
     table = pd.DataFrame({"site": NAMES * 30, "age": age, "sex": drawn.choice(["f", "m"], 90), "ill": ill})
     table.loc[::7, "age"], table.loc[::11, "sex"] = None, None
     settings = {"target": "ill", "task": Classification(2), "client": "site"}

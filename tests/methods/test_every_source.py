@@ -3,7 +3,6 @@
 from functools import partial
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -30,6 +29,7 @@ def datasets():
 
 def table():
     """Four clients in a table with gaps and texts; the server holds some rows."""
+    pd = pytest.importorskip("pandas", reason="needs the extra tables")
     x, y = points(160, seed=5)
     drawn = np.random.default_rng(0)
     columns = {f"value {k}": x[:, k].numpy().astype(float) for k in range(4)}
