@@ -295,6 +295,15 @@ def test_a_table_is_its_file_and_flags_behind_it_win(stand_in, capsys, tmp_path)
     assert table[2].endswith("| 51.5 |") and table[3].endswith("| - |")
 
 
+def test_a_table_has_a_grid_unless_one_is_given_by_hand(stand_in, tmp_path):
+    stand_in(FedProx={"by_mu": {"0": 0.3, "1": 0.7, "2": 0.5}})
+    (tmp_path / "mine.yaml").write_text("methods: [FedProx]\nfit: --data Digits\ntune: ['model.mu=0,1']")
+    assert compare("--table mine") == 0
+    assert [mu_of(call) for call in calls()] == ["0", "1", "1"]
+    assert compare("--table mine --out other --tune model.mu=2") == 0
+    assert [mu_of(call) for call in calls()[3:]] == ["2", "2"]
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in (FOLDER / "tables").glob("*.yaml")))
 def test_every_table_of_the_package_names_runs_that_there_are(name, stand_in, capsys):
     assert compare(f"--table {name} --seeds 0 --commands") == 0
