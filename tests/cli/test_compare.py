@@ -716,6 +716,14 @@ def test_a_comparison_that_is_killed_takes_its_runs_along(stand_in):
     assert not left
 
 
+def test_where_there_is_no_fork_each_run_is_a_new_python(stand_in, monkeypatch, capsys):
+    monkeypatch.setattr("pfl_lightning.cli.compare.command.starter", lambda environment: None)
+    stand_in(FedAvg={"fails": 3})
+    assert compare("--methods Local FedAvg --data Digits") == 1
+    assert called() == {("Local", 0), ("FedAvg", 0)}
+    assert "FedAvg, seed 0: failed" in capsys.readouterr().out
+
+
 def test_a_run_that_will_not_end_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "GRACE", 0.1)
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(99)"

@@ -186,7 +186,8 @@ def stored_table(args: Sequence[str]) -> Stored:
         if not isinstance(value, ENTRIES.get(entry, ())):
             raise MisconfigurationException(
                 f"compare: --table {path}: {entry}={value!r} is no entry of a table; methods, seeds, columns and "
-                "tune are lists, vary_data is true or false, fit and reference are texts, and paper has a value by method."
+                "tune are lists, vary_data is true or false, fit and reference are texts, and paper has a value by "
+                "method."
             )
     options = ["--methods", *map(str, content["methods"]), "--seeds", *map(str, content.get("seeds", [0]))]
     options += ["--columns", ",".join(map(str, content["columns"]))] if "columns" in content else []

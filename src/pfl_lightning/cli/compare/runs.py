@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -164,8 +164,21 @@ class Fit:
         self._folder.close()
 
 
+def starter(environment: Mapping[str, str]) -> Starter | None:
+    """Return a process that forks runs; None on systems without fork, or with libraries that a fork breaks.
+
+    Args:
+        environment: variables of the process and of all runs, in addition to this process's.
+    """
+    return Starter(PROGRAM, IMPORTS, environment) if sys.platform == "linux" else None
+
+
 def run_all(
-    runs: Sequence[Run], jobs: int, environment: Mapping[str, str], report: Callable[[Run, str], None]
+    runs: Sequence[Run],
+    jobs: int,
+    environment: Mapping[str, str],
+    report: Callable[[Run, str], None],
+    starter: Starter | None,
 ) -> dict[Run, str]:
     """Make all unfinished runs, some at a time; an interrupt ends the processes too.
 
@@ -174,6 +187,7 @@ def run_all(
         jobs: number of processes at a time.
         environment: variables of the processes, in addition to this process's.
         report: called with each ended run and the reason if it failed, else an empty string.
+        starter: forks the processes; without one, a new Python starts for each.
 
     Returns:
         Reasons of failed runs.
@@ -181,34 +195,31 @@ def run_all(
     waiting = list(runs)
     running: dict[Run, Fit] = {}
     failures: dict[Run, str] = {}
-    # other systems have no fork, or libraries that a fork breaks
-    forks = sys.platform == "linux" and any(run.finished is None for run in runs)
-    with closing(Starter(PROGRAM, IMPORTS, environment)) if forks else nullcontext() as starter:
-        try:
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    run = waiting.pop(0)
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                run = waiting.pop(0)
+                if run.finished is None:
+                    try:
+                        # another comparison may be making the same run: this one goes on with the others
+                        running[run] = Fit(run, environment, starter)
+                        continue
+                    except MisconfigurationException as error:
+                        failures[run] = str(error)
+                report(run, failures.get(run, ""))
+            for run, fit in list(running.items()):
+                code = fit.process.poll()
+                if code is not None:
+                    running.pop(run).leave()
                     if run.finished is None:
-                        try:
-                            # another comparison may be making the same run: this one goes on with the others
-                            running[run] = Fit(run, environment, starter)
-                            continue
-                        except MisconfigurationException as error:
-                            failures[run] = str(error)
+                        failures[run] = reason(run, code)
                     report(run, failures.get(run, ""))
-                for run, fit in list(running.items()):
-                    code = fit.process.poll()
-                    if code is not None:
-                        running.pop(run).leave()
-                        if run.finished is None:
-                            failures[run] = reason(run, code)
-                        report(run, failures.get(run, ""))
-                # polled: a wait for the first of several processes isn't portable
-                time.sleep(0.05 if running else 0)
-        finally:
-            end([fit.process for fit in running.values()])
-            for fit in running.values():
-                fit.leave()
+            # polled: a wait for the first of several processes isn't portable
+            time.sleep(0.05 if running else 0)
+    finally:
+        end([fit.process for fit in running.values()])
+        for fit in running.values():
+            fit.leave()
     return failures
 
 
