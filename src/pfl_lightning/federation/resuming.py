@@ -35,6 +35,7 @@ UNTOLD = {
     "root",
     "download",
     "resident",
+    "input_drift",
     "params",
     "initial_lr",
     "base_lrs",
@@ -70,6 +71,8 @@ def settings_of(
         **optimizer_of(client.configured()),
         **flat("aggregator", aggregator),
         **flat("data", data),
+        # One value, or a run with a change and one without would have no name in common.
+        "data.input_drift": [str(drift) for drift in data.input_drift or ()],
     }
 
 
