@@ -126,7 +126,8 @@ class InputDrift:
         if self.turns:
             x = rotated(x, strength * self.rotate)
         scale, shift = (along_columns(value, x) for value in (self.scale, self.shift))
-        return x * (1 + strength * (scale - 1)) + strength * shift
+        moved: Tensor = x * (1 + strength * (scale - 1)) + strength * shift
+        return moved
 
     def check(self, x: Tree) -> None:
         """Refuse inputs that the change doesn't fit.

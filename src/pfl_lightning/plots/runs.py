@@ -130,9 +130,9 @@ def plot_drift(
         shown = [round for round, has in zip(rounds, known, strict=True) if has]
         label = f"{name}: mean of {len(clients)}"
         axes.plot(shown, means, color=colour, linewidth=2, linestyle=style, label=label)
-    for index, (round, clients) in enumerate(sorted(changes.items())):
+    for index, (round, moved) in enumerate(sorted(changes.items())):
         axes.axvline(round, color="black", linewidth=0.8, linestyle=":")
-        text = f"round {round}: {len(clients)} client{'s' * (len(clients) != 1)}"
+        text = f"round {round}: {len(moved)} client{'s' * (len(moved) != 1)}"
         # two heights, as changes may follow each other closely
         height, place = 1.01 + 0.05 * (index % 2), axes.get_xaxis_transform()
         axes.text(round, height, text, transform=place, ha="center", va="bottom", fontsize="small")
