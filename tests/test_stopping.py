@@ -20,7 +20,7 @@ from pfl_lightning.stopping import Stopped, postponed, stoppable
 from sweeps import swept
 
 
-def write_config(root: Path, max_rounds: int, local_epochs: int) -> Path:
+def write_config(root: Path, max_rounds: int, local_epochs: int, **data: Any) -> Path:
     config = {
         "seed_everything": 1,
         "model": {
@@ -43,6 +43,7 @@ def write_config(root: Path, max_rounds: int, local_epochs: int) -> Path:
         },
     }
     config["data"]["init_args"]["partitioner"] = {"class_path": "Dirichlet", "init_args": {"alpha": 1.0, "min_size": 8}}
+    config["data"]["init_args"] |= data
     root.mkdir(exist_ok=True)
     path = root / "config.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -104,6 +105,27 @@ def test_a_run_killed_at_any_moment_goes_on_to_the_same_end(moment, uninterrupte
     after = random.Random(moment).uniform(0, 0.4)
     assert start_and_kill(config, lambda: len(rows(run_folder(tmp_path))) >= 2, after) == -signal.SIGKILL
     assert_goes_on(config, uninterrupted)
+
+
+DRIFT = {
+    "val_fraction": 0.2,
+    "drift": {20: {"class_path": "Dirichlet", "init_args": {"alpha": 0.5, "min_size": 8}}},
+    "input_drift": [
+        {"start": 20, "scale": -1.0, "clients": [0, 3]},
+        {"start": 17, "rotate": 90.0, "rounds": 6, "clients": 0.5},
+    ],
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("killed", [18, 20, 21])
+def test_a_drift_at_round_20_goes_on_when_killed_around_it(killed, tmp_path):
+    configs = [write_config(tmp_path / name, max_rounds=30, local_epochs=4, **DRIFT) for name in ("whole", "killed")]
+    pfl(f"fit --config {configs[0]}")
+    folder = run_folder(tmp_path / "killed")
+    assert start_and_kill(configs[1], lambda: len(rows(folder)) >= killed) == -signal.SIGKILL
+    assert_goes_on(configs[1], run_folder(tmp_path / "whole"))
+    assert (folder / "summary.json").exists() and len(rows(folder)) == 30
 
 
 @pytest.fixture

@@ -96,7 +96,8 @@ class FederatedTrainer(Trainer):
         clients_per_round: clients per round: a number (an integer), or a fraction of all (above 0.0 and up to 1.0,
             rounded, at least one client).
         local_epochs: passes over a client's training data per round; None is 1, unless ``local_steps`` is given.
-        local_steps: batches per client and round, instead of ``local_epochs``.
+        local_steps: optimizer steps per client and round, instead of ``local_epochs``: of a batch each, or of
+            ``accumulate_grad_batches``.
         steps_continue: whether a client's ``local_steps`` go on where its last round stopped, until its epoch is over,
             as in FLamby; else each round begins with a new order of samples. Phases of a method that are counted in
             epochs, or have samples of their own, begin anew in either case.
@@ -133,6 +134,11 @@ class FederatedTrainer(Trainer):
         secure_sum: sums of whole numbers, of which the server learns no client's own update; None gives the server each
             update.
         default_root_dir: the folder of runs, each in a folder ``METHOD-DATA/version_N``.
+        accumulate_grad_batches: batches of a client's optimizer step, whose gradients are summed and divided by this
+            number; the last step of an epoch may have fewer batches.
+        limit_train_batches: batches of each local epoch to train on: their number (an integer), or a share of a
+            client's batches (above 0.0 and up to 1.0, rounded down, at least one batch). Each epoch shuffles all
+            samples anew.
         **kwargs: further arguments of Lightning's Trainer. Without a logger, a CSVLogger writes beside the record. The
             round with the best ``monitor`` is kept as ``best.ckpt`` and the last round as ``last.ckpt``, beside any
             other ModelCheckpoint; ``enable_checkpointing=False`` keeps none. ``limit_val_batches=0`` skips validation.
@@ -163,6 +169,8 @@ class FederatedTrainer(Trainer):
         secure_sum: SecureSum | None = None,
         default_root_dir: str = "runs",
         steps_continue: bool = False,
+        accumulate_grad_batches: int = 1,
+        limit_train_batches: int | float | None = None,
         **kwargs: Unpack[TrainerSettings],
     ) -> None:
         # the same dict: jsonargparse finds the Trainer's settings by following `**kwargs` into its call
@@ -192,6 +200,8 @@ class FederatedTrainer(Trainer):
             example_privacy=example_privacy,
             compression=compression,
             secure_sum=secure_sum,
+            accumulate=accumulate_grad_batches,
+            limit=1.0 if limit_train_batches is None else limit_train_batches,
         )
         # Set while join() runs Lightning's test, in which _run_stage then joins instead.
         self._joining: Callable[[Federation], dict[str, float]] | None = None
@@ -592,7 +602,7 @@ REFUSED_CALLBACKS = {
         "requires_grad_(False), or let the client module's local_phases say what is trained"
     ),
     "BatchSizeFinder": f"{OWN_STEPS}; set data.batch_size",
-    "GradientAccumulationScheduler": f"{OWN_STEPS}; set data.batch_size",
+    "GradientAccumulationScheduler": f"{OWN_STEPS}; set trainer.accumulate_grad_batches",
     "LearningRateFinder": f"{OWN_STEPS}; set model.optimizer.lr",
     "ModelPruning": f"{OWN_STEPS}; leave it out",
     "SpikeDetection": (
@@ -624,9 +634,7 @@ MEANINGLESS = {
     "min_epochs": "a round is an epoch; leave it out",
     "max_steps": "the Trainer takes no optimizer steps of its own; give max_rounds",
     "min_steps": "the Trainer takes no optimizer steps of its own; leave it out",
-    "limit_train_batches": "a round is one batch; give clients_per_round or data.max_samples",
     "overfit_batches": "a round is one batch; give data.max_samples",
-    "accumulate_grad_batches": "clients step on every batch; give a larger data.batch_size",
     "val_check_interval": "a round is one batch; give check_val_every_n_epoch",
     "use_distributed_sampler": "clients are no samples; leave it out",
     "barebones": "it forbids the record; leave it out",

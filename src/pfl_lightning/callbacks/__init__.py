@@ -23,6 +23,7 @@ from pfl_lightning.callbacks.channels_last import ChannelsLast
 from pfl_lightning.callbacks.checkpoints import BestCheckpoint, LastCheckpoint, best_checkpoint
 from pfl_lightning.callbacks.class_pictures import ClassPictures
 from pfl_lightning.callbacks.distribution_estimate import DistributionEstimate
+from pfl_lightning.callbacks.drift_pictures import DriftPictures
 from pfl_lightning.callbacks.feature_pictures import FeaturePictures
 from pfl_lightning.callbacks.flop_counter import FlopCounter
 from pfl_lightning.callbacks.membership_audit import MembershipAudit
@@ -48,6 +49,7 @@ __all__ = [
     "ChannelsLast",
     "ClassPictures",
     "DistributionEstimate",
+    "DriftPictures",
     "FeaturePictures",
     "FederatedCallback",
     "FlopCounter",

@@ -164,7 +164,7 @@ class CanaryAudit(SampleExchange):
         if not data.resident or data.drifts:
             raise MisconfigurationException(
                 "CanaryAudit: unit='sample' changes samples that a client has all at once and in all rounds; take "
-                "data.resident=true, and no data.drift."
+                "data.resident=true, and neither data.drift nor data.input_drift."
             )
         for client in range(data.num_clients):
             size, own = data.size(client, "train"), len(self.of_client(federation, client))

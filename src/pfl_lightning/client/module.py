@@ -79,7 +79,7 @@ class ClientModule(LightningModule):
 
     Engines call `on_download` and `upload` in evaluation mode, without gradients and in full precision. They tell the
     module where it is: ``client_id``, ``round`` (from 0), ``num_rounds`` (of the run), ``phase``, ``learning_rate`` of
-    the phase, ``steps_done`` (batches trained in this round), and ``requested`` (the entries of `offers` that the
+    the phase, ``steps_done`` (optimizer steps in this round), and ``requested`` (the entries of `offers` that the
     server needs). While `on_download` runs, ``training_follows`` and ``evaluation_follows`` tell the purpose of the
     download, so that a method can skip a pass over the client's samples that the other purpose needs.
 

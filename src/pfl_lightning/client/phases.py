@@ -34,10 +34,11 @@ class Phase:
         trains: selects the trained parameters by name. All others stand still, and so does a parameter with
             ``requires_grad=False`` from the start. Running statistics of frozen layers still move.
         epochs: passes over the training data.
-        steps: number of batches, over as many passes as that takes; replaces ``epochs``. Without either, the trainer's
-            ``local_epochs`` or ``local_steps`` hold.
+        steps: number of optimizer steps, over as many passes as that takes; replaces ``epochs``. Without either, the
+            trainer's ``local_epochs`` or ``local_steps`` hold.
         data: samples to train on instead of the client's own, such as public samples with targets from the server; on
-            the client module's device. The data module's ``last_batch`` doesn't apply to them: none is left out.
+            the client module's device. The data module's ``last_batch`` and ``trainer.limit_train_batches`` don't apply
+            to them: none is left out.
         batch_size: samples a batch; None takes the data module's.
         scheduled: whether the learning rate follows ``lr_scheduler``; if False, each round uses the configured rate.
         stays: whether nothing that this phase trains ever leaves the client, not even through a later phase.

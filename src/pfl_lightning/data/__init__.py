@@ -13,6 +13,7 @@ from pfl_lightning.data.emnist import EMNIST
 from pfl_lightning.data.fashion_mnist import FashionMNIST
 from pfl_lightning.data.flamby import FedHeartDisease, FedTcgaBrca
 from pfl_lightning.data.image_folder import ImageFolder
+from pfl_lightning.data.input_drift import InputDrift
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.mnist import MNIST
 from pfl_lightning.data.partitioners import (
@@ -66,6 +67,7 @@ __all__ = [
     "FolderData",
     "HFData",
     "ImageFolder",
+    "InputDrift",
     "LastBatch",
     "LeafData",
     "Loaded",

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from pfl_lightning.data.batches import LastBatch
+from pfl_lightning.data.input_drift import InputDrift
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.trees import Tree, cell, first_not_finite, leaves_of
 from pfl_lightning.messages import tensors
@@ -126,6 +127,15 @@ CONDITIONS: list[tuple[Callable[[Any], bool], str]] = [
     (
         lambda s: not any(getattr(each, "by_owner", False) for each in (s.drift or {}).values()),
         "drift={drift!r} divides by the owners of samples, which don't change; take IID or Dirichlet",
+    ),
+    (
+        lambda s: (
+            s.input_drift is None
+            or (
+                isinstance(s.input_drift, (list, tuple)) and all(isinstance(each, InputDrift) for each in s.input_drift)
+            )
+        ),
+        "input_drift={input_drift!r} must be a list of InputDrift, such as [InputDrift(start=20, shift=0.5)]",
     ),
     (lambda s: 0 <= s.seed < 2**32, "seed={seed} must be from 0 to 2**32 - 1"),
 ]

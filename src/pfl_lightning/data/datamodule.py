@@ -3,7 +3,7 @@
 import inspect
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -20,6 +20,7 @@ from pfl_lightning.data.batches import LastBatch
 from pfl_lightning.data.checks import NO_RANDOM, SAMPLES, ClientSplit, ClientTest, check_settings, check_strata, differs
 from pfl_lightning.data.client_data import ClientData, Together, class_counts
 from pfl_lightning.data.division import Division, redivided
+from pfl_lightning.data.input_drift import InputDrift, changed
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.partitioners import Dirichlet, Partitioner
 from pfl_lightning.data.pool import Pool
@@ -79,6 +80,7 @@ class SplitSettings(TypedDict, total=False):
     client_split: ClientSplit | None
     resident: bool | None
     drift: dict[int, Partitioner] | None
+    input_drift: list[InputDrift] | None
 
 
 class DivisionSettings(SplitSettings, total=False):
@@ -138,6 +140,8 @@ class FederatedDataModule(LightningDataModule, ABC):
         resident: keep all samples of a client in memory while the client trains, as None does where the data module
             doesn't decide by itself. False reads one batch at a time, for clients larger than memory: slower, with the
             same bits, and not under the engine ``vectorised``.
+        input_drift: changes of clients' inputs from a round on, such as ``[InputDrift(start=20, shift=0.5)]``, one
+            after the other where a client has several.
 
     Raises:
         MisconfigurationException: if a value is out of range.
@@ -167,6 +171,10 @@ class FederatedDataModule(LightningDataModule, ABC):
     """Names of that federation's clients, in the order of lists in ``adopted``."""
     drift: Mapping[int, Any] | None = None
     """Partitioners by the round from which on each one's division holds."""
+    input_drift: Sequence[InputDrift] | None = None
+    """Changes of clients' inputs."""
+    _drifting: Sequence[frozenset[int]] = ()
+    """Ids of the clients of each `InputDrift`, known after `setup`."""
     _pool: Pool | None = None
     _asked_clients: int = 0
     _divisions: Mapping[int, Division]
@@ -196,6 +204,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         client_split: ClientSplit | None = None,
         resident: bool | None = None,
         drift: dict[int, Partitioner] | None = None,
+        input_drift: list[InputDrift] | None = None,
     ) -> None:
         super().__init__()
         if not (public is None or isinstance(public, FederatedDataModule)):
@@ -205,7 +214,8 @@ class FederatedDataModule(LightningDataModule, ABC):
         # Checkpoints hold plain values only. logger=False: since Lightning 2.4, loggers fail to merge the
         # hyper-parameters of a module and a data module made by the command line; loggers get these settings from the
         # record callback.
-        self.save_hyperparameters(ignore=["partitioner", "public", "drift", *unsaved_arguments()], logger=False)
+        objects = ["partitioner", "public", "drift", "input_drift"]
+        self.save_hyperparameters(ignore=[*objects, *unsaved_arguments()], logger=False)
         self.root = root
         # Known after `setup`; 0 until then if the number is left to the data.
         self.num_clients = num_clients or 0
@@ -226,6 +236,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.client_split: ClientSplit | None = client_split
         self.resident = resident is not False
         self.drift = drift
+        self.input_drift = input_drift
         self.preprocessing: dict[str, Any] = {}
         """How raw values became inputs and targets, known after `setup`: plain values, which checkpoints hold."""
         self.adopted, self.adopted_names = {}, []
@@ -439,6 +450,11 @@ class FederatedDataModule(LightningDataModule, ABC):
             self._divisions[start] = redivided(pool.division, pool.strata, partitioner, groups, start, self.seed)
         self._pool = pool
         self.num_clients = len(pool.division.clients) - pool.division.newcomers
+        if self.input_drift:
+            few, count = self.transform(pool.samples.take(slice(1)).x), len(pool.division.clients)
+            for drift in self.input_drift:
+                drift.check(few)
+            self._drifting = [drift.chosen(count, self.seed, self.client_id) for drift in self.input_drift]
 
     def adopt(self, preprocessing: Mapping[str, Any], names: Sequence[str]) -> None:
         """Set up, if necessary anew, with values that a federation's preprocessing fitted in the place of own ones.
@@ -521,9 +537,28 @@ class FederatedDataModule(LightningDataModule, ABC):
         rows = [held[client][split] for client in clients]
         # the positions alone: a client larger than memory must never be gathered as a whole
         if not self.resident:
-            return [Streamed(self._ready().samples, each, self.transform, device) for each in rows]
+            return [
+                Streamed(self._ready().samples, each, self._transform_of(client), device)
+                for client, each in zip(clients, rows, strict=True)
+            ]
         # one gather and one transform for all clients, in place of two calls for each client
-        return Parts(self._gather(torch.cat(rows), device), [each.numel() for each in rows])
+        parts = Parts(self._gather(torch.cat(rows), device), [each.numel() for each in rows])
+        changes = [self._changes_of(client) for client in clients]
+        if not any(changes):
+            return parts
+        own = [Samples(changed(part.x, each), part.y) for part, each in zip(parts, changes, strict=True)]
+        return Parts(Samples.joined(own), parts.sizes)
+
+    def _changes_of(self, client: int) -> list[tuple[InputDrift, float]]:
+        """Return the changes of a client's inputs in the current round, each with its strength above 0."""
+        pairs = zip(self.input_drift or (), self._drifting, strict=True)
+        strengths = [(drift, drift.strength(self.round)) for drift, clients in pairs if client in clients]
+        return [(drift, strength) for drift, strength in strengths if strength]
+
+    def _transform_of(self, client: int) -> Callable[[Tree], Tree]:
+        """Return the function that makes a client's inputs of the current round from inputs of the pool."""
+        changes = self._changes_of(client)
+        return (lambda x: changed(self.transform(x), changes)) if changes else self.transform
 
     def _gather(self, rows: Tensor, device: torch.device | str = "cpu") -> Samples:
         samples = self._ready().on(torch.device(device)).take(rows)
@@ -637,9 +672,28 @@ class FederatedDataModule(LightningDataModule, ABC):
         return self._divisions[max(starts)] if starts else pool.division
 
     @property
-    def drifts(self) -> bool:
-        """True if the samples of clients depend on the round."""
+    def redivides(self) -> bool:
+        """True if samples move between clients or splits from one round to another."""
         return bool(self.drift) or type(self).division_at is not FederatedDataModule.division_at
+
+    @property
+    def drifts(self) -> bool:
+        """True if the samples of clients, or their inputs, depend on the round."""
+        return self.redivides or bool(self.input_drift)
+
+    @property
+    def drifting(self) -> dict[int, frozenset[int]]:
+        """Ids of the clients whose samples change in a round, by the rounds in which a change begins or ends.
+
+        A gradual change is listed by its first round. Changes by a `division_at` or `parts` of one's own aren't known.
+        """
+        everyone = frozenset(range(self.num_clients))
+        found: dict[int, frozenset[int]] = dict.fromkeys(self.drift or (), everyone)
+        for drift, clients in zip(self.input_drift or (), self._drifting, strict=True):
+            for round in (drift.start, drift.end):
+                if round is not None and round > 1:
+                    found[round] = found.get(round, frozenset()) | (clients & everyone)
+        return dict(sorted(found.items()))
 
     def go_to(self, round: int) -> bool:
         """Go to another round, and return whether the samples of any client changed.
@@ -650,7 +704,10 @@ class FederatedDataModule(LightningDataModule, ABC):
         if not self.drifts:
             self.round = round
             return False
+        moves = any(drift.strength(self.round) != drift.strength(round) for drift in self.input_drift or ())
         before, self.round = self.division, round
+        if moves:
+            return True
         # the same object for all rounds between two drifts, which spares the comparison of all positions below
         if before is self.division:
             return False
@@ -761,6 +818,8 @@ class FederatedDataModule(LightningDataModule, ABC):
 
         pool.division = arranged(pool.division)
         self._divisions = {start: arranged(division) for start, division in self._divisions.items()}
+        ids = {name: client for client, name in enumerate(every)}
+        self._drifting = [frozenset(ids[before[client]] for client in clients) for clients in self._drifting]
         # the kept division has the ids from before
         self._held = None
         self.num_clients = len(names)

@@ -28,6 +28,9 @@ def fingerprint(data: FederatedDataModule) -> str:
             parts = [list(held.values()) for held in data.division.clients]
     for start in sorted(data.drift or {}):
         parts += [list(held.values()) for held in data.division_at(start).clients]
+    if data.input_drift:
+        # as text, since a digest is of tensors
+        parts.append(torch.tensor(list(str(list(data.input_drift)).encode())))
     return digest(parts)
 
 

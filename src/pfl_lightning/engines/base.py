@@ -13,6 +13,7 @@ from torchmetrics import Metric
 from pfl_lightning.client import ClientModule, Phase
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import ClientData, LastBatch, Samples, Split
+from pfl_lightning.data.batches import Limit
 from pfl_lightning.engines.errors import ClientsLost, during, moment, named
 from pfl_lightning.engines.evaluation import evaluate, metrics_of
 from pfl_lightning.engines.malloc import keep_freed
@@ -28,13 +29,15 @@ class Extent(NamedTuple):
         batch_size: samples per batch.
         last_batch: treatment of an epoch's last, smaller batch.
         epochs: passes over the samples.
-        steps: batches, instead of ``epochs`` if given.
+        steps: optimizer steps, instead of ``epochs`` if given.
+        limit: batches of each epoch to use, as for `epoch_order`.
     """
 
     batch_size: int
     last_batch: LastBatch
     epochs: int | None
     steps: int | None
+    limit: Limit
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,15 @@ class LocalWork:
 
     Args:
         epochs: passes over the client's training data; ignored if ``steps`` is given.
-        steps: batches, over as many passes as needed.
+        steps: optimizer steps, over as many passes as needed.
         batch_size: samples per batch.
         last_batch: treatment of an epoch's last, smaller batch.
         clip: the largest norm or value of gradients; None doesn't clip.
         clip_algorithm: whether ``clip`` bounds the joint ``norm`` of all gradients or each ``value``.
         example_privacy: DP-SGD, which makes training differentially private for each sample; None trains without.
         keeps_on_device: whether clients' states stay on the training device between rounds.
+        accumulate: batches of an optimizer step, fewer in the last step of an epoch.
+        limit: batches of each epoch to use, as for `epoch_order`.
     """
 
     epochs: int = 1
@@ -60,6 +65,8 @@ class LocalWork:
     clip_algorithm: Literal["norm", "value"] = "norm"
     example_privacy: DPSGD | None = None
     keeps_on_device: bool = False
+    accumulate: int = 1
+    limit: Limit = 1.0
 
     def kept(self, record: Any) -> Any:
         """Copy a client's record to the storage of clients' states: the training device or the CPU.
@@ -74,9 +81,10 @@ class LocalWork:
         """Return the length of a phase: the phase's own settings, or else these."""
         # The setting is about clients' samples; a phase's own data, such as a public set, are used in full.
         last: LastBatch = self.last_batch if phase.data is None else "keep"
+        limit = self.limit if phase.data is None else 1.0
         own = phase.epochs is not None or phase.steps is not None
         epochs, steps = (phase.epochs, phase.steps) if own else (self.epochs, self.steps)
-        return Extent(phase.batch_size or self.batch_size, last, epochs, steps)
+        return Extent(phase.batch_size or self.batch_size, last, epochs, steps, limit)
 
 
 @dataclass
@@ -367,7 +375,7 @@ class Engine(ABC):
 
         Args:
             job: the client's work.
-            steps_done: the client's batches so far in this round.
+            steps_done: the client's optimizer steps so far in this round.
         """
         # Written to __dict__, as nn.Module.__setattr__ searches parameters and buffers first, once per client and
         # attribute.

@@ -47,7 +47,7 @@ class Draws(NamedTuple):
             samples: how many the client has.
         """
         # the last, smaller batch of an epoch has no part in it: each batch is drawn anew
-        size, _, epochs, steps = work.extent(phase)
+        size, _, epochs, steps, _ = work.extent(phase)
         if not samples:
             return cls(0, 1.0, 1.0)
         count = steps if steps is not None else (epochs or 0) * math.ceil(samples / size)

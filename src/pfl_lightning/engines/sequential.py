@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from pfl_lightning.client import Batch, Phase
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import ClientData, Samples, epoch_order
-from pfl_lightning.data.batches import continued_orders
+from pfl_lightning.data.batches import batches_of, continued_orders
 from pfl_lightning.data.trees import rows_in
 from pfl_lightning.engines.base import ClientState, Engine, Job, Outcome
 from pfl_lightning.engines.errors import computed, during
@@ -137,7 +137,7 @@ class Sequential(Engine):
         state: ClientState,
         privacy: DPSGD | None,
     ) -> list[Step]:
-        """Train one phase; return each step's number of samples and values.
+        """Train one phase; return each batch's number of samples and values.
 
         Args:
             phase: the phase.
@@ -155,17 +155,24 @@ class Sequential(Engine):
             optimizer = local_optimizer(module, phase, job, trained)
             # The scale continues from the phase before, or else from the client's last round.
             scaler = self._scaler(state.scaler or job.state.scaler) if self._scales else None
-            steps = []
+            steps, taken, index = [], 0, 0
             if phase.data is not None:
                 part = phase.data
             if privacy is not None:
                 steps = self._private_steps(privacy, part, phase, parameters, optimizer, generator)
+                taken = len(steps)
             else:
-                for index, (x, y) in enumerate(self._batches(part, phase, generator, job)):
+                for x, y, ends in self._batches(part, phase, generator, job):
                     with self.forward_context():
                         values = step_values(module, (x, y), index)
-                    forget_gradients(trained)
-                    self._step(values["loss"], optimizer, scaler, parameters)
+                    if index == taken * self.work.accumulate:
+                        forget_gradients(trained)
+                    self._backward(values["loss"], scaler)
+                    if ends:
+                        self._step(optimizer, scaler, parameters)
+                        taken += 1
+                    # Engines of several clients count steps, and a step at the end of an epoch may have fewer batches.
+                    index = taken * self.work.accumulate if ends else index + 1
                     # Left on the device; `means` fetches all steps at once.
                     steps.append((rows_in(y), {name: value.detach() for name, value in values.items()}))
             # Drop the gradients: a parameter frozen in the next phase would otherwise keep a gradient, and momentum
@@ -177,7 +184,7 @@ class Sequential(Engine):
             state.scaler = scaler.state_dict()
         if job.continues(phase, self.work):
             state.batches[phase.name] = job.state.batches.get(phase.name, 0) + len(steps)
-        module.steps_done += len(steps)
+        module.steps_done += taken
         return steps
 
     def _private_steps(
@@ -244,8 +251,12 @@ class Sequential(Engine):
             "step."
         )
 
-    def _batches(self, part: Samples, phase: Phase, generator: torch.Generator, job: Job) -> Iterator[Batch]:
-        """Yield the batches of a phase; each epoch is one shuffled copy of the samples, cut into views.
+    def _batches(
+        self, part: Samples, phase: Phase, generator: torch.Generator, job: Job
+    ) -> Iterator[tuple[Any, Any, bool]]:
+        """Yield inputs and targets of a phase's batches, and whether an optimizer step follows the batch.
+
+        Each epoch is one shuffled copy of the samples, cut into views.
 
         Args:
             part: the samples.
@@ -253,25 +264,31 @@ class Sequential(Engine):
             generator: draws the order of samples.
             job: the client's job.
         """
-        size, last, epochs, steps = self.work.extent(phase)
+        size, last, epochs, steps, limit = self.work.extent(phase)
         # Without this, a number of steps would loop over endless epochs without a single batch.
         if len(part) < self.smallest_batch:
             return
         orders: Iterator[Tensor] = (
-            epoch_order(len(part), size, last, generator) for _ in (count() if steps else range(epochs or 0))
+            epoch_order(len(part), size, last, generator, limit) for _ in (count() if steps else range(epochs or 0))
         )
         if job.continues(phase, self.work):
             begun, seed = job.state.batches.get(phase.name, 0), cast(int, job.order_seed)
-            orders, done = continued_orders(len(part), size, last, self.smallest_batch, seed, begun)
+            orders, done = continued_orders(len(part), size, last, self.smallest_batch, seed, begun, limit)
             orders = chain([next(orders)[done * size :]], orders)
         made = 0
         for order in orders:
+            left = batches_of(order.numel(), size, self.smallest_batch)
+            since = 0
             for x, y in part.take(order).chunks(size):
                 if rows_in(y) >= self.smallest_batch:
-                    yield x, y
-                    made += 1
-                    if made == steps:
-                        return
+                    left, since = left - 1, since + 1
+                    # The last group of an epoch may have fewer batches, as under Lightning's own Trainer.
+                    ends = since == self.work.accumulate or not left
+                    yield x, y, ends
+                    if ends:
+                        since, made = 0, made + 1
+                        if made == steps:
+                            return
 
     def _scaler(self, state: dict[str, float]) -> torch.amp.GradScaler:
         """Return the client's own loss scaler, as a shared one's scale would depend on the order of the clients."""
@@ -280,17 +297,18 @@ class Sequential(Engine):
             scaler.load_state_dict(state)
         return scaler
 
-    def _step(
-        self,
-        loss: Tensor,
-        optimizer: Optimizer,
-        scaler: torch.amp.GradScaler | None,
-        parameters: dict[str, nn.Parameter],
-    ) -> None:
-        """Take one optimizer step, with Lightning's hooks in Lightning's order."""
+    def _backward(self, loss: Tensor, scaler: torch.amp.GradScaler | None) -> None:
+        """Add a batch's gradients to those of the step's batches before."""
+        if self.work.accumulate > 1:
+            loss = loss / self.work.accumulate
         torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
         if self._calls_after_backward:
             self.module.on_after_backward()
+
+    def _step(
+        self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None, parameters: dict[str, nn.Parameter]
+    ) -> None:
+        """Take one optimizer step, with Lightning's hooks in Lightning's order."""
         if scaler is not None and (self._adjusts or self._calls_before_step or self.work.clip is not None):
             # Hooks and clipping must see gradients in their true size.
             scaler.unscale_(optimizer)

@@ -208,8 +208,13 @@ class Federation(LightningModule):
             with threads_for(module):
                 check_task(module, self.data)
             module.num_rounds = self.trainer.max_epochs or 1
-        if self.data.drifts:
+        if self.data.redivides:
             self._check_drift()
+        if self.data.input_drift and self.client.pools and not self.data.resident:
+            raise MisconfigurationException(
+                "data.input_drift changes each client's batches, and data.resident=false reads those of all clients "
+                f"as one for {type(self.client).__name__}; take resident=true."
+            )
         self._check_fitted()
         if self._fitting and self.seed is None:
             # Data that another federation has tested keep that one's preprocessing, which a new federation fits anew.

@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.compression import Compression
 from pfl_lightning.data import FederatedDataModule, Split
+from pfl_lightning.data.batches import Limit
 from pfl_lightning.engines import ENGINES, Engine, EngineMaker, LocalWork, Sharded, Vectorised
 from pfl_lightning.engines.evaluation import measured_names, metrics_of
 from pfl_lightning.engines.examples import calibrated
@@ -57,6 +58,8 @@ class FederationOptions:
     example_privacy: DPSGD | None = None
     compression: Compression | None = None
     secure_sum: SecureSum | None = None
+    accumulate: int = 1
+    limit: Limit = 1.0
 
     def __post_init__(self) -> None:
         per_round = self.clients_per_round
@@ -86,6 +89,15 @@ class FederationOptions:
         for name in ("local_epochs", "local_steps", "workers", "min_clients"):
             if (value := getattr(self, name)) is not None and not is_count(value):
                 raise MisconfigurationException(f"trainer.{name}={value} must be at least 1.")
+        if not is_count(self.accumulate):
+            raise MisconfigurationException(
+                f"trainer.accumulate_grad_batches={self.accumulate} must be a number of batches from 1 up, such as 4."
+            )
+        if not is_count(self.limit) and not (isinstance(self.limit, float) and 0 < self.limit <= 1):
+            raise MisconfigurationException(
+                f"trainer.limit_train_batches={self.limit} must be a number of batches from 1 up, or a share above "
+                "0.0 and up to 1.0."
+            )
         if self.clip is not None and not 0 <= self.clip < inf:
             raise MisconfigurationException(
                 f"trainer.gradient_clip_val={self.clip} must be a number above 0, such as 1.0; leave it out to clip "
@@ -129,6 +141,14 @@ class FederationOptions:
             raise MisconfigurationException(
                 f"trainer.gradient_clip_val={self.clip} clips what trainer.example_privacy has bounded already; leave "
                 "it out, and set example_privacy.clip."
+            )
+        if self.accumulate > 1 or self.limit != 1 or is_count(self.limit):
+            name, value = ("limit_train_batches", self.limit)
+            if self.accumulate > 1:
+                name, value = "accumulate_grad_batches", self.accumulate
+            raise MisconfigurationException(
+                f"trainer.{name}={value} counts batches of an epoch, and trainer.example_privacy draws each batch anew "
+                "from all samples; leave it out, and set data.batch_size and trainer.local_steps."
             )
         if self.compile:
             raise MisconfigurationException(
@@ -203,7 +223,16 @@ class FederationOptions:
         # Lightning takes gradient_clip_val=0 as no clipping.
         clip = self.clip or None
         size, last = data.batch_size, data.last_batch
-        return LocalWork(epochs, self.local_steps, size, last, clip, self.clip_algorithm)
+        return LocalWork(
+            epochs,
+            self.local_steps,
+            size,
+            last,
+            clip,
+            self.clip_algorithm,
+            accumulate=self.accumulate,
+            limit=self.limit,
+        )
 
     def engines(self, modules: Sequence[ClientModule], data: FederatedDataModule, trainer: Trainer) -> list[Engine]:
         """Return an engine per client module; with several ranks, for a rank's share of the clients.

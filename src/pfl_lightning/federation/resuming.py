@@ -35,6 +35,7 @@ UNTOLD = {
     "root",
     "download",
     "resident",
+    "input_drift",
     "params",
     "initial_lr",
     "base_lrs",
@@ -70,6 +71,8 @@ def settings_of(
         **optimizer_of(client.configured()),
         **flat("aggregator", aggregator),
         **flat("data", data),
+        # One value, or a run with a change and one without would have no name in common.
+        "data.input_drift": [str(drift) for drift in data.input_drift or ()],
     }
 
 
@@ -85,6 +88,9 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int) ->
         "local_epochs": None if options.local_steps is not None else options.local_epochs or 1,
         "local_steps": options.local_steps,
         "steps_continue": options.steps_continue,
+        "accumulate_grad_batches": options.accumulate,
+        # As a text, because 1 is one batch, and 1.0 are all.
+        "limit_train_batches": str(options.limit),
         "min_clients": options.min_clients,
         "example_privacy": options.example_privacy,
         "compression": options.compression,

@@ -111,8 +111,8 @@ def check_drift(data: FederatedDataModule) -> None:
     """
     if data.drifts:
         raise MisconfigurationException(
-            f"data={type(data).__name__}: data.drift and division_at say what clients hold in a simulation, and "
-            "clients at sites hold their own; leave them out."
+            f"data={type(data).__name__}: data.drift, data.input_drift and division_at say what clients hold in a "
+            "simulation, and clients at sites hold their own; leave them out."
         )
 
 

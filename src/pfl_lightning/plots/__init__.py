@@ -11,7 +11,13 @@ from pfl_lightning.plots.calibration import plot_calibration
 from pfl_lightning.plots.classes import plot_class_heatmaps, plot_mixing_matrix
 from pfl_lightning.plots.distributions import plot_distribution_scatter, plot_distribution_trace, plot_lambda_sweep
 from pfl_lightning.plots.features import plot_conductance, plot_tsne
-from pfl_lightning.plots.runs import plot_against_local_epochs, plot_curves, plot_mean_curves, plot_partition
+from pfl_lightning.plots.runs import (
+    plot_against_local_epochs,
+    plot_curves,
+    plot_drift,
+    plot_mean_curves,
+    plot_partition,
+)
 from pfl_lightning.plots.similarity import plot_gaps, plot_peer_counts, plot_peers, plot_similarity
 from pfl_lightning.plots.trace import trace_distribution, trace_job
 
@@ -24,6 +30,7 @@ __all__ = [
     "plot_distances",
     "plot_distribution_scatter",
     "plot_distribution_trace",
+    "plot_drift",
     "plot_gaps",
     "plot_lambda_sweep",
     "plot_mean_curves",

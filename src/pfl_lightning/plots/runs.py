@@ -1,7 +1,7 @@
 """Figures of partitions and of whole runs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, cycle
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +95,53 @@ def plot_mean_curves(groups: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]
         figure.legend(loc="outside right upper", ncols=columns, frameon=False, fontsize="x-small")
     else:
         axes.legend(frameon=False)
+    return figure
+
+
+def plot_drift(
+    values: Mapping[int, Tensor], changes: Mapping[int, Collection[int]], metric: str = "val/acc"
+) -> "Figure":
+    """Plot a metric of clients by round: of clients whose samples change, and of the others.
+
+    Args:
+        values: the metric of all clients ``[clients]`` by round; NaN for clients without.
+        changes: ids of the clients whose samples change, by the round in which a change begins or ends; at least one.
+        metric: name of the metric.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    rounds = sorted(values)
+    table = np.array([np.asarray(values[round], dtype=float) for round in rounds])
+    changing = set().union(*changes.values())
+    groups = {
+        "with a change": [client for client in range(table.shape[1]) if client in changing],
+        "without": [client for client in range(table.shape[1]) if client not in changing],
+    }
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for (name, clients), colour, style in zip(groups.items(), ("C3", "C0"), ("-", "--"), strict=True):
+        if not clients:
+            continue
+        axes.plot(rounds, table[:, clients], color=colour, linewidth=0.6, alpha=0.35)
+        # rounds without any value have no mean, which numpy would warn about
+        known = ~np.isnan(table[:, clients]).all(1)
+        means = np.nanmean(table[known][:, clients], 1)
+        shown = [round for round, has in zip(rounds, known, strict=True) if has]
+        label = f"{name}: mean of {len(clients)}"
+        axes.plot(shown, means, color=colour, linewidth=2, linestyle=style, label=label)
+    for index, (round, moved) in enumerate(sorted(changes.items())):
+        axes.axvline(round, color="black", linewidth=0.8, linestyle=":")
+        text = f"round {round}: {len(moved)} client{'s' * (len(moved) != 1)}"
+        # two heights, as changes may follow each other closely
+        height, place = 1.01 + 0.05 * (index % 2), axes.get_xaxis_transform()
+        axes.text(round, height, text, transform=place, ha="center", va="bottom", fontsize="small")
+    axes.set(xlabel="round", ylabel=in_words(metric))
+    if metric.endswith("acc"):
+        axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
     return figure
 
 

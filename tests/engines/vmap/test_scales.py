@@ -109,6 +109,13 @@ def test_each_client_counts_the_steps_that_it_makes(optimizer):
     assert len({batches - count for batches, count in zip((8, 2, 8, 6, 6), counts, strict=True)}) > 2
 
 
+def test_steps_of_several_batches_are_left_out_as_a_whole():
+    work = {"epochs": 2, "accumulate": 2, "clip": 0.5}
+    alone, together = (rounds(cls, Spikes, work) for cls in (Sequential, Vectorised))
+    assert_same_steps(alone, together)
+    assert len({state.scaler["scale"] for state in alone[0]}) > 1
+
+
 def assert_same_steps(alone, together):
     """Clients have the same states and scales after each round."""
     for one, other in zip(alone, together, strict=True):

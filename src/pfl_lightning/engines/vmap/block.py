@@ -30,7 +30,7 @@ class Member:
         job: the client's work in this round.
         data: the client's data, on the training device.
         stream: the client's states of the default random generators.
-        steps: the number of batches trained so far.
+        steps: the number of optimizer steps so far.
         optimizers: states of the phases' optimizers, if optimizers last for the run.
         scaler: the state of the loss scaler, after training with one.
         caches: the client's `ClientModule.caches`, by their paths in the module.
@@ -63,8 +63,8 @@ class Block:
         samples: the training samples of all clients, one client after another.
         phases: the clients' local phases.
         seconds: the training time per client, on average.
-        recorded: values from ``training_step`` by name; for each step so far the rows, the samples per row (one number,
-            or one per row), and the values, one per row.
+        recorded: values from ``training_step`` by name; for each batch so far the rows, the samples per row (one
+            number, or one per row), and the values, one per row.
     """
 
     members: list[Member]
@@ -147,8 +147,9 @@ class Plan:
         lengths: each client's number of samples per epoch.
         size: samples per batch, except for an epoch's last.
         smallest: the smallest usable batch.
-        steps: batches of each client, over as many epochs as needed; None takes all batches of the given epochs.
+        steps: optimizer steps of each client, over as many epochs as needed; None takes all of the given epochs.
         skipped: each client's batches at the beginning of its order that are left out; None leaves none out.
+        accumulate: batches of an optimizer step, fewer in the last step of an epoch.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class Plan:
         smallest: int,
         steps: int | None,
         skipped: NDArray[np.int64] | None = None,
+        accumulate: int = 1,
     ) -> None:
         totals = np.array([order.numel() for order in orders])
         # All orders in one array of the block's sample numbers, so that steps are cut out by arithmetic, without a loop
@@ -167,38 +169,61 @@ class Plan:
         self._flat = torch.cat(orders).numpy() + np.repeat(begins, totals)
         self._starts = np.cumsum(totals) - totals
         self._lengths = lengths
-        self.size = size
+        self.size, self._accumulate = size, accumulate
         self._batches = batches_of(lengths, size, smallest)
-        # Clients without a batch have an order of length 0; the maximum avoids a division by zero.
         self._skipped = np.zeros_like(lengths) if skipped is None else skipped
-        made = totals // np.maximum(lengths, 1) * self._batches - self._skipped
+        # Clients without a batch have an order of length 0; the maximum avoids a division by zero.
+        epochs = totals // np.maximum(lengths, 1)
+        # Optimizer steps of an epoch, and of the first one, which may have begun in an earlier round.
+        self._each = -(-self._batches // accumulate)
+        self._first = np.minimum(-(-(self._batches - self._skipped) // accumulate), epochs * self._each)
+        made = self._first + np.maximum(epochs - 1, 0) * self._each
         self.counts: NDArray[np.int64] = made if steps is None else np.minimum(made, steps)
+        """Optimizer steps of each client."""
+        ends = self._place(self.counts - 1, np.arange(len(lengths)))
+        self.batches: NDArray[np.int64] = np.where(self.counts, ends[0] * self._batches + ends[2] - self._skipped, 0)
+        """Batches of each client."""
 
-    def steps(self, device: torch.device) -> Iterator[list[tuple[Rows, Tensor]]]:
-        """Yield, for each step, pairs of rows and their samples ``[rows, size]``, one pair per batch size.
+    def _place(
+        self, step: NDArray[np.int64] | int, rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return epochs of some rows' optimizer steps, and the numbers in the epoch of first batch and end."""
+        later = step - self._first[rows]
+        epoch, group = np.divmod(later, np.maximum(self._each[rows], 1))
+        begun = later < 0
+        first = np.where(begun, self._skipped[rows] + step * self._accumulate, group * self._accumulate)
+        return np.where(begun, 0, epoch + 1), first, np.minimum(first + self._accumulate, self._batches[rows])
+
+    def steps(self, device: torch.device) -> Iterator[list[list[tuple[Rows, Tensor]]]]:
+        """Yield each optimizer step's batches: pairs of rows and their samples ``[rows, size]``, one pair per size.
 
         Args:
             device: the device for the numbers of rows and samples.
         """
-        steps: list[list[NDArray[np.int64]]] = []
+        steps: list[list[list[NDArray[np.int64]]]] = []
         pieces: list[NDArray[np.int64]] = []
         for index in range(self.counts.max(initial=0)):
-            (rows,) = np.nonzero(self.counts > index)
-            epoch, batch = np.divmod(index + self._skipped[rows], self._batches[rows])
-            first = batch * self.size
-            sizes = np.minimum(self._lengths[rows] - first, self.size)
-            first += self._starts[rows] + epoch * self._lengths[rows]
+            (taking,) = np.nonzero(self.counts > index)
+            epochs, begins, ends = self._place(index, taking)
             steps.append([])
-            for size in dict.fromkeys(sizes.tolist()):
-                steps[-1].append(rows[sizes == size])
-                pieces.append(self._flat[first[sizes == size, None] + np.arange(size)])
+            for further in range(int((ends - begins).max())):
+                # Clients near the end of an epoch may have fewer batches in this step than others.
+                left = begins + further < ends
+                rows = taking[left]
+                first = (begins + further)[left] * self.size
+                sizes = np.minimum(self._lengths[rows] - first, self.size)
+                first += self._starts[rows] + epochs[left] * self._lengths[rows]
+                steps[-1].append([])
+                for size in dict.fromkeys(sizes.tolist()):
+                    steps[-1][-1].append(rows[sizes == size])
+                    pieces.append(self._flat[first[sizes == size, None] + np.arange(size)])
         if not pieces:
             return
         # One transfer to the device for the whole phase, not one per step.
         flat = torch.from_numpy(np.concatenate([piece.ravel() for piece in pieces])).to(device)
         cut = iter(torch.split(flat, [piece.size for piece in pieces]))
         for step in steps:
-            yield [(neighbours(rows, device), next(cut).view(len(rows), -1)) for rows in step]
+            yield [[(neighbours(rows, device), next(cut).view(len(rows), -1)) for rows in batch] for batch in step]
 
 
 def neighbours(rows: NDArray[np.int64], device: torch.device) -> Rows:

@@ -30,6 +30,7 @@ class Differentiator:
         trained: names of the entries to differentiate with respect to.
         size: samples of a full batch.
         scales: factors of the clients' losses; None leaves the losses unscaled.
+        accumulate: batches of an optimizer step, by which gradients are divided.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Differentiator:
         trained: list[str],
         size: int,
         scales: Scales | None = None,
+        accumulate: int = 1,
     ) -> None:
         self.attributes = attributes
         self.module = attributes.module
@@ -52,40 +54,62 @@ class Differentiator:
         self.trained = trained
         self.size = size
         self.scales = scales
+        self.accumulate, self.share = accumulate, 1 / accumulate
         self._ones: Tensor | None = None
 
-    def gradients(self, step: list[tuple[Rows, Tensor]], index: int) -> StateDict:
+    def gradients(self, step: list[list[tuple[Rows, Tensor]]], index: int) -> StateDict:
         """Return the gradients of the trained entries, a row per client, without entries unused by the (scaled) loss.
 
         Values from `ClientModule.training_step` are stored in the block.
 
         Args:
-            step: pairs of rows and their samples ``[rows, size]``.
-            index: the batch's number.
+            step: the batches of an optimizer step, each as pairs of rows and their samples ``[rows, size]``. All rows
+                have a first batch.
+            index: the step's number.
         """
+        if self.accumulate == 1:
+            return self._of_batch(step[0], index)
+        total = sum(len(samples) for _, samples in step[0])
+        sums: StateDict = {}
+        for further, batch in enumerate(step):
+            for rows, gradients in self._parts(batch, index * self.accumulate + further):
+                for name, gradient in gradients.items():
+                    if name not in sums:
+                        sums[name] = gradient.new_zeros((total, *gradient.shape[1:]))
+                    # Copied: a compiled step overwrites the memory of the step before.
+                    sums[name][rows] += gradient
+        return sums
+
+    def _of_batch(self, batch: list[tuple[Rows, Tensor]], index: int) -> StateDict:
+        """Return the gradients of a single batch of each client."""
+        parts = self._parts(batch, index)
+        # The usual case: all batches have one size, and nothing must be copied.
+        if len(parts) == 1:
+            return parts[0][1]
+        joined = {}
+        for name, gradient in parts[0][1].items():
+            joined[name] = gradient.new_empty((sum(len(samples) for _, samples in batch), *gradient.shape[1:]))
+            for rows, gradients in parts:
+                joined[name][rows] = gradients[name]
+        return joined
+
+    def _parts(self, batch: list[tuple[Rows, Tensor]], index: int) -> list[tuple[Rows, StateDict]]:
+        """Return rows and their gradients by batch size, and record the values of the step."""
         parts: list[tuple[Rows, StateDict]] = []
-        for rows, samples in step:
+        for rows, samples in batch:
             # Each batch size needs its own compilation, and short batches are too rare to pay for one.
             compiles = self.compiled is not None and self.compiled.trusted and samples.shape[1] == self.size
             done = self._compiled(rows, samples, index) if compiles else None
             values, gradients = self._plain(rows, samples, index) if done is None else done
             parts.append((rows, gradients))
             self.block.record(rows, samples.shape[1], values)
-        # The usual case: all batches have one size, and nothing must be copied.
-        if len(parts) == 1:
-            return parts[0][1]
-        joined = {}
-        for name, gradient in parts[0][1].items():
-            joined[name] = gradient.new_empty((sum(len(samples) for _, samples in step), *gradient.shape[1:]))
-            for rows, gradients in parts:
-                joined[name][rows] = gradients[name]
-        return joined
+        return parts
 
     def _plain(self, rows: Rows, samples: Tensor, index: int) -> Values:
         """Run the uncompiled step of some rows."""
         entries = {name: stack[rows] for name, stack in self.block.entries.items()}
         factors = None if self.scales is None else self.scales.of(rows)
-        done = self._differentiate(entries, self.block.batch(samples), index, self.block.of(rows), factors)
+        done = self._differentiate(entries, self.block.batch(samples), index, self.block.of(rows), factors, self.share)
         if isinstance(rows, Tensor):
             # Indexing by a tensor makes copies (a slice makes views), so write updated buffers back.
             for name in entries.keys() - set(self.trained):
@@ -112,12 +136,20 @@ class Differentiator:
             # Copied, as the next step may overwrite the graph's memory.
             block.entries[name][rows] = entries[name][rows]
         values, gradients = done
-        return {name: v[rows] for name, v in values.items()}, {name: g[rows] for name, g in gradients.items()}
+        # Divided here: the compiled step is compared with one of the whole loss.
+        gradients = {name: g[rows] if self.share == 1 else g[rows] * self.share for name, g in gradients.items()}
+        return {name: v[rows] for name, v in values.items()}, gradients
 
     def _differentiate(
-        self, entries: StateDict, batch: Batch, index: int, members: list[Member], factors: Tensor | None = None
+        self,
+        entries: StateDict,
+        batch: Batch,
+        index: int,
+        members: list[Member],
+        factors: Tensor | None = None,
+        share: float = 1.0,
     ) -> Values:
-        """Return the values of ``training_step``, and the gradients of the loss with respect to the trained entries."""
+        """Return the values of ``training_step``, and a share of the loss's gradients by the trained entries."""
         leaves = [entries[name].requires_grad_() for name in self.trained]
         states = DeviceStates([member.stream for member in members])
         # Each client draws dropout from its own stream, as it would alone.
@@ -145,5 +177,6 @@ class Differentiator:
         elif self._ones is None or self._ones.shape != loss.shape or self._ones.dtype != loss.dtype:
             # Kept from step to step: backward needs an output gradient per client.
             self._ones = torch.ones_like(loss)
-        gradients = torch.autograd.grad(loss, leaves, self._ones if factors is None else factors, allow_unused=True)
+        outputs = cast(Tensor, self._ones) if factors is None else factors
+        gradients = torch.autograd.grad(loss, leaves, outputs if share == 1 else outputs * share, allow_unused=True)
         return values, {name: g for name, g in zip(self.trained, gradients, strict=True) if g is not None}

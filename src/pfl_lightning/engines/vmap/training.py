@@ -75,7 +75,7 @@ class BlockTrainer:
         trained = layout.trained(phase)
         optimizers = self._optimizers(phase, block, list(trained.values()), slots)
         scales = self._scales(block) if self._scaled else None
-        counts, steps = self._steps(phase, block, trained, slots, scales)
+        counts, batches, steps = self._steps(phase, block, trained, slots, scales)
         for index, gradients_of in enumerate(steps):
             # Clients are sorted by size, so clients that still have batches are the first rows of the stack.
             self._narrow(optimizers, int((counts > index).sum()), phase, block)
@@ -91,10 +91,10 @@ class BlockTrainer:
         if scales is not None:
             for member, state in zip(block.members, scales.state_dicts(), strict=True):
                 member.scaler = state
-        for member, count in zip(block.members, counts.tolist(), strict=True):
+        for member, count, made in zip(block.members, counts.tolist(), batches.tolist(), strict=True):
             member.steps += count
             if member.job.continues(phase, self.work):
-                member.batches[phase.name] = member.job.state.batches.get(phase.name, 0) + count
+                member.batches[phase.name] = member.job.state.batches.get(phase.name, 0) + made
 
     def _scales(self, block: Block) -> Scales:
         """Return the clients' loss scales."""
@@ -111,21 +111,33 @@ class BlockTrainer:
         trained: dict[str, nn.Parameter],
         slots: Slots,
         scales: Scales | None,
-    ) -> tuple[NDArray[np.int64], Iterator[Callable[[], StateDict]]]:
-        """Return each client's number of steps, and a function per step for the gradients, a row per client."""
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], Iterator[Callable[[], StateDict]]]:
+        """Return each client's numbers of steps and batches, and a function per step for the gradients, a row each."""
         device, privacy = self.module.device, None if phase.stays else self.work.example_privacy
         if privacy is not None:
             poisson = PoissonPlan(privacy, self.work, phase, block, trained)
             private = PrivateDifferentiator(self.sequential, self.attributes, privacy, slots, block, trained)
-            return poisson.counts, (
-                partial(private.gradients, step, index) for index, step in enumerate(poisson.steps(device))
+            return (
+                poisson.counts,
+                poisson.counts,
+                (partial(private.gradients, step, index) for index, step in enumerate(poisson.steps(device))),
             )
         plan = self._plan(phase, block)
         differentiator = Differentiator(
-            self.attributes, self.sequential.precision, self.compiled, slots, block, list(trained), plan.size, scales
+            self.attributes,
+            self.sequential.precision,
+            self.compiled,
+            slots,
+            block,
+            list(trained),
+            plan.size,
+            scales,
+            self.work.accumulate,
         )
-        return plan.counts, (
-            partial(differentiator.gradients, step, index) for index, step in enumerate(plan.steps(device))
+        return (
+            plan.counts,
+            plan.batches,
+            (partial(differentiator.gradients, step, index) for index, step in enumerate(plan.steps(device))),
         )
 
     def _optimizers(self, phase: Phase, block: Block, parameters: list[nn.Parameter], slots: Slots) -> StackOptimizers:
@@ -159,7 +171,8 @@ class BlockTrainer:
 
     def _plan(self, phase: Phase, block: Block) -> Plan:
         """Return the batches of each client, in the same order as `Sequential`."""
-        (size, last, epochs, steps), smallest = self.work.extent(phase), self.sequential.smallest_batch
+        (size, last, epochs, steps, limit), smallest = self.work.extent(phase), self.sequential.smallest_batch
+        accumulate = self.work.accumulate
         sizes = np.array(block.sizes)
         orders, lengths = [torch.empty(0, dtype=torch.int64)] * len(sizes), np.zeros_like(sizes)
         skipped = np.zeros_like(sizes)
@@ -170,25 +183,28 @@ class BlockTrainer:
             if steps is not None and member.job.continues(phase, self.work):
                 begun = member.job.state.batches.get(phase.name, 0)
                 epochs_left, skipped[row] = continued_orders(
-                    samples, size, last, smallest, cast(int, member.job.order_seed), begun
+                    samples, size, last, smallest, cast(int, member.job.order_seed), begun, limit
                 )
                 first = next(epochs_left)
                 lengths[row] = first.numel()
-                further = -(-(int(skipped[row]) + steps) // batches_of(first.numel(), size, smallest)) - 1
+                each = batches_of(first.numel(), size, smallest)
+                # The epoch that has begun has some steps left, and every further one all of its own.
+                left = -(-(each - int(skipped[row])) // accumulate)
+                further = -(-max(steps - left, 0) // -(-each // accumulate))
                 orders[row] = torch.cat([first, *islice(epochs_left, further)])
                 continue
             # With several phases the client's generator continues from phase to phase, as in `Sequential`.
             generator = member.generator if len(block.phases) > 1 else generator.manual_seed(member.job.seed)
-            orders[row] = epoch_order(samples, size, last, generator)
+            orders[row] = epoch_order(samples, size, last, generator, limit)
             lengths[row] = length = orders[row].numel()
             if samples not in passes:
-                made = max(batches_of(length, size, smallest), 1)
+                made = max(-(-batches_of(length, size, smallest) // accumulate), 1)
                 # Enough epochs for the steps, rounded up; `Plan` drops what is too much.
                 passes[samples] = -(-steps // made) if steps else cast(int, epochs)
             if passes[samples] > 1:
-                more = (epoch_order(samples, size, last, generator) for _ in range(1, passes[samples]))
+                more = (epoch_order(samples, size, last, generator, limit) for _ in range(1, passes[samples]))
                 orders[row] = torch.cat([orders[row], *more])
-        return Plan(orders, np.cumsum(sizes) - sizes, lengths, size, smallest, steps, skipped)
+        return Plan(orders, np.cumsum(sizes) - sizes, lengths, size, smallest, steps, skipped, accumulate)
 
     def _narrow(self, optimizers: StackOptimizers, end: int, phase: Phase, block: Block) -> None:
         """Release clients after their last step, and keep the optimizers' states with a lifetime of the run."""
