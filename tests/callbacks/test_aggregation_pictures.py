@@ -295,6 +295,7 @@ def test_without_a_logger_nothing_is_measured_or_drawn(monkeypatch):
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.exhaustive
 def test_a_picture_that_fails_is_a_warning(monkeypatch, tmp_path):
     def broken(*args):
         raise ValueError("no ink")

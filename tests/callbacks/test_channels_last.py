@@ -23,6 +23,7 @@ def is_channels_last(tensor):
 
 
 @pytest.mark.parametrize("method", [FedAvg, Local])
+@pytest.mark.by_default("FedAvg")
 def test_weights_have_and_keep_the_format_and_the_result_is_the_same_but_for_rounding(method):
     class Looking(method):
         def training_step(self, batch, batch_idx):

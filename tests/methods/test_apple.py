@@ -69,6 +69,7 @@ def client(own=1, clients=3, **settings):
 
 
 @pytest.mark.parametrize("net", [plain, noisy])
+@pytest.mark.by_default("plain")
 def test_t12_with_its_own_core_alone_and_no_relationships_learnt_it_is_local_bit_for_bit(net):
     settings = {"net": net, "optimizer_lifetime": "run"}
     apple, local = (fit(make_client(method, **settings)) for method in (ALONE, Local))
@@ -300,6 +301,7 @@ def test_a_client_that_stays_away_keeps_its_core_and_its_relationships():
         assert torch.equal(rho(run, k), rho(whole, k))
 
 
+@pytest.mark.exhaustive
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(FAST, tmp_path)
 

@@ -71,6 +71,7 @@ def opposite(ups, downs, length=1.0):
 
 
 @pytest.mark.parametrize("absent", ["last", "skip"])
+@pytest.mark.by_default("skip")
 def test_t12_with_eps1_0_it_never_splits_and_is_uniform_federated_averaging_bit_for_bit(absent):
     settings = {"net": noisy, "optimizer_lifetime": "run"}
     run = fit(make_client(FedAvg, **settings), aggregator=CFL(eps1=0.0, eps2=0.0, warmup=0, absent=absent))
@@ -120,6 +121,7 @@ def test_clusters_split_further_and_never_merge():
     ],
     ids=["mean not at rest", "no client moves", "too early", "two clients", "of one mind"],
 )
+@pytest.mark.by_default("two clients")
 def test_each_condition_alone_keeps_a_cluster_whole(settings, steps):
     steps = {"ups": [0, 1], "downs": [2, 3]} | steps
     size = len(steps["ups"] + steps["downs"])
@@ -220,6 +222,7 @@ def test_under_a_client_that_shares_a_part_the_part_is_compared():
     assert names == ("net.features.0.weight", "net.features.0.bias", "net.features.1.weight", "net.features.1.bias")
 
 
+@pytest.mark.exhaustive
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     make = partial(make_client, net=noisy, optimizer_lifetime="run")
     settings = {"clients_per_round": 3, "max_rounds": 4}

@@ -282,6 +282,7 @@ def test_the_order_of_uploads_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{"layers": "all"}, {"distribution": "counts"}, {}])
+@pytest.mark.by_default("settings0")
 def test_partial_participation_resumes_bit_for_bit(tmp_path, settings):
     def run(root, rounds, ckpt_path=None):
         return fit(

@@ -53,6 +53,7 @@ def kept(run, client, part):
 
 
 @pytest.mark.parametrize("eta", [0.0, 1e-30])  # weights that are not learnt, and such as stay 1
+@pytest.mark.by_default("0.0")
 def test_with_weights_of_1_it_is_fedavg_bit_for_bit(eta):
     settings = {"net": noisy, "optimizer_lifetime": "run"}
     ala, average = fit(make_client(partial(FedALA, eta=eta), **settings)), fit(make_client(FedAvg, **settings))
@@ -223,6 +224,7 @@ def test_one_client_receives_what_it_has_and_is_fedavg_bit_for_bit():
     assert equal({name: ala.weights[name] for name in average.weights}, average.weights)
 
 
+@pytest.mark.exhaustive
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(partial(FedALA, layers=3, max_passes=5), tmp_path)
 
