@@ -126,6 +126,7 @@ def tiny(tmp_path_factory):
 
 
 @pytest.mark.parametrize("pair", RUNS)
+@pytest.mark.by_default(but=["fedavg-mnist_dir0.1"])
 def test_a_pair_runs(pair, tiny, monkeypatch):
     method, data = pair
     # torchvision knows the checksums of the real files

@@ -53,6 +53,7 @@ def alike(one, other):
     ],
     ids=["partial", "evaluation_phases", "server", "nets"],
 )
+@pytest.mark.by_default("partial")
 def test_three_ranks_give_the_bits_of_one(make, settings, tmp_path):
     one, three = (on(ranks, make, tmp_path / str(ranks), **settings) for ranks in (1, 3))
     assert alike(one, three)

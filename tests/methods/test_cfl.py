@@ -190,6 +190,7 @@ def test_a_cluster_of_which_nobody_takes_part_keeps_its_model():
     assert aggregator.aggregate({}, round=2) == {} and equal(aggregator.state, state)
 
 
+@pytest.mark.exhaustive
 def test_groups_are_found_in_training_and_better_off_apart():
     settings = {"max_rounds": 8, "local_epochs": 2}
     cfl = fit(make_client(), blobs(data=TwoGroups), aggregator=CFL(eps1=9.0, eps2=0.0, warmup=1), **settings)

@@ -69,6 +69,7 @@ def test_the_global_model_is_the_same_for_every_weight():
     assert not equal(models(free), models(tied))
 
 
+@pytest.mark.exhaustive
 def test_the_global_model_is_fedavg_s_but_for_the_order_of_batches():
     ditto, average = (fit(make_client(method), blobs(data=Same)) for method in (TIED, FedAvg))
     assert equal(global_model(ditto), average.weights)

@@ -405,6 +405,7 @@ def test_only_what_clients_share_is_weighed():
 
 
 @pytest.mark.parametrize("method", [partial(FedProx, mu=0.1), partial(WDR, wdr_lambda=1.0)])
+@pytest.mark.by_default("method0")
 def test_it_runs_over_other_clients(method):
     run = fit(make_client(method), aggregator=FedAWA())
     assert not equal(run.weights, fit(make_client(method), aggregator=WeightedAverage()).weights)
@@ -425,6 +426,7 @@ def test_the_order_of_uploads_changes_nothing():
 
 
 @pytest.mark.parametrize("settings", [{}, {"preset": "official"}])
+@pytest.mark.by_default("settings1")
 def test_partial_participation_resumes_bit_for_bit(tmp_path, settings):
     def run(root, rounds, ckpt_path=None):
         client = make_client(net=noisy)

@@ -125,6 +125,7 @@ def test_two_steps_by_hand_with_the_noise_taken_out(monkeypatch):
             torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(FedCP, tmp_path)
 

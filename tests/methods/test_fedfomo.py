@@ -279,6 +279,7 @@ def test_it_trains_in_other_precisions(precision):
     assert run.rows[-1]["clients"] == 4 and math.isfinite(losses(run)[-1])
 
 
+@pytest.mark.exhaustive
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     make = partial(make_client, FedFomo, net=noisy, optimizer_lifetime="run")
     server = partial(AffinityPool, num_models=2, epsilon=0.6)

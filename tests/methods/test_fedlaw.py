@@ -329,6 +329,7 @@ def test_the_order_of_uploads_and_of_training_changes_nothing():
 
 
 @pytest.mark.parametrize("method", [WDR, FedPer])
+@pytest.mark.exhaustive
 def test_partial_participation_resumes_bit_for_bit_without_samples_in_the_checkpoint(tmp_path, method):
     def run(root, rounds, ckpt_path=None, seed=3):
         client = make_client(method, seed=seed, net=noisy)

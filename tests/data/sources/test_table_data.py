@@ -547,6 +547,7 @@ def test_vocabularies_of_the_command_line(path, tmp_path, monkeypatch, capsys):
     assert re.search(r"^classes   0 red, 1 green, 2 blue$", said, re.M)
 
 
+@pytest.mark.exhaustive
 def test_the_command_of_the_documents_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     table = scaled().assign(diagnosis=np.array(["benign", "malignant"])[np.arange(COUNT) % 2])
