@@ -459,7 +459,6 @@ def test_a_client_comes_out_of_a_checkpoint(tmp_path):
     assert equal(dict(model.state_dict()), run.federation.clients[2].personal)
 
 
-@pytest.mark.exhaustive
 def test_resuming_with_other_public_samples_is_refused(tmp_path):
     class Fewer(Blobs):
         def server_data(self):
