@@ -184,6 +184,7 @@ def test_order_and_resuming_change_nothing(kind, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["disk", "device"])
+@pytest.mark.by_default("disk")
 def test_residuals_are_where_states_are(where, tmp_path):
     there = fit(make_client(), root=tmp_path, compression=TopK(0.2), client_states=where)
     here = fit(make_client(), compression=TopK(0.2))

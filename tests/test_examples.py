@@ -101,6 +101,7 @@ def test_a_search_by_optuna_chooses_on_validation(tmp_path, monkeypatch):
     assert study.best_value == max(trial.value for trial in study.trials)
 
 
+@pytest.mark.exhaustive
 def test_trials_of_a_search_that_fall_behind_are_ended(tmp_path, monkeypatch):
     optuna = pytest.importorskip("optuna", reason="pip install 'pfl-lightning[optuna]' for optuna")
     import sweep_optuna

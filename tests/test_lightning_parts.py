@@ -37,6 +37,7 @@ def test_model_checkpoint_keeps_the_best_rounds(tmp_path):
 
 
 @pytest.mark.parametrize("period", [{"every_n_train_steps": 2}, {"every_n_epochs": 2}])
+@pytest.mark.by_default("period0")
 def test_model_checkpoint_counts_rounds_as_steps_and_as_epochs(period, tmp_path):
     keep = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, **period)
     fit(make_client(), root=tmp_path, max_rounds=5, callbacks=[keep])

@@ -257,6 +257,7 @@ def test_one_client_a_round_has_no_pairs(tmp_path):
     assert {row["share"] for row in read_csv(run.folder / "aggregation.csv")} == {"1.0"}
 
 
+@pytest.mark.exhaustive
 def test_the_weights_of_one_server_side_of_several_are_found(shown, tmp_path):
     def table(aggregator):
         run = fit(make_client(), root=tmp_path, aggregator=aggregator, callbacks=[AggregationPictures()])

@@ -197,6 +197,7 @@ def test_a_run_with_pictures_is_the_run_without(shown, looked, tmp_path):
     assert (folder / "tsne.csv").read_text() != (folder / "round_0002" / "tsne.csv").read_text()
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_ends_with_the_same_table(tmp_path, shown):
     def go(folder, rounds, **settings):
         callbacks = [FeaturePictures()]

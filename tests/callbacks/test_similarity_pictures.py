@@ -178,6 +178,7 @@ def test_pictures_of_a_resumed_run_are_whole(drawn, tmp_path):
     assert PackedRows.unpacked(kept["rows"]) == whole.callback.rows[:2]
 
 
+@pytest.mark.exhaustive
 def test_another_run_starts_anew():
     callback = SimilarityPictures()
     assert run(callback=callback).callback.rows == run(callback=callback).callback.rows

@@ -61,6 +61,7 @@ def test_a_deployment_ends_as_its_simulation_to_the_bit(name, nodes, tmp_path):
     assert not any(grid.memories.values())
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_goes_on_ends_as_one_that_never_stopped(tmp_path):
     make, settings = partial(make_client, FedPer), {"secure_sum": SecureSum()}
     grid = grid_of(make, tmp_path / "sites", nodes=FOUR, **settings)

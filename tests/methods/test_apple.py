@@ -181,6 +181,7 @@ def test_under_pfllib_a_client_without_a_batch_keeps_its_core():
     assert equal(sent, {name: tensor.detach() for name, tensor in cores[1].items()})
 
 
+@pytest.mark.exhaustive
 def test_the_penalty_draws_relationships_to_p_and_fades():
     def distance(**settings):
         run = fit(make_client(partial(APPLE, rho_lr=0.5, **settings)), max_rounds=3)

@@ -99,6 +99,7 @@ def test_two_opposite_groups_are_split_exactly_and_each_takes_its_own_mean():
     assert aggregator.global_model() == {}
 
 
+@pytest.mark.exhaustive
 def test_clusters_split_further_and_never_merge():
     aggregator = server(7, warmup=0)
     aggregator.aggregate(uploads(aggregator, opposite([0, 1, 2, 3], [4, 5, 6])), round=0)

@@ -137,6 +137,7 @@ def test_three_rounds_by_hand(layers):
             torch.testing.assert_close(kept(run, k, "own")[name], own[k][name])
 
 
+@pytest.mark.exhaustive
 def test_weights_are_learnt_until_losses_settle_or_the_passes_are_over():
     def weights(**settings):
         run = fit(make_client(partial(FedALA, **settings)), max_rounds=2)
@@ -204,6 +205,7 @@ def test_a_client_mixes_into_the_model_of_its_own_last_round():
     assert len(set(times.values())) > 1
 
 
+@pytest.mark.exhaustive
 def test_evaluation_leaves_clients_alone():
     before, both = (fit(make_client(FedALA), evaluate=when) for when in ("before", "both"))
     assert equal(before.weights, both.weights)

@@ -234,6 +234,7 @@ def test_weights_go_from_sizes_towards_a_smaller_objective():
     assert not close(few.global_model(), many.global_model(), 1e-3)
 
 
+@pytest.mark.exhaustive
 def test_a_long_optimisation_ends_with_one_client_and_says_so():
     aggregator = server(server_steps=400, optimizer=partial(Adam, lr=0.1))
     with pytest.warns(UserWarning, match=r"round 8: one client has \d\.\d\d of the weight"):

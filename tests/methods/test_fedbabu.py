@@ -36,6 +36,7 @@ def descend(net, parameters, part, steps, rate=0.1):
             parameter.data -= rate * gradient
 
 
+@pytest.mark.exhaustive
 def test_classifiers_are_the_common_initial_one_bit_for_bit():
     settings = {"net": noisy, "optimizer": DECAY, "optimizer_lifetime": "run"}
     spy = Spy()

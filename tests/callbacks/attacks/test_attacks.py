@@ -298,6 +298,7 @@ def test_an_attack_on_buffers_of_nobody_leaves_a_run_its_bits():
     assert equal(plain.federation.federation_state(), run.federation.federation_state())
 
 
+@pytest.mark.exhaustive
 def test_an_attack_on_buffers_is_the_same_in_a_resumed_run_and_in_every_engine(tmp_path):
     def run(**settings):
         callbacks = [BufferAttack(0.25), *settings.pop("further", [])]
