@@ -26,6 +26,7 @@ from pfl_lightning.methods import FedAvg, FedPer, FedProx
 # Checkpoints and stopping
 
 
+@pytest.mark.exhaustive
 def test_model_checkpoint_keeps_the_best_rounds(tmp_path):
     keep = ModelCheckpoint(tmp_path / "kept", "{round}-{epoch}", monitor="val/loss", save_top_k=2, save_last=True)
     run = fit(make_client(), root=tmp_path, max_rounds=5, callbacks=[keep])
@@ -126,6 +127,7 @@ def test_tensorboard_logger(tmp_path):
     assert (run.folder / "rounds.csv").exists()
 
 
+@pytest.mark.exhaustive
 def test_mlflow_logger(tmp_path):
     pytest.importorskip("mlflow", reason="pip install 'pfl-lightning[mlflow]' for mlflow")
     from lightning.pytorch.loggers import MLFlowLogger

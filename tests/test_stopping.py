@@ -99,6 +99,7 @@ def assert_goes_on(config: Path, uninterrupted: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", swept(range(3), ("1",), str))
+@pytest.mark.exhaustive
 def test_a_run_killed_at_any_moment_goes_on_to_the_same_end(moment, uninterrupted, tmp_path):
     config = write_config(tmp_path, max_rounds=30, local_epochs=4)
     after = random.Random(moment).uniform(0, 0.4)

@@ -74,6 +74,7 @@ def test_a_run_with_pictures_is_the_run_without(share, tmp_path):
     assert untimed(plain.logger.clients) == untimed(drawn.logger.clients)
 
 
+@pytest.mark.exhaustive
 def test_pictures_come_every_so_many_rounds_and_at_the_end(tmp_path):
     run = fit(make_client(), root=tmp_path, max_rounds=5, callbacks=[ClassPictures(every=2)])
     folder = run.folder / "pictures"

@@ -225,6 +225,7 @@ def test_heatmaps_are_sorted_by_group():
     assert torch.equal(torch.tensor(plain.images[0].get_array().tolist()), matrix) and not plain.lines
 
 
+@pytest.mark.exhaustive
 def test_odd_runs_can_be_drawn(tmp_path):
     alone, absent = torch.ones(1, 1), torch.full((3, 3), torch.nan)
     absent[1, 1] = 1

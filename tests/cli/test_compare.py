@@ -378,6 +378,7 @@ def test_the_best_alone_is_bold_and_differences_have_intervals_and_stars(stand_i
     assert (OUT / "report.html").read_text().count("<h2>By client</h2>") == 1
 
 
+@pytest.mark.exhaustive
 def test_unnamed_clients_of_other_partitions_are_not_compared_by_client(stand_in):
     stand_in(FedAvg_1={"partition": "q"})
     assert compare("--methods FedAvg --data Digits --seeds 0 1 --vary_data") == 0
@@ -563,6 +564,7 @@ def test_mean_and_spread_are_over_seeds(stand_in, capsys):
     assert float(row["final/test/acc std"]) == pytest.approx(0.1)
 
 
+@pytest.mark.exhaustive
 def test_one_seed_has_no_spread(stand_in):
     compare("--methods Local --data Digits")
     assert "| Local | 50.00 | 50.00 |" in (OUT / "comparison.md").read_text()

@@ -147,6 +147,7 @@ def test_options_read_from_source_are_the_parser_s(command):
 
 
 @pytest.mark.parametrize("source", [None, "", "class Trainer:\n    def", "class Trainer: pass"])
+@pytest.mark.by_default(but=["class Trainer:\\n    def"])
 def test_options_that_cannot_be_read_are_left_to_the_parser(source, monkeypatch):
     line = CommandLine(f"fit {QUICKSTART} --trainer.max_round 3".split())
     with pytest.raises(UsageError, match=r"trainer.max_round is not an option; did you mean trainer.max_rounds\?"):

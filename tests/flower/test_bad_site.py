@@ -189,6 +189,7 @@ def columns(tmp_path_factory):
         (metrics_with(other={"acc": 1.0}), r"'other' that nobody has asked for"),
     ],
 )
+@pytest.mark.by_default(but=["inf, which", "299, which", "more that the task"])
 def test_an_evaluation_that_cannot_be_is_left_out_and_told_once(tmp_path, change, words, columns):
     settings = {"max_rounds": 2}
     grid = spoiled(grid_of(make, tmp_path, **settings), change, kinds=("evaluate",))

@@ -48,7 +48,7 @@ METHODS = {
 
 @pytest.mark.parametrize("nodes", [FOUR, TWO], ids=len)
 @pytest.mark.parametrize("name", swept(METHODS, ("SCAFFOLD", "networks"), str))
-@pytest.mark.by_default("SCAFFOLD-2", "networks-2")
+@pytest.mark.by_default("SCAFFOLD-2")
 def test_a_deployment_ends_as_its_simulation_to_the_bit(name, nodes, tmp_path):
     make, aggregator = METHODS[name]
     remote, grid = deployed(tmp_path, make, nodes, aggregator)

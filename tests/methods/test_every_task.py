@@ -62,6 +62,7 @@ AT_ONCE = ("FedLC", "FedNTD", "FedDF", "FML", "FedPHP", "GPFL", "FedAS", "FedTGP
 
 
 @pytest.mark.parametrize("method", [each for each in METHODS if each.name in AT_ONCE], ids=lambda method: method.name)
+@pytest.mark.by_default(but=["FedDF"])
 def test_methods_of_classes_are_the_same_under_both_engines(method):
     kind = kinds()["Classification"]
     assert CELLS[method.name, "Classification"] == "yes"

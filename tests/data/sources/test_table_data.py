@@ -82,6 +82,7 @@ def test_time_goes_forward(path):
         assert max(train) < min(val) <= max(val) < min(test)
 
 
+@pytest.mark.by_default("parquet")
 def test_the_command_line_takes_it(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     line = f"--data TableData --data.path {path} --data.target price --data.task Regression --data.client shop"
