@@ -80,7 +80,7 @@ def outside_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture(autouse=True)
 def pictures_are_drawn_as_they_come(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arranging the parts of a picture takes longer than a tiny federation, which is all that callbacks are tested by."""
+    """Arranging the parts of a picture takes longer than a tiny federation; callbacks are tested without."""
     module = sys.modules.get("matplotlib.layout_engine")
     if module and "callbacks" in request.path.parts:
         monkeypatch.setattr(module.ConstrainedLayoutEngine, "execute", lambda engine, figure: None)
