@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +29,33 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", rf"ignore:\s*{text}")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks cases as exhaustive that the ``by_default`` of their test leaves out."""
+    tests: dict[str, dict[str, pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("by_default"):
+            tests.setdefault(item.nodeid.split("[")[0], {})[item.callspec.id] = item
+    # where a case is asked for by its name, the others aren't collected
+    whole = not any("[" in argument for argument in config.args)
+    for name, cases in tests.items():
+        mark = next(iter(cases.values())).get_closest_marker("by_default")
+        only, but = (
+            {case for word in words for case in named(word, cases, whole and name)}
+            for words in (mark.args, mark.kwargs.get("but", ()))
+        )
+        for case in set(cases) - only if only else but:
+            cases[case].add_marker(pytest.mark.exhaustive)
+
+
+def named(word: str, cases: Iterable[str], test: str | bool) -> list[str]:
+    """Cases of a name, or else those that have it in theirs; an error where a test has none."""
+    found = [case for case in cases if case == word] or [case for case in cases if word in case]
+    if test and not found:
+        raise pytest.UsageError(f"{test} has no case of the name {word!r}")
+    return found
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
@@ -49,6 +76,14 @@ def one_look_at_what_is_installed() -> Iterator[None]:
 def outside_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a test writes to the working directory by mistake stays out of the checkout."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def pictures_are_drawn_as_they_come(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arranging the parts of a picture takes longer than a tiny federation; callbacks are tested without."""
+    module = sys.modules.get("matplotlib.layout_engine")
+    if module and "callbacks" in request.path.parts:
+        monkeypatch.setattr(module.ConstrainedLayoutEngine, "execute", lambda engine, figure: None)
 
 
 @pytest.fixture(autouse=True)

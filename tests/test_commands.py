@@ -38,7 +38,9 @@ def shown(page):
 
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-SELDOM = re.compile(r"compare|compression (Sign|EightBits)|logger\.group|MLFlow|clients_per_round 0\.3")
+SELDOM = re.compile(
+    r"compare|compression|Logger|ckpt_path|protocols/mnist|PowerOfChoice|Poisson|clients_per_round 0\.3"
+)
 """Commands that the exhaustive tests run: they take long, or have the branches of another one of their page."""
 
 

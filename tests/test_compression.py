@@ -178,11 +178,13 @@ def test_buffers_and_other_entries_travel_whole():
 
 
 @each_kind
+@pytest.mark.by_default("8 bits")
 def test_order_and_resuming_change_nothing(kind, tmp_path):
     check_order_and_resume(FedPer, tmp_path, compression=kind)
 
 
 @pytest.mark.parametrize("where", ["disk", "device"])
+@pytest.mark.by_default("disk")
 def test_residuals_are_where_states_are(where, tmp_path):
     there = fit(make_client(), root=tmp_path, compression=TopK(0.2), client_states=where)
     here = fit(make_client(), compression=TopK(0.2))
@@ -192,6 +194,7 @@ def test_residuals_are_where_states_are(where, tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["processes", "vectorised", "auto"])
+@pytest.mark.by_default("auto")
 def test_every_engine_compresses(engine):
     reference = fit(make_client(), compression=EightBits())
     run = fit(make_client(), compression=EightBits(), engine=engine)
@@ -228,6 +231,7 @@ def test_in_wider_types_what_is_kept_is_wider_too():
 
 
 @each_kind
+@pytest.mark.by_default("top-k")
 def test_it_learns(kind):
     run = fit(make_client(), compression=kind, max_rounds=8)
     assert run.rows[-1]["val/loss"] < 0.8 * run.rows[0]["val/loss"]
@@ -250,6 +254,7 @@ def test_a_client_whose_update_does_not_count_keeps_what_it_owed():
 # With other settings
 
 
+@pytest.mark.exhaustive
 def test_private_samples_stay_as_private_and_clients_too():
     for settings in ({"example_privacy": DPSGD(1.0)}, {"aggregator": DPAverage(1.0)}):
         plain, compressed = fit(make_client(), **settings), fit(make_client(), compression=TopK(0.2), **settings)

@@ -88,6 +88,7 @@ def run_of(line: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("line", LEDGER)
+@pytest.mark.by_default("claims-0", "privacy-1", "privacy-2", "robustness-2")
 def test_each_command_of_the_ledger_makes_runs_that_there_can_be(line, capsys, monkeypatch):
     """It runs for two rounds with a few clients of random samples."""
     line = run_of(line, capsys)
@@ -118,6 +119,7 @@ PACKAGES = {"TableData": "pandas", "HFData": "datasets", "FlowerDatasets": "data
 
 
 @pytest.mark.parametrize("block", SOURCES, ids=range(len(SOURCES)))
+@pytest.mark.by_default(but=["10"])
 def test_each_source_of_data(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, package in PACKAGES.items():

@@ -84,6 +84,7 @@ def test_examples_are_documented(path):
     assert path.read_text().startswith('"""')
 
 
+@pytest.mark.exhaustive
 def test_a_search_by_optuna_chooses_on_validation(tmp_path, monkeypatch):
     pytest.importorskip("optuna", reason="pip install 'pfl-lightning[optuna]' for optuna, which this test is about")
     import sweep_optuna
@@ -100,6 +101,7 @@ def test_a_search_by_optuna_chooses_on_validation(tmp_path, monkeypatch):
     assert study.best_value == max(trial.value for trial in study.trials)
 
 
+@pytest.mark.exhaustive
 def test_trials_of_a_search_that_fall_behind_are_ended(tmp_path, monkeypatch):
     optuna = pytest.importorskip("optuna", reason="pip install 'pfl-lightning[optuna]' for optuna")
     import sweep_optuna
@@ -111,6 +113,7 @@ def test_trials_of_a_search_that_fall_behind_are_ended(tmp_path, monkeypatch):
     assert trial.state == optuna.trial.TrialState.PRUNED and trial.intermediate_values.keys() == {1}
 
 
+@pytest.mark.exhaustive
 def test_the_sweep_of_weights_and_biases_runs_trials_and_has_what_it_chooses_by(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="pip install 'pfl-lightning[wandb]' for wandb")
     from wandb_files import records

@@ -26,6 +26,7 @@ from pfl_lightning.methods import FedAvg, FedPer, FedProx
 # Checkpoints and stopping
 
 
+@pytest.mark.exhaustive
 def test_model_checkpoint_keeps_the_best_rounds(tmp_path):
     keep = ModelCheckpoint(tmp_path / "kept", "{round}-{epoch}", monitor="val/loss", save_top_k=2, save_last=True)
     run = fit(make_client(), root=tmp_path, max_rounds=5, callbacks=[keep])
@@ -37,6 +38,7 @@ def test_model_checkpoint_keeps_the_best_rounds(tmp_path):
 
 
 @pytest.mark.parametrize("period", [{"every_n_train_steps": 2}, {"every_n_epochs": 2}])
+@pytest.mark.by_default("period0")
 def test_model_checkpoint_counts_rounds_as_steps_and_as_epochs(period, tmp_path):
     keep = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, **period)
     fit(make_client(), root=tmp_path, max_rounds=5, callbacks=[keep])
@@ -125,6 +127,7 @@ def test_tensorboard_logger(tmp_path):
     assert (run.folder / "rounds.csv").exists()
 
 
+@pytest.mark.exhaustive
 def test_mlflow_logger(tmp_path):
     pytest.importorskip("mlflow", reason="pip install 'pfl-lightning[mlflow]' for mlflow")
     from lightning.pytorch.loggers import MLFlowLogger

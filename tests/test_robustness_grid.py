@@ -31,6 +31,7 @@ def benchmark(words, monkeypatch):
     return ended(ROOT / "benchmarks" / "robustness.py", [*words, "--out", "grid"], monkeypatch)
 
 
+@pytest.mark.exhaustive
 def test_a_grid_goes_on_where_it_stopped_and_is_told_in_a_table_a_file_and_a_picture(monkeypatch, capfd):
     words = [*SMALL, "--attacks", "AdaptiveAttack", "--percents", "0", "20"]
     assert benchmark(words, monkeypatch) == 0

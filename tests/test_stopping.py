@@ -100,6 +100,7 @@ def assert_goes_on(config: Path, uninterrupted: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", swept(range(3), ("1",), str))
+@pytest.mark.exhaustive
 def test_a_run_killed_at_any_moment_goes_on_to_the_same_end(moment, uninterrupted, tmp_path):
     config = write_config(tmp_path, max_rounds=30, local_epochs=4)
     after = random.Random(moment).uniform(0, 0.4)
@@ -138,6 +139,7 @@ def heeding_interrupts():
 
 @pytest.mark.usefixtures("heeding_interrupts")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.by_default("15")
 def test_a_run_that_is_told_to_end_says_by_its_exit_code_that_it_did_not_finish(number, uninterrupted, tmp_path, capfd):
     # that which isn't resumed is long enough not to end before the signal comes
     config = write_config(tmp_path, max_rounds=30 if number == signal.SIGTERM else 300, local_epochs=4)
@@ -168,6 +170,7 @@ class Waiting(FedAvg):
         ("test", "."),
     ],
 )
+@pytest.mark.by_default("validate-.")
 def test_a_command_that_is_told_to_end_does_so_at_once(command, says, tmp_path, capfd):
     process = forked(
         pfl, f"{command} --model test_stopping.Waiting --model.net MLP --data Digits --data.num_clients 2 {QUIET}"

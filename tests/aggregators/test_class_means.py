@@ -200,6 +200,7 @@ def test_the_order_of_uploads_changes_nothing(method):
 
 
 @family
+@pytest.mark.by_default("AlternateAlignment", "FedDistill")
 def test_partial_participation_resumes_bit_for_bit(method, tmp_path):
     def run(root, rounds, ckpt_path=None):
         client, data = make_client(method, net=noisy, optimizer_lifetime="run"), blobs(24, 26, 30, by_class=True)

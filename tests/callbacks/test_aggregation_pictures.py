@@ -257,6 +257,7 @@ def test_one_client_a_round_has_no_pairs(tmp_path):
     assert {row["share"] for row in read_csv(run.folder / "aggregation.csv")} == {"1.0"}
 
 
+@pytest.mark.exhaustive
 def test_the_weights_of_one_server_side_of_several_are_found(shown, tmp_path):
     def table(aggregator):
         run = fit(make_client(), root=tmp_path, aggregator=aggregator, callbacks=[AggregationPictures()])
@@ -295,6 +296,7 @@ def test_without_a_logger_nothing_is_measured_or_drawn(monkeypatch):
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.exhaustive
 def test_a_picture_that_fails_is_a_warning(monkeypatch, tmp_path):
     def broken(*args):
         raise ValueError("no ink")

@@ -69,6 +69,7 @@ def unbounded(self, gradients, taken):
 
 
 @pytest.mark.parametrize("z, rounds", [(4.0, 1), (6.0, 4)])
+@pytest.mark.by_default("4.0-1")
 def test_the_bound_for_clients_is_within_the_claim_and_without_clipping_above_it(z, rounds, monkeypatch):
     bound, claim = found(of_clients(z, max_rounds=rounds))
     assert 0 <= bound < claim

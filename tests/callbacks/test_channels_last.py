@@ -23,6 +23,7 @@ def is_channels_last(tensor):
 
 
 @pytest.mark.parametrize("method", [FedAvg, Local])
+@pytest.mark.by_default("FedAvg")
 def test_weights_have_and_keep_the_format_and_the_result_is_the_same_but_for_rounding(method):
     class Looking(method):
         def training_step(self, batch, batch_idx):
@@ -39,6 +40,7 @@ def test_weights_have_and_keep_the_format_and_the_result_is_the_same_but_for_rou
         torch.testing.assert_close(run.weights[name], tensor)
 
 
+@pytest.mark.exhaustive
 def test_resuming_goes_on_bit_for_bit(tmp_path):
     def run(root="unused", **settings):
         return fit(make_client(net=convolving), blobs(), root, callbacks=[ChannelsLast()], **settings)

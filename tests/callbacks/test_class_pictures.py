@@ -56,12 +56,14 @@ def wdr(**settings):
     ],
     ids=["WDR", "cwFedAvg", "cwFedAvg beside another", "FedAvg", "Local", "FedPer", "FedPer by class"],
 )
+@pytest.mark.by_default("FedPer by class", "WDR")
 def test_each_method_gets_the_pictures_of_what_its_server_sees(method, aggregator, expected, tmp_path):
     run = fit(method(), root=tmp_path, aggregator=aggregator(), callbacks=[ClassPictures()])
     assert pictures(run.folder / "pictures") == expected
 
 
 @pytest.mark.parametrize("share", swept([1.0, 0.5], ("0.5",), str))
+@pytest.mark.exhaustive
 def test_a_run_with_pictures_is_the_run_without(share, tmp_path):
     def go(*callbacks):
         settings = {"root": tmp_path, "clients_per_round": share, "callbacks": list(callbacks)}
@@ -72,6 +74,7 @@ def test_a_run_with_pictures_is_the_run_without(share, tmp_path):
     assert untimed(plain.logger.clients) == untimed(drawn.logger.clients)
 
 
+@pytest.mark.exhaustive
 def test_pictures_come_every_so_many_rounds_and_at_the_end(tmp_path):
     run = fit(make_client(), root=tmp_path, max_rounds=5, callbacks=[ClassPictures(every=2)])
     folder = run.folder / "pictures"
@@ -120,6 +123,7 @@ def test_heatmaps_show_each_clients_last_round(shown, tmp_path):
     torch.testing.assert_close(shown["Class models"].float(), torch.linalg.vector_norm(models, dim=2))
 
 
+@pytest.mark.exhaustive
 def test_the_trace_is_of_the_first_round_with_and_without_the_regulariser(monkeypatch, tmp_path):
     calls = []
     draw = module.plot_distribution_trace

@@ -109,6 +109,7 @@ def looked(monkeypatch):
     ],
     ids=["FedAvg", "adapted", "two nets", "two kinds"],
 )
+@pytest.mark.by_default("adapted")
 def test_models_are_those_that_clients_are_evaluated_with(client, shown, looked, tmp_path):
     run = fit(client(), root=tmp_path, callbacks=[FeaturePictures()], evaluate="before")
     (seen,) = looked
@@ -177,6 +178,7 @@ def test_a_run_has_pictures(tmp_path):
     assert pictures(run.folder / "pictures") == ALL
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_pictures_is_the_run_without(shown, looked, tmp_path):
     def go(*callbacks):
         settings = {"root": tmp_path, "clients_per_round": 0.75, "callbacks": list(callbacks), "evaluate": "both"}
@@ -195,6 +197,7 @@ def test_a_run_with_pictures_is_the_run_without(shown, looked, tmp_path):
     assert (folder / "tsne.csv").read_text() != (folder / "round_0002" / "tsne.csv").read_text()
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_ends_with_the_same_table(tmp_path, shown):
     def go(folder, rounds, **settings):
         callbacks = [FeaturePictures()]

@@ -19,6 +19,7 @@ def counted(client=None, **settings):
 
 
 @pytest.mark.parametrize("engine", [Sequential, Vectorised, Processes])
+@pytest.mark.by_default("Vectorised")
 def test_they_are_those_of_samples_and_epochs_whatever_the_engine(engine):
     data = blobs()
     data.setup("fit")
@@ -53,6 +54,7 @@ def test_each_architecture_has_its_own():
 
 
 @pytest.mark.parametrize("method", [FedAvg, Ditto])
+@pytest.mark.by_default("FedAvg")
 def test_a_run_is_what_it_is_without(method, tmp_path):
     plain = fit(make_client(method, net=noisy), root=tmp_path / "plain", clients_per_round=3)
     watched = fit(

@@ -204,6 +204,7 @@ def shadow_runs(root, rate, rounds, runs=6):
     return {attack: fmean(run["auc"] for run in of_runs) for attack, of_runs in found.items()}
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_knows_its_samples_by_heart_is_found_and_an_untrained_one_is_not(tmp_path):
     found = shadow_runs(tmp_path / "overfitted", 0.1, 4)
     assert found["LiRA"] > 0.75 and found["LiRA"] > found["threshold"], found

@@ -94,6 +94,7 @@ def test_the_summary_selects_on_validation_and_reports_on_test(tmp_path):
     assert set(summary["versions"]) >= {"torch", "lightning", "pfl-lightning"}
 
 
+@pytest.mark.exhaustive
 def test_the_selected_round_is_tested_from_its_checkpoint(tmp_path):
     settings = {"max_rounds": 6, "root": tmp_path}
     every = fit(make_client(FedPer), test_every_round=True, **settings).logger.summary
@@ -180,6 +181,7 @@ class Calls(Callback):
         sys.setprofile(None)
 
 
+@pytest.mark.exhaustive
 def test_a_round_costs_the_same_however_many_there_were(tmp_path):
     calls = Calls()
     try:

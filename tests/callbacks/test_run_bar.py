@@ -65,6 +65,7 @@ def screen(written: str) -> list[str]:
     return lines
 
 
+@pytest.mark.exhaustive
 def test_a_terminal_has_one_line_that_is_gone_when_the_table_comes(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(run_bar, "REDRAWN", 0.0)
@@ -90,6 +91,7 @@ def test_elsewhere_there_is_a_line_each_tenth_of_the_rounds(capsys):
     assert "50 of 50, validation accuracy" in printed
 
 
+@pytest.mark.exhaustive
 def test_slow_rounds_are_told_of_more_often(capsys, monkeypatch):
     monkeypatch.setattr(run_bar, "SILENT", 0.0)
     fit(make_client(), max_rounds=30, **SHOWN)

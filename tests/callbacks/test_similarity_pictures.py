@@ -77,6 +77,7 @@ class Nothing(Aggregator):
     ],
     ids=["FedAvg", "FedReMa", "FedReMa beside another"],
 )
+@pytest.mark.by_default("FedAvg")
 def test_any_method_s_classifiers_are_compared(aggregator, expected, tmp_path):
     done = run(tmp_path, aggregator=aggregator())
     assert pictures(done.folder / "pictures") == expected
@@ -84,6 +85,7 @@ def test_any_method_s_classifiers_are_compared(aggregator, expected, tmp_path):
 
 
 @pytest.mark.parametrize("method", [FedPer, Local])
+@pytest.mark.by_default("Local")
 def test_classifiers_that_stay_with_their_clients_are_not_seen(method, tmp_path):
     done = run(tmp_path, model=make_client(method))
     assert not (done.folder / "pictures").exists()
@@ -110,6 +112,7 @@ def test_what_an_upload_leaves_out_is_not_seen():
 
 
 @pytest.mark.parametrize("aggregator", [lambda: None, lambda: FedReMa(delta=0.9)], ids=["FedAvg", "FedReMa"])
+@pytest.mark.by_default("FedReMa")
 def test_a_run_with_pictures_is_the_run_without(aggregator, drawn, tmp_path):
     settings = {"max_rounds": 4, "local_epochs": 2, "clients_per_round": 0.7}
     plain = fit(make_client(), pairs(), tmp_path, aggregator=aggregator(), **settings)
@@ -129,6 +132,7 @@ def test_what_it_sees_is_what_fedrema_does():
     assert equal(done.callback.similarities[4], done.federation.aggregator.state["similarity"])
 
 
+@pytest.mark.exhaustive
 def test_it_looks_on_under_fedavg_as_fedrema_would():
     spy = Spy()
     done = run(callback=SimilarityPictures(temperature=0.3, rounds=()), callbacks=[spy])
@@ -174,6 +178,7 @@ def test_pictures_of_a_resumed_run_are_whole(drawn, tmp_path):
     assert PackedRows.unpacked(kept["rows"]) == whole.callback.rows[:2]
 
 
+@pytest.mark.exhaustive
 def test_another_run_starts_anew():
     callback = SimilarityPictures()
     assert run(callback=callback).callback.rows == run(callback=callback).callback.rows
@@ -186,6 +191,7 @@ def test_pictures_come_every_so_many_rounds_and_at_the_end(drawn, tmp_path):
     assert [list(similarities) for similarities, *_ in drawn["plot_similarity"]] == [[1, 2, 3], [1, 2, 4]]
 
 
+@pytest.mark.exhaustive
 def test_a_run_s_own_delta_is_the_one_that_is_drawn(drawn, tmp_path):
     runs = [run(tmp_path, SimilarityPictures(delta=0.2), aggregator=own) for own in (FedReMa(delta=0.9), None)]
     assert [delta for _, _, delta in drawn["plot_gaps"]] == [0.9, 0.2]
@@ -219,6 +225,7 @@ def test_heatmaps_are_sorted_by_group():
     assert torch.equal(torch.tensor(plain.images[0].get_array().tolist()), matrix) and not plain.lines
 
 
+@pytest.mark.exhaustive
 def test_odd_runs_can_be_drawn(tmp_path):
     alone, absent = torch.ones(1, 1), torch.full((3, 3), torch.nan)
     absent[1, 1] = 1

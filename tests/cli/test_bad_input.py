@@ -189,11 +189,28 @@ VALUES_AGAIN = {
 
 
 @pytest.mark.parametrize("line", all_but(VALUES_AGAIN, VALUES))
+@pytest.mark.by_default(
+    but=[
+        "--trainer.callbacks+=ModelChec",
+        "--trainer.callbacks+=EarlyStop",
+        "--model.optimizer torch.optim.Optimizer",
+        "--model Local --aggregator Wei",
+    ]
+)
 def test_bad_values(line, capsys):
     assert VALUES[line] in refusal(f"fit {SMALL} {line}", capsys)
 
 
 @pytest.mark.parametrize("text", FILES)
+@pytest.mark.by_default(
+    but=[
+        "modl: {class_path: FedPer}",
+        "trainer: {max_round: 3}",
+        "trainer: {max_epochs: 3}",
+        "data: {init_args: {partitioner: null}}",
+        "trainer: {max_rounds: null}",
+    ]
+)
 def test_bad_files(text, capsys, tmp_path):
     (tmp_path / "bad.yaml").write_text(text)
     assert FILES[text] in refusal(f"fit {QUICKSTART} --config bad.yaml", capsys)
@@ -259,6 +276,7 @@ def test_aliases_and_merged_keys_stay_what_they_are(capsys, tmp_path):
         "fit --config quickstart --trainer.default_root_dir {}",
     ],
 )
+@pytest.mark.by_default(but=["fit --config quickstart --ckpt_path {}"])
 def test_a_value_without_end_is_told_by_its_beginning_and_its_end(line, capsys):
     message = refusal(line.format("A" * 60_000), capsys)
     assert "AAA[...]AAA" in message and len(message) < 1000
@@ -297,6 +315,7 @@ def test_a_configuration_that_may_not_be_read(capsys, monkeypatch, tmp_path):
     assert refusal("compare --table secret.yaml", capsys).startswith("secret.yaml: Permission denied; take another")
 
 
+@pytest.mark.exhaustive
 def test_a_limit_on_the_size_of_files_ends_a_run_in_a_sentence(tmp_path):
     def limited():
         # the network is larger than that
@@ -333,6 +352,7 @@ def test_a_file_that_is_no_text(content, capsys, tmp_path):
         ("--trainer.local_steps 7 -c epochs.yaml", {"local_epochs": 2, "local_steps": None}),
     ],
 )
+@pytest.mark.by_default("--config steps.yaml --trainer.")
 def test_the_later_of_epochs_and_steps_holds(line, kept, capsys, tmp_path):
     (tmp_path / "epochs.yaml").write_text("trainer: {local_epochs: 2}")
     (tmp_path / "steps.yaml").write_text("trainer: {local_steps: 5}")
@@ -384,12 +404,19 @@ OTHERS = (pytest.param("validate", marks=pytest.mark.exhaustive), "test")
         ("--model.net.hidden [32]", "the checkpoint holds another net"),
     ],
 )
+@pytest.mark.by_default(
+    "edAvg and this run of FedAvg-t",
+    "ients and data.num_clients=9-f",
+    "old other numbers of samples-t",
+    "checkpoint holds another net-f",
+)
 def test_a_checkpoint_of_something_else(command, line, sentence, checkpoint, capsys):
     assert sentence in refusal(f"{command} {SMALL} {line} --ckpt_path {checkpoint}", capsys)
 
 
 @pytest.mark.parametrize("command", ["fit", *OTHERS])
 @pytest.mark.parametrize("damage", [lambda whole: whole[:3000], lambda whole: b"hello"])
+@pytest.mark.by_default("<lambda>1-test")
 def test_a_damaged_checkpoint(command, damage, checkpoint, capsys, tmp_path):
     (tmp_path / "bad.ckpt").write_bytes(damage(checkpoint.read_bytes()))
     assert "ckpt_path='bad.ckpt' can't be read as" in refusal(f"{command} {SMALL} --ckpt_path bad.ckpt", capsys)
@@ -412,6 +439,7 @@ def test_another_program_s_checkpoint(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("which", ["best", "last"])
+@pytest.mark.by_default("best")
 def test_an_evaluation_without_a_run(which, capsys):
     message = refusal(f"test {SMALL} --ckpt_path {which}", capsys)
     assert message.startswith(f"ckpt_path={which!r}: no run under runs/cwFedAvg-Digits has such a checkpoint")
@@ -444,6 +472,7 @@ class Unbuildable(FedAvg):
 
 
 @pytest.mark.parametrize(("method", "error"), [("Buggy", KeyError), ("Unbuildable", ValueError)])
+@pytest.mark.by_default("Buggy-KeyError")
 def test_a_bug_keeps_its_traceback(method, error, capsys):
     with pytest.raises(error):
         pfl(f"fit {SMALL} --model test_bad_input.{method}")

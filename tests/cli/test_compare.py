@@ -190,6 +190,7 @@ def test_trials_that_failed_are_counted(stand_in, capsys):
     assert "Trials without a validation value: FedProx 1 of 2." in (OUT / "comparison.md").read_text()
 
 
+@pytest.mark.exhaustive
 def test_tuning_that_was_killed_goes_on_to_the_same_table(stand_in):
     plan = {"FedProx": {"by_mu": {"0": 0.3, "1": 0.5}}, "Ditto": {"by_mu": {"0": 0.4, "1": 0.2}}}
     line = "--methods FedProx Ditto --data Digits --seeds 0 1 --tune model.mu=0,1 --columns last"
@@ -220,6 +221,7 @@ TUNING_MISTAKES = {
 
 
 @pytest.mark.parametrize("line", TUNING_MISTAKES)
+@pytest.mark.by_default(but=["trainer.local_step=3"])
 def test_settings_that_no_method_has_are_refused(line, asked, capsys):
     message = refusal(f"compare --methods Local FedProx --data Digits --tune {line}", capsys)
     assert TUNING_MISTAKES[line] in message
@@ -236,11 +238,13 @@ def test_settings_that_no_method_has_are_refused(line, asked, capsys):
         ("", "nothing is given for data"),
     ],
 )
+@pytest.mark.by_default(but=["-nothing is given for data"])
 def test_what_no_run_takes_is_refused_before_any(line, says, asked, capsys):
     assert says in refusal(f"compare --methods Local FedPer {line}", capsys)
     assert not calls() and not Path("runs").exists()
 
 
+@pytest.mark.exhaustive
 def test_what_one_method_takes_is_no_mistake(asked, capsys):
     assert compare("--methods Local FedProx --data Digits --model.mu 1") == 0
     assert called() == {("Local", 0), ("FedProx", 0)}
@@ -282,6 +286,7 @@ def test_commands_are_those_of_trials_until_all_of_a_method_s_are_made(stand_in,
 # Tables that a file describes
 
 
+@pytest.mark.exhaustive
 def test_a_table_is_its_file_and_flags_behind_it_win(stand_in, capsys, tmp_path):
     options = "vary_data: true\nfit: --data Digits --data.batch_size 8\npaper: {Local: 51.5}"
     (tmp_path / "mine.yaml").write_text(f"methods: [Local, FedAvg]\nseeds: [0, 1]\n{options}")
@@ -383,6 +388,7 @@ def test_the_best_alone_is_bold_and_differences_have_intervals_and_stars(stand_i
     assert (OUT / "report.html").read_text().count("<h2>By client</h2>") == 1
 
 
+@pytest.mark.exhaustive
 def test_unnamed_clients_of_other_partitions_are_not_compared_by_client(stand_in):
     stand_in(FedAvg_1={"partition": "q"})
     assert compare("--methods FedAvg --data Digits --seeds 0 1 --vary_data") == 0
@@ -397,6 +403,7 @@ def test_unnamed_clients_of_other_partitions_are_not_compared_by_client(stand_in
         ("--columns last,over~Local", "over FedAvg"),
     ],
 )
+@pytest.mark.by_default("--columns last,over~Local-over FedAvg")
 def test_the_reference_is_the_one_given_or_chosen_by_names_alone(stand_in, options, title):
     stand_in(FedPer={"clients": [0.1, 0.2]}, FedAvg={"clients": [0.3, 0.3]})
     line = ["--methods", "FedPer", "FedAvg", "--data", "Digits"]
@@ -484,6 +491,7 @@ def compared(tmp_path_factory):
     return root
 
 
+@pytest.mark.exhaustive
 def test_a_run_is_what_fit_does(compared):
     (one,) = (compared / "out/FedPer/seed_3").glob("*/*/checkpoints/last.ckpt")
     (other,) = (compared / "runs").glob("FedPer-*/*/checkpoints/last.ckpt")
@@ -491,6 +499,7 @@ def test_a_run_is_what_fit_does(compared):
     assert equal(load(one)["federation"], load(other)["federation"])
 
 
+@pytest.mark.exhaustive
 def test_every_run_has_its_configuration_beside_it(compared):
     (row,) = read_csv(compared / "out/runs.csv")
     assert row["method"] == "FedPer"
@@ -498,6 +507,7 @@ def test_every_run_has_its_configuration_beside_it(compared):
     assert read_csv(compared / "out/comparison.csv")[0]["configs"] == row["config"]
 
 
+@pytest.mark.exhaustive
 def test_methods_start_alike(compared):
     (row,) = read_csv(compared / "out/runs.csv")
     (path,) = (compared / "runs").glob("FedProx-*/*/summary.json")
@@ -505,6 +515,7 @@ def test_methods_start_alike(compared):
     assert row["seed"] == "3" and all(row[name] == str(other[name]) for name in ("partition", "initial"))
 
 
+@pytest.mark.exhaustive
 def test_the_table_is_there_in_all_forms(compared):
     out = compared / "out"
     text = (out / "comparison.md").read_text()
@@ -516,6 +527,7 @@ def test_the_table_is_there_in_all_forms(compared):
     assert (out / "report.html").read_text().count("<svg") == 4
 
 
+@pytest.mark.exhaustive
 def test_runs_are_logged_to_one_group_of_weights_and_biases(compared):
     (path,) = (compared / "out/FedPer/seed_3/wandb").glob("offline-run-*/run-*.wandb")
     (run,) = [record.run for record in records(path) if record.WhichOneof("record_type") == "run"][:1]
@@ -562,6 +574,7 @@ def test_mean_and_spread_are_over_seeds(stand_in, capsys):
     assert float(row["final/test/acc std"]) == pytest.approx(0.1)
 
 
+@pytest.mark.exhaustive
 def test_one_seed_has_no_spread(stand_in):
     compare("--methods Local --data Digits")
     assert "| Local | 50.00 | 50.00 |" in (OUT / "comparison.md").read_text()
@@ -584,6 +597,7 @@ def test_new_clients_have_columns(stand_in, capsys):
     assert "New clients took no part" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_epsilon_has_a_column(stand_in):
     stand_in(FedAvg={"privacy": {"unit": "client", "epsilon": 7.99999}})
     assert compare("--methods FedAvg Local --data Digits") == 0
@@ -603,6 +617,7 @@ def test_what_has_finished_is_not_run_again(stand_in, capsys):
     assert [", made earlier" in line for line in printed.splitlines() if line[:1] == "["] == [True, False, False, False]
 
 
+@pytest.mark.exhaustive
 def test_every_run_goes_on_where_it_stopped(stand_in):
     compare("--methods Local --data Digits")
     assert calls()[0]["words"][-2:] == ["--ckpt_path", "last"]
@@ -641,6 +656,7 @@ def test_a_folder_of_other_settings_is_refused(stand_in, capsys, tmp_path):
     assert len(calls()) == 1
 
 
+@pytest.mark.exhaustive
 def test_methods_with_the_same_numbers_are_named(stand_in, capsys):
     stand_in(FedAvg={"accuracy": 0.7}, FedPer_1={"accuracy": 0.61})
     assert compare("--methods Local FedAvg FedPer FedProx Ditto --data Digits --seeds 0 1") == 0
@@ -660,6 +676,7 @@ def test_methods_without_accuracies_are_not_called_the_same(stand_in, capsys):
     ("plan", "words"),
     [({"partition": "q"}, "partitions"), ({"initial": "j"}, "initial weights"), ({"cohort": "0 2"}, "cohorts")],
 )
+@pytest.mark.by_default("plan0-partitions")
 def test_what_is_not_the_same_is_named(stand_in, capsys, plan, words):
     stand_in(FedAvg_1=plan)
     assert compare("--methods Local FedAvg --data Digits --seeds 0 1") == 0
@@ -668,12 +685,14 @@ def test_what_is_not_the_same_is_named(stand_in, capsys, plan, words):
     assert "seed 0: FedAvg" not in out and "Same partition" not in out
 
 
+@pytest.mark.exhaustive
 def test_jobs_run_at_the_same_time_with_one_thread_each(stand_in):
     stand_in(Local={"until": "begun_FedAvg"}, FedAvg={})
     compare("--methods Local FedAvg --data Digits --jobs 2")
     assert {call["OMP_NUM_THREADS"] for call in calls()} == {"1"}
 
 
+@pytest.mark.exhaustive
 def test_threads_are_left_alone_where_one_runs_at_a_time_or_they_are_set(stand_in, monkeypatch):
     compare("--methods Local --data Digits")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
@@ -747,6 +766,7 @@ def test_a_run_is_not_started_twice(stand_in, capsys):
     assert len(calls()) == 1
 
 
+@pytest.mark.exhaustive
 def test_seeds_share_their_partition_unless_it_is_to_vary(stand_in):
     compare("--methods Local --data Digits --seeds 0 7")
     compare("--methods Local --data Digits --seeds 0 7 --vary_data --out varied")
@@ -757,6 +777,7 @@ def test_seeds_share_their_partition_unless_it_is_to_vary(stand_in):
     assert seeds == [None, None, "0", "7"]
 
 
+@pytest.mark.exhaustive
 def test_runs_share_a_group_of_weights_and_biases(stand_in, monkeypatch):
     compare("--methods Local --data Digits")
     monkeypatch.setenv("WANDB_RUN_GROUP", "mine")
@@ -807,6 +828,7 @@ def test_files_behind_a_plus_win_over_all_files_and_flags_over_them():
         assert list(choice.among([*data, "--x", "1"])) == [*mine[:2], *data, *mine[2:], "--x", "1"]
 
 
+@pytest.mark.exhaustive
 def test_options_of_fit_stand_behind_the_method(stand_in, configs):
     compare("--methods FedProx+mu.yaml --data Digits --model.mu=-0 -c mu.yaml --seeds 4")
     words = calls()[0]["words"]

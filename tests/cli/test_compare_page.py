@@ -153,6 +153,7 @@ def test_settings_that_differ_are_told_by_method_and_others_once(html):
     assert not any("num_classes" in cell for cell in cells)
 
 
+@pytest.mark.exhaustive
 def test_the_same_runs_give_the_same_page(html, methods):
     assert html == page("runs & all", CELLS, {(3, 1)}, "Test accuracy.", ["A note."], methods, "test/acc", Monitor())
 

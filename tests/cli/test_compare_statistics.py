@@ -40,12 +40,14 @@ def marks(simulated):
     return np.array([[marked for _, marked in differences_to(table, "m0").values()] for table in simulated])
 
 
+@pytest.mark.exhaustive
 def test_one_comparison_of_equal_methods_is_marked_in_five_per_cent_of_tables():
     found = marks(tables(3000, 2, np.random.default_rng(1)))
     # 5 % within three standard errors: a rule that marks nothing would fail too
     assert found.mean() == pytest.approx(0.05, abs=3 * math.sqrt(0.05 * 0.95 / 3000))
 
 
+@pytest.mark.exhaustive
 def test_tables_of_several_equal_methods_have_any_mark_in_five_per_cent_at_most():
     found = marks(tables(800, 6, np.random.default_rng(2)))
     bound = 0.05 + 2 * math.sqrt(0.05 * 0.95 / 800)

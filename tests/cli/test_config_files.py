@@ -84,6 +84,7 @@ def test_data_leave_the_method_open():
 
 
 @pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.by_default("fedavg-mnist_dir0.1")
 def test_a_pair_keeps_what_both_say(pair, capsys):
     method, data = pair
     config = printed([method, data], capsys)
@@ -112,6 +113,7 @@ def test_statistics_of_a_net_with_batch_norm_stay_with_clients_as_in_the_papers_
     assert statistics and not any(map(client.is_shared, statistics))
 
 
+@pytest.mark.exhaustive
 def test_the_order_of_a_pair_does_not_matter(capsys):
     files = [CONFIGS / "methods" / "fedprox.yaml", CONFIGS / "protocols" / "digits_pat2.yaml"]
     assert printed(files, capsys) == printed(files[::-1], capsys)
@@ -124,6 +126,7 @@ def tiny(tmp_path_factory):
 
 
 @pytest.mark.parametrize("pair", RUNS)
+@pytest.mark.by_default(but=["fedavg-mnist_dir0.1"])
 def test_a_pair_runs(pair, tiny, monkeypatch):
     method, data = pair
     # torchvision knows the checksums of the real files
@@ -165,6 +168,7 @@ def test_a_protocol_runs_on_a_folder_of_images(tiny):
     assert summary("FedAvg-ImageFolder/version_0")["final"]["test/acc"] >= 0
 
 
+@pytest.mark.exhaustive
 def test_quickstart_learns():
     # of twenty rounds the first eight
     pfl(f"fit {QUICKSTART} {QUIET} --trainer.max_rounds 8")

@@ -115,6 +115,7 @@ def test_later_files_and_flags_win(built, tmp_path):
 
 
 @pytest.mark.parametrize("given", all_but(["0.4", "3"], ["1", "1.0", "0.4", "3"]))
+@pytest.mark.by_default("1")
 def test_clients_are_counted_by_integers_and_shared_by_fractions(built, capsys, tmp_path, given):
     (tmp_path / "given.yaml").write_text(f"trainer: {{clients_per_round: {given}}}")
     (tmp_path / "again.yaml").write_text(printed(f"fit {QUICKSTART} --config given.yaml", capsys))
@@ -128,6 +129,7 @@ def test_clients_are_counted_by_integers_and_shared_by_fractions(built, capsys, 
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "join"])
+@pytest.mark.by_default("fit")
 def test_what_is_printed_is_a_config(command, capsys, tmp_path):
     text = printed(f"{command} {QUICKSTART} --aggregator WeightedAverage", capsys)
     (tmp_path / "again.yaml").write_text(text)
@@ -175,6 +177,7 @@ def test_nobody_joins_where_nobody_was_held_out(trained, capsys):
         assert [path.name for path in Path("runs/cwFedAvg-Digits").iterdir()] == ["version_0"]
 
 
+@pytest.mark.exhaustive
 def test_a_run_keeps_a_config_that_runs_again(trained):
     pfl(f"fit --config {CHECKPOINTS.parent}/config.yaml")
     pfl(f"test --config {CHECKPOINTS.parent}/config.yaml --ckpt_path last")
@@ -210,6 +213,7 @@ def test_a_refused_checkpoint_leaves_its_run_as_it_was(trained, capsys):
 
 
 @pytest.mark.parametrize("which", ["best", "last", str(CHECKPOINTS / "best.ckpt")])
+@pytest.mark.by_default("best")
 def test_evaluations_find_the_run_after_other_evaluations(which, trained, capsys):
     shown = []
     for command in ("validate", "test", "validate"):
@@ -220,6 +224,7 @@ def test_evaluations_find_the_run_after_other_evaluations(which, trained, capsys
     assert shown[0] == shown[2]
 
 
+@pytest.mark.exhaustive
 def test_loggers_get_the_whole_config():
     Remembering.parameters = {}
     pfl(f"fit {SMALL} --trainer.max_rounds 1 --trainer.logger test_main.Remembering")
@@ -244,6 +249,7 @@ def test_the_package_is_the_command_line_too():
     assert "pfl-lightning COMMAND" in shown.stdout
 
 
+@pytest.mark.exhaustive
 def test_starting_loads_nothing_heavy_beyond_what_lightning_loads():
     heavy = ["sklearn", "matplotlib.pyplot", "wandb", "torchvision.datasets", "pandas", "PIL.Image"]
     loaded = f"print([name for name in {heavy} if name in sys.modules])"
@@ -253,6 +259,7 @@ def test_starting_loads_nothing_heavy_beyond_what_lightning_loads():
     assert before == after
 
 
+@pytest.mark.exhaustive
 def test_users_are_not_told_what_they_cannot_act_upon(caplog):
     log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     with caplog.at_level(logging.INFO, log.name):

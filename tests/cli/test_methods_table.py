@@ -32,6 +32,7 @@ def rows():
 
 
 @pytest.mark.parametrize("method", swept(METHODS))
+@pytest.mark.by_default("FedAWA", "FedProto", "FedReMa")
 def test_the_stored_table_is_what_is_measured(method, rows):
     said = "write what pfl-lightning methods --measure --format csv prints into src/pfl_lightning/methods/table.csv"
     assert [row["method"] for row in rows] == [method.name for method in METHODS], said
@@ -61,6 +62,7 @@ def test_the_documents_have_the_table(form, rows):
 @pytest.mark.parametrize(
     "file", swept(sorted((CONFIGS / "methods").glob("*.yaml")), ("fedavg", "cwfedavg", "fedrema_af"), lambda f: f.stem)
 )
+@pytest.mark.by_default("fedavg")
 def test_every_configured_pair_is_in_the_table(file):
     assert pair_of(file) in {method.pair for method in METHODS}
 
@@ -86,6 +88,7 @@ def test_every_method_has_a_name_and_a_paper_of_its_year():
             assert 2016 < int(paper[-4:]) < 2030 and url.startswith("https://"), method.name
 
 
+@pytest.mark.exhaustive
 def test_all_methods_start_from_the_same_net():
     initial = {}
     for method in METHODS:
@@ -138,6 +141,7 @@ class Everyone(WeightedAverage):
         return super().aggregate(updates, round)
 
 
+@pytest.mark.exhaustive
 def test_data_that_are_looked_at_are_needed():
     assert row(Method("Curious", Curious))["needs"] == "validation data"
     assert row(Method("FedAvg", FedAvg))["needs"] == ""

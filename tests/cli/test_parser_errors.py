@@ -97,6 +97,7 @@ def parser():
 
 
 @pytest.mark.parametrize("case", ROWS, ids=lambda case: " ".join([case[1], *case[3:]]))
+@pytest.mark.by_default(but=["config quickstart --model FedP", "ckstart --model.lr_scheduler S"])
 def test_a_mistake_meets_its_row_and_gets_its_sentence(case, parser, monkeypatch, tmp_path):
     beginning, line, wanted, *content = case
     (tmp_path / "mine.yaml").write_text("".join(content))

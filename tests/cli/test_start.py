@@ -101,6 +101,7 @@ LEFT = [
 
 
 @pytest.mark.parametrize("line", LIGHT)
+@pytest.mark.by_default("status")
 def test_help_lists_and_mistakes_need_no_torch(line):
     done = subprocess.run([sys.executable, "-c", PROGRAM, *line.split()], capture_output=True, text=True, check=True)
     assert done.stderr.splitlines()[-1] == f"{LIGHT[line]} []"
@@ -131,6 +132,7 @@ def test_a_file_of_the_user_is_there(tmp_path):
 
 
 @pytest.mark.parametrize("command", TRAINER)
+@pytest.mark.by_default("test")
 def test_options_read_from_source_are_the_parser_s(command):
     parser = commands_of(new_parser())[command]
     known = options_of(command)
@@ -145,6 +147,7 @@ def test_options_read_from_source_are_the_parser_s(command):
 
 
 @pytest.mark.parametrize("source", [None, "", "class Trainer:\n    def", "class Trainer: pass"])
+@pytest.mark.by_default(but=["class Trainer:\\n    def"])
 def test_options_that_cannot_be_read_are_left_to_the_parser(source, monkeypatch):
     line = CommandLine(f"fit {QUICKSTART} --trainer.max_round 3".split())
     with pytest.raises(UsageError, match=r"trainer.max_round is not an option; did you mean trainer.max_rounds\?"):

@@ -60,6 +60,7 @@ def mine(tmp_path, monkeypatch):
         ("--model FedAvg --data masks_and_marks.Marks --model.net MLP --trainer.monitor val/f1", "f1"),
     ],
 )
+@pytest.mark.by_default("--model FedAvg --data masks_an")
 def test_a_task_goes_from_the_data_to_the_client(line, metric, capsys):
     pfl(f"fit {line} {SETTINGS}")
     (written,) = Path("runs").glob("*/*/summary.json")

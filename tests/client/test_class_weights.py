@@ -54,6 +54,7 @@ def test_balanced_weights_are_those_of_scikit_learn():
 
 @pytest.mark.parametrize("weights", ["balanced", (1.0, 5.0, 0.2)])
 @pytest.mark.parametrize("method", [FedAvg, Ditto, ControlVariates, FedRoD])
+@pytest.mark.by_default("FedAvg-weights1", "Ditto-balanced", "ControlVariates-weights1", "FedRoD-balanced")
 def test_engines_agree(method, weights):
     still = partial(SGD, lr=0.1)
     alone = weights_after(run_of(method, weights, optimizer=still))

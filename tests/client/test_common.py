@@ -310,6 +310,7 @@ def test_processes_give_the_same_bits(method):
 
 
 @pytest.mark.parametrize("method", all_but([MOON, PFedMe], [FedPer, Ditto, MOON, PFedMe, ControlVariates]))
+@pytest.mark.by_default("Ditto")
 def test_a_run_goes_on_with_what_its_checkpoint_has_frozen(method, tmp_path):
     make = partial(make_client, method, net=half_frozen)
     whole = fit(make(), max_rounds=4)

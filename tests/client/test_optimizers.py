@@ -54,6 +54,7 @@ class Rates(FedAvg):
     ("configure", "engine"),
     [(adam, Sequential), (adam, Processes), (adam, Vectorised), (trainable_adam, Sequential)],
 )
+@pytest.mark.by_default("adam-Vectorised", "trainable_adam-Sequential")
 def test_clients_train_by_an_overridden_configure_optimizers(configure, engine):
     settings = {"max_rounds": 2, "engine": engine}
     own = fit(make_client(overriding(FedRep, configure), optimizer=MOMENTUM), **settings)

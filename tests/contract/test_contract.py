@@ -630,6 +630,7 @@ ALL = {
 
 
 @pytest.mark.parametrize("name", swept(ALL, ("previous", "server-optimiser", "phases", "everyone"), str))
+@pytest.mark.by_default("previous", "server-optimiser")
 def test_toy_methods_resume_bit_for_bit(name, tmp_path):
     cls, server = ALL[name]
 

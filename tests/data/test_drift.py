@@ -79,6 +79,7 @@ def test_a_division_is_a_function_of_the_seed_and_the_round():
 
 @pytest.mark.parametrize("settings", [{}, {"evaluate": "both", "clients_per_round": 2}, {"cohort": Oort()}])
 @pytest.mark.parametrize("pause", [START - 1, START])
+@pytest.mark.by_default("2-settings0", "3-settings1", "3-settings2")
 def test_resuming_across_the_change_is_bit_for_bit(pause, settings, tmp_path):
     settings = {"max_rounds": 5, "test_every_round": True, **settings}
     whole = fit(make_client(), drifting(), **settings)

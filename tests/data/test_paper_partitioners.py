@@ -279,6 +279,7 @@ def test_dominant_labels_for_any_clients_and_classes(num_clients, num_classes, n
 
 @pytest.mark.parametrize(("num_clients", "num_classes", "n"), POOLS)
 @pytest.mark.parametrize("fraction", [0.0, 0.2, 1.0])
+@pytest.mark.by_default(but=["0.0-40-100-20000", "0.2-40-100-20000", "1.0-40-100-20000"])
 def test_none_takes_the_most_that_fits(num_clients, num_classes, n, fraction):
     labels = mixed_labels(n, num_classes)
 

@@ -39,6 +39,7 @@ def data(resident, leaf):
 
 @pytest.mark.parametrize("engine", ["sequential", "processes", "auto"])
 @pytest.mark.parametrize("method", [FedAvg, Ditto, PACClient])
+@pytest.mark.by_default("FedAvg-auto", "Ditto-processes", "PACClient-sequential")
 def test_the_numbers_are_those_of_clients_in_memory(method, engine, monkeypatch):
     monkeypatch.setattr("pfl_lightning.data.samples.CHUNK", BATCH)
     runs = [

@@ -44,6 +44,7 @@ def test_small_nets_are_vectorised(taken, caplog):
 
 
 @pytest.mark.parametrize(("workers", "engine"), [(1, "sequential"), (2, "processes")])
+@pytest.mark.by_default("1-sequential")
 def test_larger_steps_are_for_all_cores(taken, caplog, monkeypatch, workers, engine):
     monkeypatch.setattr(auto, "PARAMETERS", 10)
     runs = [fit(make_client(), engine=e, workers=workers) for e in ("sequential", "auto")]
@@ -88,6 +89,7 @@ def test_cores_are_counted_where_nobody_says(taken, monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.by_default("1")
 def test_a_method_that_cannot_be_vectorised_falls_back_with_the_same_result(caplog, workers):
     runs = [fit(make_client(Values), engine=e, workers=workers) for e in (Sequential, Auto)]
     assert same_end(*runs)

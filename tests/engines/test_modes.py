@@ -54,6 +54,7 @@ MAKE = {
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("how", MAKE)
+@pytest.mark.by_default("by eval-sequential", "by train-vectorised")
 def test_statistics_of_a_frozen_layer_stand_still(how, engine):
     run = fit(MAKE[how](), engine=engine, workers=2, evaluate="both")
     assert not run.weights[MEAN].any()
@@ -61,6 +62,7 @@ def test_statistics_of_a_frozen_layer_stand_still(how, engine):
 
 
 @pytest.mark.parametrize("how", MAKE)
+@pytest.mark.by_default("by eval")
 def test_so_they_do_on_ranks_and_where_an_evaluation_trains(how):
     run = fit(MAKE[how](), devices=2, strategy=ClientParallel(start_method="fork"))
     assert not run.model.state_dict()[MEAN].any()
@@ -69,6 +71,7 @@ def test_so_they_do_on_ranks_and_where_an_evaluation_trains(how):
 
 
 @pytest.mark.parametrize("engine", ENGINES[:3])
+@pytest.mark.by_default(but=["processes"])
 def test_frozen_dropout_drops_nothing(engine):
     def without(input_shape, num_classes):
         net = noisy(input_shape, num_classes)
@@ -98,6 +101,7 @@ class Modes(FederatedCallback):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.by_default(but=["processes"])
 def test_modes_are_as_they_were_outside_of_rounds_and_evaluation_mode_within_an_evaluation(engine):
     given, none = (True, False, True, True), (False,) * 4
     model = MAKE["by eval"]()

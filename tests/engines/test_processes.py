@@ -53,6 +53,7 @@ def one_thread():
 
 @pytest.mark.parametrize("workers", swept([1, 2, 4], ("2",), str))
 @pytest.mark.parametrize("method", [FedAvg, FedPer, FedBABU, WDR])
+@pytest.mark.by_default("FedPer-2")
 def test_any_number_of_workers_gives_the_bits_of_the_sequential_engine(method, workers):
     settings = {"clients_per_round": 0.75, "evaluate": "both", "test_every_round": True}
     make = partial(make_client, method, net=noisy, optimizer_lifetime="run")
@@ -61,6 +62,7 @@ def test_any_number_of_workers_gives_the_bits_of_the_sequential_engine(method, w
     assert same_end(one, other)
 
 
+@pytest.mark.exhaustive
 def test_so_it_does_with_adam_a_server_of_its_own_and_several_networks():
     make = partial(make_client, Local, net=NETS, optimizer=partial(Adam, lr=0.01), optimizer_lifetime="run")
     assert same_end(fit(make()), fit(make(), engine="processes", workers=2))

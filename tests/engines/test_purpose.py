@@ -36,6 +36,7 @@ def told(method, **settings):
         (FedBABU, "before", (True, False), (True, True)),
     ],
 )
+@pytest.mark.by_default(but=["FedBABU-before-trained2-evalua", "FedBABU-before-trained2-evalua"])
 def test_a_download_is_told_its_purpose(engine, method, evaluate, trained, evaluated):
     purposes = told(method, engine=engine, evaluate=evaluate)
     extra = ROUNDS * COHORT if trained == evaluated else 0

@@ -94,6 +94,7 @@ def test_a_schedule_steps_once_a_round():
 
 
 @pytest.mark.parametrize("method", [FedAvg, FedPer, partial(FedProx, mu=0.1), Local])
+@pytest.mark.by_default("Local")
 def test_the_order_of_clients_changes_nothing(method):
     settings = {"net": noisy, "optimizer_lifetime": "run"}
     run = fit(make_client(method, **settings))

@@ -53,6 +53,7 @@ def alike(one, other):
     ],
     ids=["partial", "evaluation_phases", "server", "nets"],
 )
+@pytest.mark.by_default("partial")
 def test_three_ranks_give_the_bits_of_one(make, settings, tmp_path):
     one, three = (on(ranks, make, tmp_path / str(ranks), **settings) for ranks in (1, 3))
     assert alike(one, three)
@@ -63,6 +64,7 @@ def test_more_ranks_than_clients_is_no_mistake(tmp_path):
     assert alike(one, three)
 
 
+@pytest.mark.exhaustive
 def test_a_run_may_change_its_ranks_when_it_resumes(tmp_path):
     whole = on(1, MAKE, tmp_path / "whole")
     on(2, MAKE, tmp_path / "part", max_rounds=1)

@@ -58,6 +58,7 @@ def test_rounds_of_some_steps_are_one_training_of_all():
 
 
 @pytest.mark.parametrize("method", [FedAvg, FedRep])
+@pytest.mark.by_default("FedRep")
 def test_engines_train_on_the_same_batches(method):
     settings = {**SETTINGS, "clients_per_round": 0.75}
     made = partial(make_client, method, optimizer=partial(SGD, lr=0.1))

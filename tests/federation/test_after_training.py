@@ -51,6 +51,7 @@ def summary(run, metrics, part):
 @pytest.mark.parametrize("method", [FedPer, FedBABU])
 @pytest.mark.parametrize("when", ["after", "both"])
 @pytest.mark.parametrize("every", all_but([1], [1, 3]))
+@pytest.mark.by_default("3-both-FedPer")
 def test_every_client_counts_with_the_model_that_it_had_after_its_last_training(method, when, every):
     spy = Last(initial(make_client(method, net=noisy), blobs()))
     settings = {"evaluate": when, "check_val_every_n_epoch": every, "clients_per_round": 1}
@@ -83,6 +84,7 @@ def test_nobody_trains_for_an_evaluation_of_a_finished_run(tmp_path):
 
 
 @pytest.mark.parametrize("tested", [False, True])
+@pytest.mark.by_default("False")
 def test_row_table_summary_and_checkpoints_tell_the_same(tested, tmp_path):
     settings = {"evaluate": "after", "test_every_round": tested, "clients_per_round": 1, "max_rounds": 6}
     run = fit(make_client(FedPer, seed=5), root=tmp_path, **settings)
@@ -105,6 +107,7 @@ def test_row_table_summary_and_checkpoints_tell_the_same(tested, tmp_path):
 
 
 @pytest.mark.parametrize("when", ["after", "both"])
+@pytest.mark.by_default("after")
 def test_a_resumed_run_knows_what_clients_had_before_it(when, tmp_path):
     settings = {"evaluate": when, "test_every_round": True, "clients_per_round": 1, "max_rounds": 4}
     make = partial(make_client, FedPer, net=noisy, optimizer_lifetime="run")
@@ -189,6 +192,7 @@ def test_an_evaluation_of_a_checkpoint_that_fails_leaves_the_federation_as_it_wa
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.by_default("before")
 def test_the_server_s_model_of_the_selected_round_is_tested_from_its_checkpoint(when, tmp_path):
     settings = {"evaluate": when, "max_rounds": 6, "root": tmp_path}
     every = fit(make_client(net=noisy), central(), test_every_round=True, **settings).logger.summary

@@ -109,6 +109,7 @@ class Late(Uniform):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised", "processes"])
+@pytest.mark.by_default("processes")
 def test_numbers_of_numpy_do_not_change_a_resumed_run(engine, tmp_path):
     def go(root: Path, **settings: Any) -> Any:
         optimizer = partial(SGD, lr=np.float64(0.1), momentum=0.9)

@@ -181,6 +181,7 @@ class Silent(Sequential):
 
 
 @pytest.mark.parametrize("evaluate", ["before", "both", "after"])
+@pytest.mark.by_default("before")
 def test_clients_that_cannot_be_evaluated_are_left_out(tmp_path, evaluate):
     # client 0 has trained, and so has metrics of its own model
     run = fit(make_client(), root=tmp_path, engine=Silent, evaluate=evaluate, test_every_round=True)

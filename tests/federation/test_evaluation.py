@@ -67,6 +67,7 @@ def test_without_asking_nothing_is_evaluated_after_training():
 
 
 @pytest.mark.parametrize("when", ["before", "after", "both"])
+@pytest.mark.by_default("after")
 def test_test_parts_are_evaluated_every_round_where_asked(when):
     asked = fit(make_client(FedPer), evaluate=when, test_every_round=True)
     assert all({"val/acc", "test/acc", "test/acc_std", "test/acc_worst"} <= set(row) for row in asked.rows)
@@ -112,6 +113,7 @@ def test_a_federation_without_validation_or_test_parts_runs():
     ids=["no-samples", "no-validation"],
 )
 @pytest.mark.parametrize("engine", ["sequential", "vectorised", "processes"])
+@pytest.mark.by_default("sequential-no-samples", "vectorised-no-samples", "processes-no-samples")
 def test_rounds_are_tested_without_validation_too(data, settings, engine, tmp_path):
     watch = WatchedMetric()
     settings = {"test_every_round": True, "engine": engine, **settings}

@@ -100,6 +100,7 @@ def test_a_phase_of_training_may_be_of_steps_too():
 
 
 @pytest.mark.parametrize("evaluate", all_but(["after"], ["before", "after", "both"]))
+@pytest.mark.by_default("before")
 def test_it_is_reproducible_and_leaves_no_trace(evaluate, tmp_path):
     settings = {"evaluate": evaluate, "test_every_round": True}
     make = partial(make_client, Tuned, net=noisy, optimizer_lifetime="run")

@@ -45,6 +45,7 @@ def test_seeds_are_fixed_for_all_time():
 
 
 @pytest.mark.parametrize("method", [FedAvg, FedPer])
+@pytest.mark.by_default("FedPer")
 def test_a_run_twice_gives_the_same_bits(method):
     settings = {"clients_per_round": 0.5, "max_rounds": 4}
     runs = [fit(make_client(method, net=noisy, optimizer_lifetime="run"), **settings) for _ in range(2)]

@@ -155,6 +155,7 @@ def test_what_stays_with_a_client_stays_between_its_rounds(kept):
 
 
 @pytest.mark.parametrize("engine", ["vectorised", "processes"])
+@pytest.mark.by_default("processes")
 def test_engines_agree(engine):
     metrics = []
     for name in ("sequential", engine):

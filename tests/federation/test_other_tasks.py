@@ -110,6 +110,7 @@ def test_the_pooled_value_is_that_of_all_samples():
 @pytest.mark.parametrize(
     "method", swept([FedAvg, FedPer, Ditto, ControlVariates], ("FedPer", "ControlVariates"), lambda m: m.__name__)
 )
+@pytest.mark.by_default("FedPer-Regression")
 def test_a_resumed_run_is_the_whole_run(name, method, tmp_path):
     kind = kinds()[name]
     whole = fit(kind, method, rounds=2, root=tmp_path / "whole")
@@ -184,6 +185,7 @@ def joining(input_shape, outputs):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised", "processes", "auto"])
+@pytest.mark.by_default("vectorised")
 def test_a_tree_gives_what_its_columns_give_together(engine):
     kind = kinds()["Regression"]
     tree = Kind(kind.task, kind.x, kind.y, joining, kind.rate)

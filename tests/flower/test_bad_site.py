@@ -119,6 +119,7 @@ def test_a_thousand_invented_greetings_neither_end_the_server_nor_own_a_client(t
 
 
 @pytest.mark.parametrize("evaluate", all_but(["before"], ["before", "both"]))
+@pytest.mark.exhaustive
 def test_rounds_with_a_site_that_invents_answers_end_with_the_columns_of_others(tmp_path, evaluate):
     settings = {"max_rounds": 6, "evaluate": evaluate}
     draw = random.Random(1)
@@ -188,6 +189,7 @@ def columns(tmp_path_factory):
         (metrics_with(other={"acc": 1.0}), r"'other' that nobody has asked for"),
     ],
 )
+@pytest.mark.by_default(but=["inf, which", "299, which", "more that the task"])
 def test_an_evaluation_that_cannot_be_is_left_out_and_told_once(tmp_path, change, words, columns):
     settings = {"max_rounds": 2}
     grid = spoiled(grid_of(make, tmp_path, **settings), change, kinds=("evaluate",))
@@ -230,6 +232,7 @@ def test_a_cohort_goes_on_where_a_site_tells_no_loss(tmp_path):
 
 @pytest.mark.parametrize("task", ["Regression", "MultiLabel", "Segmentation", "NextToken"])
 @pytest.mark.parametrize("number", all_but([-1e300, math.nan, 1e200], [math.inf, -1e300, math.nan, -3.0, 1e200]))
+@pytest.mark.by_default("-3.0-NextToken")
 def test_sums_of_pooled_metrics_are_looked_at(tmp_path, task, number):
     kind = kinds()[task]
     own, data = partial(client_of, kind, FedPer), partial(OfKind, kind)
@@ -340,6 +343,7 @@ ESCAPED = "the disk\r\n is \x1b[31mfull\x1b[0m\x1b]0;title\x07 of\x07 \u202ebits
         lambda records: {"failure": {"reason": ESCAPED}},
     ],
 )
+@pytest.mark.by_default("<lambda>0")
 def test_a_reason_has_no_commands_to_a_terminal(tmp_path, told):
     def change(records):
         changed = told(records)
@@ -381,6 +385,7 @@ def times(factor):
 
 
 @pytest.mark.parametrize("factor", [-50, 1])
+@pytest.mark.by_default("-50")
 def test_an_update_far_above_the_median_norm_is_told_once_and_counts(tmp_path, factor):
     settings = {"max_rounds": 3}
     grid = spoiled(grid_of(make, tmp_path, **settings), times(factor), kinds=("train",))

@@ -25,6 +25,7 @@ SOME = ("Local", "FedPer", "cwFedAvg", "FedReMa", "SCAFFOLD", "FedProto")
 
 # one that pools samples is refused at sites, see tests/methods/test_pooled.py
 @pytest.mark.parametrize("method", swept([method for method in METHODS if not method.client.pools], SOME))
+@pytest.mark.by_default("SCAFFOLD")
 def test_a_deployment_equals_the_simulation(method, tmp_path):
     own = {"optimizer_lifetime": "run", **OWN.get(method.name, {})}
     make = partial(make_client, method.client, net=noisy, **own)

@@ -102,6 +102,7 @@ def test_a_mistake_ends_the_servers_app_in_a_sentence(app, flags, words, capsys)
     assert text.getvalue() == f"{ended.value}\n"
 
 
+@pytest.mark.exhaustive
 def test_packaged_configurations_stay_names(app):
     with pytest.raises(SystemExit):
         pfl("flower new other --config methods/fedper --config protocols/digits_iid --config mine.yaml")
@@ -176,6 +177,7 @@ def test_a_list_of_keys_is_read_or_refused_in_a_sentence(tmp_path):
             apps.keys_in(tmp_path / "sites.yaml")
 
 
+@pytest.mark.exhaustive
 def test_seeds_of_server_and_sites_are_those_of_the_configuration(app):
     torch.manual_seed(9)
     config = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]

@@ -21,6 +21,7 @@ KINDS = {"top-k": TopK(0.25), "sign": Sign(), "8 bits": EightBits()}
 
 
 @pytest.mark.parametrize("name", swept(KINDS, ("top-k", "8 bits"), str))
+@pytest.mark.by_default("8 bits")
 def test_a_deployment_has_the_bits_and_bytes_of_a_simulation(name, tmp_path):
     kind = KINDS[name]
     remote = deploy(grid_of(make, tmp_path, compression=kind), make, compression=kind)

@@ -46,6 +46,7 @@ def outputs(model: ClientModule) -> Any:
         pytest.param(FedBABU, plain, id="trained-for-evaluation"),
     ],
 )
+@pytest.mark.by_default("trained-for-evaluation")
 def test_a_clients_model_is_that_of_the_federations_checkpoint(method, nets, tmp_path):
     run = fit(make_client(method, net=nets), root=tmp_path / "run", max_rounds=2)
     site_of(run, tmp_path / "site", 1, 3)

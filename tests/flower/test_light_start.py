@@ -19,6 +19,7 @@ def said(code: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.exhaustive
 def test_apps_load_nothing_that_they_may_never_need():
     code = f"""
         import sys

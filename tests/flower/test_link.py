@@ -35,6 +35,7 @@ def test_clients_of_all_architectures_are_asked_at_once(tmp_path):
     assert len([kind for kind, node in grid.asked if kind == "train"]) == 4
 
 
+@pytest.mark.exhaustive
 def test_a_site_keeps_the_versions_that_checkpoints_name_and_no_others(tmp_path):
     grid = grid_of(make, tmp_path / "sites", max_rounds=5)
     run = deploy(grid, make, tmp_path / "server", max_rounds=5)
@@ -73,6 +74,7 @@ class Moving:
 
 
 @pytest.mark.parametrize("back_as", [12, 13])
+@pytest.mark.by_default("13")
 def test_a_node_that_dies_in_mid_round_is_asked_again_when_it_is_back(tmp_path, back_as):
     grid = grid_of(make, tmp_path, max_rounds=2)
     if back_as != 12:
@@ -86,6 +88,7 @@ def test_a_node_that_dies_in_mid_round_is_asked_again_when_it_is_back(tmp_path, 
     assert [row["clients"] for row in run.rows] == [4, 4]
 
 
+@pytest.mark.exhaustive
 def test_a_round_ends_at_its_time_out_with_those_that_answered(tmp_path):
     grid = grid_of(make, tmp_path, max_rounds=2)
     grid.spoil = lambda node, kind, content: grid.silent.add(12) if kind == "evaluate" else None
@@ -121,6 +124,7 @@ def test_clients_without_a_site_are_named(tmp_path):
         ({"key of 11": [0, 2], "key of 13": [1, 3]}, 1),
     ],
 )
+@pytest.mark.by_default(but=["keys0-None"])
 def test_ids_belong_to_the_keys_of_the_server_s_list(tmp_path, keys, refused):
     grid = grid_of(make, tmp_path, max_rounds=1)
     serving = {"keys": {key: dict.fromkeys(ids, 100) for key, ids in keys.items()}, "patience": 0.2}

@@ -110,6 +110,13 @@ REFUSED_BY_THE_TEMPLATE = ("a missing name", "a wrong type", "infinity")
 
 
 @pytest.mark.parametrize("what", all_but(REFUSED_BY_THE_TEMPLATE, POISON))
+@pytest.mark.by_default(
+    "false counts",
+    "another round's answer",
+    "metrics that are a list",
+    "an answer that is a number",
+    "a token that is a number",
+)
 def test_poison_leaves_its_client_out_and_nobody_else(what, tmp_path, without):
     change, words = POISON[what]
     grid = grid_of(make, tmp_path, max_rounds=2)

@@ -22,6 +22,7 @@ def test_sites_send_weights_alone_and_get_the_model_of_a_simulation(tmp_path):
         assert [row[name] for row in remote.rows] == [row[name] for row in here.rows]
 
 
+@pytest.mark.exhaustive
 def test_noise_is_not_of_the_seed_that_sites_know(tmp_path):
     remote = deploy(grid_of(make_client, tmp_path), make_client, aggregator=DPAverage(noise_multiplier=1.0))
     here = fit(make_client(), aggregator=DPAverage(noise_multiplier=1.0))

@@ -20,6 +20,7 @@ SECURE = {"example_privacy": DPSGD(1.0, 0.5)}
 
 
 @pytest.mark.parametrize("method", [None, FedPer])
+@pytest.mark.by_default("None")
 def test_sites_draw_noise_that_no_seed_tells(method, tmp_path):
     def make():
         return make_client(*filter(None, [method]))

@@ -34,6 +34,7 @@ make = partial(make_client, FedPer, net=noisy)
 
 
 @pytest.mark.parametrize("evaluate", ["before", "after"])
+@pytest.mark.by_default("after")
 def test_summaries_are_those_of_a_simulation(tmp_path, evaluate):
     settings = {"evaluate": evaluate, "max_rounds": 4, "client_states": "disk"}
     here = fit(make(), root=tmp_path / "here", **settings)
@@ -48,6 +49,7 @@ def test_summaries_are_those_of_a_simulation(tmp_path, evaluate):
 
 
 @pytest.mark.parametrize(("evaluate", "column"), [("both", "val_after/acc"), ("after", "val/acc")])
+@pytest.mark.by_default("after-val/acc")
 def test_a_run_goes_on_though_nobody_has_answered_yet(tmp_path, evaluate, column):
     settings = {"evaluate": evaluate, "max_rounds": 2}
     grid = grid_of(make, tmp_path / "sites", **settings)
@@ -96,6 +98,7 @@ class Own(Blobs):
         return self.whole.size(self.first + 2 * client, split)
 
 
+@pytest.mark.exhaustive
 def test_sites_hold_their_own_clients_and_the_server_nothing(tmp_path):
     def worker(context):
         client, data = make(), Own(context.node_id - 11, batch_size=5)
@@ -110,6 +113,7 @@ def test_sites_hold_their_own_clients_and_the_server_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("task", list(kinds()))
+@pytest.mark.by_default("Segmentation")
 def test_every_task_can_be_deployed(tmp_path, task):
     kind = kinds()[task]
     own, data = partial(client_of, kind, FedPer), partial(OfKind, kind)
@@ -142,6 +146,7 @@ def test_a_site_that_has_lost_what_is_sent_once_says_so(tmp_path):
     assert run.rows[1]["clients_refused"] == 2
 
 
+@pytest.mark.exhaustive
 def test_a_round_tells_what_sites_took(tmp_path):
     settings = {"max_rounds": 4, "check_val_every_n_epoch": 2, "clients_per_round": 0.5}
     rows = deploy(grid_of(make, tmp_path, **settings), make, **settings).rows
@@ -150,6 +155,7 @@ def test_a_round_tells_what_sites_took(tmp_path):
     assert all(0 < row["time/site"] < row["time/train"] for row in rows)
 
 
+@pytest.mark.exhaustive
 def test_half_precision_travels_as_it_is(tmp_path):
     settings = {"max_rounds": 2, "precision": "bf16-true"}
     here = fit(make(), **settings)

@@ -14,6 +14,7 @@ from pfl_lightning.callbacks import SignFlip
 
 
 @pytest.mark.parametrize("mean", [TrimmedMean(1), Bucketing(CoordinateMedian())], ids=lambda mean: mean.name)
+@pytest.mark.by_default("Bucketing+CoordinateMedian")
 def test_a_deployment_ends_as_its_simulation(mean, tmp_path):
     remote = deploy(grid_of(make_client, tmp_path), make_client, aggregator=WeightedAverage(mean=mean))
     assert equal(remote.weights, fit(make_client(), aggregator=WeightedAverage(mean=mean)).weights)

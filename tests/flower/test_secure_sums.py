@@ -48,6 +48,7 @@ METHODS = {
 
 @pytest.mark.parametrize("nodes", [FOUR, TWO], ids=len)
 @pytest.mark.parametrize("name", swept(METHODS, ("SCAFFOLD", "networks"), str))
+@pytest.mark.by_default("SCAFFOLD-2")
 def test_a_deployment_ends_as_its_simulation_to_the_bit(name, nodes, tmp_path):
     make, aggregator = METHODS[name]
     remote, grid = deployed(tmp_path, make, nodes, aggregator)
@@ -60,6 +61,7 @@ def test_a_deployment_ends_as_its_simulation_to_the_bit(name, nodes, tmp_path):
     assert not any(grid.memories.values())
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_goes_on_ends_as_one_that_never_stopped(tmp_path):
     make, settings = partial(make_client, FedPer), {"secure_sum": SecureSum()}
     grid = grid_of(make, tmp_path / "sites", nodes=FOUR, **settings)
@@ -87,6 +89,7 @@ def test_the_server_gets_no_update_and_its_callbacks_see_one_mean(tmp_path):
         assert all(equal(first, other) for other in others)
 
 
+@pytest.mark.exhaustive
 def test_bytes_are_those_of_the_messages(tmp_path):
     taken = {"up": 0}
 
@@ -127,6 +130,7 @@ def lost(phase, *nodes, first=99):
 
 
 @pytest.mark.parametrize("phase", [OFFER, SHARE, TRAIN, REVEAL])
+@pytest.mark.by_default("query.reveal")
 def test_a_client_may_drop_out_at_any_step(phase, tmp_path):
     with pytest.warns(UserWarning, match="client 3"):
         run, _ = deployed(tmp_path, watch=lost(phase, 14), max_rounds=1)
@@ -142,6 +146,7 @@ def near(run, other):
 
 
 @pytest.mark.parametrize("phase", [OFFER, SHARE, REVEAL])
+@pytest.mark.by_default("query.reveal")
 def test_a_site_that_is_gone_is_not_waited_for_for_ever(phase, tmp_path):
     def watch(grid, node, kind, content):
         if node == 14 and kind == phase:
@@ -175,6 +180,7 @@ def test_a_site_that_restarts_has_forgotten_its_secrets_and_is_left_out(tmp_path
 
 
 @pytest.mark.parametrize("phase", [OFFER, SHARE, TRAIN])
+@pytest.mark.by_default("query.offer")
 def test_without_enough_sites_a_round_has_no_sum_and_the_run_goes_on(phase, tmp_path):
     with pytest.warns(UserWarning, match="round 1 has no sum: 2 of 4 clients are left"):
         run, _ = deployed(tmp_path, watch=lost(phase, 13, 14, first=2))
@@ -232,6 +238,7 @@ def test_a_bad_site_can_spoil_a_sum_and_not_unseen(bad, tmp_path):
         (REVEAL, lambda r: r.pop("1/shares")),
     ],
 )
+@pytest.mark.by_default(but=["query.share-<lambda>1", "query.reveal-<lambda>0"])
 def test_what_a_bad_site_sends_in_the_other_steps_never_ends_the_run(kind_, change, tmp_path):
     def watch(grid, node, kind, content):
         if node == 12 and kind == kind_:
@@ -243,6 +250,7 @@ def test_what_a_bad_site_sends_in_the_other_steps_never_ends_the_run(kind_, chan
 
 
 @pytest.mark.parametrize("at_sites", [None, SecureSum(bits=20), SecureSum(range=4)])
+@pytest.mark.by_default("None")
 def test_a_site_that_sums_otherwise_sends_nothing(at_sites, tmp_path):
     grid = grid_of(make_client, tmp_path, nodes=FOUR, secure_sum=at_sites)
     with pytest.warns(UserWarning, match="trainer.secure_sum"):

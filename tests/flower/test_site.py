@@ -184,6 +184,7 @@ def test_a_site_alone_refuses_what_rows_of_all_clients_decide(settings, says):
     assert Site(clinic(both, **settings), [2]).size(2, "train") == 24
 
 
+@pytest.mark.exhaustive
 def test_a_site_takes_the_vocabulary_of_the_app_and_a_path_of_its_own(tmp_path):
     table_of(*SITES[1]).to_csv(tmp_path / "own.csv", index=False)
     (tmp_path / "names.csv").write_text("age,sex,ill,who\n")

@@ -284,6 +284,7 @@ def test_spoiled_messages_are_refused_in_a_sentence(spoil, request, monkeypatch)
 
 
 @pytest.mark.parametrize("name", [name for name in CLAIMS if name not in SOUND])
+@pytest.mark.by_default(but=["the same bytes a thousand times"])
 def test_what_is_unsound_in_itself_is_refused_without_a_template(name, monkeypatch):
     monkeypatch.setattr(wire, "made", lambda *args: pytest.fail("something is made of it"))
     content = pack({"5": UPDATE})

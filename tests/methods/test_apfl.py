@@ -40,6 +40,7 @@ def sent(method, **settings):
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
+@pytest.mark.by_default("0.5-parameters")
 def test_the_model_that_travels_is_fedavg_s_whatever_the_share(mix, alpha):
     assert equal(sent(partial(APFL, mix=mix, alpha=alpha)), sent(FedAvg))
 
@@ -117,6 +118,7 @@ def test_the_share_stays_between_0_and_1():
 
 
 @pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.by_default("outputs")
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(mix, tmp_path):
     check_order_and_resume(partial(APFL, mix=mix), tmp_path)
 

@@ -69,6 +69,7 @@ def client(own=1, clients=3, **settings):
 
 
 @pytest.mark.parametrize("net", [plain, noisy])
+@pytest.mark.by_default("plain")
 def test_t12_with_its_own_core_alone_and_no_relationships_learnt_it_is_local_bit_for_bit(net):
     settings = {"net": net, "optimizer_lifetime": "run"}
     apple, local = (fit(make_client(method, **settings)) for method in (ALONE, Local))
@@ -180,6 +181,7 @@ def test_under_pfllib_a_client_without_a_batch_keeps_its_core():
     assert equal(sent, {name: tensor.detach() for name, tensor in cores[1].items()})
 
 
+@pytest.mark.exhaustive
 def test_the_penalty_draws_relationships_to_p_and_fades():
     def distance(**settings):
         run = fit(make_client(partial(APPLE, rho_lr=0.5, **settings)), max_rounds=3)
@@ -300,6 +302,7 @@ def test_a_client_that_stays_away_keeps_its_core_and_its_relationships():
         assert torch.equal(rho(run, k), rho(whole, k))
 
 
+@pytest.mark.exhaustive
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(FAST, tmp_path)
 

@@ -71,6 +71,7 @@ def opposite(ups, downs, length=1.0):
 
 
 @pytest.mark.parametrize("absent", ["last", "skip"])
+@pytest.mark.by_default("skip")
 def test_t12_with_eps1_0_it_never_splits_and_is_uniform_federated_averaging_bit_for_bit(absent):
     settings = {"net": noisy, "optimizer_lifetime": "run"}
     run = fit(make_client(FedAvg, **settings), aggregator=CFL(eps1=0.0, eps2=0.0, warmup=0, absent=absent))
@@ -98,6 +99,7 @@ def test_two_opposite_groups_are_split_exactly_and_each_takes_its_own_mean():
     assert aggregator.global_model() == {}
 
 
+@pytest.mark.exhaustive
 def test_clusters_split_further_and_never_merge():
     aggregator = server(7, warmup=0)
     aggregator.aggregate(uploads(aggregator, opposite([0, 1, 2, 3], [4, 5, 6])), round=0)
@@ -120,6 +122,7 @@ def test_clusters_split_further_and_never_merge():
     ],
     ids=["mean not at rest", "no client moves", "too early", "two clients", "of one mind"],
 )
+@pytest.mark.by_default("two clients")
 def test_each_condition_alone_keeps_a_cluster_whole(settings, steps):
     steps = {"ups": [0, 1], "downs": [2, 3]} | steps
     size = len(steps["ups"] + steps["downs"])
@@ -188,6 +191,7 @@ def test_a_cluster_of_which_nobody_takes_part_keeps_its_model():
     assert aggregator.aggregate({}, round=2) == {} and equal(aggregator.state, state)
 
 
+@pytest.mark.exhaustive
 def test_groups_are_found_in_training_and_better_off_apart():
     settings = {"max_rounds": 8, "local_epochs": 2}
     cfl = fit(make_client(), blobs(data=TwoGroups), aggregator=CFL(eps1=9.0, eps2=0.0, warmup=1), **settings)
@@ -220,6 +224,7 @@ def test_under_a_client_that_shares_a_part_the_part_is_compared():
     assert names == ("net.features.0.weight", "net.features.0.bias", "net.features.1.weight", "net.features.1.bias")
 
 
+@pytest.mark.exhaustive
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     make = partial(make_client, net=noisy, optimizer_lifetime="run")
     settings = {"clients_per_round": 3, "max_rounds": 4}

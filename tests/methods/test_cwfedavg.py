@@ -269,6 +269,7 @@ def test_the_regulariser_moves_the_rows_towards_the_distribution():
     assert gaps[5.0] < 0.15 < 0.4 < gaps[0.0]
 
 
+@pytest.mark.exhaustive
 def test_switched_off_it_is_fedavg_bit_for_bit():
     average = {"aggregator": WeightedAverage()}
     assert equal(fit(make_client(WDR, wdr_lambda=0), **average).weights, fit(make_client(FedAvg)).weights)
@@ -282,6 +283,7 @@ def test_the_order_of_uploads_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{"layers": "all"}, {"distribution": "counts"}, {}])
+@pytest.mark.by_default("settings0")
 def test_partial_participation_resumes_bit_for_bit(tmp_path, settings):
     def run(root, rounds, ckpt_path=None):
         return fit(

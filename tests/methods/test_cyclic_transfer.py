@@ -73,6 +73,7 @@ def test_a_client_that_diverges_is_left_out():
 
 
 @pytest.mark.parametrize("engine", ["vectorised", "processes"])
+@pytest.mark.by_default("vectorised")
 def test_engines_have_the_same_bits(engine):
     settings = {"evaluate": "both", "clients_per_round": 3}
     alone, other = (
@@ -81,6 +82,7 @@ def test_engines_have_the_same_bits(engine):
     assert equal(dict(alone.weights), dict(other.weights))
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     settings = {"optimizer_lifetime": "run", "net": noisy}
     whole = run_of(client=make_client(FedAvg, **settings), root=tmp_path / "whole", max_rounds=3)

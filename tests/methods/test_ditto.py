@@ -54,6 +54,7 @@ def validation(run):
 
 
 @pytest.mark.parametrize("lifetime", ["round", "run"])
+@pytest.mark.by_default("round")
 def test_untied_personal_models_are_those_of_local_bit_for_bit(lifetime):
     settings = {"net": noisy, "optimizer_lifetime": lifetime}
     ditto, local = (fit(make_client(method, **settings), local_epochs=2) for method in (FREE, Local))
@@ -68,6 +69,7 @@ def test_the_global_model_is_the_same_for_every_weight():
     assert not equal(models(free), models(tied))
 
 
+@pytest.mark.exhaustive
 def test_the_global_model_is_fedavg_s_but_for_the_order_of_batches():
     ditto, average = (fit(make_client(method), blobs(data=Same)) for method in (TIED, FedAvg))
     assert equal(global_model(ditto), average.weights)
@@ -116,6 +118,7 @@ def test_two_rounds_by_hand():
         torch.testing.assert_close(tensor, hand)
 
 
+@pytest.mark.exhaustive
 def test_personal_epochs_are_the_personal_model_s_alone():
     def run(**settings):
         return fit(make_client(TIED, optimizer=STEP, **settings), blobs(data=Same), local_epochs=2)
@@ -176,6 +179,7 @@ def test_the_personal_model_stays_with_its_client_also_over_rounds_without_it():
     assert waited
 
 
+@pytest.mark.exhaustive
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(TIED, tmp_path)
 

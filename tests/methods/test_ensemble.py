@@ -70,6 +70,7 @@ def plain_nets(run):
     return nets
 
 
+@pytest.mark.exhaustive
 def test_order_and_resuming_change_nothing(tmp_path):
     check_order_and_resume(Ensemble, tmp_path)
 

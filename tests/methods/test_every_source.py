@@ -61,6 +61,7 @@ ONE_BY_ONE = {"APPLE", "FedMD", "KT-pFL"}
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("method", swept(METHODS, ("FedPer", "APPLE")))
+@pytest.mark.by_default("FedPer-Datasets", "APPLE-table")
 def test_every_method_takes_every_source_under_every_engine(method, source):
     alone = after_two_rounds(method, source, "sequential")
     assert len(alone) == 2 * len(NAMES) and np.isfinite(alone).all()

@@ -13,6 +13,7 @@ from pfl_lightning.methods.feature_alignment import FeatureAlignment
 
 
 @pytest.mark.parametrize("net", [plain, noisy])
+@pytest.mark.by_default("plain")
 def test_without_its_term_it_is_fedavg_bit_for_bit(net):
     settings = {"net": net, "optimizer_lifetime": "run"}
     aligned, average = fit(make_client(FeatureAlignment, align_lambda=0.0, **settings)), fit(make_client(**settings))
@@ -21,6 +22,7 @@ def test_without_its_term_it_is_fedavg_bit_for_bit(net):
 
 
 @pytest.mark.parametrize("align", ["mse", "l2"])
+@pytest.mark.by_default("l2")
 def test_its_term_changes_the_weights_as_soon_as_there_are_prototypes(align):
     for rounds, same in ((1, True), (2, False)):
         aligned = fit(make_client(FeatureAlignment, align=align), max_rounds=rounds)

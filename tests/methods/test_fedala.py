@@ -53,6 +53,7 @@ def kept(run, client, part):
 
 
 @pytest.mark.parametrize("eta", [0.0, 1e-30])  # weights that are not learnt, and such as stay 1
+@pytest.mark.by_default("0.0")
 def test_with_weights_of_1_it_is_fedavg_bit_for_bit(eta):
     settings = {"net": noisy, "optimizer_lifetime": "run"}
     ala, average = fit(make_client(partial(FedALA, eta=eta), **settings)), fit(make_client(FedAvg, **settings))
@@ -136,6 +137,7 @@ def test_three_rounds_by_hand(layers):
             torch.testing.assert_close(kept(run, k, "own")[name], own[k][name])
 
 
+@pytest.mark.exhaustive
 def test_weights_are_learnt_until_losses_settle_or_the_passes_are_over():
     def weights(**settings):
         run = fit(make_client(partial(FedALA, **settings)), max_rounds=2)
@@ -203,6 +205,7 @@ def test_a_client_mixes_into_the_model_of_its_own_last_round():
     assert len(set(times.values())) > 1
 
 
+@pytest.mark.exhaustive
 def test_evaluation_leaves_clients_alone():
     before, both = (fit(make_client(FedALA), evaluate=when) for when in ("before", "both"))
     assert equal(before.weights, both.weights)
@@ -223,6 +226,7 @@ def test_one_client_receives_what_it_has_and_is_fedavg_bit_for_bit():
     assert equal({name: ala.weights[name] for name in average.weights}, average.weights)
 
 
+@pytest.mark.exhaustive
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(partial(FedALA, layers=3, max_passes=5), tmp_path)
 
@@ -237,6 +241,7 @@ def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(t
     ],
 )
 @pytest.mark.parametrize("batch", [1, 10])
+@pytest.mark.by_default(but=["1-data0-settings0", "1-data3-settings3"])
 def test_it_trains_where_there_is_little(data, settings, batch):
     run = fit(make_client(partial(FedALA, ala_batch_size=batch, max_passes=3)), data, **settings)
     assert run.rows[-1]["clients_diverged"] == 0

@@ -70,6 +70,7 @@ def vector(weights):
 
 @pytest.mark.parametrize("off", [{"mode": "pfllib", "mu": 5.0}, {"mu": 0.0}], ids=["pfllib", "mu=0"])
 @pytest.mark.parametrize("net", [plain, noisy])
+@pytest.mark.by_default("plain-pfllib")
 def test_t11_without_a_gradient_of_its_term_it_is_local_bit_for_bit(off, net):
     settings = {"net": net, "optimizer_lifetime": "run"}
     amp, local = fit(make_client(partial(CloudProx, **off), **settings)), fit(make_client(Local, **settings))
@@ -207,6 +208,7 @@ def test_models_are_kept_once():
     assert all(tensor.data_ptr() == aggregator.state["clouds"][1][name].data_ptr() for name, tensor in sent.items())
 
 
+@pytest.mark.exhaustive
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     make = partial(make_client, STRONG, net=noisy)
     settings = {"clients_per_round": 3, "max_rounds": 4}
@@ -243,6 +245,7 @@ def own_weights(paper: str = "") -> list[float]:
     return [float(row["server/own_weight"]) for row in read_csv(record)]
 
 
+@pytest.mark.exhaustive
 def test_as_configured_clients_learn_from_each_other(recwarn):
     assert max(own_weights()) < 0.9
     assert not [warning for warning in recwarn if "own models" in str(warning.message)]

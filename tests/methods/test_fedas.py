@@ -134,6 +134,7 @@ def test_without_slopes_the_server_averages_by_samples():
     assert ours.aggregate({}, 1) == {} and equal(ours.global_model(), before)
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(FedAS, tmp_path)
 

@@ -234,6 +234,7 @@ def test_weights_go_from_sizes_towards_a_smaller_objective():
     assert not close(few.global_model(), many.global_model(), 1e-3)
 
 
+@pytest.mark.exhaustive
 def test_a_long_optimisation_ends_with_one_client_and_says_so():
     aggregator = server(server_steps=400, optimizer=partial(Adam, lr=0.1))
     with pytest.warns(UserWarning, match=r"round 8: one client has \d\.\d\d of the weight"):
@@ -405,6 +406,7 @@ def test_only_what_clients_share_is_weighed():
 
 
 @pytest.mark.parametrize("method", [partial(FedProx, mu=0.1), partial(WDR, wdr_lambda=1.0)])
+@pytest.mark.by_default("method0")
 def test_it_runs_over_other_clients(method):
     run = fit(make_client(method), aggregator=FedAWA())
     assert not equal(run.weights, fit(make_client(method), aggregator=WeightedAverage()).weights)
@@ -425,6 +427,7 @@ def test_the_order_of_uploads_changes_nothing():
 
 
 @pytest.mark.parametrize("settings", [{}, {"preset": "official"}])
+@pytest.mark.by_default("settings1")
 def test_partial_participation_resumes_bit_for_bit(tmp_path, settings):
     def run(root, rounds, ckpt_path=None):
         client = make_client(net=noisy)

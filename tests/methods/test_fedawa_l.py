@@ -70,6 +70,7 @@ class OneGroup(FedAWAL):
     [(OneGroup, noisy), (partial(FedAWAL, "module"), one_layer), (partial(FedAWAL, "block"), one_layer)],
     ids=["rule", "module", "block"],
 )
+@pytest.mark.by_default("module-settings0")
 def test_with_one_group_it_is_fedawa_bit_for_bit(layer_wise, net, settings):
     runs = [fit(make_client(net=net), aggregator=aggregator(**settings)) for aggregator in (FedAWA, layer_wise)]
     assert equal(*(run.weights for run in runs))
@@ -235,17 +236,20 @@ def test_layers_change_the_model():
 
 
 @pytest.mark.parametrize("method", [partial(FedProx, mu=0.1), partial(WDR, wdr_lambda=1.0), FedPer])
+@pytest.mark.by_default("FedPer")
 def test_it_runs_over_other_clients(method):
     run = fit(make_client(method, net=noisy), aggregator=FedAWAL())
     assert not equal(run.weights, fit(make_client(method, net=noisy), aggregator=FedAWA()).weights)
 
 
 @pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.by_default("tensor")
 def test_the_order_of_uploads_changes_nothing(group):
     runs = [fit(make_client(net=noisy), aggregator=FedAWAL(group), engine=each) for each in ("sequential", Shuffled)]
     assert same_end(*runs)
 
 
+@pytest.mark.exhaustive
 def test_partial_participation_resumes_bit_for_bit(tmp_path):
     def run(root, rounds, ckpt_path=None):
         client = make_client(net=noisy)

@@ -36,6 +36,7 @@ def descend(net, parameters, part, steps, rate=0.1):
             parameter.data -= rate * gradient
 
 
+@pytest.mark.exhaustive
 def test_classifiers_are_the_common_initial_one_bit_for_bit():
     settings = {"net": noisy, "optimizer": DECAY, "optimizer_lifetime": "run"}
     spy = Spy()
@@ -93,6 +94,7 @@ def test_without_tuning_it_is_evaluated_as_received():
 
 
 @pytest.mark.parametrize("buffers", ["average", "local"])
+@pytest.mark.by_default("local")
 def test_evaluation_leaves_no_trace(buffers):
     run = fit(make_client(FedBABU, net=noisy, buffers=buffers, optimizer_lifetime="run"))
     before = copy.deepcopy(run.federation.federation_state())
@@ -102,6 +104,7 @@ def test_evaluation_leaves_no_trace(buffers):
 
 
 @pytest.mark.parametrize("evaluate", ["before", "both"])
+@pytest.mark.by_default("before")
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(evaluate, tmp_path):
     check_order_and_resume(FedBABU, tmp_path, evaluate=evaluate)
 

@@ -43,5 +43,6 @@ def test_it_differs_from_fedavg():
     assert bn.rows[-1]["val/loss"] != average.rows[-1]["val/loss"]
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(FedBN, tmp_path)

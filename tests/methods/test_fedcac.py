@@ -64,6 +64,7 @@ def test_overlaps_by_hand():
 
 
 @pytest.mark.parametrize("round", [0, 9, 10])
+@pytest.mark.by_default("9")
 def test_a_round_by_a_second_implementation(round):
     """With beta 10: many are together at first, the closest pair in the tenth round, and nobody after it."""
     model = make_client(FedCAC, net=noisy).double()
@@ -125,6 +126,7 @@ def test_one_client_is_trained_alone_and_nobody_changes_nothing():
     assert ours.aggregate({}, 5) == {} and equal(ours.state, before)
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(FedCAC, tmp_path)
 

@@ -119,6 +119,7 @@ def test_without_its_terms_and_sharing_all_it_is_fedavg_bit_for_bit():
 
 
 @pytest.mark.parametrize("share", ["classifier", "all"])
+@pytest.mark.by_default("all")
 def test_each_term_changes_the_weights(share):
     none, prox, contrast, both = (
         run({"share": share, "rho": rho, "contrastive": contrastive}, max_rounds=1).weights
@@ -296,6 +297,7 @@ def test_rounds_and_clients_draw_views_of_their_own(monkeypatch):
 
 
 @pytest.mark.parametrize(("cls", "shape"), [(Pictures, (3, 8, 8)), (GreyPictures, (1, 8, 8))])
+@pytest.mark.by_default("GreyPictures-shape1")
 def test_it_learns(cls, shape):
     settings = {"shape": shape, "optimizer": partial(Adam, lr=0.01), "tau": 10.0, "base_tau": 10.0}
     ended = run(settings, pictures(60, 60, cls=cls))
@@ -303,6 +305,7 @@ def test_it_learns(cls, shape):
 
 
 @pytest.mark.parametrize("name", ["fedclassavg", "fedclassavg_weight"])
+@pytest.mark.by_default("fedclassavg")
 def test_as_configured_it_learns_by_plain_sgd(name):
     files = CONFIGS / "methods" / f"{name}.yaml", CONFIGS / "protocols" / "digits_dir0.1.yaml"
     settings = "--data.num_clients 3 --trainer.max_rounds 2"

@@ -125,10 +125,12 @@ def test_two_steps_by_hand_with_the_noise_taken_out(monkeypatch):
             torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(FedCP, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_it_learns_from_batches_of_one_and_of_absent_classes():
     check_batches_of_one(make_client(FedCP, optimizer=partial(SGD, lr=0.02)), max_rounds=4)
 

@@ -170,6 +170,7 @@ def test_the_bias_never_travels_and_differs_between_clients():
     assert not torch.equal(*own)
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(FedDBE, tmp_path)
 

@@ -133,6 +133,7 @@ def test_small_batches_are_drawn_by_seed_and_round():
     assert equal(ends[0], ends[1]) and not equal(ends[0], ends[2])
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(FedAvg, tmp_path, aggregator=few())
 

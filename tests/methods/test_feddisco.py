@@ -118,6 +118,7 @@ def test_switched_off_it_is_fedavg_bit_for_bit():
 
 
 @pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.by_default("kl")
 def test_discrepancies_change_the_weights(metric):
     on, off = (fit(make_client(), blobs(by_class=True), aggregator=FedDisco(a, 0.0, metric)) for a in (0.5, 0))
     assert not equal(on.weights, off.weights)
@@ -139,6 +140,7 @@ def test_the_order_of_uploads_changes_nothing():
     assert equal(*(run.federation.federation_state() for run in runs))
 
 
+@pytest.mark.exhaustive
 def test_partial_participation_resumes_bit_for_bit(tmp_path):
     def run(root, rounds, ckpt_path=None):
         settings = {"max_rounds": rounds, "clients_per_round": 0.5, "ckpt_path": ckpt_path}
@@ -150,6 +152,7 @@ def test_partial_participation_resumes_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize(("method", "settings"), [(FedProx, {"mu": 0.1}), (WDR, {}), (FedPer, {})])
+@pytest.mark.by_default("FedPer-settings2")
 def test_other_clients_under_it(method, settings):
     client, plain = (make_client(method, net=noisy, **settings) for _ in range(2))
     data = [blobs(by_class=True) for _ in range(2)]

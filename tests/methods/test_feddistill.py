@@ -18,6 +18,7 @@ def models(run):
 
 @pytest.mark.parametrize("net", [plain, noisy])
 @pytest.mark.parametrize(("gamma", "data"), [(0.0, blobs), (1.0, partial(blobs, 40))], ids=["no term", "one client"])
+@pytest.mark.by_default(but=["no term-noisy"])
 def test_without_its_term_and_of_one_client_it_is_local_bit_for_bit(net, gamma, data):
     runs = [fit(make_client(m, net=net), data()) for m in (partial(FedDistill, gamma=gamma), Local)]
     assert equal(*map(models, runs))
@@ -30,6 +31,7 @@ def test_clients_without_a_class_in_common_train_as_local():
 
 
 @pytest.mark.parametrize("target", ["prob", "raw_logits"])
+@pytest.mark.by_default("prob")
 def test_its_term_changes_the_models_as_soon_as_there_are_outputs(target):
     for rounds, same in ((1, True), (2, False)):
         settings = partial(FedDistill, target=target), Local

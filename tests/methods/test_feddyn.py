@@ -90,6 +90,7 @@ def linear(input_shape, num_classes):
 
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
+@pytest.mark.by_default("uniform")
 def test_it_gets_where_the_mean_gradient_is_zero_and_fedavg_does_not(weighting):
     """Of clients of different classes and sizes; what all agree on is where their counted gradients sum to 0."""
     slopes = []
@@ -137,6 +138,7 @@ def test_nobody_taking_part_changes_nothing():
     assert equal(run.federation.aggregator.state, before)
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(FedDyn, tmp_path)
 

@@ -103,6 +103,7 @@ def test_weights_are_at_least_0_and_sum_to_1_or_there_are_none(monkeypatch):
     assert any(len(weights) > 1 for weights in seen)
 
 
+@pytest.mark.exhaustive
 def test_where_none_helps_the_own_model_stays_bit_for_bit():
     model, data = client(net=noisy, weigh_on="train")
     # the model that it started from is far better than all that it is offered
@@ -239,6 +240,7 @@ def test_a_client_that_stays_away_goes_on_from_its_own_models():
         assert equal({f"net.{n}": t for n, t in net_of(run, k).items()}, update["weights"])
 
 
+@pytest.mark.exhaustive
 def test_evaluation_makes_the_mix_and_leaves_no_trace():
     before, both = (fit(make_client(FedFomo, net=noisy), evaluate=when) for when in ("before", "both"))
     for k in range(4):
@@ -279,6 +281,7 @@ def test_it_trains_in_other_precisions(precision):
     assert run.rows[-1]["clients"] == 4 and math.isfinite(losses(run)[-1])
 
 
+@pytest.mark.exhaustive
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     make = partial(make_client, FedFomo, net=noisy, optimizer_lifetime="run")
     server = partial(AffinityPool, num_models=2, epsilon=0.6)

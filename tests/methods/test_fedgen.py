@@ -180,10 +180,12 @@ def test_clients_without_a_generator_are_refused():
         fit(make_client(FedAvg), aggregator=few())
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(SMALL, tmp_path, aggregator=few())
 
 
+@pytest.mark.exhaustive
 def test_clients_of_one_class_batches_of_one_and_one_client_alone_end_finite():
     for data in (blobs(20, 20, 30, by_class=True, batch_size=1), blobs(30), blobs(3, 20)):
         client = make_client(SMALL, optimizer=partial(SGD, lr=0.01))

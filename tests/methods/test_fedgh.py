@@ -75,6 +75,7 @@ def test_different_bodies_share_a_classifier():
     assert not torch.equal(run.weights["net.classifier.weight"], make_client(net=NETS[0]).net.classifier.weight)
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(FedGH, tmp_path)
 

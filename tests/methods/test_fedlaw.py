@@ -140,6 +140,7 @@ def test_it_follows_a_straight_line_reference():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_a_good_client_outweighs_a_noise_client_and_the_proxy_loss_falls():
     good = fit(make_client(), blobs(40, 40, data=Served)).weights
     generator = torch.Generator().manual_seed(0)
@@ -263,6 +264,7 @@ def average_of(updates):
     ("settings", "data"),
     [({"server_epochs": 0}, Served), ({"proxy_fraction": 0}, Closed), ({}, Empty), ({}, Lonely)],
 )
+@pytest.mark.by_default("settings0-Served")
 def test_without_epochs_or_samples_it_is_fedavg_bit_for_bit(settings, data):
     runs = [
         fit(make_client(net=noisy), blobs(data=data), aggregator=aggregator)
@@ -321,6 +323,7 @@ def test_the_server_s_own_samples_come_before_lent_ones():
 # In a federation
 
 
+@pytest.mark.exhaustive
 def test_the_order_of_uploads_and_of_training_changes_nothing():
     for method in (WDR, FedPer):
         runs = [fit(make_client(method), aggregator=FedLAW(), engine=engine) for engine in ("sequential", Shuffled)]
@@ -329,6 +332,7 @@ def test_the_order_of_uploads_and_of_training_changes_nothing():
 
 
 @pytest.mark.parametrize("method", [WDR, FedPer])
+@pytest.mark.exhaustive
 def test_partial_participation_resumes_bit_for_bit_without_samples_in_the_checkpoint(tmp_path, method):
     def run(root, rounds, ckpt_path=None, seed=3):
         client = make_client(method, seed=seed, net=noisy)

@@ -77,6 +77,7 @@ def test_it_changes_the_weights_and_nothing_more_travels_or_stays():
     assert not any(state.personal for state in calibrated.federation.clients.values())
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(FedLC, tmp_path)
 

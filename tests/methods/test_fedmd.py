@@ -116,6 +116,7 @@ def test_different_nets_agree():
     assert run.rows[-1]["clients_diverged"] == 0 and far[-1] < far[0]
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(SHORT, tmp_path)
 

@@ -225,6 +225,7 @@ def test_the_global_model_is_whole_and_a_checkpoint_gives_it_to_each_client(tmp_
     assert accuracy > 0.5
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     make = partial(make_client, NormalizedHead, net=noisy, optimizer_lifetime="run")
     settings = {"clients_per_round": 3, "max_rounds": 4, "evaluate": "both"}

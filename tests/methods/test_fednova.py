@@ -136,6 +136,7 @@ def test_nobody_stepping_moves_nothing():
     assert aggregator.aggregate({}, 0) == {} and equal(aggregator.state, before)
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     def lifetime_of_a_round(**settings):
         return FedNova(**settings | {"optimizer_lifetime": "round"})

@@ -67,6 +67,7 @@ def test_the_teacher_stays_with_nobody():
     assert set(run.weights) == set(make_client(FedAvg).state_dict())
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(FedNTD, tmp_path)
 

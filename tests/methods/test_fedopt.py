@@ -145,6 +145,7 @@ def test_the_first_second_moment_is_tau_squared():
 
 
 @pytest.mark.parametrize("kind", [FedAvgM, FedYogi])
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(kind, tmp_path):
     check_order_and_resume(FedAvg, tmp_path, aggregator=kind())
 

@@ -276,6 +276,7 @@ def test_it_is_the_two_sides_together():
     assert equal(one.weights, both.weights) and equal(one.federation.aggregator.state, both.federation.aggregator.state)
 
 
+@pytest.mark.exhaustive
 def test_partial_participation_with_a_schedule_resumes_bit_for_bit(tmp_path):
     def run(root, rounds, ckpt_path=None):
         schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)

@@ -72,6 +72,7 @@ def test_clients_are_evaluated_by_their_histories():
     check_evaluated_by(fit(make_client(FedPHP)), "history")
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(FedPHP, tmp_path)
 

@@ -111,6 +111,7 @@ def test_a_client_comes_back_with_the_classifier_that_it_left_with():
 
 
 @pytest.mark.parametrize("evaluate", ["before", "both"])
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(evaluate, tmp_path):
     check_order_and_resume(QUICK, tmp_path, evaluate=evaluate)
 

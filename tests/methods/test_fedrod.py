@@ -191,6 +191,7 @@ def test_heads_grow_apart_and_wait_for_their_clients():
     assert len({tuple(head.flatten().tolist()) for head in heads(runs[-1]).values()}) == len(heads(runs[-1]))
 
 
+@pytest.mark.exhaustive
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(FedRoD, tmp_path)
 

@@ -60,6 +60,7 @@ def test_running_statistics_follow_one_pass_a_batch():
     assert int(run.weights["net.features.1.num_batches_tracked"]) == len(run.data.part(0, "train")) // 5
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(FedSAM, tmp_path)
 

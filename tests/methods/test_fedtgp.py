@@ -108,6 +108,7 @@ def test_different_bodies_of_one_width_run_together_and_others_are_refused():
         fit(make_client(FedTGP, net=[NETS[0], narrow]), aggregator=few(), max_rounds=1)
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(FedTGP, tmp_path, aggregator=few())
 

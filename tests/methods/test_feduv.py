@@ -150,6 +150,7 @@ def test_batches_of_one_and_dead_features_do_no_harm(settings, net):
     assert all(tensor.isfinite().all() for tensor in run.weights.values())
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     make = partial(make_client, FedUV, net=noisy, optimizer_lifetime="run")
     settings = {"clients_per_round": 3, "max_rounds": 4}

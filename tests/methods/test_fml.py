@@ -61,6 +61,7 @@ def test_clients_are_evaluated_by_their_own_models():
     check_evaluated_by(fit(make_client(FML)), "personal")
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(FML, tmp_path)
 

@@ -92,6 +92,7 @@ def test_predictions_are_of_the_personal_features():
     torch.testing.assert_close(model(x), expected)
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(GPFL, tmp_path)
 

@@ -197,6 +197,7 @@ def test_one_client_and_clients_of_one_class_each_run():
     assert run.rows[-1]["clients_diverged"] == 0 and run.rows[-1]["server/clusters"] <= 2
 
 
+@pytest.mark.exhaustive
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     make = partial(make_client, IFCA, net=noisy, optimizer_lifetime="run")
     settings = {"clients_per_round": 3, "max_rounds": 4}

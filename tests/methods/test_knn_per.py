@@ -62,6 +62,7 @@ def test_with_the_whole_share_losses_are_finite():
     assert all(math.isfinite(row["val/loss"]) for row in run.rows)
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(KNNPer, tmp_path)
 

@@ -439,6 +439,7 @@ def test_public_samples_are_no_part_of_the_state(tmp_path):
 
 
 @pytest.mark.parametrize("c_update", ["project", "raw"])
+@pytest.mark.exhaustive
 def test_resuming_and_the_order_change_nothing(c_update, tmp_path):
     def run(root, engine="sequential", seed=3, **settings):
         model = make_client(SMALL, seed=seed, net=noisy, optimizer_lifetime="run")
@@ -558,6 +559,7 @@ def test_who_stays_away_keeps_its_mix_and_who_never_came_has_the_mean():
     assert equal(aggregator.download(3)["weights"], aggregator.global_model())
 
 
+@pytest.mark.exhaustive
 def test_models_resume_and_their_order_changes_nothing(tmp_path):
     def run(root, engine="sequential", seed=3, **settings):
         model = make_client(partial(GrowingEpochs, max_epochs=2), seed=seed, net=noisy)

@@ -175,6 +175,7 @@ def test_the_order_of_uploads_changes_nothing():
 
 
 @pytest.mark.parametrize("cut", [1, 3])
+@pytest.mark.exhaustive
 def test_partial_participation_resumes_bit_for_bit_within_and_after_the_warm_up(tmp_path, cut):
     def run(root, rounds, ckpt_path=None):
         settings = {"max_rounds": rounds, "clients_per_round": 0.5, "ckpt_path": ckpt_path}

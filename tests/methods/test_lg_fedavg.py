@@ -107,6 +107,7 @@ def test_a_client_that_stays_away_has_its_last_features_under_the_newest_classif
     assert equal(run.federation.job(min(never)).state.personal, {n: t for n, t in start.items() if n not in HEAD})
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(LGFedAvg, tmp_path)
 

@@ -189,6 +189,7 @@ def test_a_client_contrasts_with_the_model_of_its_own_last_round():
         assert torch.equal(previous, update["weights"]["net.features.0.weight"])
 
 
+@pytest.mark.exhaustive
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(FIVES, tmp_path)
 

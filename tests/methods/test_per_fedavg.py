@@ -246,6 +246,7 @@ def test_evaluation_leaves_no_trace(optimizer_lifetime):
 
 
 @pytest.mark.parametrize("method", [FO, HF])
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(method, tmp_path):
     check_order_and_resume(method, tmp_path)
 

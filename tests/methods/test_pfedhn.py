@@ -198,6 +198,7 @@ def test_newcomers_get_the_model_that_is_nearest_to_what_they_sent():
     assert (nearer - flat(far)).norm() < (first - flat(far)).norm()
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(PFedHN, tmp_path, aggregator=SMALL())
 

@@ -210,6 +210,7 @@ def test_only_the_client_s_model_travels():
         assert num_bytes(state.personal) == num_bytes(average.weights) + 1  # and a flag
 
 
+@pytest.mark.exhaustive
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     def run(root="unused", **settings):
         model = make_client(ME, net=noisy, optimizer_lifetime="run")

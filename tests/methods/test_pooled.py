@@ -47,6 +47,7 @@ def test_samples_read_a_batch_at_a_time_are_the_same():
     assert all(torch.allclose(alone.weights[name], read.weights[name], atol=1e-6) for name in alone.weights)
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     make = partial(make_client, Pooled, net=noisy, optimizer=partial(Adam, lr=0.01), optimizer_lifetime="run")
     whole = fit(make(), root=tmp_path / "whole", max_rounds=3)

@@ -115,6 +115,7 @@ def test_nobody_taking_part_changes_nothing():
     assert ours.aggregate({}, 0) == {} and equal(ours.state, before)
 
 
+@pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
     check_order_and_resume(QFedAvg, tmp_path)
 

@@ -454,6 +454,9 @@ SMALL = f"fit {QUICKSTART} {QUIET} --data.max_samples 300 --trainer.max_rounds 1
         ("--aggregator.mean Bucketing --aggregator.mean.mean TrimmedMean --aggregator.mean.mean.trim 1", "trim: 1"),
     ],
 )
+@pytest.mark.by_default(
+    "--aggregator WeightedAverage -", "--config own.yaml --aggregator", "--aggregator.mean Bucketing --"
+)
 def test_a_rule_is_chosen_on_the_command_line(words, kept):
     Path("own.yaml").write_text(
         "aggregator: {class_path: WeightedAverage, init_args: {mean: {class_path: Bucketing, "

@@ -194,6 +194,7 @@ PROBED = {
 
 
 @pytest.mark.parametrize("name", swept(PROBED, ("median", "krum", "mixing"), str))
+@pytest.mark.by_default(but=["median"])
 def test_an_attack_that_knows_the_rule_leads_it_no_less_far_than_those_that_do_not(name):
     rule = PROBED[name]
     for seed in range(2):
@@ -297,6 +298,7 @@ def test_an_attack_on_buffers_of_nobody_leaves_a_run_its_bits():
     assert equal(plain.federation.federation_state(), run.federation.federation_state())
 
 
+@pytest.mark.exhaustive
 def test_an_attack_on_buffers_is_the_same_in_a_resumed_run_and_in_every_engine(tmp_path):
     def run(**settings):
         callbacks = [BufferAttack(0.25), *settings.pop("further", [])]
@@ -355,6 +357,7 @@ def test_more_of_them_include_those_of_fewer_and_seeds_differ():
 
 
 @EVERY
+@pytest.mark.by_default("LabelFlip")
 def test_a_resumed_run_is_the_whole_one(attack, tmp_path):
     def run(**settings):
         callbacks = [attack(0.25), *settings.pop("further", [])]
@@ -366,6 +369,7 @@ def test_a_resumed_run_is_the_whole_one(attack, tmp_path):
 
 
 @EVERY
+@pytest.mark.by_default("SignFlip")
 def test_engines_agree(attack):
     ends = [attacked(attack(0.25), max_rounds=2, engine=e, spy=False)[0].weights for e in (Sequential, Vectorised)]
     assert all(torch.allclose(ends[0][name], ends[1][name], atol=1e-4) for name in ends[0])
@@ -473,6 +477,7 @@ def digit_client(method=FedAvg, lr=0.1):
     )
 
 
+@pytest.mark.exhaustive
 def test_a_backdoor_that_was_trained_succeeds_and_one_that_was_not_has_the_base_rate():
     runs = [
         fit(digit_client(), digits(), callbacks=[Backdoor(fraction, target=3)], max_rounds=8, local_epochs=2)
@@ -484,6 +489,7 @@ def test_a_backdoor_that_was_trained_succeeds_and_one_that_was_not_has_the_base_
 
 
 @pytest.mark.parametrize("engine", [Vectorised, Processes], ids=lambda e: e.__name__)
+@pytest.mark.by_default("Processes")
 def test_success_does_not_depend_on_the_engine(engine):
     ends = [
         fit(digit_client(), digits(), callbacks=[Backdoor(0.4, share=0.5)], max_rounds=2, engine=e).rows[-1]

@@ -67,6 +67,7 @@ def test_clients_have_their_names_and_sets():
 
 @pytest.mark.parametrize("method", [FedAvg, Ditto, PACClient], ids=lambda method: method.__name__)
 @pytest.mark.parametrize("engine", ["sequential", "processes", "vectorised"])
+@pytest.mark.by_default("sequential-PACClient", "processes-FedAvg", "vectorised-Ditto")
 def test_items_in_memory_are_trained_on_as_tensors_are(method, engine):
     x, y = points(60, 0)
     owners = np.arange(60) % 3
@@ -99,6 +100,7 @@ def test_random_transforms_give_other_inputs_each_epoch_and_none_on_test():
 
 @pytest.mark.parametrize("engine", ["sequential", "processes", "auto"])
 @pytest.mark.parametrize("method", [FedAvg, Ditto], ids=lambda method: method.__name__)
+@pytest.mark.by_default("FedAvg-processes", "Ditto-auto")
 def test_random_transforms_depend_on_seed_round_and_client_alone(method, engine, tmp_path):
     whole = fit(make_client(method, net=plain), named(shaken), max_rounds=3)
     assert same_end(whole, fit(make_client(method, net=plain), named(shaken), max_rounds=3, engine=engine))
@@ -112,6 +114,7 @@ def test_random_transforms_depend_on_seed_round_and_client_alone(method, engine,
 
 @pytest.mark.parametrize("engine", ["sequential", "processes"])
 @pytest.mark.parametrize("transform", [None, shaken])
+@pytest.mark.by_default("shaken-sequential")
 def test_workers_read_the_same(transform, engine):
     settings = {"resident": False, "batch_size": 5}
     runs = [

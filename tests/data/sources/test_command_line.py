@@ -45,6 +45,7 @@ def vision(folder):
 
 
 @pytest.mark.parametrize("write", [tensors, leaf, folders, vision], ids=lambda write: write.__name__)
+@pytest.mark.by_default("tensors")
 def test_a_source_by_its_name(write, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

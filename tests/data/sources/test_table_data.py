@@ -82,6 +82,7 @@ def test_time_goes_forward(path):
         assert max(train) < min(val) <= max(val) < min(test)
 
 
+@pytest.mark.by_default("parquet")
 def test_the_command_line_takes_it(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     line = f"--data TableData --data.path {path} --data.target price --data.task Regression --data.client shop"
@@ -547,6 +548,7 @@ def test_vocabularies_of_the_command_line(path, tmp_path, monkeypatch, capsys):
     assert re.search(r"^classes   0 red, 1 green, 2 blue$", said, re.M)
 
 
+@pytest.mark.exhaustive
 def test_the_command_of_the_documents_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     table = scaled().assign(diagnosis=np.array(["benign", "malignant"])[np.arange(COUNT) % 2])

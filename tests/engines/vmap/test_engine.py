@@ -87,6 +87,7 @@ def compare(method=FedAvg, tolerance=1e-9, engine=Vectorised, data=None, setting
 
 @pytest.mark.parametrize("method", [FedAvg, partial(FedProx, mu=0.1), FedPer, Local, WDR])
 @pytest.mark.parametrize(("net", "tolerance", "precision"), [(noisy, 1e-9, "64-true"), (plain, 1e-4, "32-true")])
+@pytest.mark.by_default("plain-0.0001-32-true-Local", "noisy-1e-09-64-true-FedAvg", "plain-0.0001-32-true-WDR")
 def test_three_rounds_are_the_sequential_engine_s(method, net, tolerance, precision):
     compare(method, tolerance, settings={"net": net}, precision=precision)
 
@@ -125,6 +126,7 @@ SOME = {"WDR", "Ditto", "MOON", "PACClient", "FedBABU", "FedDyn", *REFUSED}
     [pytest.param(1e-9, "64-true"), pytest.param(1e-4, "32-true", marks=pytest.mark.exhaustive)],
 )
 @pytest.mark.parametrize("name", swept(sorted(client_modules()), SOME, str))
+@pytest.mark.by_default("KnowledgeTransfer-1e-09-64-true", "PACClient-1e-09-64-true", "Ditto-1e-09-64-true")
 def test_methods_give_what_they_give_one_client_at_a_time_or_are_refused(name, tolerance, precision):
     settings = {"net": noisy, **SETTINGS.get(name, {})}
     method = client_modules()[name]
@@ -155,16 +157,19 @@ def test_the_trainer_s_settings_hold(settings):
 
 
 @pytest.mark.parametrize("last_batch", ["drop", "wrap"])
+@pytest.mark.by_default("drop")
 def test_last_batches_are_the_sequential_engine_s(last_batch):
     compare(data=partial(blobs, *RAGGED, last_batch=last_batch))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.by_default("1")
 def test_blocks_may_be_smaller_than_the_cohort(size):
     compare(engine=blocks(size))
 
 
 @pytest.mark.parametrize("sizes", [(16, 3, 21), (3, 3), (12, 12, 12)])
+@pytest.mark.by_default("sizes1")
 def test_clients_without_a_batch_and_clients_of_one_size(sizes):
     compare(data=partial(blobs, *sizes))
 
@@ -182,6 +187,7 @@ OPTIMIZERS = [
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.by_default("optimizer4", "optimizer7", "optimizer0")
 def test_an_optimizer_of_all_does_what_one_a_client_does(optimizer):
     halving = partial(ExponentialLR, gamma=0.5)
     settings = {"optimizer": optimizer, "optimizer_lifetime": "run", "lr_scheduler": halving}
@@ -191,6 +197,7 @@ def test_an_optimizer_of_all_does_what_one_a_client_does(optimizer):
 
 
 @pytest.mark.parametrize(("first", "second"), [(Sequential, Vectorised), (Vectorised, Sequential)])
+@pytest.mark.by_default("Sequential-Vectorised")
 def test_a_run_goes_on_under_the_other_engine(tmp_path, first, second):
     settings = {"net": noisy, "optimizer_lifetime": "run", "optimizer": partial(Adam, lr=0.01)}
     whole = fit(make_client(FedPer, **settings), blobs(*RAGGED), tmp_path / "whole", **DOUBLE)
@@ -301,6 +308,7 @@ class Replacing(FedAvg):
 
 
 @pytest.mark.parametrize("settings", [{"net": Tied}, {"net": Scalar}, {"net": Scalar, "optimizer_lifetime": "run"}])
+@pytest.mark.by_default("settings0")
 def test_nets_may_share_tensors_and_have_scalars(settings):
     compare(settings={"optimizer": partial(Adam, lr=0.01), **settings}, gradient_clip_val=0.5)
 

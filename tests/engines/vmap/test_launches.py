@@ -99,6 +99,7 @@ def counted(method, net, data):
     ],
     ids=["20 clients, 15 steps of a CNN", "100 clients, 3 steps of an MLP"],
 )
+@pytest.mark.by_default("100 clients, 3 steps of an MLP")
 def test_a_round_s_operations_are_few(net, data, launches, copies):
     operations = counted(FedAvg, net, data())
     assert launches / 2 < operations.launches <= launches, operations.names
@@ -106,6 +107,7 @@ def test_a_round_s_operations_are_few(net, data, launches, copies):
 
 
 @pytest.mark.parametrize(("method", "copies"), [(FedProx, 8), (ControlVariates, 9)], ids=["FedProx", "SCAFFOLD"])
+@pytest.mark.by_default("FedProx")
 def test_hooks_of_a_method_s_own_change_rows_of_the_stack(method, copies):
     few, many = (counted(method, partial(MLP, hidden=(8,)), Images(n, 2, (1, 8, 8), 4)) for n in (10, 20))
     # the received model in its row, and what the method keeps of it there; what is sent as weights stays where it is

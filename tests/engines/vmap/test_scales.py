@@ -90,6 +90,7 @@ def test_clients_leave_out_the_steps_that_they_would_leave_out_alone(method, wor
         partial(Adadelta, lr=0.5),
     ],
 )
+@pytest.mark.by_default("optimizer1")
 def test_each_client_counts_the_steps_that_it_makes(optimizer):
     # without BatchNorm, before which biases have gradients of nothing but rounding, that some optimizers scale up
     alone, together = (
