@@ -79,14 +79,6 @@ def outside_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture(autouse=True)
-def pictures_are_drawn_as_they_come(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arranging the parts of a picture takes longer than a tiny federation; callbacks are tested without."""
-    module = sys.modules.get("matplotlib.layout_engine")
-    if module and "callbacks" in request.path.parts:
-        monkeypatch.setattr(module.ConstrainedLayoutEngine, "execute", lambda engine, figure: None)
-
-
-@pytest.fixture(autouse=True)
 def no_settings_of_weights_and_biases_stay() -> Iterator[None]:
     """A process keeps what its first run has read of the environment, and a test may change it."""
     yield
