@@ -123,8 +123,9 @@ def test_a_new_client_is_predicted_for_by_the_model_that_it_receives(tmp_path):
     predicted = run.trainer.predict(run.model, ROWS, clients=[name, "new", 0])
     # FedAvg sends all of them the same model
     assert len({tuple(own.outputs.flatten().tolist()) for own in predicted.values()}) == 1
-    received = run.trainer.join(run.model, data)["new_received/acc"]
-    assert accuracies(run.trainer.predict(clients=[name]), data) == {name: pytest.approx(received)}
+    assert accuracies(run.trainer.predict(clients=[name]), data) == {
+        name: pytest.approx(run.trainer.join(run.model, data)["new_received/acc"])
+    }
     alone = make_trainer().predict(make_client(FedAvg), ROWS, ckpt_path=run.last, clients=["new"])
     assert torch.equal(alone["new"].outputs, predicted["new"].outputs)
 
