@@ -8,11 +8,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim import SGD
 
-from federations import FEATURES, NETS, Run, equal, fit, make_client, plain
+from federations import FEATURES, NETS, Run, blobs, equal, fit, make_client, plain
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import personal_entries, shared_entries
 from pfl_lightning.engines import ClientState, Job
 from pfl_lightning.flower.export import export, keep_model
+from pfl_lightning.flower.site import Site
 from pfl_lightning.flower.states import StateVersions
 from pfl_lightning.methods import FedBABU, FedFomo, FedPer, FedProto
 from pfl_lightning.nets import MLP
@@ -27,7 +28,8 @@ def site_of(run: Run, folder: Path, *clients: int) -> StateVersions:
     for client in clients:
         architecture, job = federation.architecture_of(client), federation.job(client, ("test",))
         federation.engines[architecture].evaluate(job)
-        keep_model(states, job, list(federation.architectures), architecture)
+        site = Site(run.data, range(run.data.num_clients))
+        keep_model(states, job, list(federation.architectures), architecture, site, {"id": 1, "settings": {}})
     return states
 
 
@@ -74,7 +76,9 @@ def test_what_a_configuration_has_made_needs_no_arguments(tmp_path):
     own = {name: torch.ones_like(tensor) for name, tensor in second.state_dict().items()}
     second.assign(own)
     job = Job(3, 1, ClientState(personal_entries(second, own)), {"weights": shared_entries(second, own)}, None, seed=0)
-    keep_model(StateVersions(tmp_path / "site"), job, [first, second], 1)
+    data = blobs()
+    data.setup()
+    keep_model(StateVersions(tmp_path / "site"), job, [first, second], 1, Site(data, range(4)), {"id": 1})
     export(tmp_path / "site", 3, tmp_path / "model.ckpt")
     for arguments in ({}, {"client": 3}):
         loaded = FedPer.load_from_checkpoint(tmp_path / "model.ckpt", **arguments)
