@@ -40,7 +40,7 @@ data:
     classes: [well, ill]
     num_clients: {clients}
     task: {{class_path: Classification, init_args: {{num_classes: 2}}}}
-    preprocessing: {{by: client, indicator: true, fill_category: mode, vocabulary: {{sex: {sexes}}}}}
+    preprocessing: {{by: client, indicator: true, fill_category: mode, vocabulary: {{sex: [f, m]}}}}
 trainer: {{max_rounds: 1, default_root_dir: {root}, accelerator: cpu}}
 """
 
@@ -62,29 +62,27 @@ class Deployment:
     Args:
         folder: of all files.
         method: the client module's class.
-        sexes: vocabularies of the sites.
     """
 
-    def __init__(self, folder: Path, method: str, sexes: tuple[str, str] = ("[f, m]", "[f, m]")) -> None:
-        self.folder, self.root, self.run_id = folder, folder / "there", 1
+    def __init__(self, folder: Path, method: str) -> None:
+        self.folder, self.root, self.app = folder, folder / "there", folder / "clinics"
         rows = table()
         rows.to_csv(folder / "all.csv", index=False)
         # the server has the names of columns alone
         rows[:0].to_csv(folder / "names.csv", index=False)
 
-        def config(name: str, path: Path, sexes: str = sexes[0], clients: object = "null") -> None:
-            text = CONFIG.format(method=method, path=path, root=self.root, sexes=sexes, clients=clients)
+        def config(name: str, path: Path, clients: object = "null") -> str:
+            text = CONFIG.format(method=method, path=path, root=self.root, clients=clients)
             (folder / name).write_text(text)
+            return text
 
         config("mine.yaml", folder / "names.csv", clients=3)
         config("simulation.yaml", folder / "all.csv")
         self.nodes = {}
-        for (node, names), words in zip(SITES.items(), sexes, strict=True):
-            own = rows[rows["site"].isin(names)]
-            own.to_csv(folder / f"rows-{node}.csv", index=False)
-            config(f"site-{node}.yaml", folder / f"rows-{node}.csv", words)
+        for node, names in SITES.items():
+            rows[rows["site"].isin(names)].to_csv(folder / f"rows-{node}.csv", index=False)
+            text = config(f"site-{node}.yaml", folder / f"rows-{node}.csv")
             # its data alone, as a site writes it
-            text = (folder / f"site-{node}.yaml").read_text()
             (folder / f"site-{node}.yaml").write_text(text[text.index("data:") : text.index("trainer:")])
             self.nodes[node] = {
                 "clients": ", ".join(names),
@@ -99,13 +97,15 @@ class Deployment:
     def states(self, node: int) -> Path:
         return self.folder / f"states-{node}"
 
+    def grid(self, **settings: object) -> LocalGrid:
+        run = tomllib.loads((self.app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+        run |= {"timeout": 60, "patience": 1, "names": ", ".join(NAMES), **settings}
+        return LocalGrid(apps.client_app(self.app), self.nodes, run_config=run)
+
     def run(self, **settings: object) -> dict[str, dict[str, str]]:
         """The server's own figures of each client after its run, by name."""
-        app = self.folder / "clinics"
-        run = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-        run |= {"timeout": 20, "patience": 1, "names": ", ".join(NAMES), **settings}
-        grid = LocalGrid(apps.client_app(app), self.nodes, run_config=run)
-        apps.server_app(app)(grid, Context(1, 0, {}, RecordDict(), run))
+        grid = self.grid(**settings)
+        apps.server_app(self.app)(grid, Context(1, 0, {}, RecordDict(), grid.run_config))
         (file,) = self.root.glob("FedPer*Remote*/*/clients.csv")
         return {row["name"]: row for row in read_csv(file)}
 
@@ -174,35 +174,3 @@ def test_a_model_that_needs_samples_takes_those_of_the_site(method, tmp_path, mo
     rows = raw(SITES[1])
     lines = predict(f"--state-dir {deployment.states(1)} --data raw.csv")
     assert accuracies(lines, rows) == {name: float(figures[name]["test/acc"]) for name in SITES[1]}
-
-
-def test_sites_with_other_vocabularies_are_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    deployment = Deployment(tmp_path, "FedPer", sexes=("[f, m]", "[m, f]"))
-    with (
-        pytest.warns(UserWarning, match=r"node 2 is refused: its data\.categories, data\.preprocessing"),
-        pytest.raises(apps.Mistake, match=r"1 \(Jena\)"),
-    ):
-        deployment.run()
-
-
-@pytest.mark.parametrize(
-    ("setting", "instead", "words"),
-    [
-        (", vocabulary: {sex: [f, m]}", "", r"data\.preprocessing\.vocabulary\.sex"),
-        ("by: client, ", "", r"data\.preprocessing\.by=table"),
-        ("classes: [well, ill]", "classes: null", r"data\.classes"),
-    ],
-)
-def test_a_site_s_own_rows_decide_no_codes_and_scales(setting, instead, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    deployment = Deployment(tmp_path, "FedPer")
-    for node in SITES:
-        file = tmp_path / f"site-{node}.yaml"
-        assert setting in (text := file.read_text())
-        file.write_text(text.replace(setting, instead))
-    with (
-        pytest.warns(UserWarning, match=f"node 1 is refused: .*{words}"),
-        pytest.raises(apps.Mistake, match="no site has said"),
-    ):
-        deployment.run(patience=0.1)

@@ -573,7 +573,7 @@ class ClientModule(LightningModule):
 
         What makes inputs of raw rows, such as scaling and codes of texts, is not in the file; outputs are those of the
         net, such as logits. ``.pt2`` is torch's own format (``torch.export.load(path).module()``), ``.ts`` is
-        TorchScript (``torch.jit.load``), and ``.onnx`` needs the packages ``onnx`` and ``onnxscript``.
+        TorchScript (``torch.jit.load``), and ``.onnx`` needs the extra ``onnx``.
 
         Args:
             path: the file; its ending names the format.
@@ -586,7 +586,8 @@ class ClientModule(LightningModule):
             raise MisconfigurationException(f"path={str(path)!r} must end in .pt2, .ts or .onnx, the format to write.")
         if kind == ".onnx" and (lacking := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]):
             raise MisconfigurationException(
-                f"path={str(path)!r}: ONNX needs the package {lacking[0]}; pip install it, or take .pt2."
+                f"path={str(path)!r}: ONNX needs the package {lacking[0]}; pip install 'pfl-lightning[onnx]', or take "
+                ".pt2."
             )
         # two rows: one would be taken for a constant
         example = torch.zeros(2, *self.hparams["input_shape"], device=self.device, dtype=cast(torch.dtype, self.dtype))
@@ -604,7 +605,8 @@ class ClientModule(LightningModule):
                 if kind == ".pt2":
                     torch.export.save(program, str(path))
                 else:
-                    torch.onnx.export(program, f=str(path))
+                    # one file, where torch would write the weights into a second one; such a file has 2 GB at most
+                    torch.onnx.export(program, f=str(path), external_data=False, verbose=False)
         # torch raises many types for what it can't write
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
