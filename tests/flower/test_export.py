@@ -12,7 +12,7 @@ from federations import FEATURES, NETS, Run, blobs, equal, fit, make_client, pla
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import personal_entries, shared_entries
 from pfl_lightning.engines import ClientState, Job
-from pfl_lightning.flower.export import export, keep_model
+from pfl_lightning.flower.export import export, keep_model, models_in
 from pfl_lightning.flower.site import Site
 from pfl_lightning.flower.states import StateVersions
 from pfl_lightning.methods import FedBABU, FedFomo, FedPer, FedProto
@@ -112,3 +112,25 @@ def test_what_is_not_there(tmp_path):
     with pytest.raises(MisconfigurationException, match=r"client=3: .* is damaged"):
         export(states.folder, 3, tmp_path / "model.ckpt")
     assert not (tmp_path / "model.ckpt").exists()
+
+
+def test_the_best_round_is_kept_beside_the_last_of_the_same_run(tmp_path):
+    run, states = fit(make_client(FedPer), max_rounds=2), StateVersions(tmp_path / "site")
+    site, federation = Site(run.data, range(4), names=["Bremen", "Ulm", "Jena", "Kiel"]), run.federation
+
+    def kept(round: int, id: int) -> dict[str, int]:
+        job = federation.job(3, ("test",))._replace(round=round)
+        keep_model(states, job, list(federation.architectures), 0, site, {"id": id})
+        found = {}
+        for best in (False, True):
+            models = models_in(states.folder, best)
+            assert list(models) == ["Kiel", "3"]
+            found[models["Kiel"].name] = torch.load(models["3"], weights_only=True)["federation"]["round"]
+        return found
+
+    # an earlier round counts as the best one, unless another run has begun, such as a resumed one
+    assert [kept(1, id=1), kept(2, id=1)] == [{"model.ckpt": 1}, {"model.ckpt": 2}]
+    assert kept(1, id=1) == {"model.ckpt": 2, "best.ckpt": 1}
+    assert kept(1, id=2) == {"model.ckpt": 1}
+    with pytest.raises(MisconfigurationException, match="has no client's model"):
+        models_in(tmp_path / "nowhere", best=True)
