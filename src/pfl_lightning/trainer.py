@@ -436,8 +436,8 @@ class FederatedTrainer(Trainer):
         clients = [clients] if isinstance(clients, (int, str)) else clients
         held = getattr(self, "datamodule", None) if datamodule is None else datamodule
         if model is not None and ckpt_path is not None and (held is None or is_of_site(ckpt_path)):
-            path = str(present_checkpoint(self, ckpt_path))
-            return self._predict_saved(model, data, path, clients, return_predictions, held)
+            file = str(present_checkpoint(self, ckpt_path))
+            return self._predict_saved(model, data, file, clients, return_predictions, held)
         federation = self.lightning_module if model is None else self._federation(model, datamodule, aggregator)
         if not isinstance(federation, Federation):
             raise MisconfigurationException("trainer.predict needs model=, as this Trainer has no federation yet.")

@@ -8,11 +8,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import NETS, Blobs, Sizes, equal, fit, make_client, make_trainer, noisy, plain, points, read_csv
+from pfl_lightning.client.joined_clients import JOINED
 from pfl_lightning.data import TensorData
 from pfl_lightning.federation.prediction import NeedsSamples
 from pfl_lightning.methods import FedPer, FedProto
 from pfl_lightning.methods.registry import METHODS
-from pfl_lightning.runs.joined_clients import JOINED
 from sweeps import swept
 
 SETTINGS = {"FedClassAvg": {"contrastive": False}}

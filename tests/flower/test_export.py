@@ -12,11 +12,12 @@ from federations import FEATURES, NETS, Run, blobs, equal, fit, make_client, pla
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import personal_entries, shared_entries
 from pfl_lightning.engines import ClientState, Job
-from pfl_lightning.flower.export import export, keep_model, models_in
+from pfl_lightning.flower.export import export, keep_model
 from pfl_lightning.flower.site import Site
 from pfl_lightning.flower.states import StateVersions
 from pfl_lightning.methods import FedBABU, FedFomo, FedPer, FedProto
 from pfl_lightning.nets import MLP
+from pfl_lightning.runs.site_models import models_in
 
 X = torch.randn(7, FEATURES, generator=torch.Generator().manual_seed(0))
 

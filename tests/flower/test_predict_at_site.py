@@ -18,8 +18,8 @@ from command import pfl, refusal
 from federations import equal, read_csv
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.flower import apps
-from pfl_lightning.flower.export import models_in
 from pfl_lightning.methods import FedPer
+from pfl_lightning.runs.site_models import models_in
 
 NAMES = ["Bremen", "Jena", "Ulm"]
 SITES = {1: ["Ulm", "Bremen"], 2: ["Jena"]}

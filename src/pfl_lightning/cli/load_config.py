@@ -35,7 +35,7 @@ class Configured(PflCLI):
         config = self.config[self.subcommand].clone()
         # of one start alone, as in the configuration of a run
         config.pop("resume_changed", None)
-        return str(commands_of(self.parser)[self.subcommand].dump(config, skip_unset=False))
+        return str(commands_of(self.parser)[str(self.subcommand)].dump(config, skip_unset=False))
 
     def fit(self, aggregator: Any = None, **kwargs: Any) -> None:
         """Keep the aggregator in the place of training; Lightning prefers this method to the trainer's.

@@ -18,6 +18,7 @@ from pfl_lightning.cli.usage import Arguments, UsageError
 from pfl_lightning.cli.yaml_text import load
 from pfl_lightning.data.sources.columns import as_text, read_table
 from pfl_lightning.federation.prediction import NeedsSamples, Predictions
+from pfl_lightning.runs.site_models import models_in
 from pfl_lightning.trainer import FederatedTrainer, is_of_site
 
 DESCRIPTION = """\
@@ -221,9 +222,6 @@ def predictions_at_site(
     Raises:
         UsageError: if a client isn't at this site.
     """
-    # imported late, as Flower's folder is of no use elsewhere
-    from pfl_lightning.flower.export import models_in
-
     if options.ckpt_path not in ("best", "last"):
         raise UsageError(f"predict: --ckpt_path {options.ckpt_path} is no round that a site keeps; give best or last.")
     models = models_in(options.state_dir, best=options.ckpt_path == "best")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torchmetrics import Metric, MetricCollection
 
+from pfl_lightning.client.joined_clients import joined_models
 from pfl_lightning.client.optimizers import (
     Configured,
     check_first_rate,
@@ -39,7 +40,6 @@ from pfl_lightning.messages import Message, StateDict, tree_map
 from pfl_lightning.nets import CNN, Net, NetFactory
 from pfl_lightning.nets.any_module import as_net
 from pfl_lightning.nets.base import ModuleFactory, checked_list, checked_net
-from pfl_lightning.runs.joined_clients import joined_models
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.settings import as_call, check_choices, live
 from pfl_lightning.tasks import Classification, Task

@@ -25,6 +25,7 @@ from pfl_lightning.client.common import (
     whole_model,
 )
 from pfl_lightning.client.hooks import check_hooks
+from pfl_lightning.client.joined_clients import IDENTITY, joined_models
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.compression import Compression
 from pfl_lightning.contract.aggregator_memory import Remembered
@@ -79,7 +80,6 @@ from pfl_lightning.privacy.dp_sgd import PUBLISHABLE, composed
 from pfl_lightning.privacy.secure_sum import NoiseShare, drawn_share
 from pfl_lightning.runs.client_states import DiskStates
 from pfl_lightning.runs.folder import STATES, run_folder
-from pfl_lightning.runs.joined_clients import IDENTITY, joined_models
 from pfl_lightning.seeds import derive_seed
 
 
@@ -760,7 +760,7 @@ class Federation(LightningModule):
         client, x, class_names = batch
         return predicted(self._seated(client), x, class_names)
 
-    def model_of(self, client: int) -> ClientModule:
+    def model_of(self, client: int | str) -> ClientModule:
         """Return a copy of one client's model, the same model as in an evaluation.
 
         Args:

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from pfl_lightning.client import ClientModule, Phase
 from pfl_lightning.client.hooks import overrides
+from pfl_lightning.client.joined_clients import IDENTITY, JOINED, KeptModels, is_same, read
 from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.data.client_names import client_id
 from pfl_lightning.data.description import described
@@ -29,10 +30,11 @@ from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.options import is_count
 from pfl_lightning.federation.prediction import kept_model
 from pfl_lightning.messages import Message, detached, is_finite
+from pfl_lightning.runs.checkpoint_io import save
 from pfl_lightning.runs.folder import run_folder
-from pfl_lightning.runs.joined_clients import keep_joined
 from pfl_lightning.runs.report import write_rows
 from pfl_lightning.runs.tables import text_table
+from pfl_lightning.runs.whole_files import replacing
 from pfl_lightning.seeds import derive_seed
 
 SPLITS: dict[Split, str] = {"test": "new", "val": "new_val"}
@@ -257,6 +259,27 @@ def keep_models(federation: Federation, models: Mapping[str, dict[str, Any]]) ->
     # The address of a remote store is no folder here.
     if checkpoint.parent.is_dir() and (reason := keep_joined(checkpoint, federation.identity, models)):
         rank_zero_warn(f"the new clients' models are in memory alone: {reason}.")
+
+
+def keep_joined(checkpoint: Path | str, federation: Mapping[str, Any], models: KeptModels) -> str:
+    """Write models beside a checkpoint, with the models of clients that joined before; return why not, or "".
+
+    Args:
+        checkpoint: a checkpoint of the federation, which may be missing.
+        federation: the federation, as `joined_models` takes it.
+        models: plain values and tensors.
+    """
+    file = Path(checkpoint).with_name(JOINED)
+    own = {name: federation.get(name) for name in IDENTITY}
+    try:
+        earlier = read(file)
+        if earlier and not is_same(earlier["federation"], own):
+            return f"{file} is of another federation; move the checkpoint into a folder of its own"
+        with replacing(file) as partial:
+            save({"federation": own, "joined": {**earlier.get("joined", {}), **models}}, partial)
+    except (OSError, MisconfigurationException) as error:
+        return f"{file}: {error.strerror}" if isinstance(error, OSError) else str(error).removesuffix(".")
+    return ""
 
 
 def local_work(

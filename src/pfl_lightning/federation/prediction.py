@@ -12,13 +12,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from pfl_lightning.client import ClientModule
+from pfl_lightning.client.joined_clients import KeptModels, joined_models
 from pfl_lightning.data import CHUNK, ClientData, FederatedDataModule, Samples
 from pfl_lightning.data.trees import Tree, rows_in
 from pfl_lightning.engines import ClientState, Job, LocalWork, Sequential
 from pfl_lightning.engines.evaluation import OUTPUTS
 from pfl_lightning.federation.checkpoint import saved_job
 from pfl_lightning.federation.evaluation import undisturbed
-from pfl_lightning.runs.joined_clients import KeptModels, joined_models
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.tasks import Task
 
@@ -443,7 +443,7 @@ def data_in(
             f"the checkpoint alone can't make inputs of raw rows, as {reason}; give the run's data module"
         )
     state, names = states[kind.__qualname__], names or {}
-    return kind.from_state({**state, **names} if own else {**names, **state})
+    return cast(FederatedDataModule, kind.from_state({**state, **names} if own else {**names, **state}))
 
 
 def works_alone(kind: type[FederatedDataModule]) -> bool:
