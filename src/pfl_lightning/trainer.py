@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
+from zipfile import is_zipfile
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -417,7 +418,8 @@ class FederatedTrainer(Trainer):
         """Predict for raw rows with clients' models, those that the federation's own evaluations use.
 
         Lightning's prediction loop calls callbacks once per client, with its `Predictions`. A client unknown to the
-        federation, named ``new``, and the data's new clients are predicted for by the model that they would receive.
+        federation, named ``new``, is predicted for by the model that it would receive; the data's new clients too, but
+        those that have joined by the models that they trained.
 
         Args:
             model: the client module; None takes the federation of this Trainer, as it stands without ``ckpt_path``.
@@ -426,7 +428,8 @@ class FederatedTrainer(Trainer):
             datamodule: the clients' data. A checkpoint may do without, unless the method makes a client's model from
                 the client's samples, or ``data`` or a new client's model needs them.
             return_predictions: False returns nothing, for callbacks that write the predictions.
-            ckpt_path: a checkpoint, or ``best`` or ``last`` of this method's newest run that has one.
+            ckpt_path: a checkpoint, or ``best`` or ``last`` of this method's newest run that has one; at a site of a
+                deployment, the file of one of the site's clients.
             clients: names or ids of clients; a mapping gives each one's own rows; None takes all clients.
             aggregator: the server side, instead of the client module's own.
 
@@ -442,8 +445,9 @@ class FederatedTrainer(Trainer):
             data, datamodule = None, data
         clients = [clients] if isinstance(clients, (int, str)) else clients
         held = getattr(self, "datamodule", None) if datamodule is None else datamodule
-        if model is not None and held is None and ckpt_path is not None:
-            return self._predict_saved(model, data, present_checkpoint(self, ckpt_path), clients, return_predictions)
+        if model is not None and ckpt_path is not None and (held is None or is_of_site(ckpt_path)):
+            file = str(present_checkpoint(self, ckpt_path))
+            return self._predict_saved(model, data, file, clients, return_predictions, held)
         federation = self.lightning_module if model is None else self._federation(model, datamodule, aggregator)
         if not isinstance(federation, Federation):
             raise MisconfigurationException("trainer.predict needs model=, as this Trainer has no federation yet.")
@@ -452,7 +456,7 @@ class FederatedTrainer(Trainer):
             adopt_fitted(datamodule, federation, path)
         # Lightning refuses loaders beside a data module, and keeps an earlier one.
         self.datamodule = held
-        asked = Asked(clients, data, lambda: federation.data)
+        asked = Asked(clients, data, lambda: federation.data, lambda: federation.joined)
         with ended_together(self.strategy), leaving_nothing_if_refused(self), warnings.catch_warnings():
             # callbacks of the run, of which a prediction has no need
             warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
@@ -463,15 +467,21 @@ class FederatedTrainer(Trainer):
         self,
         model: ClientModule,
         data: Any,
-        path: str | None,
+        path: str,
         clients: Iterable[int | str] | Mapping[int | str, Any] | None,
         return_predictions: bool | None,
+        source: FederatedDataModule | None,
     ) -> dict[int | str, Predictions]:
-        """Predict with the clients of a checkpoint, without a data module."""
-        checkpoint = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
-        saved = SavedClients(model, checkpoint, str(path))
-        if data is None and not isinstance(clients, Mapping):
+        """Predict with the clients of a checkpoint, without a federation; with ``source``, those at a site."""
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if source is not None:
+            source.prepare_data()
+            source.setup()
+        saved = SavedClients(model, checkpoint, path, source)
+        if source is None and data is None and not isinstance(clients, Mapping):
             raise NeedsSamples("trainer.predict without data= predicts for test splits; give datamodule=, or rows.")
+        if clients is None and "own" in saved.saved:
+            clients = list(saved.kept)[:1]
         # A federation's own callbacks would look for one, so the loop is a plain Trainer's.
         loop = Trainer(
             # by name: for an accelerator's object Lightning prepares mixed precision for a GPU
@@ -484,14 +494,15 @@ class FederatedTrainer(Trainer):
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        asked = Asked(clients, data, lambda: saved.data)
+        asked = Asked(clients, data, lambda: saved.data, lambda: saved.kept)
         found = loop.predict(saved, asked, return_predictions=return_predictions)
         return asked.named(cast(list[Predictions], found or []))
 
     def client(self, client: int | str) -> ClientModule:
         """Return one client's model after a fit or an evaluation: an independent copy, an ordinary LightningModule.
 
-        It is the model that the federation's evaluations use. A plain ``lightning.Trainer`` fits, tests and predicts
+        It is the model that the federation's evaluations use, and of a new client the model that it trained when it
+        joined. A plain ``lightning.Trainer`` fits, tests and predicts
         with it; call ``eval()`` before calling it directly.
 
         Args:
@@ -503,7 +514,10 @@ class FederatedTrainer(Trainer):
         federation = self.lightning_module
         if not isinstance(federation, Federation) or federation.seed is None:
             raise MisconfigurationException("trainer.client has no client yet; call fit, or test with a checkpoint.")
-        return federation.model_of(federation.data.client_id(client))
+        data = federation.data
+        # one that joined from data of its own, which may not be those of now
+        is_elsewhere = str(client) in federation.joined and str(client) not in data.client_names
+        return federation.model_of(str(client) if is_elsewhere else data.client_id(client))
 
     def join(
         self,
@@ -516,6 +530,9 @@ class FederatedTrainer(Trainer):
         names: list[str] | str | None = None,
     ) -> dict[str, float]:
         """Let the data's new clients receive from the server and train, with a test before and after.
+
+        Their models are kept for `predict` and `client`, and in ``joined.ckpt`` beside the checkpoint, if this Trainer
+        writes files.
 
         Args:
             model: the client module; None takes the federation of this Trainer as it stands, unlike Lightning, which
@@ -907,6 +924,14 @@ def present_checkpoint(trainer: FederatedTrainer, ckpt_path: str | Path | None) 
             "give the path of one."
         )
     return path
+
+
+def is_of_site(path: str | Path) -> bool:
+    """Return whether a checkpoint is of one client at its site, and not of a federation."""
+    if not is_zipfile(path):
+        return False
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return "own" in saved.get("federation", {})
 
 
 def adopt_fitted(data: FederatedDataModule, federation: Federation, path: str | None) -> None:

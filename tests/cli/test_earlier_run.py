@@ -28,6 +28,15 @@ def test_clients_of_a_new_table_join_the_newest_run(capsys):
         pfl(f"join {line}")
         last = max(Path("runs/FedPer-TableData").glob("version_*"), key=lambda path: int(path.name[8:]))
         assert [row["name"] for row in read_csv(last / "clients.csv")] == names
+    # what they have trained predicts, from the rows alone
+    Path("rows.csv").write_text("x\n0.5\n-1\n")
+    made = {}
+    for name in ("Erfurt", "Jena", "new"):
+        with pytest.raises(SystemExit) as ended:
+            pfl(f"predict --client {name} --data rows.csv")
+        assert not ended.value.code
+        made[name] = [row["prediction"] for row in read_csv(Path("predictions.csv"))]
+    assert len({tuple(each) for each in made.values()}) == 3
     assert "Ulm" in refusal("join --data all.csv --names Ulm", capsys)
     assert refusal("join --data new.csv --ckpt_path gone.ckpt", capsys).startswith("--data new.csv")
 

@@ -123,8 +123,9 @@ def test_a_new_client_is_predicted_for_by_the_model_that_it_receives(tmp_path):
     predicted = run.trainer.predict(run.model, ROWS, clients=[name, "new", 0])
     # FedAvg sends all of them the same model
     assert len({tuple(own.outputs.flatten().tolist()) for own in predicted.values()}) == 1
-    received = run.trainer.join(run.model, data)["new_received/acc"]
-    assert accuracies(run.trainer.predict(clients=[name]), data) == {name: pytest.approx(received)}
+    assert accuracies(run.trainer.predict(clients=[name]), data) == {
+        name: pytest.approx(run.trainer.join(run.model, data)["new_received/acc"])
+    }
     alone = make_trainer().predict(make_client(FedAvg), ROWS, ckpt_path=run.last, clients=["new"])
     assert torch.equal(alone["new"].outputs, predicted["new"].outputs)
 
@@ -355,16 +356,35 @@ def test_an_exported_client_gives_its_outputs(kind, tmp_path):
     assert torch.allclose(read(ROWS), expected) and torch.allclose(read(ROWS[:1]), expected[:1], atol=1e-6)
 
 
+def test_an_onnx_file_gives_the_outputs_for_raw_rows(tmp_path):
+    runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime beside the extra onnx")
+    pytest.importorskip("onnxscript", reason="needs the extra onnx")
+    data = named(test_fraction=0.5)
+    model = fit(make_client(FedPer, net=noisy), data).trainer.client("Ulm")
+    model.export(path := tmp_path / "ulm.onnx")
+    # the weights too are in it
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    session = runtime.InferenceSession(path)
+    (given,) = session.get_inputs()
+    for rows in (ROWS, ROWS[:1], ROWS.repeat(9, 1)):
+        x = data.inputs(rows, "Ulm")
+        (outputs,) = session.run(None, {given.name: x.numpy()})
+        assert torch.allclose(torch.from_numpy(outputs), model.eval().cpu()(x), atol=1e-6)
+
+
 def test_an_export_has_heads_beside_the_net(tmp_path):
     model = fit(make_client(FedRoD), max_rounds=1).trainer.client(1)
     model.export(path := tmp_path / "model.ts")
     assert torch.allclose(torch.jit.load(path)(ROWS), model.eval().cpu()(ROWS))
 
 
-def test_an_export_names_what_it_lacks(tmp_path):
+def test_an_export_names_what_it_lacks(tmp_path, monkeypatch):
     model = make_client()
     with pytest.raises(MisconfigurationException, match=r"\.pt2, \.ts or \.onnx"):
         model.export(tmp_path / "model.h5")
+    monkeypatch.setattr("pfl_lightning.client.module.find_spec", lambda name: None if name == "onnxscript" else name)
+    with pytest.raises(MisconfigurationException, match=r"package onnxscript; pip install 'pfl-lightning\[onnx\]'"):
+        model.export(tmp_path / "model.onnx")
 
 
 def test_raw_rows_of_a_table_with_gaps_and_texts_give_the_test_figures(tmp_path):

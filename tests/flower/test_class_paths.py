@@ -126,6 +126,11 @@ def arguments(tmp_path, *texts):
     return args
 
 
+def test_a_class_that_the_site_names_too_keeps_its_annotations(tmp_path):
+    # as of a site's own file, which names the class by its short name
+    check_arguments(arguments(tmp_path, TABLE), own=["TableData", "Classification"])
+
+
 def test_the_configurations_of_the_library_are_taken():
     for path in CONFIGS:
         # a table of `compare` is no configuration of a run

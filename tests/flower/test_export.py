@@ -8,14 +8,16 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim import SGD
 
-from federations import FEATURES, NETS, Run, equal, fit, make_client, plain
+from federations import FEATURES, NETS, Run, blobs, equal, fit, make_client, plain
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import personal_entries, shared_entries
 from pfl_lightning.engines import ClientState, Job
 from pfl_lightning.flower.export import export, keep_model
+from pfl_lightning.flower.site import Site
 from pfl_lightning.flower.states import StateVersions
 from pfl_lightning.methods import FedBABU, FedFomo, FedPer, FedProto
 from pfl_lightning.nets import MLP
+from pfl_lightning.runs.site_models import models_in
 
 X = torch.randn(7, FEATURES, generator=torch.Generator().manual_seed(0))
 
@@ -27,7 +29,8 @@ def site_of(run: Run, folder: Path, *clients: int) -> StateVersions:
     for client in clients:
         architecture, job = federation.architecture_of(client), federation.job(client, ("test",))
         federation.engines[architecture].evaluate(job)
-        keep_model(states, job, list(federation.architectures), architecture)
+        site = Site(run.data, range(run.data.num_clients))
+        keep_model(states, job, list(federation.architectures), architecture, site, {"id": 1, "settings": {}})
     return states
 
 
@@ -75,7 +78,9 @@ def test_what_a_configuration_has_made_needs_no_arguments(tmp_path):
     own = {name: torch.ones_like(tensor) for name, tensor in second.state_dict().items()}
     second.assign(own)
     job = Job(3, 1, ClientState(personal_entries(second, own)), {"weights": shared_entries(second, own)}, None, seed=0)
-    keep_model(StateVersions(tmp_path / "site"), job, [first, second], 1)
+    data = blobs()
+    data.setup()
+    keep_model(StateVersions(tmp_path / "site"), job, [first, second], 1, Site(data, range(4)), {"id": 1})
     export(tmp_path / "site", 3, tmp_path / "model.ckpt")
     for arguments in ({}, {"client": 3}):
         loaded = FedPer.load_from_checkpoint(tmp_path / "model.ckpt", **arguments)
@@ -109,3 +114,25 @@ def test_what_is_not_there(tmp_path):
     with pytest.raises(MisconfigurationException, match=r"client=3: .* is damaged"):
         export(states.folder, 3, tmp_path / "model.ckpt")
     assert not (tmp_path / "model.ckpt").exists()
+
+
+def test_the_best_round_is_kept_beside_the_last_of_the_same_run(tmp_path):
+    run, states = fit(make_client(FedPer), max_rounds=2), StateVersions(tmp_path / "site")
+    site, federation = Site(run.data, range(4), names=["Bremen", "Ulm", "Jena", "Kiel"]), run.federation
+
+    def kept(round: int, id: int) -> dict[str, int]:
+        job = federation.job(3, ("test",))._replace(round=round)
+        keep_model(states, job, list(federation.architectures), 0, site, {"id": id})
+        found = {}
+        for best in (False, True):
+            models = models_in(states.folder, best)
+            assert list(models) == ["Kiel", "3"]
+            found[models["Kiel"].name] = torch.load(models["3"], weights_only=True)["federation"]["round"]
+        return found
+
+    # an earlier round counts as the best one, unless another run has begun, such as a resumed one
+    assert [kept(1, id=1), kept(2, id=1)] == [{"model.ckpt": 1}, {"model.ckpt": 2}]
+    assert kept(1, id=1) == {"model.ckpt": 2, "best.ckpt": 1}
+    assert kept(1, id=2) == {"model.ckpt": 1}
+    with pytest.raises(MisconfigurationException, match="has no client's model"):
+        models_in(tmp_path / "nowhere", best=True)

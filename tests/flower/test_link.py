@@ -11,6 +11,7 @@ from deployments import NODES, deploy, grid_of
 
 from federations import Blobs, blobs, equal, fit, make_client, noisy
 from pfl_lightning.callbacks import ChannelsLast
+from pfl_lightning.flower.link import VERSION, Link
 from pfl_lightning.flower.wire import names, pack, unpack
 from pfl_lightning.methods import FedAvg, FedPer, LGFedAvg
 from pfl_lightning.methods.fedlaw import FedLAW
@@ -203,6 +204,22 @@ def test_a_site_that_does_not_fit_is_refused_in_a_sentence(tmp_path, change, wor
         pytest.raises(MisconfigurationException, match="clients 0, 2"),
     ):
         deploy(grid, make, serving={"patience": 0.2})
+
+
+def test_a_site_that_makes_other_inputs_than_the_first_is_refused(tmp_path):
+    link = Link(grid_of(make, tmp_path), 4, "0" * 16)
+
+    def greets(node: int, client: int, inputs: str) -> None:
+        clients = {client: {"train": 8, "val": 0, "test": 4}}
+        link._heard(
+            node, pack({"hello": {"version": VERSION, "initial": "0" * 16, "inputs": inputs, "clients": clients}})
+        )
+
+    greets(11, 0, "categories=a classes=c")
+    with pytest.warns(UserWarning, match=r"node 12 is refused: its data\.categories, data\.scales makes other inputs"):
+        greets(12, 1, "categories=b classes=c scales=d")
+    greets(12, 2, "categories=a classes=c")
+    assert sorted(link.sizes) == [0, 2]
 
 
 class Lone(Blobs):

@@ -12,7 +12,7 @@ from federations import blobs, make_client
 from pfl_lightning import methods
 from pfl_lightning.cli.load_config import configured
 from pfl_lightning.client import ClientModule
-from pfl_lightning.data import FederatedDataModule, TableData, TensorData
+from pfl_lightning.data import FederatedDataModule, Preprocessing, TableData, TensorData
 from pfl_lightning.flower.remote_data import remote_data
 from pfl_lightning.flower.site import ALWAYS, Site
 from pfl_lightning.flower.template import Refused
@@ -174,7 +174,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "says"), REFUSED)
+FITTED = [
+    ({"classes": WORDS["classes"], "preprocessing": "auto"}, r"data\.preprocessing\.by=table .* take client"),
+    ({"classes": WORDS["classes"], "preprocessing": Preprocessing(by="client")}, r"preprocessing\.vocabulary\.sex"),
+]
+
+
+@pytest.mark.parametrize(("settings", "says"), [*REFUSED, *FITTED])
 def test_a_site_alone_refuses_what_rows_of_all_clients_decide(settings, says):
     own = clinic(table_of(*SITES[1]), **settings)
     with pytest.raises(MisconfigurationException, match=says):
@@ -182,6 +188,22 @@ def test_a_site_alone_refuses_what_rows_of_all_clients_decide(settings, says):
     # whoever has the tables of all clients gets what a simulation gets
     both = joined([table_of(*held).assign(who=client) for client, held in enumerate(SITES)])
     assert Site(clinic(both, **settings), [2]).size(2, "train") == 24
+
+
+def test_sites_tell_by_a_fingerprint_whether_they_make_the_same_inputs():
+    sexes = WORDS["categories"]["sex"]
+
+    def told(client: int, **settings: Any) -> dict[str, str]:
+        agreed = Site(clinic(table_of(*SITES[client]), **settings), [client]).agreed
+        return dict(part.split("=") for part in agreed.split())
+
+    by_client = {"classes": WORDS["classes"], "preprocessing": Preprocessing(by="client", vocabulary={"sex": sexes})}
+    for settings in (WORDS, {**WORDS, "standardize": "client"}, by_client):
+        # fitted on each client's own rows, and so no matter of others
+        assert told(0, **settings) == told(1, **settings)
+    turned = {**WORDS, "categories": {"sex": sexes[::-1]}}
+    assert {name for name, each in told(0, **turned).items() if each != told(1, **WORDS)[name]} == {"categories"}
+    assert told(0, **WORDS)["standardize"] != told(0, **WORDS, standardize={"age": [50, 10]})["standardize"]
 
 
 @pytest.mark.exhaustive

@@ -8,6 +8,7 @@ from pfl_lightning.cli.argv import CommandLine
 from pfl_lightning.cli.class_names import own_server
 from pfl_lightning.cli.parser_errors import is_unknown, sentence
 from pfl_lightning.cli.trainer_commands import Parser, PflCLI
+from pfl_lightning.internals.of_jsonargparse import commands_of
 from pfl_lightning.trainer import FederatedTrainer
 
 Check = Callable[[Mapping[str, Any]], None]
@@ -28,6 +29,13 @@ class Configured(PflCLI):
         super().before_instantiate_classes()
         if self.check is not None:
             self.check(self.config[self.subcommand].as_dict())
+
+    def text(self) -> str:
+        """Return the whole configuration as YAML, with all defaults."""
+        config = self.config[self.subcommand].clone()
+        # of one start alone, as in the configuration of a run
+        config.pop("resume_changed", None)
+        return str(commands_of(self.parser)[str(self.subcommand)].dump(config, skip_unset=False))
 
     def fit(self, aggregator: Any = None, **kwargs: Any) -> None:
         """Keep the aggregator in the place of training; Lightning prefers this method to the trainer's.

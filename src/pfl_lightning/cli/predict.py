@@ -18,7 +18,8 @@ from pfl_lightning.cli.usage import Arguments, UsageError
 from pfl_lightning.cli.yaml_text import load
 from pfl_lightning.data.sources.columns import as_text, read_table
 from pfl_lightning.federation.prediction import NeedsSamples, Predictions
-from pfl_lightning.trainer import FederatedTrainer
+from pfl_lightning.runs.site_models import models_in
+from pfl_lightning.trainer import FederatedTrainer, is_of_site
 
 DESCRIPTION = """\
 Predict for new rows with the clients' models of a run, and write a CSV file.
@@ -26,6 +27,9 @@ Predict for new rows with the clients' models of a run, and write a CSV file.
     pfl-lightning predict --ckpt_path best --client Bremen --data rows.csv --out predictions.csv
 
 All settings come from the run's own config.yaml. The run's data are read only where a model can't be made without them.
+At a site of a deployment, --state-dir predicts with the models of the site's own clients:
+
+    pfl-lightning predict --state-dir /srv/clinic/states --data rows.csv --out predictions.csv
 """
 QUIET = (
     "--trainer.logger false --trainer.enable_checkpointing false --trainer.enable_progress_bar false "
@@ -59,8 +63,9 @@ def main(args: list[str]) -> int:
         UsageError: if there is no such checkpoint, configuration or file of rows.
     """
     options = parser().parse_args(args)
-    path = checkpoint_of(options.ckpt_path, options.runs)
-    file = options.config or path.parent.parent / "config.yaml"
+    at_site = options.state_dir is not None
+    path = options.state_dir if at_site else checkpoint_of(options.ckpt_path, options.runs)
+    file = options.config or (path if at_site else path.parent.parent) / "config.yaml"
     if not file.is_file():
         raise UsageError(
             f"predict: {file} is no file; give the configuration of the checkpoint's run by --config, or predict from "
@@ -71,10 +76,13 @@ def main(args: list[str]) -> int:
     rows = None if options.data is None else read_rows(options.data, column, config)
     if rows is not None and rows.places and options.client:
         raise UsageError("predict: --client and --client_column exclude each other; give one of them.")
-    if rows is not None and not rows.places and not options.client:
+    if rows is not None and not rows.places and not options.client and not at_site:
         raise UsageError("predict: --client is missing: give names of clients, or all, or --client_column.")
     clients = None if options.client in (None, ["all"]) else options.client
-    found = predictions(path, file, config, rows, clients)
+    if at_site:
+        found = predictions_at_site(options, file, config, rows, clients)
+    else:
+        found = predictions(path, file, config, rows, clients)
     write(options.out, found, {} if rows is None else rows.places)
     count = len(found)
     print(f"{sum(map(len, found.values()))} predictions of {count} client{'s' * (count != 1)}: {options.out}")
@@ -89,6 +97,12 @@ def parser() -> Arguments:
         default="best",
         metavar="CKPT",
         help="best or last of the newest run, a run's folder, or a checkpoint (default: best)",
+    )
+    made.add_argument(
+        "--state-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="of a site of a deployment: its clients predict, by default all of them",
     )
     made.add_argument("--runs", type=Path, default=Path("runs"), help="folder of runs (default: runs)")
     made.add_argument("--config", type=Path, help="configuration of the run, if it isn't in the run's folder")
@@ -193,6 +207,40 @@ def read_rows(path: Path, column: str | None, config: Mapping[str, Any]) -> Rows
     raise UsageError(f"predict: --data {path} must be a .csv, .parquet, .npy or .pt file.")
 
 
+def predictions_at_site(
+    options: Any, file: Path, config: Mapping[str, Any], rows: Rows | None, clients: list[str] | None
+) -> dict[int | str, Predictions]:
+    """Return the predictions by client, of clients at a site of a deployment.
+
+    Args:
+        options: the command's options.
+        file: the site's configuration.
+        config: its contents.
+        rows: the rows; None takes the clients' test rows.
+        clients: the clients; None takes all of the site, or those of the rows.
+
+    Raises:
+        UsageError: if a client isn't at this site.
+    """
+    if options.ckpt_path not in ("best", "last"):
+        raise UsageError(f"predict: --ckpt_path {options.ckpt_path} is no round that a site keeps; give best or last.")
+    models = models_in(options.state_dir, best=options.ckpt_path == "best")
+    # a file is found by the client's name and by the id, of which the name comes first
+    asked = list(rows.of_clients) if rows is not None and rows.places else clients
+    asked = list({path: name for name, path in reversed(models.items())}.values())[::-1] if asked is None else asked
+    if strangers := [client for client in asked if client not in models]:
+        raise UsageError(
+            f"predict: client {strangers[0]} is not at this site; {options.state_dir} has {', '.join(models)}."
+        )
+    found: dict[int | str, Predictions] = {}
+    for client in asked:
+        own = rows
+        if rows is not None and rows.places:
+            own = Rows(rows.of_clients[client], {})
+        found |= predictions(models[client], file, config, own, [client])
+    return found
+
+
 def predictions(
     path: Path, file: Path, config: Mapping[str, Any], rows: Rows | None, clients: list[str] | None
 ) -> dict[int | str, Predictions]:
@@ -209,8 +257,8 @@ def predictions(
     """
     asked: Any = rows.of_clients if rows is not None and rows.places else clients
     data = None if rows is None or rows.places else rows.of_clients
+    model = class_of(config, "model", pfl_lightning.methods).load_from_checkpoint(path, map_location="cpu")
     if rows is not None:
-        model = class_of(config, "model", pfl_lightning.methods).load_from_checkpoint(path, map_location="cpu")
         # imported, so that the checkpoint's entry of the data finds it
         class_of(config, "data", pfl_lightning.data)
         try:
@@ -220,7 +268,9 @@ def predictions(
             print(f"predict: {str(error).partition(';')[0]}: reading the data of {file}", file=sys.stderr)
     made = configured(["--config", str(file), *QUIET.split()])
     settings = {"datamodule": made.datamodule, "aggregator": made.aggregator}
-    return made.trainer.predict(made.model, data, ckpt_path=path, clients=asked, **settings)
+    # a site's checkpoint has the net of one client, and the configuration perhaps several
+    of_run = model if is_of_site(path) else made.model
+    return made.trainer.predict(of_run, data, ckpt_path=path, clients=asked, **settings)
 
 
 def quiet_trainer(config: Mapping[str, Any]) -> FederatedTrainer:

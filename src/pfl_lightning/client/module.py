@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torchmetrics import Metric, MetricCollection
 
+from pfl_lightning.client.joined_clients import joined_models
 from pfl_lightning.client.optimizers import (
     Configured,
     check_first_rate,
@@ -35,7 +36,7 @@ from pfl_lightning.data import ClientData
 from pfl_lightning.data.client_names import client_id
 from pfl_lightning.data.trees import rows_in
 from pfl_lightning.internals.of_lightning import COMMAND_LINE_NOTES
-from pfl_lightning.messages import Message, StateDict
+from pfl_lightning.messages import Message, StateDict, tree_map
 from pfl_lightning.nets import CNN, Net, NetFactory
 from pfl_lightning.nets.any_module import as_net
 from pfl_lightning.nets.base import ModuleFactory, checked_list, checked_net
@@ -572,7 +573,7 @@ class ClientModule(LightningModule):
 
         What makes inputs of raw rows, such as scaling and codes of texts, is not in the file; outputs are those of the
         net, such as logits. ``.pt2`` is torch's own format (``torch.export.load(path).module()``), ``.ts`` is
-        TorchScript (``torch.jit.load``), and ``.onnx`` needs the packages ``onnx`` and ``onnxscript``.
+        TorchScript (``torch.jit.load``), and ``.onnx`` needs the extra ``onnx``.
 
         Args:
             path: the file; its ending names the format.
@@ -585,7 +586,8 @@ class ClientModule(LightningModule):
             raise MisconfigurationException(f"path={str(path)!r} must end in .pt2, .ts or .onnx, the format to write.")
         if kind == ".onnx" and (lacking := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]):
             raise MisconfigurationException(
-                f"path={str(path)!r}: ONNX needs the package {lacking[0]}; pip install it, or take .pt2."
+                f"path={str(path)!r}: ONNX needs the package {lacking[0]}; pip install 'pfl-lightning[onnx]', or take "
+                ".pt2."
             )
         # two rows: one would be taken for a constant
         example = torch.zeros(2, *self.hparams["input_shape"], device=self.device, dtype=cast(torch.dtype, self.dtype))
@@ -603,7 +605,8 @@ class ClientModule(LightningModule):
                 if kind == ".pt2":
                     torch.export.save(program, str(path))
                 else:
-                    torch.onnx.export(program, f=str(path))
+                    # one file, where torch would write the weights into a second one; such a file has 2 GB at most
+                    torch.onnx.export(program, f=str(path), external_data=False, verbose=False)
         # torch raises many types for what it can't write
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
@@ -649,6 +652,17 @@ class ClientModule(LightningModule):
         self.assign(personal)
         self.on_download(payload, data)
 
+    def restore(self, entries: Mapping[str, Tensor]) -> None:
+        """Undo what `receive` has changed in a model that trained after it had received.
+
+        Args:
+            entries: the whole trained model, which was given to `receive` as the personal entries.
+        """
+        own = self.state_dict()
+        # unchanged entries stay, as an own `assign` may forget what came with the payload
+        changed = {name: t for name, t in entries.items() if not torch.equal(own[name], t.to(own[name]))}
+        self.assign(changed)
+
     @classmethod
     def load_from_checkpoint(
         cls, checkpoint_path: Any, *args: Any, client: int | str | None = None, **kwargs: Any
@@ -661,8 +675,8 @@ class ClientModule(LightningModule):
 
         Args:
             checkpoint_path: a checkpoint of `FederatedTrainer`.
-            client: name or id of a client, for its model as the next round would begin with it; None loads the global
-                model.
+            client: name or id of a client, for its model as the next round would begin with it, or as `join` has
+                trained it; None loads the global model.
             *args: as for ``LightningModule.load_from_checkpoint``.
             **kwargs: the same, with ``weights_only=True`` by default; a run from Python needs ``net=`` and
                 ``optimizer=`` if they are not the defaults.
@@ -689,6 +703,8 @@ class ClientModule(LightningModule):
             model.assign(saved.common)
             # common entries before the payload, which may be computed from them; no data, since a checkpoint has none
             model.receive(saved.personal, saved.payload, data=None)
+            if saved.is_trained:
+                model.restore(saved.personal)
         return model
 
 
@@ -778,12 +794,14 @@ class SavedClient:
         common: the common entries of its architecture, where they differ from the global model's.
         personal: its personal entries.
         payload: the payload that it would receive in the next round.
+        is_trained: whether ``personal`` is the whole model of a client that joined afterwards, as trained in the end.
     """
 
     architecture: int
     common: StateDict
     personal: StateDict
     payload: Message
+    is_trained: bool = False
 
 
 def net_of_python(path: str | Path) -> str:
@@ -843,7 +861,11 @@ def saved_client(
         MisconfigurationException: if the federation has no such client, or its personal entries are kept at a site.
     """
     saved = torch.load(path, map_location=device, weights_only=True)["federation"]
-    payloads = saved["payloads"]
+    payloads, others = saved["payloads"], saved.get("own") or joined_models(path, saved)
+    if (kept := others.get(str(client))) and client not in payloads and str(client) not in saved.get("names", []):
+        common = saved.get("common", {}).get(kept["architecture"], {})
+        personal, payload = (tree_map(lambda t: t.to(device), kept[part]) for part in ("personal", "payload"))
+        return SavedClient(kept["architecture"], common, personal, payload, kept["is_trained"])
     if isinstance(client, str):
         client = client_id(client, saved.get("names", []), len(payloads))
     if client not in payloads:

@@ -327,6 +327,15 @@ class FederatedDataModule(LightningDataModule, ABC):
         return ""
 
     @property
+    def agreed(self) -> dict[str, Any]:
+        """Return what decides how raw rows become inputs and class numbers, as plain values by the setting's name.
+
+        All sites of a deployment must have the same, so values fitted on each client's own rows are left out. Known
+        after `setup`.
+        """
+        return {"classes": self.class_names}
+
+    @property
     def head_lines(self) -> list[tuple[str, str]]:
         """Return lines about preprocessing for the head of a run, each a name and a text."""
         return []

@@ -25,6 +25,7 @@ from pfl_lightning.client.common import (
     whole_model,
 )
 from pfl_lightning.client.hooks import check_hooks
+from pfl_lightning.client.joined_clients import IDENTITY, joined_models
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.compression import Compression
 from pfl_lightning.contract.aggregator_memory import Remembered
@@ -52,7 +53,16 @@ from pfl_lightning.federation.checkpoint import check_same, is_storable, pair_cl
 from pfl_lightning.federation.evaluation import Evaluations, undisturbed
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.participation import Participation, check_tells
-from pfl_lightning.federation.prediction import Batch, NoSamples, Predictions, become, predicted, warn_of_trained
+from pfl_lightning.federation.prediction import (
+    Batch,
+    NoSamples,
+    Predictions,
+    Seat,
+    become,
+    kept_seat,
+    predicted,
+    warn_of_trained,
+)
 from pfl_lightning.federation.resuming import (
     Settings,
     changes,
@@ -116,6 +126,8 @@ class Federation(LightningModule):
         self.resume_changed = self.changed = False
         self.spent: dict[int, list[Release]] = {}
         self._given: dict[int, Job] = {}
+        self.joined: dict[str, Mapping[str, Any]] = {}
+        """Trained models of clients that joined afterwards, by name, or by id in digits; see `kept_model`."""
         self.audit: dict[str, Any] = {}
         """Result of an audit of the guarantee, for the summary; empty unless a callback audits."""
         check_finite(client, self.aggregator)
@@ -747,46 +759,71 @@ class Federation(LightningModule):
         """Return the predictions of one client's model, the same model as in an evaluation.
 
         Args:
-            batch: the client's id, inputs, and names of the classes.
+            batch: the client's id or name, inputs, and names of the classes.
             batch_idx: number of the batch.
         """
         client, x, class_names = batch
-        return predicted(*self._seated(client), x, class_names)
+        return predicted(self._seated(client), x, class_names)
 
-    def model_of(self, client: int) -> ClientModule:
+    def model_of(self, client: int | str) -> ClientModule:
         """Return a copy of one client's model, the same model as in an evaluation.
 
         Args:
             client: the client's id, or one from the number of clients up for a newcomer.
         """
-        engine, job, is_new = self._seated(client)
+        seat = self._seated(client)
         try:
             with undisturbed():
-                become(engine, job, is_new)
+                become(seat)
                 # Lightning leaves the Trainer out of copies
-                model = deepcopy(engine.module)
+                model = deepcopy(seat.engine.module)
         finally:
             self.release_modes()
         release(model)
         return model
 
-    def _seated(self, client: int) -> tuple[Sequential, Job, bool]:
-        """Return a client's engine and job, and whether the client is new.
+    def _seated(self, client: int | str) -> Seat:
+        """Return a client's seat.
 
         The reference engine serves all settings: a single client leaves other engines nothing to do at once.
+
+        Args:
+            client: the client's id, or the name of one that joined afterwards and isn't in the data.
 
         Raises:
             MisconfigurationException: if the model is at a site, or a new client's would need an update of its own.
         """
-        data, module = self.data, self._architectures[self.architecture_of(client)]
+        data = self.data
         if data.at_sites:
             raise MisconfigurationException(
-                f"client={client}: its samples and personal entries are at its site; export its model there."
+                f"client={client}: its samples and personal entries are at its site; predict there, by pfl-lightning "
+                "predict --state-dir."
             )
         warn_of_trained(self.options.evaluate)
-        is_new = client >= data.num_clients
-        job = self._first_job(client) if is_new else self.job(client, ("test",))
-        return Sequential(module, self.options.work(data), self.trainer.precision_plugin), job, is_new
+        kept = self._joined(client)
+        index = kept["architecture"] if kept else self.architecture_of(cast(int, client))
+        engine = Sequential(self._architectures[index], self.options.work(data), self.trainer.precision_plugin)
+        if kept:
+            return kept_seat(engine, kept, self._samples(client))
+        if client >= data.num_clients:  # type: ignore[operator]
+            return Seat(engine, self._first_job(cast(int, client)), adapts=False)
+        return Seat(engine, self.job(cast(int, client), ("test",)))
+
+    def _joined(self, client: int | str) -> Mapping[str, Any] | None:
+        """Return the kept model of a client that joined afterwards; None of others."""
+        data = self.data
+        if not isinstance(client, str):
+            if client not in data.newcomers:
+                return None
+            client = data.client_names[client] if data.client_names else str(client)
+        return self.joined.get(client)
+
+    def _samples(self, client: int | str) -> ClientData:
+        """Return the samples of a new client, none where the data don't know it."""
+        if client in self.data.newcomers:
+            return ClientData(self.data, cast(int, client))
+        reason = f"{type(self.client).__name__} makes the model of a new client from its samples"
+        return ClientData(NoSamples(self.client.task, reason), 0)
 
     def _first_job(self, client: int) -> Job:
         """Return the job of a client that never trained, with the payload of a newcomer."""
@@ -796,17 +833,15 @@ class Federation(LightningModule):
                 "none before the client has trained; let it join by trainer.join."
             )
         if client in self.data.newcomers:
-            # after a join, somebody may take it for the model that has joined
+            # somebody may take it for a model that has joined
             rank_zero_info(
                 f"client {self.data.client_label(client)}: the model that a new client receives, before any training "
-                "of its own; trainer.join tests a trained one, and keeps none."
+                "of its own; trainer.join keeps a trained one."
             )
         state = ClientState(self.initial[self.architecture_of(client)])
         seed = derive_seed(cast(int, self.seed), "join", self.round, client)
-        reason = f"{type(self.client).__name__} makes the model of a new client from its samples"
-        source = self.data if client in self.data.newcomers else NoSamples(self.client.task, reason)
-        samples = ClientData(source, client)
-        return Job(client, self.round, state, self.welcome(client), samples, seed, self.lr_factor, ("test",))
+        samples, payload = self._samples(client), self.welcome(client)
+        return Job(client, self.round, state, payload, samples, seed, self.lr_factor, ("test",))
 
     def on_validation_epoch_end(self) -> None:
         """Summarise the evaluation over clients into the round's row of metrics, for loggers and callbacks."""
@@ -883,6 +918,12 @@ class Federation(LightningModule):
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:200]
             raise MisconfigurationException(f"ckpt_path: the checkpoint holds another net: {reason}") from error
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The entries that are the same in all checkpoints of this federation."""
+        own = {**self.trained, "method": self.method, "seed": self.seed}
+        return {name: own[name] for name in IDENTITY}
 
     def federation_state(self) -> dict[str, Any]:
         """Return the complete state, from which another process can continue the run bit for bit."""
@@ -979,6 +1020,8 @@ class Federation(LightningModule):
             state = state | deepcopy({name: state[name] for name in ("initial", "start", "aggregator")})
         self.load_federation_state(state)
         self.clients = self._kept(self.clients)
+        if not self._fitting and (path := self.trainer.ckpt_path):
+            self.joined = dict(joined_models(path, state))
         if self._fitting:
             then, now = preprocessing_of(fitted, self.data)
             check_rounds(self.round, self.trainer.max_epochs)

@@ -5,8 +5,11 @@ The server aggregates no update of new clients, and the federation's state doesn
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -15,18 +18,23 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from pfl_lightning.client import ClientModule, Phase
 from pfl_lightning.client.hooks import overrides
+from pfl_lightning.client.joined_clients import IDENTITY, JOINED, KeptModels, is_same, read
 from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.data.client_names import client_id
 from pfl_lightning.data.description import described
 from pfl_lightning.engines import ClientState, Job, Outcome
 from pfl_lightning.engines.evaluation import own_values
+from pfl_lightning.federation.checkpoint import storable
 from pfl_lightning.federation.evaluation import Metrics
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.options import is_count
-from pfl_lightning.messages import Message, is_finite
+from pfl_lightning.federation.prediction import kept_model
+from pfl_lightning.messages import Message, detached, is_finite
+from pfl_lightning.runs.checkpoint_io import save
 from pfl_lightning.runs.folder import run_folder
 from pfl_lightning.runs.report import write_rows
 from pfl_lightning.runs.tables import text_table
+from pfl_lightning.runs.whole_files import replacing
 from pfl_lightning.seeds import derive_seed
 
 SPLITS: dict[Split, str] = {"test": "new", "val": "new_val"}
@@ -44,14 +52,21 @@ class Joined:
         metrics: summaries over new clients: test metrics as ``new_received/METRIC`` before and ``new/METRIC`` after
             their local training, validation metrics as ``new_val_received/METRIC`` and ``new_val/METRIC``.
         clients: each new client's test metrics, by id.
+        models: each new client's trained model, by name, or by id in digits where clients have no names; empty unless
+            kept.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
     clients: dict[int, dict[str, float]] = field(default_factory=dict)
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def join(
-    federation: Federation, epochs: int | None = None, rounds: int = 1, names: Sequence[str] | str | None = None
+    federation: Federation,
+    epochs: int | None = None,
+    rounds: int = 1,
+    names: Sequence[str] | str | None = None,
+    keeps_models: bool = False,
 ) -> Joined:
     """Let every new client receive, train and be tested, independently of the other new clients.
 
@@ -65,6 +80,7 @@ def join(
         epochs: passes over a client's samples in each phase; None takes the method's own number.
         rounds: rounds of receiving and training, at least 1.
         names: names of the new clients that join, or a single one; None takes all.
+        keeps_models: whether the result has the trained models.
 
     Raises:
         MisconfigurationException: before any training, if there are no new clients, if a name is of no new client, if
@@ -89,21 +105,68 @@ def join(
         states = initial
         # Only the joining itself uses joining_phases; the evaluation above runs with the method's own phases.
         with joining_phases(federation, epochs):
-            for round in range(rounds):
+            for round in range(rounds - 1):
                 outcomes = local_work(federation, payloads, states, "join", round)
                 states = {client: outcome.state for client, outcome in outcomes.items()}
-                if round + 1 < rounds:
-                    payloads = answers(federation, outcomes)
+                payloads = answers(federation, outcomes)
+            with whole_states(federation) if keeps_models else nullcontext():
+                outcomes = local_work(federation, payloads, states, "join", rounds - 1)
     if diverged := [c for c, outcome in outcomes.items() if not (outcome.finite and is_finite(outcome.state.personal))]:
         clients = ", ".join(map(federation.data.client_label, diverged))
         rank_zero_warn(f"the loss or the weights of new clients {clients} became NaN or infinite")
     # Joining phases make the whole personal model, so an adaptation before evaluation would count twice.
     whole = overrides(federation.client, "joining_phases")
-    return reported(
+    joined = reported(
         federation,
         {client: unadapted(metrics) for client, metrics in received.items()},
         {client: unadapted(outcome.after) if whole else outcome.after for client, outcome in outcomes.items()},
     )
+    if keeps_models:
+        jobs = {
+            client: job_of(federation, client, states[client], payloads[client], "join", rounds - 1, ())
+            for client in outcomes
+        }
+        joined.models.update(models_of(federation, jobs, outcomes, adapts=not whole))
+    return joined
+
+
+@contextmanager
+def whole_states(federation: Federation) -> Iterator[None]:
+    """Let all of a client's model stay with the client inside this context, so that outcomes have whole models."""
+    modules = [module for module in federation.architectures if isinstance(module, ClientModule)]
+    for module in modules:
+        # An instance attribute hides the class's method, as in `joining_phases`.
+        vars(module)["is_personal"] = lambda name: True
+    try:
+        yield
+    finally:
+        for module in modules:
+            del vars(module)["is_personal"]
+
+
+def models_of(
+    federation: Federation, jobs: Mapping[int, Job], outcomes: Mapping[int, Outcome], adapts: bool
+) -> dict[str, dict[str, Any]]:
+    """Return the trained models of new clients, by name.
+
+    Args:
+        federation: the federation.
+        jobs: the work of each client in its last round, by id.
+        outcomes: the results of this work, with whole states.
+        adapts: whether the method adapts a trained model once more before an evaluation.
+    """
+    data = federation.data
+    # One copy for all clients, as many servers send everyone the same tensors.
+    payloads = deepcopy({client: job.payload for client, job in jobs.items()})
+    inputs = {type(data).__qualname__: data.state_dict()}
+    models = {}
+    for client, job in jobs.items():
+        local = data.client_names[client] if data.client_names else client
+        whole = ClientState(detached(outcomes[client].state.personal))
+        job = job._replace(payload=payloads[client], state=whole)
+        architecture = federation.architecture_of(client)
+        models[str(local)] = kept_model(job, architecture, local, inputs, is_trained=True, adapts=adapts)
+    return cast(dict[str, dict[str, Any]], storable(models, "the model of a new client", settings=True))
 
 
 def joining_clients(data: FederatedDataModule, names: Sequence[str] | str | None) -> list[int]:
@@ -151,7 +214,8 @@ def joined_row(
         rounds: rounds of receiving and training, at least 1.
         names: names of the new clients that join, or a single one; None takes all.
     """
-    joined = join(federation, epochs, rounds, names)
+    joined = join(federation, epochs, rounds, names, keeps_models=True)
+    keep_models(federation, joined.models)
     metrics, data, metric = joined.metrics, federation.data, federation.monitor.metric
     for logger in federation.trainer.loggers:
         logger.log_metrics(metrics, step=federation.round)
@@ -178,6 +242,44 @@ def joined_row(
         folder.mkdir(parents=True, exist_ok=True)
         write_rows(folder / "clients.csv", [described(data, c) | own for c, own in joined.clients.items()])
     return metrics
+
+
+def keep_models(federation: Federation, models: Mapping[str, dict[str, Any]]) -> None:
+    """Keep the trained models of new clients for predictions: in memory, and in a file beside the checkpoint.
+
+    Args:
+        federation: the federation that they have joined.
+        models: the result of `models_of`.
+    """
+    federation.joined |= models
+    trainer = federation.trainer
+    if (run := run_folder(trainer)) is None:
+        return
+    checkpoint = Path(trainer.ckpt_path or run / "checkpoints" / "last.ckpt")
+    # The address of a remote store is no folder here.
+    if checkpoint.parent.is_dir() and (reason := keep_joined(checkpoint, federation.identity, models)):
+        rank_zero_warn(f"the new clients' models are in memory alone: {reason}.")
+
+
+def keep_joined(checkpoint: Path | str, federation: Mapping[str, Any], models: KeptModels) -> str:
+    """Write models beside a checkpoint, with the models of clients that joined before; return why not, or "".
+
+    Args:
+        checkpoint: a checkpoint of the federation, which may be missing.
+        federation: the federation, as `joined_models` takes it.
+        models: plain values and tensors.
+    """
+    file = Path(checkpoint).with_name(JOINED)
+    own = {name: federation.get(name) for name in IDENTITY}
+    try:
+        earlier = read(file)
+        if earlier and not is_same(earlier["federation"], own):
+            return f"{file} is of another federation; move the checkpoint into a folder of its own"
+        with replacing(file) as partial:
+            save({"federation": own, "joined": {**earlier.get("joined", {}), **models}}, partial)
+    except (OSError, MisconfigurationException) as error:
+        return f"{file}: {error.strerror}" if isinstance(error, OSError) else str(error).removesuffix(".")
+    return ""
 
 
 def local_work(

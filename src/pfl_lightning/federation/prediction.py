@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from pfl_lightning.client import ClientModule
+from pfl_lightning.client.joined_clients import KeptModels, joined_models
 from pfl_lightning.data import CHUNK, ClientData, FederatedDataModule, Samples
 from pfl_lightning.data.trees import Tree, rows_in
 from pfl_lightning.engines import ClientState, Job, LocalWork, Sequential
@@ -106,38 +107,105 @@ class NoSamples:
     size = parts
 
 
-def become(engine: Sequential, job: Job, is_new: bool) -> ClientData:
-    """Turn the engine's module into the model that evaluations of a client use; return the client's data.
+class Seat(NamedTuple):
+    """A client's work, and how the client's model is made.
 
     Args:
         engine: an engine around the client module.
         job: the client's job.
-        is_new: whether the client never trained: its model is the received one, without an adaptation to its samples.
+        adapts: whether the method adapts the received model before an evaluation; not that of a client that never
+            trained.
+        is_trained: whether the job's state is the whole trained model of a client that joined afterwards.
     """
-    data = engine.become(job)
-    phases = [] if is_new else engine.module.evaluation_phases()
+
+    engine: Sequential
+    job: Job
+    adapts: bool = True
+    is_trained: bool = False
+
+
+def kept_model(
+    job: Job,
+    architecture: int,
+    local: int | str,
+    inputs: Mapping[str, Any],
+    is_trained: bool = False,
+    adapts: bool = True,
+) -> dict[str, Any]:
+    """Return one client's model as plain values and tensors, from which `kept_seat` makes it again.
+
+    Args:
+        job: the client's work.
+        architecture: index of the client's network.
+        local: the client's name, or its id where clients have no names, in the data that made its inputs.
+        inputs: the entry of these data in a checkpoint, by the name of their class.
+        is_trained: whether the job's state is the whole model, trained after the payload had come.
+        adapts: whether the method adapts the model before an evaluation.
+    """
+    return {
+        "client": job.client,
+        "architecture": architecture,
+        "personal": job.state.personal,
+        "payload": job.payload,
+        "is_trained": is_trained,
+        "adapts": adapts,
+        "round": job.round,
+        "seed": job.seed,
+        "lr_factor": float(job.lr_factor),
+        "local": local,
+        "inputs": inputs,
+    }
+
+
+def kept_seat(engine: Sequential, kept: Mapping[str, Any], samples: ClientData) -> Seat:
+    """Return the seat of a client with a kept model.
+
+    Args:
+        engine: an engine around the client module.
+        kept: the result of `kept_model`.
+        samples: the client's data.
+    """
+    state = ClientState(kept["personal"])
+    job = Job(kept["client"], kept["round"], state, kept["payload"], samples, kept["seed"], kept["lr_factor"])
+    return Seat(engine, job, kept["adapts"], kept["is_trained"])
+
+
+def become(seat: Seat) -> ClientData:
+    """Turn the engine's module into the model that evaluations of a client use; return the client's data."""
+    engine, job, adapts, is_trained = seat
+    module = engine.module
+    try:
+        data = engine.become(job)
+    except NeedsSamples:
+        # only caches may hold what comes from samples and isn't in the kept model
+        if not is_trained or module.caches:
+            raise
+        data = job.data
+        with torch.no_grad():
+            module.receive(job.state.personal, job.payload, None)
+    if is_trained:
+        module.restore(job.state.personal)
+    phases = module.evaluation_phases() if adapts else []
     if phases:
         with torch.enable_grad():
             engine.adapt(phases, job, data)
     return data
 
 
-def predicted(engine: Sequential, job: Job, is_new: bool, x: Tree, class_names: Sequence[str]) -> Predictions:
+def predicted(seat: Seat, x: Tree, class_names: Sequence[str]) -> Predictions:
     """Return the predictions of a client's model, computed in batches of an evaluation's size.
 
     Args:
-        engine: an engine around the client module.
-        job: the client's job.
-        is_new: whether the client never trained.
+        seat: the client's seat.
         x: inputs ``[n, ...]``, as the net takes them; None takes the client's test split.
         class_names: names of the classes.
 
     Raises:
         MisconfigurationException: if the client has no test split.
     """
-    module = engine.module
+    engine, module, job = seat.engine, seat.engine.module, seat.job
     with undisturbed():
-        data = become(engine, job, is_new)
+        data = become(seat)
         if x is None:
             held = data.test
         else:
@@ -156,8 +224,9 @@ def predicted(engine: Sequential, job: Job, is_new: bool, x: Tree, class_names: 
     return Predictions(whole, **module.task.predictions(whole), class_names=list(class_names))
 
 
-Batch: TypeAlias = tuple[int, Tree, list[str]]
-"""A client's id, the inputs to predict for, None for its test split, and names of the classes."""
+Batch: TypeAlias = tuple[int | str, Tree, list[str]]
+"""A client's id, or the name of one with a kept model that isn't in the data; the inputs to predict for, None for its
+test split; and names of the classes."""
 
 
 class Asked:
@@ -169,6 +238,7 @@ class Asked:
         clients: names or ids, or `NEW`; None takes all clients of the federation. A mapping has each one's own rows.
         rows: raw rows for all of ``clients``; None takes each client's test split.
         data: returns the data module.
+        kept: returns the models of clients that may not be in the data, by name.
     """
 
     def __init__(
@@ -176,26 +246,29 @@ class Asked:
         clients: Iterable[int | str] | Mapping[Any, Any] | None,
         rows: Any,
         data: Callable[[], FederatedDataModule],
+        kept: Callable[[], KeptModels],
     ) -> None:
         self.clients = clients
         self.rows = rows
         self._data = data
+        self._kept = kept
 
     @cached_property
-    def found(self) -> list[tuple[int, Any]]:
-        """Ids of the clients, each with its raw rows."""
+    def found(self) -> list[tuple[int | str, Any]]:
+        """Ids of the clients, or names of those with kept models alone, each with its raw rows."""
         data = self._data()
         every: Iterable[Any] = range(data.num_clients) if self.clients is None else self.clients
         own = self.clients if isinstance(self.clients, Mapping) else {}
         return [(self._id_of(client, data), own.get(client, self.rows)) for client in every]
 
-    @staticmethod
-    def _id_of(client: int | str, data: FederatedDataModule) -> int:
+    def _id_of(self, client: int | str, data: FederatedDataModule) -> int | str:
         if client == NEW and NEW not in data.client_names:
             return data.num_clients + len(data.newcomers)
         try:
             return data.client_id(client)
         except MisconfigurationException as error:
+            if str(client) in self._kept():
+                return str(client)
             raise MisconfigurationException(
                 f"{error}; a client that the federation doesn't know is client={NEW!r}"
             ) from None
@@ -206,8 +279,13 @@ class Asked:
     def __iter__(self) -> Iterator[Batch]:
         data = self._data()
         for client, rows in self.found:
-            known = client if client < data.num_clients + len(data.newcomers) else NEW
-            yield client, None if rows is None else data.inputs(rows, known), data.class_names
+            source, known = data, client
+            if isinstance(client, str):
+                kept = self._kept()[client]
+                source, known = data_in(kept["inputs"]), kept["local"]
+            elif client >= data.num_clients + len(data.newcomers):
+                known = NEW
+            yield client, None if rows is None else source.inputs(rows, known), source.class_names
 
     def named(self, results: Iterable[Predictions]) -> dict[int | str, Predictions]:
         """Return results by the client's name, or by its id where clients have no names or ids as names.
@@ -218,29 +296,45 @@ class Asked:
         data = self._data()
         names: list[int | str] = [*(data.client_names or range(data.num_clients + len(data.newcomers))), NEW]
         every: Iterable[Any] = range(data.num_clients) if self.clients is None else self.clients
-        found = zip(self.found, every, results, strict=False)
-        return {asked if str(asked) == str(names[id]) else names[id]: result for (id, _), asked, result in found}
+        named: dict[int | str, Predictions] = {}
+        for (id, _), asked, result in zip(self.found, every, results, strict=False):
+            name = id if isinstance(id, str) else names[id]
+            named[asked if str(asked) == str(name) else name] = result
+        return named
 
 
 class SavedClients(LightningModule):
-    """The clients of a checkpoint, to predict without the run's data and server.
+    """The clients of a checkpoint, to predict without the run's server.
 
     Args:
         client: a client module of the checkpoint's method, with the checkpoint's net.
-        checkpoint: the loaded checkpoint.
+        checkpoint: the loaded checkpoint, of a federation or of a client at its site.
         path: the checkpoint's file, for messages.
+        source: the data at a client's site, set up; None predicts without samples.
 
     Raises:
         MisconfigurationException: if the checkpoint is of no federation, or of another method or net.
     """
 
-    def __init__(self, client: ClientModule, checkpoint: Mapping[str, Any], path: str) -> None:
+    def __init__(
+        self,
+        client: ClientModule,
+        checkpoint: Mapping[str, Any],
+        path: str,
+        source: FederatedDataModule | None = None,
+    ) -> None:
         super().__init__()
         if "federation" not in checkpoint:
             raise MisconfigurationException(f"ckpt_path={path} is not of a federation.")
         self.saved = checkpoint["federation"]
         self.path = path
-        self.data = data_of(checkpoint)
+        self.source = source
+        own = self.saved.get("own", {})
+        self.kept: KeptModels = own or joined_models(path, self.saved)
+        # ids in a site's data are others than in the federation, so that names of kept models alone count there
+        names = {"clients": [] if own else self.saved.get("names", [])}
+        names |= {"num_clients": 0 if own else len(self.saved["payloads"])}
+        self.data = data_in(checkpoint, names, own=bool(own))
         warn_of_trained(self.saved.get("settings", {}).get("trainer.evaluate", "before"))
         self.modules_of_clients = client.architectures()
         # Lightning moves them to the device
@@ -259,29 +353,41 @@ class SavedClients(LightningModule):
         """Return one client's predictions.
 
         Args:
-            batch: the client's id, inputs and the names of classes.
+            batch: the client's id or name, inputs and the names of classes.
             batch_idx: number of the batch.
 
         Raises:
             NeedsSamples: if the client's model can't be made from the checkpoint alone.
         """
         client, x, class_names = batch
+        if isinstance(client, str):
+            kept = self.kept[client]
+            source, local = self.source, kept["local"]
+            samples = self._nothing(client) if source is None else ClientData(source, source.client_id(local))
+            return predicted(kept_seat(self._engine(kept["architecture"]), kept, samples), x, class_names)
         first, total = self.modules_of_clients[0], len(self.saved["payloads"])
-        name = type(first).__name__
         if self.saved["clients"].get(client, {}).get("kept") is not None:
             raise MisconfigurationException(
-                f"client={client}: its personal entries are at its site and not in {self.path}; export its model there."
+                f"client={client}: its personal entries are at its site and not in {self.path}; predict there, by "
+                "pfl-lightning predict --state-dir."
             )
         is_new = client >= total
         index = first.architecture_of(client % total, total)
+        samples = self._nothing(client)
+        job = self._first_job(client, index, samples) if is_new else saved_job(self.saved, client, index, samples, ())
+        return predicted(Seat(self._engine(index), job, adapts=not is_new), x, class_names)
+
+    def _engine(self, index: int) -> Sequential:
         if index not in self._engines:
             module = self.modules_of_clients[index]
             self._engines[index] = Sequential(module, LocalWork(), self.trainer.precision_plugin)
-        samples = ClientData(
-            NoSamples(first.task, f"{name} makes the model of client {client} from its samples"), client
-        )
-        job = self._first_job(client, index, samples) if is_new else saved_job(self.saved, client, index, samples, ())
-        return predicted(self._engines[index], job, is_new, x, class_names)
+        return self._engines[index]
+
+    def _nothing(self, client: int | str) -> ClientData:
+        """Return a client's data without samples."""
+        first = self.modules_of_clients[0]
+        reason = f"{type(first).__name__} makes the model of client {client} from its samples"
+        return ClientData(NoSamples(first.task, reason), 0)
 
     def _first_job(self, client: int, architecture: int, samples: ClientData) -> Job:
         """Return the job of a new client, with the payload that the checkpoint keeps for one."""
@@ -309,32 +415,35 @@ def warn_of_trained(evaluate: str) -> None:
         )
 
 
-def data_of(checkpoint: Mapping[str, Any]) -> FederatedDataModule:
-    """Return the data module of a checkpoint, without samples, only to make inputs of raw rows.
+def data_in(
+    states: Mapping[str, Any], names: Mapping[str, Any] | None = None, own: bool = False
+) -> FederatedDataModule:
+    """Return a data module without samples, only to make inputs of raw rows.
 
     Its class must have been imported: the author of a checkpoint must not choose the code that runs on loading.
 
     Args:
-        checkpoint: a loaded checkpoint.
+        states: entries of data modules by the names of their classes, such as a checkpoint.
+        names: ``clients`` and ``num_clients``, for checkpoints of earlier versions, which lack them in the entry.
+        own: whether ``names`` replace those of the entry.
 
     Raises:
         MisconfigurationException: if no such class has been imported, or it makes inputs by code of its own that may
             need the samples.
     """
-    saved = checkpoint["federation"]
     known: list[Any] = [FederatedDataModule]
     for each in known:
         # the list grows while the loop runs, until it has all descendants
         known += each.__subclasses__()
     kind: type[FederatedDataModule] | None
-    kind = next((each for each in reversed(known) if each.__qualname__ in checkpoint), None)
+    kind = next((each for each in reversed(known) if each.__qualname__ in states), None)
     if kind is None or not works_alone(kind):
         reason = f"{kind.__qualname__} may need the samples" if kind else "no class of data that it names is imported"
         raise NeedsSamples(
             f"the checkpoint alone can't make inputs of raw rows, as {reason}; give the run's data module"
         )
-    names = {"clients": saved.get("names", []), "num_clients": len(saved["payloads"])}
-    return cast(FederatedDataModule, kind.from_state(names | checkpoint[kind.__qualname__]))
+    state, names = states[kind.__qualname__], names or {}
+    return cast(FederatedDataModule, kind.from_state({**state, **names} if own else {**names, **state}))
 
 
 def works_alone(kind: type[FederatedDataModule]) -> bool:

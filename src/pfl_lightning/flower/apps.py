@@ -97,6 +97,8 @@ def client_app(folder: Path) -> ClientApp:
             states,
             cli.aggregator,
             context.state,
+            cli.text(),
+            context.run_id,
         )
 
     return app_of(worker)

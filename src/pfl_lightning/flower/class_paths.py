@@ -146,9 +146,9 @@ def short(name: str) -> str:
 
 def named(text: str, own: Collection[str]) -> Iterator[type]:
     """Yield the classes with a given name, among the classes allowed in configurations."""
-    if text in own or is_known(text):
-        module, _, name = text.rpartition(".")
-        made = getattr(import_module(module), name, None) if module else None
+    module, _, name = text.rpartition(".")
+    if module and (text in own or is_known(text)):
+        made = getattr(import_module(module), name, None)
         if inspect.isclass(made):
             yield made
     # the parser resolves a bare class name among all loaded subclasses

@@ -22,11 +22,11 @@ from pfl_lightning.contract.task import check_task
 from pfl_lightning.data import Split
 from pfl_lightning.engines import ClientState, Engine, Job, Outcome
 from pfl_lightning.federation.evaluation import undisturbed
-from pfl_lightning.flower.export import keep_model
+from pfl_lightning.flower.export import CONFIG, keep_model
 from pfl_lightning.flower.link import VERSION, failure, initial_of
 from pfl_lightning.flower.masks import Party
 from pfl_lightning.flower.site import Site
-from pfl_lightning.flower.states import StateVersions
+from pfl_lightning.flower.states import StateVersions, written
 from pfl_lightning.flower.sums import data, tensor
 from pfl_lightning.flower.template import Refused
 from pfl_lightning.flower.wire import pack, unpack
@@ -79,6 +79,8 @@ class Worker:
             client module's own.
         memory: the node's record of secrets of sums, kept by Flower from one message to the next; None begins with an
             empty one.
+        config: the site's whole configuration, which is kept beside the states for predictions at the site.
+        run: Flower's id of the run.
     """
 
     def __init__(
@@ -89,6 +91,8 @@ class Worker:
         states: StateVersions,
         aggregator: Aggregator | None = None,
         memory: RecordDict | None = None,
+        config: str = "",
+        run: int = 0,
     ) -> None:
         # noise is drawn here, so that the site's own configuration decides, whatever the server says
         private = trainer.rounds.example_privacy and trainer.rounds.example_privacy.deployed()
@@ -96,6 +100,7 @@ class Worker:
         self.trainer, self.site, self.states = trainer, site, states
         self.aggregator = aggregator or client.configure_aggregator()
         self.memory = RecordDict() if memory is None else memory
+        self.config, self.run = config, run
         self.modules = client.architectures()
         for module in self.modules:
             module.settle_common()
@@ -114,8 +119,12 @@ class Worker:
         return self.trainer.rounds.engines(self.modules, self.site.data, self.trainer)
 
     def hello(self) -> Records:
-        """Return the site's greeting: version, fingerprint of the initial model, and each client's sample counts."""
-        return {"hello": {"version": VERSION, "initial": self.initial, "clients": self.site.sizes()}}
+        """Return the site's greeting: version, fingerprints of initial model and inputs, and clients' sample counts."""
+        if self.config:
+            with written(self.states.folder / CONFIG) as partial:
+                partial.write_text(self.config, encoding="utf-8")
+        greeting = {"version": VERSION, "initial": self.initial, "inputs": self.site.agreed}
+        return {"hello": {**greeting, "clients": self.site.sizes()}}
 
     @property
     def summing(self) -> SecureSum | None:
@@ -261,8 +270,9 @@ class Worker:
 
     def _keep_model(self, job: Job, told: Told) -> None:
         """Write a client's received model to the site's disk, for use at the site."""
+        run = {"id": self.run, "settings": {"trainer.evaluate": self.trainer.rounds.evaluate}}
         with undisturbed():
-            keep_model(self.states, job, self.modules, told[job.client]["architecture"])
+            keep_model(self.states, job, self.modules, told[job.client]["architecture"], self.site, run)
 
     def _results(
         self, told: Told, content: RecordDict, records: Records, phase: Literal["training", "evaluation"]

@@ -1,8 +1,9 @@
 """Save a client's model at a site as a checkpoint, loadable without a federation."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import lightning
 import torch
@@ -11,24 +12,42 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import whole_model
 from pfl_lightning.engines import Job
+from pfl_lightning.federation.checkpoint import storable
+from pfl_lightning.federation.prediction import kept_model
+from pfl_lightning.flower.site import Site
 from pfl_lightning.flower.states import StateVersions, written
 from pfl_lightning.runs.checkpoint_io import compare_checksums, save
+from pfl_lightning.runs.site_models import BEST, MODEL
 
-MODEL = "model.ckpt"
+CONFIG = "config.yaml"
+"""The site's configuration, in the folder of all states."""
 
 
-def keep_model(states: StateVersions, job: Job, architectures: Sequence[ClientModule], architecture: int) -> None:
+def keep_model(
+    states: StateVersions,
+    job: Job,
+    architectures: Sequence[ClientModule],
+    architecture: int,
+    site: Site,
+    run: Mapping[str, Any],
+) -> None:
     """Save a client's model as received from the server, replacing the client's earlier checkpoint.
+
+    Where a run evaluates an earlier round once more, this is the best round, and the last round's checkpoint stays.
 
     Args:
         states: the site's folder of client states.
         job: the client's work, with the payload and the personal parameters.
         architectures: the client modules, one per network.
         architecture: index of the client's module in ``architectures``; the module is left in the client's state.
+        site: the site's clients and data.
+        run: ``id`` of the run, and those of its ``settings`` that predictions look at.
 
     Raises:
         OSError: if the file can't be written; the earlier checkpoint stays.
     """
+    folder = states.of(job.client)
+    folder.mkdir(mode=0o700, exist_ok=True)
     hparams = dict(architectures[0].hparams)
     if isinstance(nets := hparams.get("net"), list):
         # the client's net alone: a loaded checkpoint would else take the first net of the list
@@ -37,6 +56,11 @@ def keep_model(states: StateVersions, job: Job, architectures: Sequence[ClientMo
     # received again, as an evaluation may have trained the module further
     with torch.no_grad():
         module.receive(personal, job.payload, data=None)
+    data = site.data
+    inputs = {type(data).__qualname__: data.state_dict()}
+    local = site.local(job.client)
+    kept = kept_model(job, 0, local, inputs)
+    name = site.names[job.client] if site.names else local
     checkpoint = {
         "pytorch-lightning_version": lightning.__version__,
         "state_dict": whole_model(module),
@@ -47,11 +71,28 @@ def keep_model(states: StateVersions, job: Job, architectures: Sequence[ClientMo
             "clients": {job.client: {"personal": personal}},
             "initial": [personal],
             "payloads": {job.client: job.payload},
+            # by the federation's id too; by the id at the site never, which is another client's elsewhere
+            "own": {**({name: kept} if isinstance(name, str) else {}), str(job.client): kept},
+            **run,
         },
+        **inputs,
     }
-    states.of(job.client).mkdir(mode=0o700, exist_ok=True)
-    with written(states.of(job.client) / MODEL) as partial:
-        save(checkpoint, partial)
+    earlier = latest(folder / MODEL)
+    is_same_run = earlier.get("id") == run["id"]
+    if not is_same_run:
+        (folder / BEST).unlink(missing_ok=True)
+    with written(folder / (BEST if is_same_run and job.round < earlier["round"] else MODEL)) as partial:
+        save(storable(checkpoint, "the model of a client", settings=True), partial)
+
+
+def latest(path: Path) -> dict[str, Any]:
+    """Return the entry ``federation`` of a client's checkpoint; empty without one."""
+    try:
+        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["federation"]
+    # missing, or damaged and about to be replaced
+    except Exception:
+        return {}
+    return saved
 
 
 def export(state_dir: Path | str, client: int, path: Path | str) -> None:

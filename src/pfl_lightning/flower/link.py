@@ -26,8 +26,9 @@ VERSION = version("pfl-lightning")
 MOST_SAMPLES = 1 << 31
 """Largest number of samples of a client in one split."""
 SIZES = {"train": 0, "val": 0, "test": 0}
-HELLO = {"version": "", "initial": "", "clients": {0: SIZES}}
-"""Template of a site's greeting: version, fingerprint of the initial model, and sample counts by client and split."""
+HELLO = {"version": "", "initial": "", "inputs": "", "clients": {0: SIZES}}
+"""Template of a site's greeting: version, fingerprints of the initial model and of the settings that make inputs of
+rows, and sample counts by client and split."""
 GONE = (3, 4, 5)
 """Flower's error codes for a message, a reply or a node that is unavailable at the moment."""
 
@@ -82,6 +83,8 @@ class Link:
         self._node_of: dict[int, int] = {}
         self._key_of: dict[int, str] = {}
         self._greeted: set[int] = set()
+        # of the first site, as the server may have no rows of its own
+        self._inputs: tuple[int, str] | None = None
         self._sent: dict[str, Sent] = {}
 
     def label(self, client: int) -> str:
@@ -207,15 +210,35 @@ class Link:
             # personal parameters never travel, and would differ from the start
             if hello["initial"] != self.initial:
                 raise Refused("its initial model is another than the server's; give both the same versions of torch.")
+            self._check_inputs(hello["inputs"])
             key = self._nodes().get(node, "")
             for client, sizes in hello["clients"].items():
                 self._check_claim(node, key, client, sizes)
         except Refused as refusal:
             rank_zero_warn(f"node {node} is refused: {refusal}")
             return
+        self._inputs = self._inputs or (node, hello["inputs"])
         for client, sizes in hello["clients"].items():
             self._node_of[client], self._key_of[client], self.sizes[client] = node, key, sizes
         rank_zero_info(f"node {node} has clients {', '.join(map(self.label, sorted(hello['clients'])))}.")
+
+    def _check_inputs(self, inputs: str) -> None:
+        """Refuse a node that makes other inputs or class numbers of the same rows than the first node.
+
+        Args:
+            inputs: the greeting's fingerprints by the setting's name.
+
+        Raises:
+            Refused: with the settings that differ.
+        """
+        if self._inputs is None or self._inputs[1] == inputs:
+            return
+        node, first = self._inputs
+        names = sorted({each.partition("=")[0] for each in set(inputs.split()) ^ set(first.split())})
+        raise Refused(
+            f"its data.{plain(', data.'.join(names), 100)} makes other inputs or classes of the same rows than that of "
+            f"node {node}; give all sites the same."
+        )
 
     def _check_claim(self, node: int, key: str, client: int, sizes: dict[str, int]) -> None:
         """Refuse a node's claim of a client with another holder, or with other numbers of samples than before.

@@ -1,5 +1,7 @@
 """A site's clients under their ids in the federation, and the site's limits on updates for the server."""
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -43,6 +45,7 @@ class Site:
     ) -> None:
         check_drift(data)
         self.data = data
+        self.names = list(names)
         self.allow = ALWAYS | frozenset(allow)
         # data with as many clients as there are ids count as the site's own, and ids name the data's clients in turn
         own = range(data.num_clients) if len(clients) == data.num_clients else clients
@@ -106,6 +109,19 @@ class Site:
     def size(self, client: int, split: Split) -> int:
         """Return the number of samples in one split of one client."""
         return self.data.size(self._local(client), split)
+
+    @property
+    def agreed(self) -> str:
+        """Return a fingerprint of each setting that decides how rows become inputs, equal at all sites."""
+        return " ".join(
+            f"{name}={hashlib.blake2b(json.dumps(value, default=str).encode(), digest_size=8).hexdigest()}"
+            for name, value in sorted(self.data.agreed.items())
+        )
+
+    def local(self, client: int) -> int | str:
+        """Return a client's name in the site's data, or its id there where the data name no clients."""
+        own = self._local(client)
+        return self.data.client_names[own] if self.data.client_names else own
 
     def sizes(self) -> dict[int, dict[str, int]]:
         """Return the numbers of samples by client and split."""

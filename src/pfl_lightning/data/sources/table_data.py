@@ -910,6 +910,19 @@ class TableData(OwnedData):
         return ""
 
     @property
+    def agreed(self) -> dict[str, Any]:
+        """Return features, vocabularies and scales, as `FederatedDataModule.agreed`."""
+        fitted, settings = self.preprocessing, self._settings
+        own = "client" in (fitted["standardize"], fitted.get("by"))
+        fits = () if own else ("mean", "deviation", "numbers", "category_fill")
+        form = {name: fitted[name] for name in ("features", "classes", "categories") if name in fitted}
+        scales = {name: fitted[name] for name in ("standardize", *fits) if name in fitted}
+        if settings is None:
+            return form | {"standardize": scales}
+        given = {name: value for name, value in vars(settings).items() if name != "transformer"}
+        return form | {"preprocessing": [scales, given]}
+
+    @property
     def head_lines(self) -> list[tuple[str, str]]:
         """Return lines about inputs, classes and the rows of the fit."""
         fitted = self.preprocessing
