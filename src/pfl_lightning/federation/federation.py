@@ -57,9 +57,9 @@ from pfl_lightning.federation.prediction import (
     Batch,
     NoSamples,
     Predictions,
-    Seat,
+    Recipe,
     become,
-    kept_seat,
+    kept_recipe,
     predicted,
     warn_of_trained,
 )
@@ -763,7 +763,7 @@ class Federation(LightningModule):
             batch_idx: number of the batch.
         """
         client, x, class_names = batch
-        return predicted(self._seated(client), x, class_names)
+        return predicted(self._recipe_of(client), x, class_names)
 
     def model_of(self, client: int | str) -> ClientModule:
         """Return a copy of one client's model, the same model as in an evaluation.
@@ -771,19 +771,19 @@ class Federation(LightningModule):
         Args:
             client: the client's id, or one from the number of clients up for a newcomer.
         """
-        seat = self._seated(client)
+        recipe = self._recipe_of(client)
         try:
             with undisturbed():
-                become(seat)
+                become(recipe)
                 # Lightning leaves the Trainer out of copies
-                model = deepcopy(seat.engine.module)
+                model = deepcopy(recipe.engine.module)
         finally:
             self.release_modes()
         release(model)
         return model
 
-    def _seated(self, client: int | str) -> Seat:
-        """Return a client's seat.
+    def _recipe_of(self, client: int | str) -> Recipe:
+        """Return how a client's model is made.
 
         The reference engine serves all settings: a single client leaves other engines nothing to do at once.
 
@@ -804,10 +804,10 @@ class Federation(LightningModule):
         index = kept["architecture"] if kept else self.architecture_of(cast(int, client))
         engine = Sequential(self._architectures[index], self.options.work(data), self.trainer.precision_plugin)
         if kept:
-            return kept_seat(engine, kept, self._samples(client))
+            return kept_recipe(engine, kept, self._samples(client))
         if client >= data.num_clients:  # type: ignore[operator]
-            return Seat(engine, self._first_job(cast(int, client)), adapts=False)
-        return Seat(engine, self.job(cast(int, client), ("test",)))
+            return Recipe(engine, self._first_job(cast(int, client)), adapts=False)
+        return Recipe(engine, self.job(cast(int, client), ("test",)))
 
     def _joined(self, client: int | str) -> Mapping[str, Any] | None:
         """Return the kept model of a client that joined afterwards; None of others."""

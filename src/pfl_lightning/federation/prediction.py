@@ -107,8 +107,8 @@ class NoSamples:
     size = parts
 
 
-class Seat(NamedTuple):
-    """A client's work, and how the client's model is made.
+class Recipe(NamedTuple):
+    """How a client's model is made: by which engine, from which state and payload.
 
     Args:
         engine: an engine around the client module.
@@ -132,7 +132,7 @@ def kept_model(
     is_trained: bool = False,
     adapts: bool = True,
 ) -> dict[str, Any]:
-    """Return one client's model as plain values and tensors, from which `kept_seat` makes it again.
+    """Return one client's model as plain values and tensors, from which `kept_recipe` makes it again.
 
     Args:
         job: the client's work.
@@ -157,8 +157,8 @@ def kept_model(
     }
 
 
-def kept_seat(engine: Sequential, kept: Mapping[str, Any], samples: ClientData) -> Seat:
-    """Return the seat of a client with a kept model.
+def kept_recipe(engine: Sequential, kept: Mapping[str, Any], samples: ClientData) -> Recipe:
+    """Return the recipe of a client with a kept model.
 
     Args:
         engine: an engine around the client module.
@@ -167,12 +167,12 @@ def kept_seat(engine: Sequential, kept: Mapping[str, Any], samples: ClientData) 
     """
     state = ClientState(kept["personal"])
     job = Job(kept["client"], kept["round"], state, kept["payload"], samples, kept["seed"], kept["lr_factor"])
-    return Seat(engine, job, kept["adapts"], kept["is_trained"])
+    return Recipe(engine, job, kept["adapts"], kept["is_trained"])
 
 
-def become(seat: Seat) -> ClientData:
+def become(recipe: Recipe) -> ClientData:
     """Turn the engine's module into the model that evaluations of a client use; return the client's data."""
-    engine, job, adapts, is_trained = seat
+    engine, job, adapts, is_trained = recipe
     module = engine.module
     try:
         data = engine.become(job)
@@ -192,20 +192,20 @@ def become(seat: Seat) -> ClientData:
     return data
 
 
-def predicted(seat: Seat, x: Tree, class_names: Sequence[str]) -> Predictions:
+def predicted(recipe: Recipe, x: Tree, class_names: Sequence[str]) -> Predictions:
     """Return the predictions of a client's model, computed in batches of an evaluation's size.
 
     Args:
-        seat: the client's seat.
+        recipe: the client's recipe.
         x: inputs ``[n, ...]``, as the net takes them; None takes the client's test split.
         class_names: names of the classes.
 
     Raises:
         MisconfigurationException: if the client has no test split.
     """
-    engine, module, job = seat.engine, seat.engine.module, seat.job
+    engine, module, job = recipe.engine, recipe.engine.module, recipe.job
     with undisturbed():
-        data = become(seat)
+        data = become(recipe)
         if x is None:
             held = data.test
         else:
@@ -364,7 +364,7 @@ class SavedClients(LightningModule):
             kept = self.kept[client]
             source, local = self.source, kept["local"]
             samples = self._nothing(client) if source is None else ClientData(source, source.client_id(local))
-            return predicted(kept_seat(self._engine(kept["architecture"]), kept, samples), x, class_names)
+            return predicted(kept_recipe(self._engine(kept["architecture"]), kept, samples), x, class_names)
         first, total = self.modules_of_clients[0], len(self.saved["payloads"])
         if self.saved["clients"].get(client, {}).get("kept") is not None:
             raise MisconfigurationException(
@@ -375,7 +375,7 @@ class SavedClients(LightningModule):
         index = first.architecture_of(client % total, total)
         samples = self._nothing(client)
         job = self._first_job(client, index, samples) if is_new else saved_job(self.saved, client, index, samples, ())
-        return predicted(Seat(self._engine(index), job, adapts=not is_new), x, class_names)
+        return predicted(Recipe(self._engine(index), job, adapts=not is_new), x, class_names)
 
     def _engine(self, index: int) -> Sequential:
         if index not in self._engines:
