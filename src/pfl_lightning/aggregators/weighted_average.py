@@ -33,13 +33,12 @@ class WeightedAverage(Aggregator):
     short of it or go beyond it: :math:`w \leftarrow w + \eta_g (\bar w - w)`. This holds for learnable parameters;
     running statistics are averaged.
 
-    With a factor :math:`\gamma` below 1 the model takes :math:`\gamma \bar w` for :math:`\bar w`, and so has a smaller norm
-    each round. Behind a BatchNorm layer the scale of a layer's weights changes no output: of weights with half the norm
-    the gradient is twice as large, and the same step turns them four times as far. A shrunk net thus learns at a higher
-    effective rate, in proportion to :math:`1 / \lVert w \rVert^2`. Without a normalisation the factor acts like weight
-    decay on the server. Every floating entry is multiplied, running statistics included, as in the released code of
-    FedAWA; counters aren't. Source: the shrinking factor of Li et al., 2023 (https://arxiv.org/abs/2302.10911), here as
-    a constant.
+    A factor :math:`\gamma` below 1 puts :math:`\gamma \bar w` in the place of :math:`\bar w`, so that the model's norm
+    shrinks each round. Behind a BatchNorm layer the scale of a layer's weights changes no output. With half the norm the
+    gradient is twice as large, and turns the weights four times as far: a shrunk net learns at a higher effective rate,
+    in proportion to :math:`1 / \lVert w \rVert^2`. Without a normalisation the factor acts like weight decay on the
+    server. All floating entries are multiplied, running statistics included, as in the released code of FedAWA;
+    counters aren't. Source: the shrinking factor of Li et al., 2023 (https://arxiv.org/abs/2302.10911), as a constant.
 
     Args:
         server_lr: :math:`\eta_g`, above 0; 1 takes the mean itself.
@@ -100,8 +99,8 @@ class WeightedAverage(Aggregator):
             raise MisconfigurationException(f"aggregator.gamma={gamma} must be above 0 and at most 1, such as 0.9.")
         if gamma != 1 and not self.takes_gamma:
             raise MisconfigurationException(
-                f"aggregator.gamma={gamma}: {type(self).__name__} combines what clients send by a rule of its own, which "
-                "a factor of the mean would change in part; leave it out, take aggregator=WeightedAverage, or set "
+                f"aggregator.gamma={gamma}: {type(self).__name__} combines what clients send by a rule of its own, "
+                "which a factor would change in part; leave it out, take aggregator=WeightedAverage, or set "
                 f"takes_gamma = True in {type(self).__name__} itself if all that clients receive passes through `move`."
             )
         self.server_lr = server_lr
