@@ -34,9 +34,9 @@ class WeightedAverage(Aggregator):
     running statistics are averaged.
 
     A factor :math:`\gamma` below 1 puts :math:`\gamma \bar w` in the place of :math:`\bar w`, so that the model's norm
-    shrinks each round. Behind a BatchNorm layer the scale of a layer's weights changes no output. With half the norm the
-    gradient is twice as large, and turns the weights four times as far: a shrunk net learns at a higher effective rate,
-    in proportion to :math:`1 / \lVert w \rVert^2`. Without a normalisation the factor acts like weight decay on the
+    shrinks each round. In front of a BatchNorm layer the scale of weights changes no output. With half the norm their
+    gradient is twice as large, and turns them four times as far: a shrunk net learns at a higher effective rate, in
+    proportion to :math:`1 / \lVert w \rVert^2`. Without a normalisation the factor acts like weight decay on the
     server. All floating entries are multiplied, running statistics included, as in the released code of FedAWA;
     counters aren't. Source: the shrinking factor of Li et al., 2023 (https://arxiv.org/abs/2302.10911), as a constant.
 
