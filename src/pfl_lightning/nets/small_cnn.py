@@ -1,5 +1,6 @@
 """The convolutional network of FedLAW and FedAWA."""
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from pfl_lightning.nets.base import Head, Net, cut
@@ -23,7 +24,7 @@ class SmallCNN(Net):
         maps: channels of the first convolution, at least 1; the others and the hidden layer have twice as many.
 
     Raises:
-        MisconfigurationException: if the data are not images, or are too small.
+        MisconfigurationException: if the data are not images, or are too small, or there are no ``maps``.
     """
 
     def __init__(
@@ -35,6 +36,8 @@ class SmallCNN(Net):
         maps: int = 32,
     ) -> None:
         channels, height, width = check_images("SmallCNN", input_shape, 18)
+        if maps < 1:
+            raise MisconfigurationException(f"net SmallCNN: maps={maps} must be at least 1, such as 32.")
         # each convolution takes off 2 pixels, each pooling halves
         side_h, side_w = (((side - 2) // 2 - 2) // 2 - 2 for side in (height, width))
 
