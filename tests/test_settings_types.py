@@ -24,7 +24,8 @@ from pfl_lightning.trainer import MEANINGLESS, TrainerSettings
 SETTINGS = {
     ClientSettings: (ClientModule, set()),
     DataSettings: (FederatedDataModule, set()),
-    MeanSettings: (WeightedAverage, set()),
+    # a factor of the whole mean, which subclasses with steps or parts of their own refuse
+    MeanSettings: (WeightedAverage, {"gamma"}),
     FedAWASettings: (FedAWA, set()),
     MomentumSettings: (FedAvgM, {"beta"}),
     AdaptiveSettings: (FedAdagrad, {"beta1"}),

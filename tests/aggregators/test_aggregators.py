@@ -6,12 +6,23 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from federations import FEATURES, Spy, blobs, equal, fit, make_client, noisy
+from federations import FEATURES, Spy, blobs, check_order_and_resume, equal, fit, make_client, noisy
 from pfl_lightning import Aggregator, AggregatorList, Server, WeightedAverage
-from pfl_lightning.aggregators import ClassMeans, CwFedAvg, client_weights, mean_model
+from pfl_lightning.aggregators import (
+    ClassMeans,
+    CriticalAverage,
+    CwFedAvg,
+    DomainConsensus,
+    FedAWA,
+    FisherAverage,
+    client_weights,
+    mean_model,
+)
+from pfl_lightning.aggregators.means import CoordinateMedian
 from pfl_lightning.messages import detached, weighted_mean
-from pfl_lightning.methods import FedPer
+from pfl_lightning.methods import FedAvg, FedPer
 from pfl_lightning.nets import Net
+from pfl_lightning.privacy import SecureSum
 
 
 def update(samples, **weights):
@@ -112,9 +123,83 @@ def test_a_step_is_taken_where_clients_share_a_part():
     assert not equal(*(run.weights for run in runs))
 
 
+@pytest.mark.parametrize("cls", [WeightedAverage, FedAWA])
+def test_gamma_multiplies_all_floating_entries_and_no_counter(cls):
+    whole, shrunk = (fit(make_client(net=noisy), aggregator=cls(gamma=gamma), max_rounds=1) for gamma in (1.0, 0.75))
+    kinds = set()
+    for name, tensor in whole.weights.items():
+        kinds.add((name in dict(whole.model.named_parameters()), tensor.is_floating_point()))
+        expected = 0.75 * tensor if tensor.is_floating_point() else tensor
+        torch.testing.assert_close(shrunk.weights[name], expected, rtol=1e-6, atol=0)
+    # parameters, running statistics and a counter
+    assert kinds == {(True, True), (False, True), (False, False)}
+
+
+@pytest.mark.parametrize("cls", [WeightedAverage, FedAWA])
+def test_with_gamma_1_no_bit_changes(cls):
+    plain, off = (fit(make_client(net=noisy), aggregator=each) for each in (cls(), cls(gamma=1.0)))
+    assert equal(plain.weights, off.weights)
+    assert equal(plain.federation.aggregator.state, off.federation.aggregator.state)
+
+
+def test_gamma_multiplies_the_mean_before_the_step_of_the_server():
+    moved = WeightedAverage(0.5, gamma=0.5)
+    moved.setup(Server(2, {"weight": torch.tensor([[8.0]])}, nn.Linear(1, 1, bias=False), data=None, seed=0))
+    moved.aggregate({0: update(30, weight=[[2.0]]), 5: update(10, weight=[[6.0]])}, round=0)
+    # the mean is 3, half of it 1.5, and half of the way from 8 to there ends at 4.75
+    assert moved.global_model()["weight"].tolist() == [[4.75]] and moved.state["shares"] == {0: 0.75, 5: 0.25}
+
+
+def test_gamma_multiplies_the_result_of_a_rule_and_no_upload():
+    shrunk = WeightedAverage(mean=CoordinateMedian(), gamma=0.5)
+    shrunk.setup(Server(3, {"weight": torch.zeros(1, 2)}, nn.Linear(2, 1, bias=False), data=None, seed=0))
+    sent = ([[1.0, 2.0]], [[4.0, 8.0]], [[100.0, -100.0]])
+    updates = {client: update(1, weight=weight) for client, weight in enumerate(sent)}
+    before = detached(updates)
+    shrunk.aggregate(updates, round=0)
+    assert shrunk.global_model()["weight"].tolist() == [[2.0, 1.0]] and equal(updates, before)
+
+
+class Shrunk(FedAvg):
+    def configure_aggregator(self):
+        return WeightedAverage(gamma=0.8)
+
+
+def test_gamma_shrinks_each_round_in_any_engine_and_behind_a_sum(tmp_path):
+    def run(cls=Shrunk, **settings):
+        return fit(make_client(cls), max_rounds=2, **settings).weights
+
+    one, whole = run(), run(FedAvg)
+    for other in (run(engine="vectorised"), run(secure_sum=SecureSum(bits=30))):
+        assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-4
+    assert max(float((one[name] - whole[name]).abs().max()) for name in one) > 0.05
+    check_order_and_resume(Shrunk, tmp_path)
+
+
+def test_a_server_with_a_rule_of_its_own_refuses_gamma_until_it_says_otherwise():
+    class Mine(WeightedAverage):
+        pass
+
+    class Declared(WeightedAverage):
+        takes_gamma = True
+
+    for own in (FisherAverage, CriticalAverage):
+        with pytest.raises(MisconfigurationException, match=rf"aggregator.gamma=0.9: {own.__name__} combines"):
+            own(gamma=0.9)
+        assert own(gamma=1.0).gamma == 1
+    with pytest.raises(MisconfigurationException, match=r"gamma=0.9: Mine .* takes_gamma = True"):
+        Mine(gamma=0.9)
+    assert Declared(gamma=0.9).gamma == 0.9
+    assert DomainConsensus(gamma=0.9).gamma == 0.9
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
+        ({"gamma": 0.0}, "gamma=0.0"),
+        ({"gamma": -0.5}, "gamma=-0.5"),
+        ({"gamma": 1.01}, "gamma=1.01"),
+        ({"gamma": math.nan}, "gamma=nan"),
         ({"server_lr": 0}, "server_lr=0"),
         ({"server_lr": -1}, "server_lr=-1"),
         ({"weighting": "size"}, "weighting='size'"),

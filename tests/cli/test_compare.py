@@ -396,6 +396,24 @@ def test_unnamed_clients_of_other_partitions_are_not_compared_by_client(stand_in
     assert not list(OUT.glob("by_client*"))
 
 
+def test_intervals_hold_for_other_clients_where_these_stay(stand_in):
+    stand_in(
+        FedPer_0={"clients": [0.5, 0.7]},
+        FedPer_1={"clients": [0.6, 1.0]},
+        FedAvg={"clients": [0.4, 0.4]},
+        Local_0={"partition": "q", "clients": [0.5, 0.7]},
+        Local_1={"clients": [0.6, 1.0]},
+    )
+    line = "--methods FedPer FedAvg --data Digits --seeds 0 1"
+    for options, cell in {"": "+30.00 [-97.06, +157.06]", "--interval clients": "+30.00 [-160.59, +220.59]"}.items():
+        assert compare(f"{line} {options}") == 0
+        assert table_of()["FedPer"]["over FedAvg"].startswith(cell)
+    # each seed has clients of its own
+    assert compare("--methods Local FedAvg --data Digits --seeds 0 1 --reference FedAvg --interval clients") == 0
+    assert table_of()["Local"]["over FedAvg"].startswith("+30.00 [-97.06, +157.06]")
+    assert "--interval clients needs the same clients" in (OUT / "comparison.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("options", "title"),
     [

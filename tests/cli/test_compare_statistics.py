@@ -76,6 +76,49 @@ def test_clients_of_a_seed_are_averaged_before_seeds_are_tested():
     assert found.mean == pytest.approx(np.mean(by_seed))
 
 
+def sites(count, seeds, clients, rng):
+    """Tables of two methods whose difference varies by seed, by client and at random, with a mean of 0 over clients."""
+    for _ in range(count):
+        by_seed, by_client = rng.normal(0, 0.005, (seeds, 1)), rng.normal(0, 0.02, (1, clients))
+        found = by_seed + by_client + rng.normal(0, 0.01, (seeds, clients))
+        values = {(seed, str(client)): value for (seed, client), value in np.ndenumerate(found)}
+        yield {"m": values, "base": dict.fromkeys(values, 0.0)}
+
+
+@pytest.mark.parametrize(("seeds", "clients"), [(5, 4), (3, 20), (10, 20)])
+def test_for_other_clients_at_most_five_per_cent_of_equal_methods_are_marked(seeds, clients):
+    def share(population):
+        simulated = sites(400, seeds, clients, np.random.default_rng(4))
+        return np.mean([differences_to(table, "base", population)["m"][1] for table in simulated])
+
+    # differences of these clients are real, which further seeds find again, and those of others are chance
+    assert share("clients") <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 400) and share("seeds") > 0.1
+
+
+def test_for_other_clients_the_null_of_equal_clients_is_kept_and_a_gain_is_found():
+    def share(simulated):
+        return np.mean([differences_to(table, "m0", "clients")["m1"][1] for table in simulated])
+
+    assert share(tables(400, 2, np.random.default_rng(5))) <= 0.05
+    assert share(tables(100, 2, np.random.default_rng(6), gain=0.3)) > 0.95
+
+
+def test_for_other_clients_one_client_or_one_seed_has_no_interval():
+    for values in ({(0, "a"): 1.0, (1, "a"): 2.0}, {(0, "a"): 1.0, (0, "b"): 2.0}):
+        found = difference(values, dict.fromkeys(values, 0.0), "clients")
+        assert found.mean == 1.5 and math.isnan(found.half) and math.isnan(found.probability)
+    same = {(seed, client): 0.1 for seed in range(3) for client in "ab"}
+    assert math.isnan(difference(same, dict.fromkeys(same, 0.0), "clients").half)
+
+
+def test_for_other_clients_the_mean_and_the_share_are_the_same():
+    rng = np.random.default_rng(7)
+    values = {(seed, client): rng.normal(0.3) for seed in range(4) for client in "abcde"}
+    reference = {key: 0.0 for key in values if key != (3, "e")}
+    one, other = (difference(values, reference, population) for population in ("seeds", "clients"))
+    assert one.mean == pytest.approx(other.mean) and one.better == other.better and one.half != other.half
+
+
 def test_without_a_common_client_there_is_no_difference():
     assert difference({(0, "a"): 1.0}, {(0, "b"): 1.0, (1, "a"): 1.0}) is None
     assert differences_to({"m": {(0, "a"): 1.0}, "other": {(1, "a"): 1.0}}, "m") == {}

@@ -61,6 +61,7 @@ def groups_of(net, group, **settings):
 class OneGroup(FedAWAL):
     """All of the net as its one group."""
 
+    takes_gamma = True
     grouping = FedAWA.grouping
 
 

@@ -54,6 +54,9 @@ def images(shape, n=4):
     [
         (SmallCNN, IMAGES, 10, {}, 122_570),
         (SmallCNN, IMAGES, 100, {}, 128_420),
+        # a norm of 32, 64 and 64 channels more, and a quarter of the width
+        (SmallCNN, IMAGES, 10, {"batch_norm": True}, 122_570 + 2 * 160),
+        (SmallCNN, IMAGES, 10, {"batch_norm": True, "maps": 8}, 224 + 1168 + 2320 + 4112 + 170 + 2 * 40),
         (LeakyCNN, IMAGES, 10, {}, 107_690),
         (LeakyCNN, (1, 28, 28), 10, {}, 117_066),
         (LeNet5, IMAGES, 10, {}, 62_006),
@@ -218,6 +221,8 @@ def test_a_resnet_of_another_depth_is_refused(depth):
 def test_a_resnet_without_width_is_refused():
     with pytest.raises(MisconfigurationException, match=r"^net CifarResNet: width=0 must be at least 1"):
         CifarResNet(IMAGES, 10, width=0)
+    with pytest.raises(MisconfigurationException, match=r"^net SmallCNN: maps=0 must be at least 1"):
+        SmallCNN(IMAGES, 10, maps=0)
 
 
 def test_densenet_keeps_the_resolution_up_to_its_first_transition():

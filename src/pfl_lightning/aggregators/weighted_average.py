@@ -16,7 +16,7 @@ Weighting: TypeAlias = Literal["samples", "uniform"]
 
 
 class MeanSettings(TypedDict, total=False):
-    """Settings of `WeightedAverage`, for the ``**kwargs`` of subclasses."""
+    """Settings of `WeightedAverage` but for ``gamma``, for the ``**kwargs`` of subclasses."""
 
     server_lr: float
     weighting: Weighting
@@ -33,15 +33,24 @@ class WeightedAverage(Aggregator):
     short of it or go beyond it: :math:`w \leftarrow w + \eta_g (\bar w - w)`. This holds for learnable parameters;
     running statistics are averaged.
 
+    A factor :math:`\gamma` below 1 puts :math:`\gamma \bar w` in the place of :math:`\bar w`, so that the model's norm
+    shrinks each round. In front of a BatchNorm layer the scale of weights changes no output. With half the norm their
+    gradient is twice as large, and turns them four times as far: a shrunk net learns at a higher effective rate, in
+    proportion to :math:`1 / \lVert w \rVert^2`. Without a normalisation the factor acts like weight decay on the
+    server. All floating entries are multiplied, running statistics included, as in the released code of FedAWA;
+    counters aren't. Source: the shrinking factor of Li et al., 2023 (https://arxiv.org/abs/2302.10911), as a constant.
+
     Args:
         server_lr: :math:`\eta_g`, above 0; 1 takes the mean itself.
         weighting: client weights in the mean: ``samples`` or ``uniform``.
         mean: a rule instead of the mean, such as `TrimmedMean`, which a few bad uploads can't move at will. A rule
             counts all clients alike, unless it says otherwise. None takes the mean.
+        gamma: :math:`\gamma`, factor of the mean, or of the rule's result, above 0 and at most 1; 1 changes no bit.
 
     Raises:
-        MisconfigurationException: if ``server_lr`` isn't positive, ``weighting`` is none of its choices, or a ``mean``
-            is given to a subclass that combines updates by a formula of its own.
+        MisconfigurationException: if ``server_lr`` isn't positive, ``gamma`` is out of range, ``weighting`` is none of
+            its choices, or a ``mean`` or ``gamma`` is given to a subclass that combines updates by a formula of its
+            own.
     """
 
     example_level = True
@@ -55,11 +64,24 @@ class WeightedAverage(Aggregator):
     It isn't inherited: each class sets it.
     """
 
+    takes_gamma: bool = True
+    """True if the setting ``gamma`` multiplies the whole model that clients receive; else the setting is refused.
+
+    It isn't inherited: each class sets it.
+    """
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.takes_mean = vars(cls).get("takes_mean", False)
+        cls.takes_gamma = vars(cls).get("takes_gamma", False)
 
-    def __init__(self, server_lr: float = 1.0, weighting: Weighting = "samples", mean: Mean | None = None) -> None:
+    def __init__(
+        self,
+        server_lr: float = 1.0,
+        weighting: Weighting = "samples",
+        mean: Mean | None = None,
+        gamma: float = 1.0,
+    ) -> None:
         super().__init__()
         if not server_lr > 0:
             raise MisconfigurationException(f"aggregator.server_lr={server_lr} must be above 0, such as 1.")
@@ -73,7 +95,16 @@ class WeightedAverage(Aggregator):
                 "which this would leave as it is or undo; leave it out, take aggregator=WeightedAverage, or set "
                 f"takes_mean = True in {type(self).__name__} itself if its rule only averages."
             )
+        if not 0 < gamma <= 1:
+            raise MisconfigurationException(f"aggregator.gamma={gamma} must be above 0 and at most 1, such as 0.9.")
+        if gamma != 1 and not self.takes_gamma:
+            raise MisconfigurationException(
+                f"aggregator.gamma={gamma}: {type(self).__name__} combines what clients send by a rule of its own, "
+                "which a factor would change in part; leave it out, take aggregator=WeightedAverage, or set "
+                f"takes_gamma = True in {type(self).__name__} itself if all that clients receive passes through `move`."
+            )
         self.server_lr = server_lr
+        self.gamma = gamma
         self.mean = mean
         self.weighting: Weighting = weighting
         if mean is not None:
@@ -125,11 +156,14 @@ class WeightedAverage(Aggregator):
         self.move(self.mean_of(updates, weights))
 
     def move(self, target: StateDict) -> None:
-        """Moves the global model to a mean, or towards it.
+        """Moves the global model to a mean times gamma, or towards it.
 
         Args:
             target: the mean, with buffers; changed in place.
         """
+        if self.gamma != 1:
+            # a mean's own tensors: a new one, since a rule may return an upload's
+            target |= {name: self.gamma * entry for name, entry in target.items() if entry.is_floating_point()}
         if self.server_lr != 1:
             w = self.state["weights"]
             for name in self.learnable:

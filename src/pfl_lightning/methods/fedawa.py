@@ -78,7 +78,7 @@ class FedAWA(WeightedAverage):
         server_steps: steps on the logits a round, at least 0; 0 leaves the weights at ``init``.
         optimizer: builds the optimizer of a round from the logits; None takes ``Adam(lr=0.001, betas=(0.5, 0.999))``.
         reg_distance: the second term's distance: ``cosine``, or ``euclidean``, the mean of squared differences.
-        gamma: factor of the average, above 0; 1 keeps it a mean.
+        gamma: factor of the average, in (0, 1], as in `WeightedAverage`; 1 keeps it a mean.
 
     Raises:
         MisconfigurationException: if ``server_steps`` or ``gamma`` are out of range, the optimizer refuses its
@@ -86,6 +86,7 @@ class FedAWA(WeightedAverage):
     """
 
     example_level = True
+    takes_gamma = True
 
     def __init__(
         self,
@@ -98,11 +99,9 @@ class FedAWA(WeightedAverage):
         reg_distance: Literal["cosine", "euclidean"] = "cosine",
         gamma: float = 1.0,
     ) -> None:
-        super().__init__()
+        super().__init__(gamma=gamma)
         if server_steps < 0:
             raise MisconfigurationException(f"aggregator.server_steps={server_steps} must be 0 or more, such as 1.")
-        if not 0 < gamma < math.inf:
-            raise MisconfigurationException(f"aggregator.gamma={gamma} must be above 0 and finite; 1 gives a mean.")
         # the preset fills in what isn't set; a setting given by the user wins
         official = preset == "official"
         self.init = init or ("raw_size" if official else "log_size")
@@ -111,7 +110,6 @@ class FedAWA(WeightedAverage):
         self.server_steps = server_steps
         self.optimizer = server_optimizer(optimizer, lr=0.001)
         self.reg_distance = reg_distance
-        self.gamma = gamma
         if self.init == "disco":
             self.needs = self.needs | {"class_counts"}
 
@@ -161,7 +159,7 @@ class FedAWA(WeightedAverage):
         weights = logits.softmax(1) if self.apply == "post" else weights.detach()
         # copies: a checkpoint would store a row's view together with all other rows of the round
         known |= {client: own.clone() for client, own in zip(updates, logits.T, strict=True)}
-        self.mix(updates, self.gamma * weights)
+        self.mix(updates, weights)
         sim, reg = self.objective(weights, grams)
         largest = float(weights.max())
         # a collapse to one client is the objective's minimum, and no error of the optimizer
@@ -241,11 +239,11 @@ class FedAWA(WeightedAverage):
         return 1 - (size + along) / norms
 
     def mix(self, updates: Updates, weights: Tensor) -> None:
-        """Make the weighted mean of the uploads the global model.
+        """Make the weighted mean of the uploads, times gamma, the global model.
 
         Args:
             updates: updates by client id.
-            weights: gamma times lambda, ``[G, K]``, in the order of the updates.
+            weights: lambda, ``[G, K]``, in the order of the updates.
         """
         self.average(updates, dict(zip(updates, weights[0].tolist(), strict=True)))
 

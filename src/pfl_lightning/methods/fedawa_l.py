@@ -31,6 +31,7 @@ class FedAWAL(FedAWA):
     """
 
     example_level = True
+    takes_gamma = True
 
     def __init__(
         self, group: Literal["module", "tensor", "block"] = "module", **kwargs: Unpack[FedAWASettings]
@@ -64,7 +65,7 @@ class FedAWAL(FedAWA):
 
         Args:
             updates: updates by client id.
-            weights: gamma times lambda, ``[G, K]``, in the order of the updates.
+            weights: lambda, ``[G, K]``, in the order of the updates.
         """
         # one number a client for the record: the mean over groups by size
         means = (self.sizes / self.sizes.sum()) @ weights
@@ -73,8 +74,5 @@ class FedAWAL(FedAWA):
         for (group, names), row in zip(self.groups.items(), weights.tolist(), strict=True):
             group_shares[group] = dict(zip(updates, row, strict=True))
             mixed |= weighted_mean([update["weights"] for update in updates.values()], row, names)
-        self.state |= {
-            "weights": mixed,
-            "shares": dict(zip(updates, means.tolist(), strict=True)),
-            "group_shares": group_shares,
-        }
+        self.move(mixed)
+        self.state |= {"shares": dict(zip(updates, means.tolist(), strict=True)), "group_shares": group_shares}

@@ -119,6 +119,7 @@ class DomainConsensus(WeightedAverage):
     """
 
     takes_mean = True
+    takes_gamma = True
     needs = WeightedAverage.needs | {"feature_mean"}
     sends = WeightedAverage.sends | {"consensus"}
     sums_only = True

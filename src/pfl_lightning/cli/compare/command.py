@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -16,7 +17,7 @@ from pfl_lightning.cli.compare.choices import Choice, choose, stored_table
 from pfl_lightning.cli.compare.report import titles, write
 from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.cli.compare.runs import Run, files, run_all, starter
-from pfl_lightning.cli.compare.significance import reference_among
+from pfl_lightning.cli.compare.significance import Population, reference_among
 from pfl_lightning.cli.compare.starter import Starter
 from pfl_lightning.cli.compare.tuning import Trial, at_edge, axes, best, missing, rows_of, trials
 from pfl_lightning.cli.configs import FOLDER, nearest
@@ -99,7 +100,8 @@ def main(args: list[str]) -> int:
             write_rows(comparison.out / "tuning.csv", comparison.trials)
         if given.collect:
             print(f"runs that have finished: {sum(map(len, results.values()))} of {len(runs)}")
-        print(write(comparison.out, results, failures, given.seeds, tuning, given.paper, given.columns, reference))
+        shared = (given.seeds, tuning, given.paper, given.columns, reference, given.interval)
+        print(write(comparison.out, results, failures, *shared))
     return 1 if failures else 0
 
 
@@ -341,6 +343,13 @@ def parse(args: list[str]) -> tuple[Namespace, list[str]]:
         "--reference",
         metavar="METHOD",
         help="the method that all others are compared with (default: Local, else FedAvg, else the first)",
+    )
+    parser.add_argument(
+        "--interval",
+        choices=get_args(Population),
+        default="seeds",
+        help="intervals of gains hold for other seeds of the same clients, or for other clients of their kind as well "
+        "(default: seeds)",
     )
     parser.add_argument("--commands", action="store_true", help="print one command per run, and run nothing")
     parser.add_argument("--collect", action="store_true", help="run nothing, and write the table of all finished runs")

@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from pfl_lightning.cli.compare.by_client import OTHERS, by_client
+from pfl_lightning.cli.compare.by_client import OTHERS, by_client, clients_stay
 from pfl_lightning.cli.compare.cost_to_target import cost_to_target, is_target
 from pfl_lightning.cli.compare.page import page
 from pfl_lightning.cli.compare.results import (
@@ -28,7 +28,7 @@ from pfl_lightning.cli.compare.results import (
     same_numbers,
 )
 from pfl_lightning.cli.compare.runs import Run
-from pfl_lightning.cli.compare.significance import by_method, differences_to, ranks, shown
+from pfl_lightning.cli.compare.significance import Population, by_method, differences_to, ranks, shown
 from pfl_lightning.plots.runs import plot_mean_curves
 from pfl_lightning.runs.report import Row, write_rows
 from pfl_lightning.runs.tables import latex, latex_table, markdown_table, text_table
@@ -59,7 +59,15 @@ Bold: the best mean of the column alone. It says nothing about significance."""
 
 OVER_REFERENCE = """\
 Over {reference}: a client's mean gain over {reference}, with all clients alike, as in "last (plain)"; [95 % interval by
-Student's t over seeds' mean differences]; the share of clients with a gain."""
+Student's t {population}]; the share of clients with a gain."""
+
+POPULATIONS: dict[Population, str] = {
+    "seeds": "over seeds' mean differences",
+    "clients": "over clusters by seed and by client, which holds for other clients of their kind as well",
+}
+"""Explanations of ``--interval``."""
+
+STRANGERS = "--interval clients needs the same clients at all seeds, and these differ: intervals are over seeds."
 
 STAR = """\
 A star marks a difference with p < 0.05 after Holm's correction for {count}."""
@@ -82,6 +90,7 @@ def write(
     paper: Mapping[str, str],
     columns: Sequence[str] = (),
     reference: str | None = None,
+    population: Population = "seeds",
 ) -> str:
     """Write all files of a comparison, and return the text for the terminal.
 
@@ -94,11 +103,14 @@ def write(
         paper: a paper's numbers, by method.
         columns: titles of the columns; empty for the usual ones.
         reference: the method that all others are compared with; None for no such comparison.
+        population: for what intervals of gains hold.
     """
     monitor = monitor_of(methods)
     clients = by_method(methods)
     over = f"{OVER}{reference}"
-    compared = differences_to(clients, reference) if reference in clients else {}
+    # a partition of its own for each seed varies clients, and seeds are all that there is to count
+    kept: Population = population if clients_stay(methods) else "seeds"
+    compared = differences_to(clients, reference, kept) if reference in clients else {}
     renamed = (over if title.startswith(OVER) else LAST if title == "last" else title for title in columns)
     columns = list(dict.fromkeys(renamed))
     gains = {method: shown(one, is_marked, monitor) for method, (one, is_marked) in compared.items()}
@@ -111,7 +123,8 @@ def write(
     if any(title in cells[0] for title in (LAST, PLAIN, RANK, over)):
         notes.append(ROUND)
     if over in cells[0]:
-        notes.append(OVER_REFERENCE.format(reference=reference))
+        notes.append(OVER_REFERENCE.format(reference=reference, population=POPULATIONS[kept]))
+        notes += [STRANGERS] if kept != population else []
         known = sum(not isnan(one.half) for one, _ in compared.values())
         if known:
             notes.append(STAR.format(count=f"{known} comparisons" if known > 1 else "1 comparison"))

