@@ -3,6 +3,7 @@
 from pfl_lightning.data.ag_news import AGNews
 from pfl_lightning.data.ag_news_letters import AGNewsLetters
 from pfl_lightning.data.batches import LastBatch, epoch_order
+from pfl_lightning.data.chem97 import Chem97
 from pfl_lightning.data.cifar10 import CIFAR10
 from pfl_lightning.data.cifar100 import CIFAR100
 from pfl_lightning.data.client_data import ClientData, gather, put_together, whole_of
@@ -27,6 +28,7 @@ from pfl_lightning.data.partitioners import (
 )
 from pfl_lightning.data.preprocessing import Column, Preprocessing
 from pfl_lightning.data.samples import CHUNK, Samples, Split
+from pfl_lightning.data.shakespeare import Shakespeare
 from pfl_lightning.data.sources import (
     ClientDatasets,
     FlowerDatasets,
@@ -50,6 +52,7 @@ __all__ = [
     "MNIST",
     "AGNews",
     "AGNewsLetters",
+    "Chem97",
     "ClientData",
     "ClientDatasets",
     "ClientLoader",
@@ -78,6 +81,7 @@ __all__ = [
     "RandomClasses",
     "RoundedDirichlet",
     "Samples",
+    "Shakespeare",
     "Split",
     "TableData",
     "TensorData",
