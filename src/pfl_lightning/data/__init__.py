@@ -9,6 +9,7 @@ from pfl_lightning.data.cifar100 import CIFAR100
 from pfl_lightning.data.client_data import ClientData, gather, put_together, whole_of
 from pfl_lightning.data.datamodule import ClientLoader, FederatedDataModule
 from pfl_lightning.data.diabetes import Diabetes
+from pfl_lightning.data.digit_domains import DigitDomains
 from pfl_lightning.data.digits import Digits
 from pfl_lightning.data.emnist import EMNIST
 from pfl_lightning.data.fashion_mnist import FashionMNIST
@@ -58,6 +59,7 @@ __all__ = [
     "ClientLoader",
     "Column",
     "Diabetes",
+    "DigitDomains",
     "Digits",
     "Dirichlet",
     "DominantLabels",
