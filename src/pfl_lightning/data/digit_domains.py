@@ -106,7 +106,7 @@ class DigitDomains(OwnedData):
                 )
             # one permutation for all domains of MNIST: no image is at two clients, not even in another form
             drawn = np.random.default_rng(derive_seed(self.seed, "domains")).permutation(len(labels))[:wanted]
-            for number, rows in enumerate(torch.from_numpy(drawn).split(each)):
+            for number, rows in enumerate(torch.split(torch.from_numpy(drawn), each)):
                 domain = domains[number // several]
                 name = f"{domain} {number % several + 1}" if several > 1 else domain
                 x.append(VIEWS[domain](images[rows]))
