@@ -9,7 +9,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from pfl_lightning.data.flamby import existing
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.partitioners import Natural, Partitioner
-from pfl_lightning.data.sources.base import OwnedSettings, StandardizedData
+from pfl_lightning.data.sources.base import OwnedSettings
+from pfl_lightning.data.standardized_data import StandardizedData
 from pfl_lightning.settings import Unpack, check_choices
 from pfl_lightning.tasks import Regression
 

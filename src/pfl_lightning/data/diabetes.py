@@ -5,7 +5,7 @@ import torch
 
 from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.loaded import Loaded
-from pfl_lightning.data.sources.base import StandardizedData
+from pfl_lightning.data.standardized_data import StandardizedData
 from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import Regression
 
