@@ -132,17 +132,48 @@ def write_brca(root: Path, n: int) -> None:
 
 FOLDS = ("train", "test")
 
+
+def write_chem97(root: Path, n: int) -> None:
+    """Writes pupils of 30 schools in six authorities; each school's first pupil has the school's number of points."""
+    folder = root / "chem97"
+    folder.mkdir(parents=True)
+    with (folder / "chem97.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["rownames", "lea", "school", "student", "score", "gender", "age", "gcsescore", "gcsecnt"])
+        for i in range(n):
+            school, gcse = i % 30, 4 + i % 17 / 4
+            score = school if i < 30 else 2 * (i % 6)
+            rows.writerow([i + 1, school // 5 + 1, school + 1, i + 1, score, "FM"[i % 2], i % 12 - 6, gcse, gcse - 6])
+
+
+def write_shakespeare(root: Path, n: int) -> None:
+    """Writes speeches of ten roles, a line of 80 letters each, and of a role that says one word."""
+    folder = root / "shakespeare"
+    folder.mkdir(parents=True)
+    lines = ["".join("etaoin shr"[i] for i in RNG.integers(0, 10, 79)) + "." for _ in range(n // 5)]
+    speeches = [f"ROLE {i % 10}:\n{line}" for i, line in enumerate(lines)]
+    (folder / "shakespeare.txt").write_text("\n\n".join([*speeches, "Messenger:\nAy."]) + "\n")
+
+
+def write_digits_of_domains(root: Path, n: int) -> None:
+    # four domains of 300 images
+    write_mnist(root, max(n, 1600))
+
+
 WRITERS = {
     "AGNews": write_ag_news,
     "AGNewsLetters": write_ag_news,
     "CIFAR10": write_cifar10,
     "CIFAR100": write_cifar100,
+    "Chem97": write_chem97,
+    "DigitDomains": write_digits_of_domains,
     "EMNIST": write_emnist,
     "FedHeartDisease": write_heart,
     "FedTcgaBrca": write_brca,
     "FashionMNIST": write_fashion_mnist,
     "ImageFolder": write_images,
     "MNIST": write_mnist,
+    "Shakespeare": write_shakespeare,
     "TinyImageNet": write_tiny_imagenet,
 }
 

@@ -169,6 +169,14 @@ def test_plain_nets_take_images_of_any_form(net, side):
         assert net((2, height, width), 3)(images((2, height, width))).shape == (4, 3)
 
 
+def test_a_small_cnn_may_normalise_behind_each_convolution():
+    plain, normed = (on_meta(SmallCNN, IMAGES, 10, batch_norm=batch_norm) for batch_norm in (False, True))
+    kinds = [type(layer).__name__ for layer in normed.features]
+    assert [kinds[k + 1] for k, kind in enumerate(kinds) if kind == "Conv2d"] == ["BatchNorm2d"] * 3
+    assert size(normed) - size(plain) == 2 * (32 + 64 + 64)
+    assert [kind for kind in kinds if kind != "BatchNorm2d"] == [type(layer).__name__ for layer in plain.features]
+
+
 @pytest.mark.parametrize(("net", "side"), [(CifarResNet, 4), (DenseNet, 8), (GoogLeNetFeatures, 15)])
 def test_deep_nets_take_small_images(net, side):
     assert net((3, side, side + 1), 3)(images((3, side, side + 1))).shape == (4, 3)

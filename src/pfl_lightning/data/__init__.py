@@ -3,11 +3,13 @@
 from pfl_lightning.data.ag_news import AGNews
 from pfl_lightning.data.ag_news_letters import AGNewsLetters
 from pfl_lightning.data.batches import LastBatch, epoch_order
+from pfl_lightning.data.chem97 import Chem97
 from pfl_lightning.data.cifar10 import CIFAR10
 from pfl_lightning.data.cifar100 import CIFAR100
 from pfl_lightning.data.client_data import ClientData, gather, put_together, whole_of
 from pfl_lightning.data.datamodule import ClientLoader, FederatedDataModule
 from pfl_lightning.data.diabetes import Diabetes
+from pfl_lightning.data.digit_domains import DigitDomains
 from pfl_lightning.data.digits import Digits
 from pfl_lightning.data.emnist import EMNIST
 from pfl_lightning.data.fashion_mnist import FashionMNIST
@@ -28,6 +30,7 @@ from pfl_lightning.data.partitioners import (
 )
 from pfl_lightning.data.preprocessing import Column, Preprocessing
 from pfl_lightning.data.samples import CHUNK, Samples, Split
+from pfl_lightning.data.shakespeare import Shakespeare
 from pfl_lightning.data.sources import (
     ClientDatasets,
     FlowerDatasets,
@@ -51,11 +54,13 @@ __all__ = [
     "MNIST",
     "AGNews",
     "AGNewsLetters",
+    "Chem97",
     "ClientData",
     "ClientDatasets",
     "ClientLoader",
     "Column",
     "Diabetes",
+    "DigitDomains",
     "Digits",
     "Dirichlet",
     "DominantLabels",
@@ -80,6 +85,7 @@ __all__ = [
     "RandomClasses",
     "RoundedDirichlet",
     "Samples",
+    "Shakespeare",
     "Split",
     "TableData",
     "TensorData",

@@ -23,6 +23,12 @@ class SourceSettings(SplitSettings, total=False):
     root: str
 
 
+class OwnedSettings(SourceSettings, total=False):
+    """Settings of `FederatedDataModule` but for ``partitioner``, for data whose smallest clients can't be split."""
+
+    num_clients: int | None
+
+
 class OwnedData(FederatedDataModule):
     """Data of any task, by default divided among the clients that the data name, all of them.
 
