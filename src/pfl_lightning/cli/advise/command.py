@@ -1,0 +1,458 @@
+"""The command ``pfl-lightning advise``: a tournament of a few methods within a budget, and its page."""
+
+import json
+import math
+import re
+import shlex
+import time
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from pfl_lightning.cli.advise.look import Look, look_at, suggested
+from pfl_lightning.cli.advise.page import Advice
+from pfl_lightning.cli.argv import CommandLine, resolved
+from pfl_lightning.cli.compare import command as compare
+from pfl_lightning.cli.compare.choices import Choice, choose
+from pfl_lightning.cli.compare.report import monitor_of, write
+from pfl_lightning.cli.compare.results import Result
+from pfl_lightning.cli.compare.runs import Run
+from pfl_lightning.cli.compare.significance import reference_among
+from pfl_lightning.cli.compare.tuning import Trial, at_edge, best, rows_of, trials
+from pfl_lightning.cli.configs import FOLDER
+from pfl_lightning.cli.load_config import complaint, configured
+from pfl_lightning.cli.refusals import refuse_at_sight
+from pfl_lightning.cli.usage import Arguments
+from pfl_lightning.runs.folder import explained
+from pfl_lightning.runs.report import write_json, write_rows
+from pfl_lightning.runs.tables import duration, labelled
+
+DESCRIPTION = """\
+Advise which method suits which client. The clients' data are looked at; a few methods run with several seeds, as many as
+fit the budget; validation rows choose; a page tells, site by site, what gains over training alone, and what the data
+can't tell.
+"""
+
+EPILOG = """\
+All other options go to the fit of every run:
+
+    pfl-lightning advise --config protocols/flamby_heart --data.root DATA --budget 10m
+
+Stopped at any moment, or with a larger budget, the same command goes on from its finished runs.
+"""
+
+RATE = "model.init_args.optimizer.init_args.lr"
+"""The setting that is tuned for each method."""
+
+FACTORS = (1.0, 5.0, 0.2, 25.0)
+"""Learning rates that are tried, as multiples of the configured one, those first that a small budget has."""
+
+PROBE = 2
+"""Rounds of the first runs, by which time is measured."""
+
+SEED = 0
+"""Seed of the probes and of the trials of learning rates; the table's seeds begin behind it."""
+
+PLANS = ((1.0, 4, 5), (1.0, 3, 5), (1.0, 3, 3), (0.5, 3, 3), (0.5, 1, 3), (0.25, 1, 3))
+"""Plans, the best first: share of the configured rounds, number of learning rates, number of seeds."""
+
+LEAST = 2
+"""Smallest number of seeds that has intervals, reserved before further learning rates are tried."""
+
+CHECKED = 0.2
+"""Share of training rows to validate on where the configuration validates nobody."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A limit for all runs together.
+
+    Args:
+        amount: seconds, or rounds.
+        unit: what is counted.
+    """
+
+    amount: float
+    unit: Literal["seconds", "rounds"]
+
+    def __str__(self) -> str:
+        return self.words(self.amount)
+
+    def words(self, amount: float) -> str:
+        """Return an amount in words.
+
+        >>> Budget(600, "seconds").words(75), Budget(600, "rounds").words(75)
+        ('1 min 15 s', '75 rounds')
+
+        Args:
+            amount: seconds, or rounds.
+        """
+        return duration(amount) if self.unit == "seconds" else f"{amount:.0f} rounds"
+
+
+def budget(text: str) -> Budget:
+    """Return the budget of ``--budget``.
+
+    >>> budget("10m"), budget("300r")
+    (Budget(amount=600.0, unit='seconds'), Budget(amount=300.0, unit='rounds'))
+
+    Args:
+        text: a number with ``s``, ``m``, ``h`` or ``r`` (rounds) behind it.
+
+    Raises:
+        ArgumentTypeError: if the text is no such number, or is 0.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhr])", text.strip())
+    if found is None or float(found[1]) == 0:
+        raise ArgumentTypeError(f"{text!r} is no budget; give minutes such as 10m, 90s, 2h, or rounds such as 300r")
+    if found[2] == "r":
+        return Budget(float(found[1]), "rounds")
+    return Budget(float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]], "seconds")
+
+
+def main(args: list[str]) -> int:
+    """Run ``pfl-lightning advise``.
+
+    Args:
+        args: the command's arguments.
+
+    Returns:
+        The exit code.
+    """
+    start = time.perf_counter()
+    given, passed = parse(args)
+    compare.check(passed, vary_data=True)
+    refuse_at_sight(CommandLine(["fit", *passed]))
+    built = configured([*choose(["local"], FOLDER / "methods")[0].among(passed)])
+    data = built.datamodule
+    if data.at_sites:
+        raise MisconfigurationException("advise: samples at sites can't be looked at; give data that are here.")
+    # the look draws nothing that a run draws
+    data.setup("fit")
+    look = look_at(data)
+    if not any(look.val):
+        passed += ["--data.val_fraction", str(CHECKED)]
+    passed += ["--trainer.callbacks+=RoundLogger", "--trainer.callbacks.client_rounds", "true"]
+    reasons = suggested(look, built.model.net)
+    words = given.methods or list(reasons)
+    print(f"{labelled(look.lines)}\n", flush=True)
+    methods = choose(words, FOLDER / "methods")
+    named = {method.label: reasons.get(word, "named by --methods") for method, word in zip(methods, words, strict=True)}
+    reference = reference_among([method.label for method in methods]) or methods[0].label
+    out = given.out or Path("runs", f"advise-{compare.name_of(passed)}")
+    options = Namespace(table=None, out=out, jobs=given.jobs, vary_data=look.natural, commands=False, collect=False)
+    # the default rate of the optimizer, by which the grid is made
+    rate = built.model.optimizer([nn.Parameter(torch.zeros(1))]).param_groups[0].get("lr")
+    rounds = int(built.trainer.max_epochs or 1)
+    tournament = Tournament(compare.Comparison(options, passed), methods, given.budget, rounds, rate, start)
+    with explained(out):
+        tournament.play(given.seeds, reference)
+        results, notes = tournament.results, tournament.notes(look, bool(any(look.val)))
+        seeds = sorted({result.run.seed for each in results.values() for result in each})
+        # the whole tables and curves, for whoever wants more than the page
+        write(out, results, tournament.failures, seeds, notes, {}, (), reference)
+        write_rows(out / "tuning.csv", tournament.trials)
+        more = [word for name in ("methods", "jobs") if name in given.asked for word in given.asked[name]]
+
+        def again(count: int) -> str:
+            # twice what the seeds cost by the runs so far, so that the budget isn't what stops them
+            whole = math.ceil(2 * tournament.seed_cost * count / (60 if given.budget.unit == "seconds" else 1)) + 1
+            unit = "m" if given.budget.unit == "seconds" else "r"
+            line = ["pfl-lightning", "advise", *more, *given.fit, "--out", str(out)]
+            return shlex.join([*line, "--seeds", str(count), "--budget", f"{whole}{unit}"])
+
+        advice = Advice(
+            title=f"Advice for {out.name.removeprefix('advise-')}",
+            look=look if any(look.val) else with_validation(look),
+            reasons={label: why for label, why in named.items() if label in results},
+            notes=notes,
+            results=results,
+            reference=reference,
+            monitor=monitor_of(results),
+            cost=lambda seeds: given.budget.words(seeds * tournament.seed_cost),
+            again=again,
+        )
+        print(f"\n{advice.write(out)}\n\nadvice.md, advice.html, the tables of compare and all runs: {out}")
+    return 1 if tournament.failures else 0
+
+
+def with_validation(look: Look) -> Look:
+    """Return the facts with the validation rows that the tournament takes from training rows."""
+    val = [max(1, int(CHECKED * rows)) for rows in look.train]
+    train = [rows - taken for rows, taken in zip(look.train, val, strict=True)]
+    return Look(look.clients, train, val, look.test, look.labels, look.nearest, look.inputs, look.natural)
+
+
+class Tournament:
+    """Runs of a few methods, sweep by sweep, as long as the budget holds.
+
+    A sweep is one run of every method, so that all methods have the same seeds.
+
+    Args:
+        comparison: the folder and the environment of the runs.
+        methods: the methods; those that can't run are left out.
+        budget: the limit.
+        rounds: configured number of rounds.
+        rate: configured learning rate; None tunes nothing.
+        start: reading of `time.perf_counter` at the beginning, for a limit in seconds.
+    """
+
+    def __init__(
+        self,
+        comparison: compare.Comparison,
+        methods: Sequence[Choice],
+        budget: Budget,
+        rounds: int,
+        rate: float | None,
+        start: float,
+    ) -> None:
+        self.comparison, self.methods, self.budget, self.start = comparison, list(methods), budget, start
+        self.configured = self.rounds = rounds
+        self.rate = rate if rate and self._tunable() else None
+        self.rates: list[Trial] = []
+        self.chosen: dict[str, Trial] = {}
+        self.left_out: dict[str, str] = {}
+        self.failures: dict[Run, str] = {}
+        self.trials: list[dict[str, Any]] = []
+        self.results: dict[str, list[Result]] = {}
+        self.rounds_made = 0
+        # seconds of a run apart from its rounds, and of a round by method
+        self.overhead, self.per_round = 0.0, dict[str, float]()
+        self.factor = 1.0
+
+    def _tunable(self) -> bool:
+        return complaint([*self.methods[0].among(self.comparison.passed), f"--{RATE}=0.1"]) is None
+
+    @property
+    def left(self) -> float:
+        """The rest of the budget, in its unit."""
+        spent = time.perf_counter() - self.start if self.budget.unit == "seconds" else self.rounds_made
+        return self.budget.amount - spent
+
+    def cost(self, labels: Sequence[str], rounds: int) -> float:
+        """Return the expected cost of one run of each method, in the budget's unit.
+
+        Args:
+            labels: the methods.
+            rounds: rounds of each run.
+        """
+        if self.budget.unit == "rounds":
+            return float(len(labels) * rounds)
+        seconds = sum(self.overhead + rounds * self.per_round[label] for label in labels)
+        return self.factor * seconds / self.comparison.given.jobs
+
+    @property
+    def seed_cost(self) -> float:
+        """Cost of a further seed of all methods, in the budget's unit."""
+        return self.cost([method.label for method in self.methods], self.rounds)
+
+    def sweep(self, runs: Sequence[Run], rounds: int) -> dict[Run, str]:
+        """Make the unfinished ones of some runs, count their cost, and return why some failed.
+
+        Args:
+            runs: the runs.
+            rounds: rounds of each run.
+        """
+        waiting = [run for run in runs if run.finished is None]
+        begun = time.perf_counter()
+        failures = self.comparison.make(runs)
+        self.rounds_made += rounds * len(waiting)
+        expected = sum(self.overhead + rounds * self.per_round.get(run.method.split(" ")[0], 0.0) for run in waiting)
+        if waiting and self.per_round:
+            # on a machine that others use, the newest sweep foretells the next one best
+            jobs = self.comparison.given.jobs
+            self.factor = max(0.1, (time.perf_counter() - begun) * jobs / max(expected, 1e-9))
+        return failures
+
+    def play(self, seeds: int, reference: str) -> None:
+        """Probe, plan, try learning rates, and make the seeds.
+
+        Args:
+            seeds: largest number of seeds.
+            reference: the method that must run.
+
+        Raises:
+            MisconfigurationException: if the reference can't run, or the budget holds no seed.
+        """
+        stored = self.comparison.out / "plan.json"
+        plan = self._stored(stored)
+        if plan is None:
+            self._probe(reference)
+            share, rates, _ = self._plan()
+            self.rounds = max(1, round(share * self.configured))
+            plan = {"rounds": self.rounds, "rates": rates, "overhead": self.overhead, "per_round": self.per_round}
+            write_json(stored, {"settings": self._settings, **plan, "left_out": self.left_out})
+        more = () if self.rounds == self.configured else ("--trainer.max_rounds", str(self.rounds))
+        labels = [method.label for method in self.methods]
+        self._try_rates(plan["rates"] if self.rate else 0, more)
+        for seed in range(SEED + 1, SEED + 1 + seeds):
+            runs = [
+                self.comparison.run(m, seed, self.comparison.out, (*more, *self.chosen[m.label].arguments))
+                for m in self.methods
+            ]
+            waiting = [run.method for run in runs if run.finished is None]
+            if self.left < self.cost(waiting, self.rounds):
+                break
+            self.failures |= self.sweep(runs, self.rounds)
+            for run in runs:
+                if run.finished:
+                    self.results.setdefault(run.method, []).append(Result(run, run.finished))
+        # in the order of methods, of which the simple ones come first
+        self.results = {label: self.results[label] for label in labels if label in self.results}
+        if reference not in self.results:
+            why = next((why for run, why in self.failures.items() if run.method == reference), None)
+            raise MisconfigurationException(
+                f"advise: {reference} failed: {why}"
+                if why
+                else f"advise: --budget {self.budget} holds no seed of {len(labels)} methods, which costs about "
+                f"{self.budget.words(self.seed_cost)}; give more, or name fewer --methods."
+            )
+
+    @property
+    def _settings(self) -> list[str]:
+        # a plan holds for the same methods, data and options
+        return [" ".join(method.among(self.comparison.passed)) for method in self.methods]
+
+    def _stored(self, path: Path) -> dict[str, Any] | None:
+        if not path.is_file():
+            return None
+        plan: dict[str, Any] = json.loads(path.read_text())
+        if plan["settings"] != self._settings:
+            return None
+        self.rounds, self.overhead, self.per_round = plan["rounds"], plan["overhead"], plan["per_round"]
+        self.left_out = plan["left_out"]
+        self.methods = [method for method in self.methods if method.label not in self.left_out]
+        return plan
+
+    def _probe(self, reference: str) -> None:
+        short = min(PROBE, self.configured)
+        folder = self.comparison.out / "probe"
+        more = ("--trainer.max_rounds", str(short))
+        runs = [self.comparison.run(method, SEED, folder, more) for method in self.methods]
+        begun = time.perf_counter()
+        failures = self.sweep(runs, short)
+        wall = (time.perf_counter() - begun) * self.comparison.given.jobs
+        self.left_out = {run.method: why for run, why in failures.items()}
+        if reference in self.left_out:
+            raise MisconfigurationException(f"advise: {reference} failed: {self.left_out[reference]}")
+        self.methods = [method for method in self.methods if method.label not in self.left_out]
+        seconds = {run.method: Result(run, run.finished).summary["seconds"] for run in runs if run.finished}
+        self.overhead = max(0.0, wall / len(runs) - fmean(seconds.values()))
+        self.per_round = {label: each / short for label, each in seconds.items()}
+
+    def _plan(self) -> tuple[float, int, int]:
+        labels = [method.label for method in self.methods]
+        for plan in PLANS:
+            share, rates, seeds = plan
+            rounds = max(1, round(share * self.configured))
+            sweeps = seeds + (rates if self.rate and rates > 1 else 0)
+            if sweeps * self.cost(labels, rounds) <= self.left:
+                return plan
+        share, _, seeds = PLANS[-1]
+        needed = self.budget.amount - self.left + seeds * self.cost(labels, max(1, round(share * self.configured)))
+        raise MisconfigurationException(
+            f"advise: --budget {self.budget} is too small: {seeds} seeds of {len(labels)} methods with a quarter of the "
+            f"rounds cost about {self.budget.words(needed)}; give more, or name fewer --methods."
+        )
+
+    def _try_rates(self, number: int, more: Sequence[str]) -> None:
+        self.chosen = {method.label: Trial() for method in self.methods}
+        if self.rate is None or number < 2:
+            return
+        labels = [method.label for method in self.methods]
+        values = [f"{self.rate * factor:.6g}" for factor in FACTORS[:number]]
+        tried: dict[str, list[tuple[Trial, Run]]] = {label: [] for label in labels}
+        for trial in trials({RATE: values}):
+            folder = self.comparison.out / "tuning" / trial.name
+            runs = {m.label: self.comparison.run(m, SEED, folder, (*more, *trial.arguments)) for m in self.methods}
+            waiting = [label for label, run in runs.items() if run.finished is None]
+            # the seeds come first: a method with a good rate and no interval says nothing
+            if self.left < self.cost(waiting, self.rounds) + LEAST * self.cost(labels, self.rounds):
+                break
+            # a rate at which a method fails is no choice, and no failure of the tournament
+            self.sweep(list(runs.values()), self.rounds)
+            self.rates.append(trial)
+            for label, run in runs.items():
+                tried[label].append((trial, run))
+        for label, each in tried.items():
+            self.trials += rows_of(label, each)
+            if found := best(each):
+                self.chosen[label] = found[0]
+
+    def notes(self, look: Look, validates: bool) -> list[str]:
+        """Return sentences on the tournament's settings.
+
+        Args:
+            look: facts about the clients.
+            validates: whether the configuration validates clients by itself.
+        """
+        found = [f"{label} is left out: {why}" for label, why in self.left_out.items()]
+        rounds = f"{self.rounds} rounds a run"
+        if self.rounds < self.configured:
+            rounds += f", of {self.configured} configured ones: the budget holds no more"
+        found.append(f"{rounds}; all figures are of the last round.")
+        if self.rates:
+            grid = {RATE: [value for trial in self.rates for _, value in trial.settings]}
+            chosen = "; ".join(f"{label} {trial.name}" for label, trial in self.chosen.items() if trial.settings)
+            found.append(
+                f"Learning rates tried at seed {SEED}, which is no seed of the tables: {', '.join(grid[RATE])}. Chosen "
+                f"on validation: {chosen}."
+            )
+            edges = [label for label, trial in self.chosen.items() if at_edge(trial, grid)]
+            if edges:
+                found.append(f"At the edge of the rates tried, so that others may be better: {', '.join(edges)}.")
+        else:
+            found.append("Learning rates are the configured ones: nothing was tuned.")
+        if not validates:
+            found.append(f"The configuration validates nobody: {CHECKED:.0%} of training rows were taken to choose by.")
+        if look.natural:
+            found.append("Each seed draws anew which rows validate, and which test where the data don't say it.")
+        spent = self.budget.amount - self.left
+        found.append(f"Budget {self.budget}; spent {self.budget.words(spent)}.")
+        return found
+
+
+def parse(args: list[str]) -> tuple[Namespace, list[str]]:
+    """Split the options of ``advise`` from the options of ``fit``.
+
+    Args:
+        args: the command's arguments.
+
+    Raises:
+        MisconfigurationException: if a number is below 1.
+    """
+    parser = Arguments("advise", usage="%(prog)s [options] [options of fit]", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument(
+        "--budget",
+        type=budget,
+        default=budget("10m"),
+        metavar="TIME",
+        help="limit for all runs: 90s, 10m, 2h, or rounds of all runs together, 300r (default: 10m)",
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        help="the tournament's methods (default: chosen by a look at the data)",
+    )
+    parser.add_argument("--seeds", type=int, default=10, metavar="N", help="largest number of seeds (default: 10)")
+    parser.add_argument("--jobs", type=int, default=1, help="number of runs at a time (default: 1)")
+    parser.add_argument("--out", type=Path, help="folder of the runs and pages (default: runs/advise-DATA)")
+    given, passed = parser.parse_known_args(args)
+    for name in ("seeds", "jobs"):
+        if getattr(given, name) < 1:
+            raise MisconfigurationException(f"advise: --{name} {getattr(given, name)} must be at least 1.")
+    given.fit = list(passed)
+    given.asked = {}
+    if given.methods:
+        given.asked["methods"] = ["--methods", *given.methods]
+    if given.jobs > 1:
+        given.asked["jobs"] = ["--jobs", str(given.jobs)]
+    return given, resolved(passed)
