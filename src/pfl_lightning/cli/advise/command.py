@@ -6,8 +6,8 @@ import re
 import shlex
 import time
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -35,9 +35,9 @@ from pfl_lightning.runs.report import write_json, write_rows
 from pfl_lightning.runs.tables import duration, labelled
 
 DESCRIPTION = """\
-Advise which method suits which client. The clients' data are looked at; a few methods run with several seeds, as many as
-fit the budget; validation rows choose; a page tells, site by site, what gains over training alone, and what the data
-can't tell.
+Advise which method suits which client. The clients' data are looked at; a few methods run with several seeds, as many
+as fit the budget; validation rows choose; a page tells, site by site, what gains over training alone, and what the
+data can't tell.
 """
 
 EPILOG = """\
@@ -128,7 +128,7 @@ def main(args: list[str]) -> int:
     """
     start = time.perf_counter()
     given, passed = parse(args)
-    compare.check(passed, vary_data=True)
+    compare.check(passed, vary_data=False)
     refuse_at_sight(CommandLine(["fit", *passed]))
     built = configured([*choose(["local"], FOLDER / "methods")[0].among(passed)])
     data = built.datamodule
@@ -137,6 +137,7 @@ def main(args: list[str]) -> int:
     # the look draws nothing that a run draws
     data.setup("fit")
     look = look_at(data)
+    compare.check(passed, vary_data=look.natural)
     if not any(look.val):
         passed += ["--data.val_fraction", str(CHECKED)]
     passed += ["--trainer.callbacks+=RoundLogger", "--trainer.callbacks.client_rounds", "true"]
@@ -253,22 +254,21 @@ class Tournament:
         """Cost of a further seed of all methods, in the budget's unit."""
         return self.cost([method.label for method in self.methods], self.rounds)
 
-    def sweep(self, runs: Sequence[Run], rounds: int) -> dict[Run, str]:
+    def sweep(self, runs: Mapping[str, Run], rounds: int) -> dict[Run, str]:
         """Make the unfinished ones of some runs, count their cost, and return why some failed.
 
         Args:
-            runs: the runs.
+            runs: a run by method.
             rounds: rounds of each run.
         """
-        waiting = [run for run in runs if run.finished is None]
+        waiting = [label for label, run in runs.items() if run.finished is None]
         begun = time.perf_counter()
-        failures = self.comparison.make(runs)
+        failures = self.comparison.make(list(runs.values()))
         self.rounds_made += rounds * len(waiting)
-        expected = sum(self.overhead + rounds * self.per_round.get(run.method.split(" ")[0], 0.0) for run in waiting)
-        if waiting and self.per_round:
+        expected = sum(self.overhead + rounds * self.per_round.get(label, 0.0) for label in waiting)
+        if expected:
             # on a machine that others use, the newest sweep foretells the next one best
-            jobs = self.comparison.given.jobs
-            self.factor = max(0.1, (time.perf_counter() - begun) * jobs / max(expected, 1e-9))
+            self.factor = (time.perf_counter() - begun) * self.comparison.given.jobs / expected
         return failures
 
     def play(self, seeds: int, reference: str) -> None:
@@ -285,7 +285,7 @@ class Tournament:
         plan = self._stored(stored)
         if plan is None:
             self._probe(reference)
-            share, rates, _ = self._plan()
+            share, rates, _ = self._plan(seeds)
             self.rounds = max(1, round(share * self.configured))
             plan = {"rounds": self.rounds, "rates": rates, "overhead": self.overhead, "per_round": self.per_round}
             write_json(stored, {"settings": self._settings, **plan, "left_out": self.left_out})
@@ -293,15 +293,15 @@ class Tournament:
         labels = [method.label for method in self.methods]
         self._try_rates(plan["rates"] if self.rate else 0, more)
         for seed in range(SEED + 1, SEED + 1 + seeds):
-            runs = [
-                self.comparison.run(m, seed, self.comparison.out, (*more, *self.chosen[m.label].arguments))
+            runs = {
+                m.label: self.comparison.run(m, seed, self.comparison.out, (*more, *self.chosen[m.label].arguments))
                 for m in self.methods
-            ]
-            waiting = [run.method for run in runs if run.finished is None]
+            }
+            waiting = [label for label, run in runs.items() if run.finished is None]
             if self.left < self.cost(waiting, self.rounds):
                 break
             self.failures |= self.sweep(runs, self.rounds)
-            for run in runs:
+            for run in runs.values():
                 if run.finished:
                     self.results.setdefault(run.method, []).append(Result(run, run.finished))
         # in the order of methods, of which the simple ones come first
@@ -335,7 +335,7 @@ class Tournament:
         short = min(PROBE, self.configured)
         folder = self.comparison.out / "probe"
         more = ("--trainer.max_rounds", str(short))
-        runs = [self.comparison.run(method, SEED, folder, more) for method in self.methods]
+        runs = {method.label: self.comparison.run(method, SEED, folder, more) for method in self.methods}
         begun = time.perf_counter()
         failures = self.sweep(runs, short)
         wall = (time.perf_counter() - begun) * self.comparison.given.jobs
@@ -343,23 +343,23 @@ class Tournament:
         if reference in self.left_out:
             raise MisconfigurationException(f"advise: {reference} failed: {self.left_out[reference]}")
         self.methods = [method for method in self.methods if method.label not in self.left_out]
-        seconds = {run.method: Result(run, run.finished).summary["seconds"] for run in runs if run.finished}
+        seconds = {run.method: Result(run, run.finished).summary["seconds"] for run in runs.values() if run.finished}
         self.overhead = max(0.0, wall / len(runs) - fmean(seconds.values()))
         self.per_round = {label: each / short for label, each in seconds.items()}
 
-    def _plan(self) -> tuple[float, int, int]:
+    def _plan(self, most: int) -> tuple[float, int, int]:
         labels = [method.label for method in self.methods]
         for plan in PLANS:
             share, rates, seeds = plan
             rounds = max(1, round(share * self.configured))
-            sweeps = seeds + (rates if self.rate and rates > 1 else 0)
+            sweeps = min(seeds, most) + (rates if self.rate and rates > 1 else 0)
             if sweeps * self.cost(labels, rounds) <= self.left:
                 return plan
         share, _, seeds = PLANS[-1]
         needed = self.budget.amount - self.left + seeds * self.cost(labels, max(1, round(share * self.configured)))
         raise MisconfigurationException(
-            f"advise: --budget {self.budget} is too small: {seeds} seeds of {len(labels)} methods with a quarter of the "
-            f"rounds cost about {self.budget.words(needed)}; give more, or name fewer --methods."
+            f"advise: --budget {self.budget} is too small: {seeds} seeds of {len(labels)} methods with a quarter of "
+            f"the rounds cost about {self.budget.words(needed)}; give more, or name fewer --methods."
         )
 
     def _try_rates(self, number: int, more: Sequence[str]) -> None:
@@ -371,13 +371,17 @@ class Tournament:
         tried: dict[str, list[tuple[Trial, Run]]] = {label: [] for label in labels}
         for trial in trials({RATE: values}):
             folder = self.comparison.out / "tuning" / trial.name
-            runs = {m.label: self.comparison.run(m, SEED, folder, (*more, *trial.arguments)) for m in self.methods}
+            words = (*more, *trial.arguments)
+            runs = {
+                m.label: replace(self.comparison.run(m, SEED, folder, words), method=f"{m.label} {trial.name}")
+                for m in self.methods
+            }
             waiting = [label for label, run in runs.items() if run.finished is None]
             # the seeds come first: a method with a good rate and no interval says nothing
             if self.left < self.cost(waiting, self.rounds) + LEAST * self.cost(labels, self.rounds):
                 break
             # a rate at which a method fails is no choice, and no failure of the tournament
-            self.sweep(list(runs.values()), self.rounds)
+            self.sweep(runs, self.rounds)
             self.rates.append(trial)
             for label, run in runs.items():
                 tried[label].append((trial, run))

@@ -37,12 +37,12 @@ class Look:
         train: number of training rows by client.
         val: number of validation rows by client.
         test: number of test rows by client.
-        labels: share of the labels' variance between clients, from 0 for equal label mixes to 1 for clients of one label
-            each; about 0 by chance; None if labels are no classes and no numbers.
+        labels: share of the labels' variance between clients, from 0 for equal label mixes to 1 for clients of one
+            label each; about 0 by chance; None if labels are no classes and no numbers.
         nearest: distance of label mixes to the nearest peer, relative to the mean over all pairs; None without classes.
         inputs: share of the inputs' variance between clients, labels held fixed, on the same scale; None if inputs are
             no numbers.
-        natural: True if the data name the clients, so that each is the same one at every seed.
+        natural: True if the clients are all those that the data name, so that each is there at every data.seed.
     """
 
     clients: Sequence[str]
@@ -116,7 +116,8 @@ def look_at(data: FederatedDataModule) -> Look:
     if values.is_floating_point() and len(values):
         inputs = between(scaled(values.double(), classes), owners)
     names = data.client_names or [str(client) for client in clients]
-    natural = isinstance(data.partitioner, Natural)
+    # if data.seed draws the clients, they differ from seed to seed
+    natural = isinstance(data.partitioner, Natural) and data.hparams.get("num_clients") is None
     return Look(names[: len(clients)], *sizes.values(), labels, nearest, inputs, natural)
 
 

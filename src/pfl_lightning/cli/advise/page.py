@@ -26,20 +26,20 @@ from pfl_lightning.runs.tables import labelled, markdown_table, text_table
 from pfl_lightning.tasks import Monitor
 
 HERE, EVERYWHERE, NOTHING = "clear at this site", "clear over all sites", "the data can't tell"
-"""Reasons for an advice: a clear gain of the site itself, one over all sites that the site doesn't contradict, or none."""
+"""Reasons for an advice: a clear gain at the site; one over all sites, with no loss at the site; or neither."""
 
 RULE = """\
-The choice looks at validation rows alone. A gain is clear if its 95 % interval over seeds, with Holm's correction for all
-methods, leaves out 0. A site takes the method with the largest clear gain of its own; else the best method over all sites,
-if that is clear and has no loss at the site; else it trains alone. Of many sites without any gain, one in twenty looks clear
-by chance."""
+The choice looks at validation rows alone. A gain is clear if p < 0.05 by Student's t over seeds, after Holm's
+correction for all methods. A site takes the method with the largest clear gain of its own; else the best method over
+all sites, if that is clear and has no loss at the site; else it trains alone. Of many sites without any gain, one in
+twenty looks clear by chance. Methods can't be told apart if the 95 % interval of their difference holds 0."""
 
 LIMITS = """\
-Test rows had no part in the choice. Intervals are Student's t over seeds: they tell of other initial weights and batches{rows},
-and not of other patients, pupils or customers than these: the same rows come back at each seed."""
+Test rows had no part in the choice. Intervals are 95 %, by Student's t over seeds: of other initial weights and
+batches{rows}, and not of other patients, pupils or customers than these, as the same rows come back at each seed."""
 
 Part = tuple[str, Any]
-"""A piece of the page: its kind (heading, text, lines or table), and its content."""
+"""A piece of the page: its kind (heading, text, code, lines or table), and its content."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Advice:
         varied = " and of which training rows validate" if self.look.natural else ""
         found.append(("text", LIMITS.format(rows=varied)))
         found.append(("heading", "To know better"))
-        found.append(("text", self.better(val)))
+        found += self.better()
         found.append(("heading", "The look"))
         found.append(("lines", self.look.lines))
         found.append(("table", [["method", "takes part as"], *map(list, self.reasons.items())]))
@@ -279,26 +279,23 @@ class Advice:
             cells.append(row)
         return cells
 
-    def better(self, val: Mapping[str, Clients]) -> str:
-        """Return the sentences on the cost of narrower intervals."""
+    def better(self) -> list[Part]:
+        """Return the cost of narrower intervals, and the command for them."""
         seeds = self.seeds
         if seeds < 2:
-            return f"One seed has no interval. Three seeds cost about {self.cost(2)} more: {self.again(3)}"
-        more = seeds_for_half(seeds)
-        least = min((rows for rows in self.look.val if rows), default=0)
+            more = 3
+            said = f"One seed has no interval. {more} seeds cost about {self.cost(more - seeds)} more"
+        else:
+            more = seeds_for_half(seeds)
+            said = f"{more} seeds, not {seeds}, would halve the intervals, for about {self.cost(more - seeds)} more"
         steps = ""
+        least = min((rows for rows in self.look.val if rows), default=0)
         if self.monitor.metric == "acc" and least:
-            steps = (
-                f" The smallest site validates on {least} rows: one row is {100 / least:.1f} points there, which no number"
-                " of seeds makes finer."
-            )
-        return (
-            f"{more} seeds in the place of {seeds} would halve the intervals, for about {self.cost(more - seeds)} more; the"
-            f" finished runs count: {self.again(more)}{steps}"
-        )
+            steps = f" The smallest site validates on {least} rows: one is {100 / least:.1f} points there at any seed."
+        return [("text", f"{said}; finished runs count.{steps}"), ("code", self.again(more))]
 
     def write(self, out: Path) -> str:
-        """Write ``advice.md``, ``advice.html``, ``advice.csv`` and ``advice.png``, and return the text for the terminal.
+        """Write ``advice.md``, ``.html``, ``.csv`` and ``.png``, and return the text for the terminal.
 
         Args:
             out: the folder.
@@ -331,8 +328,8 @@ def as_text(parts: Sequence[Part]) -> str:
     for kind, content in parts:
         if kind == "table":
             found.append(text_table(content))
-        elif kind == "lines":
-            found.append(labelled(content))
+        elif kind in ("lines", "code"):
+            found.append(labelled(content) if kind == "lines" else f"    {content}")
         else:
             words = fill(" ".join(content.split()), 120, break_on_hyphens=False, break_long_words=False)
             found.append(f"{content}\n{'-' * len(content)}" if kind == "heading" else words)
@@ -347,6 +344,8 @@ def as_markdown(title: str, parts: Sequence[Part]) -> str:
             found.append(markdown_table(content))
         elif kind == "lines":
             found.append("\n".join(f"* {name}: {value}" for name, value in content))
+        elif kind == "code":
+            found.append(f"    {content}")
         else:
             found.append(f"## {content}" if kind == "heading" else " ".join(content.split()))
     return "\n\n".join([*found, "![Gains by site on test rows](advice.png)"]) + "\n"
@@ -358,6 +357,8 @@ def as_html(title: str, parts: Sequence[Part], picture: str) -> str:
     for kind, content in parts:
         if kind == "table":
             found.append(f"<table>{html_table(content, ())}</table>")
+        elif kind == "code":
+            found.append(f"<pre>{escape(content)}</pre>")
         elif kind == "lines":
             found.append(f"<ul>{''.join(f'<li>{escape(name)}: {escape(value)}</li>' for name, value in content)}</ul>")
         else:
