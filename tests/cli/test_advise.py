@@ -367,15 +367,13 @@ def test_advice_for_digits(monkeypatch):
         return {}
 
     monkeypatch.setattr("pfl_lightning.cli.compare.command.run_all", run_all)
-    assert advise(f"--methods local fedavg {SMALL} --budget 13r --seeds 2") == 0
+    assert advise(f"--methods local fedavg {SMALL} --budget 10r --seeds 1") == 0
     rows = read_csv(Path("out/advice.csv"))
-    assert [row["site"] for row in rows] == ["0", "1", "2"]
-    by_hand = {}
+    assert [(row["site"], row["take"], row["why"]) for row in rows] == [(site, "Local", NOTHING) for site in "012"]
+    means = []
     for method in ("Local", "FedAvg"):
-        for seed in (1, 2):
-            (path,) = Path(f"out/{method}/seed_{seed}").glob("*/*/client_rounds.csv")
-            last = [row for row in read_csv(path) if row["round"] == "2"]
-            by_hand[method, seed] = sum(float(row["val/acc"]) for row in last) / 3
-            assert yaml.safe_load((path.parent / "config.yaml").read_text())["trainer"]["max_rounds"] == 2
-    gain = 100 * sum(by_hand["FedAvg", seed] - by_hand["Local", seed] for seed in (1, 2)) / 2
-    assert f"{gain:+.2f}" in Path("out/advice.md").read_text()
+        (path,) = Path(f"out/{method}/seed_1").glob("*/*/client_rounds.csv")
+        last = [row for row in read_csv(path) if row["round"] == "2"]
+        means.append(sum(float(row["val/acc"]) for row in last) / 3)
+        assert yaml.safe_load((path.parent / "config.yaml").read_text())["trainer"]["max_rounds"] == 2
+    assert f"{100 * (means[1] - means[0]):+.2f} on validation rows" in Path("out/advice.md").read_text()
