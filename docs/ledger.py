@@ -1,7 +1,7 @@
 """The ledger from its data: writes the tables of claims.md from ledger.yaml, and makes the cheap runs again.
 
-python docs/ledger.py                                          # write the tables of docs/claims.md
-python docs/ledger.py --check --budget 10m --root DATA         # run, cheapest first, and compare with the printed figures
+python docs/ledger.py                                     # write the tables of docs/claims.md
+python docs/ledger.py --check --budget 10m --root DATA    # run, cheapest first, and compare with the printed figures
 """
 
 import argparse
@@ -93,7 +93,7 @@ def check(
         runs: runs a command.
 
     Returns:
-        1 if a figure is off or a command failed, else 0; what doesn't fit the budget, or lacks its files, is no failure.
+        1 if a figure is off or a command failed, else 0; a check that lacks its files or its time is no failure.
     """
     begun, wrong = time.monotonic(), 0
     for number, each in enumerate(sorted(checks, key=lambda check: check["hours"])):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -124,55 +124,56 @@ def main(args: list[str]) -> int:
         args: the command's arguments.
 
     Returns:
-        The exit code.
+        The exit code: 1 if a run failed.
     """
     start = time.perf_counter()
     given, passed = parse(args)
     compare.check(passed, vary_data=False)
     refuse_at_sight(CommandLine(["fit", *passed]))
-    built = configured([*choose(["local"], FOLDER / "methods")[0].among(passed)])
-    data = built.datamodule
-    if data.at_sites:
-        raise MisconfigurationException("advise: samples at sites can't be looked at; give data that are here.")
-    # the look draws nothing that a run draws
-    data.setup("fit")
-    look = look_at(data)
-    compare.check(passed, vary_data=look.natural)
-    if not any(look.val):
+    seen = see(passed)
+    validates = any(seen.look.val)
+    if not validates:
         passed += ["--data.val_fraction", str(CHECKED)]
+        seen = see(passed)
+    # with natural clients each seed has a data.seed of its own
+    compare.check(passed, vary_data=seen.look.natural)
     passed += ["--trainer.callbacks+=RoundLogger", "--trainer.callbacks.client_rounds", "true"]
-    reasons = suggested(look, built.model.net)
-    words = given.methods or list(reasons)
-    print(f"{labelled(look.lines)}\n", flush=True)
+    print(f"{labelled(seen.look.lines)}\n", flush=True)
+    words = given.methods or list(seen.methods)
     methods = choose(words, FOLDER / "methods")
-    named = {method.label: reasons.get(word, "named by --methods") for method, word in zip(methods, words, strict=True)}
-    reference = reference_among([method.label for method in methods]) or methods[0].label
+    reasons = {
+        method.label: seen.methods.get(word, "named by --methods") for method, word in zip(methods, words, strict=True)
+    }
+    reference = reference_among(list(reasons)) or methods[0].label
     out = given.out or Path("runs", f"advise-{compare.name_of(passed)}")
-    options = Namespace(table=None, out=out, jobs=given.jobs, vary_data=look.natural, commands=False, collect=False)
-    # the default rate of the optimizer, by which the grid is made
-    rate = built.model.optimizer([nn.Parameter(torch.zeros(1))]).param_groups[0].get("lr")
-    rounds = int(built.trainer.max_epochs or 1)
-    tournament = Tournament(compare.Comparison(options, passed), methods, given.budget, rounds, rate, start)
+    options = Namespace(
+        table=None, out=out, jobs=given.jobs, vary_data=seen.look.natural, commands=False, collect=False
+    )
+    comparison = compare.Comparison(options, passed)
+    tournament = Tournament(comparison, methods, given.budget, seen.rounds, seen.rate, start)
     with explained(out):
         tournament.play(given.seeds, reference)
-        results, notes = tournament.results, tournament.notes(look, bool(any(look.val)))
+        results = tournament.results
+        notes = tournament.notes
+        if not validates:
+            notes.append(f"The configuration validates nobody: {CHECKED:.0%} of training rows were taken to choose by.")
+        if seen.look.natural:
+            notes.append("Each seed draws anew which rows validate, and which test where the data don't say it.")
         seeds = sorted({result.run.seed for each in results.values() for result in each})
         # the whole tables and curves, for whoever wants more than the page
         write(out, results, tournament.failures, seeds, notes, {}, (), reference)
         write_rows(out / "tuning.csv", tournament.trials)
-        more = [word for name in ("methods", "jobs") if name in given.asked for word in given.asked[name]]
 
         def again(count: int) -> str:
-            # twice what the seeds cost by the runs so far, so that the budget isn't what stops them
-            whole = math.ceil(2 * tournament.seed_cost * count / (60 if given.budget.unit == "seconds" else 1)) + 1
-            unit = "m" if given.budget.unit == "seconds" else "r"
-            line = ["pfl-lightning", "advise", *more, *given.fit, "--out", str(out)]
-            return shlex.join([*line, "--seeds", str(count), "--budget", f"{whole}{unit}"])
+            # twice what all seeds cost by the runs so far, so that the budget isn't what stops them
+            minutes = 60 if given.budget.unit == "seconds" else 1
+            limit = f"{math.ceil(2 * tournament.seed_cost * count / minutes) + 1}{'m' if minutes > 1 else 'r'}"
+            return shlex.join(["pfl-lightning", "advise", *given.again, "--seeds", str(count), "--budget", limit])
 
         advice = Advice(
             title=f"Advice for {out.name.removeprefix('advise-')}",
-            look=look if any(look.val) else with_validation(look),
-            reasons={label: why for label, why in named.items() if label in results},
+            look=seen.look,
+            reasons={label: why for label, why in reasons.items() if label in results},
             notes=notes,
             results=results,
             reference=reference,
@@ -184,11 +185,37 @@ def main(args: list[str]) -> int:
     return 1 if tournament.failures else 0
 
 
-def with_validation(look: Look) -> Look:
-    """Return the facts with the validation rows that the tournament takes from training rows."""
-    val = [max(1, int(CHECKED * rows)) for rows in look.train]
-    train = [rows - taken for rows, taken in zip(look.train, val, strict=True)]
-    return Look(look.clients, train, val, look.test, look.labels, look.nearest, look.inputs, look.natural)
+class Seen(NamedTuple):
+    """What a command line's data, net and settings tell before any run."""
+
+    look: Look
+    """Facts about the clients."""
+    methods: dict[str, str]
+    """The suggested methods, each with its reason."""
+    rate: float | None
+    """The configured learning rate; None for an optimizer without one."""
+    rounds: int
+    """The configured number of rounds."""
+
+
+def see(passed: Sequence[str]) -> Seen:
+    """Return what a command line's data, net and settings tell; the data are let go afterwards.
+
+    Args:
+        passed: options of ``fit``, without a method.
+
+    Raises:
+        MisconfigurationException: if the samples are at sites.
+    """
+    (local,) = choose(["local"], FOLDER / "methods")
+    built = configured(list(local.among(passed)))
+    if built.datamodule.at_sites:
+        raise MisconfigurationException("advise: samples at sites can't be looked at; give data that are here.")
+    built.datamodule.setup("fit")
+    look = look_at(built.datamodule)
+    # an optimizer of one number tells the rate, wherever it was configured
+    rate = built.model.optimizer([nn.Parameter(torch.zeros(1))]).param_groups[0].get("lr")
+    return Seen(look, suggested(look, built.model.net), rate, int(built.trainer.max_epochs or 1))
 
 
 class Tournament:
@@ -390,13 +417,9 @@ class Tournament:
             if found := best(each):
                 self.chosen[label] = found[0]
 
-    def notes(self, look: Look, validates: bool) -> list[str]:
-        """Return sentences on the tournament's settings.
-
-        Args:
-            look: facts about the clients.
-            validates: whether the configuration validates clients by itself.
-        """
+    @property
+    def notes(self) -> list[str]:
+        """Return sentences on methods left out, rounds, learning rates and budget."""
         found = [f"{label} is left out: {why}" for label, why in self.left_out.items()]
         rounds = f"{self.rounds} rounds a run"
         if self.rounds < self.configured:
@@ -414,12 +437,7 @@ class Tournament:
                 found.append(f"At the edge of the rates tried, so that others may be better: {', '.join(edges)}.")
         else:
             found.append("Learning rates are the configured ones: nothing was tuned.")
-        if not validates:
-            found.append(f"The configuration validates nobody: {CHECKED:.0%} of training rows were taken to choose by.")
-        if look.natural:
-            found.append("Each seed draws anew which rows validate, and which test where the data don't say it.")
-        spent = self.budget.amount - self.left
-        found.append(f"Budget {self.budget}; spent {self.budget.words(spent)}.")
+        found.append(f"Budget {self.budget}; spent {self.budget.words(self.budget.amount - self.left)}.")
         return found
 
 
@@ -453,10 +471,8 @@ def parse(args: list[str]) -> tuple[Namespace, list[str]]:
     for name in ("seeds", "jobs"):
         if getattr(given, name) < 1:
             raise MisconfigurationException(f"advise: --{name} {getattr(given, name)} must be at least 1.")
-    given.fit = list(passed)
-    given.asked = {}
-    if given.methods:
-        given.asked["methods"] = ["--methods", *given.methods]
-    if given.jobs > 1:
-        given.asked["jobs"] = ["--jobs", str(given.jobs)]
+    # the same advice with other --seeds and another --budget
+    given.again = [*(["--methods", *given.methods] if given.methods else []), *passed]
+    given.again += ["--jobs", str(given.jobs)] if given.jobs > 1 else []
+    given.again += ["--out", str(given.out)] if given.out else []
     return given, resolved(passed)

@@ -31,7 +31,7 @@ HERE, EVERYWHERE, NOTHING = "clear at this site", "clear over all sites", "the d
 RULE = """\
 The choice looks at validation rows alone. A gain is clear if p < 0.05 by Student's t over seeds, after Holm's
 correction for all methods. A site takes the method with the largest clear gain of its own; else the best method over
-all sites, if that is clear and has no loss at the site; else it trains alone. Of many sites without any gain, one in
+all sites, if that is clear and has no loss at the site; else {reference}. Of many sites without any gain, one in
 twenty looks clear by chance. Methods can't be told apart if the 95 % interval of their difference holds 0."""
 
 LIMITS = """\
@@ -181,7 +181,7 @@ class Advice:
             found.append(("text", f"The rows of all {len(rows)} sites are in advice.csv."))
         else:
             found.append(("table", [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]))
-        found.append(("text", RULE))
+        found.append(("text", RULE.format(reference=self.reference)))
         found.append(("heading", "Over all sites"))
         found.append(("table", self.overall(val, test)))
         varied = " and of which training rows validate" if self.look.natural else ""
