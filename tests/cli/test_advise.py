@@ -225,11 +225,11 @@ def play(made, monkeypatch):
     """Plays a tournament of some methods with runs of four rounds, as told by records."""
     monkeypatch.setattr("pfl_lightning.cli.advise.command.complaint", lambda args: None)
 
-    def tournament(methods, limit, seeds=10, rate=0.05):
+    def tournament(methods, limit, seeds=10, rate=0.05, rates=()):
         given = Namespace(table=None, out=Path("out"), jobs=1, vary_data=False, commands=False, collect=False)
         comparison = Comparison(given, ["--trainer.max_rounds", "4"])
         chosen = choose(methods, FOLDER / "methods")
-        played = Tournament(comparison, chosen, budget(limit), 4, rate, time.perf_counter())
+        played = Tournament(comparison, chosen, budget(limit), 4, rate, time.perf_counter(), rates)
         played.play(seeds, chosen[0].label)
         return played
 
@@ -299,11 +299,17 @@ def test_time_is_measured_and_a_slow_sweep_stops_the_next(made, play, monkeypatc
         return [(0.5 + wobble(run), 0.5)] * 3
 
     made.accuracies = accuracies
-    played = play(["local", "fedavg"], "1h")
+    played = play(["local", "fedavg"], "20m")
     assert played.overhead == pytest.approx(12 - 0.2) and played.per_round == {"Local": 0.1, "FedAvg": 0.1}
-    assert {run.seed for run in made.runs} == {0, 1, 2}
-    # the sweep that showed it is over the limit of no later one
-    assert played.left == 3600 - 24 - 4 * 28 - 28 - 2800
+    # the first run of the second seed shows it, and the other one isn't begun
+    assert [(run.method, run.seed) for run in made.runs[-3:]] == [("Local", 1), ("FedAvg", 1), ("Local", 2)]
+    assert played.left == 1200 - 24 - 4 * 28 - 28 - 1400
+    assert [len(each) for each in played.results.values()] == [1, 1]
+
+
+def test_given_rates_are_tried(made, play):
+    played = play(["local"], "1000r", seeds=1, rates=["0.1", "0.2"])
+    assert {row[RATE[2:]] for row in played.trials} == {"0.1", "0.2"}
 
 
 def test_a_budget_without_room_for_three_seeds_is_refused(play):
@@ -340,6 +346,7 @@ def test_a_seed_that_fails_is_told(made, play):
         ("--budget 10", "'10' is no budget"),
         ("--budget 0m", "'0m' is no budget"),
         ("--seeds 0", "--seeds 0 must be at least 1"),
+        ("--rates 0.1", "--rates 0.1 leaves no choice"),
         ("--data.val_frction 0.1", "val_fraction"),
         ("--model FedAvg", "--model can't be given here"),
         ("--methods fedavgg", "fedavgg is no method"),

@@ -135,8 +135,8 @@ def main(args: list[str]) -> int:
     if not validates:
         passed += ["--data.val_fraction", str(CHECKED)]
         seen = see(passed)
-    # with natural clients each seed has a data.seed of its own
-    compare.check(passed, vary_data=seen.look.natural)
+    # natural clients stay at another data.seed, by which other rows validate, unless one is given
+    varies = seen.look.natural and not any(word.split("=")[0] == "--data.seed" for word in passed)
     passed += ["--trainer.callbacks+=RoundLogger", "--trainer.callbacks.client_rounds", "true"]
     print(f"{labelled(seen.look.lines)}\n", flush=True)
     words = given.methods or list(seen.methods)
@@ -146,18 +146,16 @@ def main(args: list[str]) -> int:
     }
     reference = reference_among(list(reasons)) or methods[0].label
     out = given.out or Path("runs", f"advise-{compare.name_of(passed)}")
-    options = Namespace(
-        table=None, out=out, jobs=given.jobs, vary_data=seen.look.natural, commands=False, collect=False
-    )
+    options = Namespace(table=None, out=out, jobs=given.jobs, vary_data=varies, commands=False, collect=False)
     comparison = compare.Comparison(options, passed)
-    tournament = Tournament(comparison, methods, given.budget, seen.rounds, seen.rate, start)
+    tournament = Tournament(comparison, methods, given.budget, seen.rounds, seen.rate, start, given.rates)
     with explained(out):
         tournament.play(given.seeds, reference)
         results = tournament.results
         notes = tournament.notes
         if not validates:
             notes.append(f"The configuration validates nobody: {CHECKED:.0%} of training rows were taken to choose by.")
-        if seen.look.natural:
+        if varies:
             notes.append("Each seed draws anew which rows validate, and which test where the data don't say it.")
         seeds = sorted({result.run.seed for each in results.values() for result in each})
         # the whole tables and curves, for whoever wants more than the page
@@ -173,6 +171,7 @@ def main(args: list[str]) -> int:
         advice = Advice(
             title=f"Advice for {out.name.removeprefix('advise-')}",
             look=seen.look,
+            varies=varies,
             reasons={label: why for label, why in reasons.items() if label in results},
             notes=notes,
             results=results,
@@ -230,6 +229,7 @@ class Tournament:
         rounds: configured number of rounds.
         rate: configured learning rate; None tunes nothing.
         start: reading of `time.perf_counter` at the beginning, for a limit in seconds.
+        rates: learning rates to try; empty for multiples of the configured one.
     """
 
     def __init__(
@@ -240,7 +240,9 @@ class Tournament:
         rounds: int,
         rate: float | None,
         start: float,
+        rates: Sequence[str] = (),
     ) -> None:
+        self.given_rates = list(rates)
         self.comparison, self.methods, self.budget, self.start = comparison, list(methods), budget, start
         self.configured = self.rounds = rounds
         self.rate = rate if rate and self._tunable() else None
@@ -261,8 +263,9 @@ class Tournament:
     @property
     def left(self) -> float:
         """The rest of the budget, in its unit."""
-        spent = time.perf_counter() - self.start if self.budget.unit == "seconds" else self.rounds_made
-        return self.budget.amount - spent
+        if self.budget.unit == "rounds":
+            return self.budget.amount - self.rounds_made
+        return self.budget.amount - (time.perf_counter() - self.start)
 
     def cost(self, labels: Sequence[str], rounds: int) -> float:
         """Return the expected cost of one run of each method, in the budget's unit.
@@ -273,30 +276,42 @@ class Tournament:
         """
         if self.budget.unit == "rounds":
             return float(len(labels) * rounds)
-        seconds = sum(self.overhead + rounds * self.per_round[label] for label in labels)
-        return self.factor * seconds / self.comparison.given.jobs
+        seconds = sum(self.overhead + rounds * self.per_round.get(label, 0.0) for label in labels)
+        return float(self.factor * seconds / self.comparison.given.jobs)
 
     @property
     def seed_cost(self) -> float:
         """Cost of a further seed of all methods, in the budget's unit."""
         return self.cost([method.label for method in self.methods], self.rounds)
 
-    def sweep(self, runs: Mapping[str, Run], rounds: int) -> dict[Run, str]:
-        """Make the unfinished ones of some runs, count their cost, and return why some failed.
+    def sweep(self, name: str, runs: Mapping[str, Run], rounds: int) -> bool:
+        """Make the unfinished ones of some runs, and count their cost; stop in the middle where the budget ends.
 
         Args:
+            name: name of the sweep, for the terminal.
             runs: a run by method.
             rounds: rounds of each run.
+
+        Returns:
+            True if every run was made, or failed.
         """
-        waiting = [label for label, run in runs.items() if run.finished is None]
-        begun = time.perf_counter()
-        failures = self.comparison.make(list(runs.values()))
-        self.rounds_made += rounds * len(waiting)
-        expected = sum(self.overhead + rounds * self.per_round.get(label, 0.0) for label in waiting)
-        if expected:
-            # on a machine that others use, the newest sweep foretells the next one best
-            self.factor = (time.perf_counter() - begun) * self.comparison.given.jobs / expected
-        return failures
+        earlier = {run for run in runs.values() if run.finished}
+        waiting = [label for label, run in runs.items() if run not in earlier]
+        print(f"{name}: {len(runs)} runs, {len(earlier)} of them made earlier", flush=True)
+        report = compare.Progress(len(waiting), ())
+        jobs = self.comparison.given.jobs
+        for at in range(0, len(waiting), jobs):
+            some = waiting[at : at + jobs]
+            # a sweep planned on an idle machine may meet a busy one
+            if at and self.left < self.cost(some, rounds):
+                return False
+            begun, expected = time.perf_counter(), self.cost(some, rounds)
+            self.failures |= self.comparison.make([runs[label] for label in some], report)
+            self.rounds_made += rounds * len(some)
+            if expected and self.budget.unit == "seconds":
+                # the newest runs foretell the next ones best
+                self.factor *= (time.perf_counter() - begun) / expected
+        return True
 
     def play(self, seeds: int, reference: str) -> None:
         """Probe, plan, try learning rates, and make the seeds.
@@ -318,16 +333,15 @@ class Tournament:
             write_json(stored, {"settings": self._settings, **plan, "left_out": self.left_out})
         more = () if self.rounds == self.configured else ("--trainer.max_rounds", str(self.rounds))
         labels = [method.label for method in self.methods]
-        self._try_rates(plan["rates"] if self.rate else 0, more)
+        self._try_rates(plan["rates"], more)
         for seed in range(SEED + 1, SEED + 1 + seeds):
             runs = {
                 m.label: self.comparison.run(m, seed, self.comparison.out, (*more, *self.chosen[m.label].arguments))
                 for m in self.methods
             }
             waiting = [label for label, run in runs.items() if run.finished is None]
-            if self.left < self.cost(waiting, self.rounds):
+            if self.left < self.cost(waiting, self.rounds) or not self.sweep(f"seed {seed}", runs, self.rounds):
                 break
-            self.failures |= self.sweep(runs, self.rounds)
             for run in runs.values():
                 if run.finished:
                     self.results.setdefault(run.method, []).append(Result(run, run.finished))
@@ -364,9 +378,9 @@ class Tournament:
         more = ("--trainer.max_rounds", str(short))
         runs = {method.label: self.comparison.run(method, SEED, folder, more) for method in self.methods}
         begun = time.perf_counter()
-        failures = self.sweep(runs, short)
+        self.sweep(f"{short} rounds to measure by", runs, short)
         wall = (time.perf_counter() - begun) * self.comparison.given.jobs
-        self.left_out = {run.method: why for run, why in failures.items()}
+        self.left_out, self.failures = {run.method: why for run, why in self.failures.items()}, {}
         if reference in self.left_out:
             raise MisconfigurationException(f"advise: {reference} failed: {self.left_out[reference]}")
         self.methods = [method for method in self.methods if method.label not in self.left_out]
@@ -379,7 +393,9 @@ class Tournament:
         for plan in PLANS:
             share, rates, seeds = plan
             rounds = max(1, round(share * self.configured))
-            sweeps = min(seeds, most) + (rates if self.rate and rates > 1 else 0)
+            # given rates are tried whatever the plan, and one rate needs no trial
+            tried = len(self.given_rates) or rates
+            sweeps = min(seeds, most) + (tried if self.rate and tried > 1 else 0)
             if sweeps * self.cost(labels, rounds) <= self.left:
                 return plan
         share, _, seeds = PLANS[-1]
@@ -391,10 +407,10 @@ class Tournament:
 
     def _try_rates(self, number: int, more: Sequence[str]) -> None:
         self.chosen = {method.label: Trial() for method in self.methods}
-        if self.rate is None or number < 2:
+        if self.rate is None or not (self.given_rates or number > 1):
             return
         labels = [method.label for method in self.methods]
-        values = [f"{self.rate * factor:.6g}" for factor in FACTORS[:number]]
+        values = self.given_rates or [f"{self.rate * factor:.6g}" for factor in FACTORS[:number]]
         tried: dict[str, list[tuple[Trial, Run]]] = {label: [] for label in labels}
         for trial in trials({RATE: values}):
             folder = self.comparison.out / "tuning" / trial.name
@@ -407,8 +423,11 @@ class Tournament:
             # the seeds come first: a method with a good rate and no interval says nothing
             if self.left < self.cost(waiting, self.rounds) + LEAST * self.cost(labels, self.rounds):
                 break
+            made = self.sweep(trial.name, runs, self.rounds)
             # a rate at which a method fails is no choice, and no failure of the tournament
-            self.sweep(runs, self.rounds)
+            self.failures = {}
+            if not made:
+                break
             self.rates.append(trial)
             for label, run in runs.items():
                 tried[label].append((trial, run))
@@ -464,6 +483,13 @@ def parse(args: list[str]) -> tuple[Namespace, list[str]]:
         metavar="METHOD",
         help="the tournament's methods (default: chosen by a look at the data)",
     )
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        default=[],
+        metavar="RATE",
+        help="learning rates to try, at least two (default: up to four multiples of the configured one)",
+    )
     parser.add_argument("--seeds", type=int, default=10, metavar="N", help="largest number of seeds (default: 10)")
     parser.add_argument("--jobs", type=int, default=1, help="number of runs at a time (default: 1)")
     parser.add_argument("--out", type=Path, help="folder of the runs and pages (default: runs/advise-DATA)")
@@ -471,8 +497,13 @@ def parse(args: list[str]) -> tuple[Namespace, list[str]]:
     for name in ("seeds", "jobs"):
         if getattr(given, name) < 1:
             raise MisconfigurationException(f"advise: --{name} {getattr(given, name)} must be at least 1.")
+    if len(given.rates) == 1:
+        raise MisconfigurationException(
+            f"advise: --rates {given.rates[0]} leaves no choice; give several, or set --{RATE} {given.rates[0]}."
+        )
     # the same advice with other --seeds and another --budget
     given.again = [*(["--methods", *given.methods] if given.methods else []), *passed]
+    given.again += ["--rates", *given.rates] if given.rates else []
     given.again += ["--jobs", str(given.jobs)] if given.jobs > 1 else []
     given.again += ["--out", str(given.out)] if given.out else []
     return given, resolved(passed)

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from pfl_lightning.data import FederatedDataModule, Natural
+from pfl_lightning.data.samples import Split
 from pfl_lightning.internals.of_torch import BatchNorm
 from pfl_lightning.nets import Net
+
+SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 ROWS = 20_000
 """Largest number of training rows, of all clients together, whose inputs are looked at."""
@@ -92,7 +95,7 @@ def look_at(data: FederatedDataModule) -> Look:
         data: the data module, set up, with samples at hand.
     """
     clients = range(data.num_clients)
-    sizes = {split: [data.size(client, split) for client in clients] for split in ("train", "val", "test")}
+    train, val, test = ([data.size(client, split) for client in clients] for split in SPLITS)
     # as many rows of each client, so that a large client can't stand for all
     most = max(2, ROWS // data.num_clients)
     x, y, owner = [], [], []
@@ -118,7 +121,7 @@ def look_at(data: FederatedDataModule) -> Look:
     names = data.client_names or [str(client) for client in clients]
     # if data.seed draws the clients, they differ from seed to seed
     natural = isinstance(data.partitioner, Natural) and data.hparams.get("num_clients") is None
-    return Look(names[: len(clients)], *sizes.values(), labels, nearest, inputs, natural)
+    return Look(names[: len(clients)], train, val, test, labels, nearest, inputs, natural)
 
 
 def scaled(values: Tensor, classes: Tensor | None) -> Tensor:
@@ -153,7 +156,7 @@ def between(values: Tensor, owners: Tensor) -> float | None:
     Source:
         Hays, Statistics for Psychologists, 1963.
     """
-    _, place, counts = owners.unique(return_inverse=True, return_counts=True)
+    _, place, counts = torch.unique(owners, return_inverse=True, return_counts=True)
     groups, rows = len(counts), len(owners)
     total = float((values - values.mean(0)).square().sum())
     if groups < 2 or rows <= groups or total <= 1e-12 * rows:

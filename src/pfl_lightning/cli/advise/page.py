@@ -1,12 +1,12 @@
 """Choose a method for each site on validation, and write the advice: text, Markdown, HTML, CSV and a picture."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import Any, Literal
 
 from pfl_lightning.cli.advise.look import Look
 from pfl_lightning.cli.compare.by_client import MANY, by_client, split
@@ -85,8 +85,8 @@ def picks(values: Mapping[str, Clients], reference: str) -> list[Pick]:
     best = leader(values, reference)
     by_site: dict[str, dict[str, Clients]] = {}
     for method, clients in values.items():
-        for site, own in split(clients).items():
-            by_site.setdefault(site, {})[method] = own
+        for site, at_site in split(clients).items():
+            by_site.setdefault(site, {})[method] = at_site
     found = []
     for site, own in by_site.items():
         if reference not in own:
@@ -94,7 +94,7 @@ def picks(values: Mapping[str, Clients], reference: str) -> list[Pick]:
         gains = {method: one for method, (one, _) in differences_to(own, reference).items()}
         here = leader(own, reference)
         # a method without a loss here may borrow strength from the other sites
-        shared = best if best in gains and gains[best].mean >= 0 else None
+        shared = best if best is not None and best in gains and gains[best].mean >= 0 else None
         method = here or shared or reference
         reason = HERE if here else EVERYWHERE if shared else NOTHING
         level = tuple(other for other in own if other != method and not is_ahead(own[method], own[other]))
@@ -136,6 +136,7 @@ class Advice:
     Args:
         title: title of the page.
         look: facts about the clients.
+        varies: whether each seed draws anew which rows validate.
         reasons: why each method took part, by method.
         notes: sentences on settings, on methods left out and on the budget.
         results: finished runs by method.
@@ -147,15 +148,16 @@ class Advice:
 
     title: str
     look: Look
+    varies: bool
     reasons: Mapping[str, str]
     notes: Sequence[str]
     results: Mapping[str, Sequence[Result]]
     reference: str
     monitor: Monitor
-    cost: Any
-    again: Any
+    cost: Callable[[int], str]
+    again: Callable[[int], str]
 
-    def values(self, part: Any) -> dict[str, Clients]:
+    def values(self, part: Literal["test", "val"]) -> dict[str, Clients]:
         """Return the values by method on ``val`` or ``test`` rows, for methods with any."""
         found = {method: of_clients(results, part) for method, results in self.results.items()}
         return {method: values for method, values in found.items() if values}
@@ -184,7 +186,7 @@ class Advice:
         found.append(("text", RULE.format(reference=self.reference)))
         found.append(("heading", "Over all sites"))
         found.append(("table", self.overall(val, test)))
-        varied = " and of which training rows validate" if self.look.natural else ""
+        varied = " and of which training rows validate" if self.varies else ""
         found.append(("text", LIMITS.format(rows=varied)))
         found.append(("heading", "To know better"))
         found += self.better()

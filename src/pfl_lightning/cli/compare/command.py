@@ -156,13 +156,14 @@ class Comparison:
         arguments = (*method.among(self.passed), *more, "--seed_everything", str(seed), *data)
         return Run(method.label, seed, folder / method.label / f"seed_{seed}", arguments)
 
-    def make(self, runs: Sequence[Run]) -> dict[Run, str]:
+    def make(self, runs: Sequence[Run], report: "Progress | None" = None) -> dict[Run, str]:
         """Make all unfinished runs, and return why some failed.
 
         With ``--commands`` the runs' commands are printed instead; with ``--collect`` nothing runs.
 
         Args:
             runs: the runs.
+            report: prints each ended run; None prints a line about all of these runs first.
 
         Raises:
             MisconfigurationException: if a run's folder holds a run with other settings.
@@ -177,6 +178,8 @@ class Comparison:
                     print(run.line)
         if self.given.commands or self.given.collect:
             return {}
+        if report is not None:
+            return run_all(runs, self.given.jobs, self.environment, report)
         earlier = {run for run in runs if run.finished}
         found = f", {len(earlier)} of them made earlier" if earlier else ""
         print(f"runs: {len(runs)}{found}; each writes to output.txt in its folder under {self.out}", flush=True)
