@@ -189,7 +189,7 @@ def made(monkeypatch):
     """Puts records in the place of runs; the list of runs that were asked for, and settings of what comes out."""
     asked = SimpleNamespace(runs=[], fails={}, accuracies=lambda run: [(0.5 + wobble(run), 0.5)] * 3)
 
-    def run_all(runs, jobs, environment, report):
+    def run_all(runs, jobs, environment, report, starter):
         failures = {}
         for run in runs:
             if run.finished is None:
@@ -202,6 +202,7 @@ def made(monkeypatch):
         return failures
 
     monkeypatch.setattr("pfl_lightning.cli.compare.command.run_all", run_all)
+    monkeypatch.setattr("pfl_lightning.cli.compare.command.starter", lambda environment: None)
     return asked
 
 
@@ -366,7 +367,7 @@ def test_budgets():
 
 
 def test_advice_for_digits(monkeypatch):
-    def run_all(runs, jobs, environment, report):
+    def run_all(runs, jobs, environment, report, starter):
         for run in runs:
             if run.finished is None:
                 pfl(["fit", *QUIET.split(), *run.arguments, "--trainer.default_root_dir", str(run.folder)])
@@ -374,6 +375,7 @@ def test_advice_for_digits(monkeypatch):
         return {}
 
     monkeypatch.setattr("pfl_lightning.cli.compare.command.run_all", run_all)
+    monkeypatch.setattr("pfl_lightning.cli.compare.command.starter", lambda environment: None)
     assert advise(f"--methods local fedavg {SMALL} --budget 10r --seeds 1") == 0
     rows = read_csv(Path("out/advice.csv"))
     assert [(row["site"], row["take"], row["why"]) for row in rows] == [(site, "Local", NOTHING) for site in "012"]

@@ -79,6 +79,7 @@ def stand_in(tmp_path, monkeypatch):
     """Puts the stand-in in fit's place; gives a function that says what it does."""
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.setattr(runs, "PROGRAM", "stand_in")
+    monkeypatch.setattr(runs, "IMPORTS", "json")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     # that parser takes half a second for each line; tests of what it refuses ask it
     for name in ("command", "tuning"):
@@ -292,6 +293,15 @@ def test_a_table_is_its_file_and_flags_behind_it_win(stand_in, capsys, tmp_path)
     table = Path("runs/compare-mine/comparison.md").read_text().splitlines()
     assert table[0].endswith(" paper |")
     assert table[2].endswith("| 51.5 |") and table[3].endswith("| - |")
+
+
+def test_a_table_has_a_grid_unless_one_is_given_by_hand(stand_in, tmp_path):
+    stand_in(FedProx={"by_mu": {"0": 0.3, "1": 0.7, "2": 0.5}})
+    (tmp_path / "mine.yaml").write_text("methods: [FedProx]\nfit: --data Digits\ntune: ['model.mu=0,1']")
+    assert compare("--table mine") == 0
+    assert [mu_of(call) for call in calls()] == ["0", "1", "1"]
+    assert compare("--table mine --out other --tune model.mu=2") == 0
+    assert [mu_of(call) for call in calls()[3:]] == ["2", "2"]
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (FOLDER / "tables").glob("*.yaml")))
@@ -704,6 +714,14 @@ def test_a_comparison_that_is_killed_takes_its_runs_along(stand_in):
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left
+
+
+def test_where_there_is_no_fork_each_run_is_a_new_python(stand_in, monkeypatch, capsys):
+    monkeypatch.setattr("pfl_lightning.cli.compare.command.starter", lambda environment: None)
+    stand_in(FedAvg={"fails": 3})
+    assert compare("--methods Local FedAvg --data Digits") == 1
+    assert called() == {("Local", 0), ("FedAvg", 0)}
+    assert "FedAvg, seed 0: failed" in capsys.readouterr().out
 
 
 def test_a_run_that_will_not_end_is_killed(tmp_path, monkeypatch):

@@ -164,3 +164,13 @@ def test_private_steps_need_a_loss_of_each_sample():
     client = client_of(kinds()["Survival"], FedAvg)
     with pytest.raises(MisconfigurationException, match=r"task Survival.*discrete|bins"):
         check_example_level(client, client.configure_aggregator(), Uniform())
+
+
+def test_the_gradient_of_an_event_far_above_all_others_at_risk_is_no_rounding():
+    scores = torch.tensor([[40.3], [25.1], [3.7]], requires_grad=True)
+    target = torch.tensor([[1.0, 1.0], [2.0, 0.0], [3.0, 0.0]])
+    Survival().loss(scores, target, "sum").backward()
+    others = torch.exp(torch.tensor([25.1, 3.7], dtype=torch.float64) - 40.3)
+    expected = torch.cat([-others.sum()[None], others])[:, None] / (1 + others.sum())
+    assert scores.grad is not None and scores.grad.dtype == torch.float32
+    assert torch.allclose(scores.grad.double(), expected, rtol=1e-5, atol=0)

@@ -1,21 +1,30 @@
 """Kill worker processes when the parent process ends.
 
 As a program, ``python die_with_parent.py PARENT MODULE ARGUMENTS`` runs ``python -m MODULE ARGUMENTS`` and ends with
-process PARENT. This file imports nothing of its package, because that import takes seconds, in which the parent may
-end.
+process PARENT. ``python die_with_parent.py PARENT --forks DESCRIPTOR IMPORTED MODULE`` imports a module once, and forks
+a process that runs MODULE for each message of a connection.
+
+This file imports nothing of its package, because that import takes seconds, in which the parent may end.
 """
 
 import ctypes
+import gc
 import os
 import runpy
 import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing.connection import Connection
 
 PR_SET_PDEATHSIG = 1
 PAUSE = 0.5
 """Seconds between two looks at the parent, on systems whose kernel doesn't send a signal."""
+FORKS_PAUSE = 0.02
+"""Seconds between two looks at the ends of forks."""
 
 
 def end_with(parent: int) -> None:
@@ -43,9 +52,67 @@ def watch(parent: int) -> None:
     os._exit(1)
 
 
+def serve(connection: Connection) -> list[str] | None:
+    """Fork a process for each message, and report each end, until the other side closes.
+
+    Args:
+        connection: to the process that orders forks, which sends arguments, a file for the output and variables.
+
+    Returns:
+        In a fork the arguments of its program; in this process None, at the end.
+    """
+    own, running = os.getpid(), set[int]()
+    # an interrupt of the terminal reaches the forks themselves; this process ends with the other side
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(EOFError, ConnectionError):
+        while True:
+            if connection.poll(FORKS_PAUSE):
+                arguments, output, environment = connection.recv()
+                pid = os.fork()
+                if pid == 0:
+                    become(output, environment, own)
+                    connection.close()
+                    return list(arguments)
+                running.add(pid)
+                connection.send(("started", pid, 0))
+            while running:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    break
+                running.discard(pid)
+                connection.send(("ended", pid, os.waitstatus_to_exitcode(status)))
+    return None
+
+
+def become(output: str, environment: Mapping[str, str], parent: int) -> None:
+    """Give a fork its output and its variables, and let it end with its parent.
+
+    Args:
+        output: file for the output.
+        environment: additional variables.
+        parent: process id of the process that forks.
+    """
+    end_with(parent)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(file, stream.fileno())
+    os.close(file)
+    os.environ.update(environment)
+
+
 if __name__ == "__main__":
     end_with(int(sys.argv.pop(1)))
     if sys.path[0] == os.path.dirname(os.path.realpath(__file__)):
         # `python -m` puts the working directory first, not the folder of this file.
         sys.path[0] = os.getcwd()
+    if sys.argv[1] == "--forks":
+        descriptor, imported, program = sys.argv[2:]
+        import_module(imported)
+        # What is imported stays: no fork need look through it for garbage, and so copy its memory.
+        gc.freeze()
+        arguments = serve(Connection(int(descriptor)))
+        if arguments is None:
+            sys.exit()
+        sys.argv[1:] = [program, *arguments]
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)

@@ -84,10 +84,13 @@ class Survival(Task):
             target: times and events ``[n, 2]``.
         """
         time, event = target.unbind(1)
+        # In float32 the gradient of an event whose score is far above all others at risk is rounding, which adaptive
+        # optimizers make large. Apple's devices have no float64.
+        exact = scores if scores.device.type == "mps" else scores.double()
         # comparisons by rows and no sorting, so that vmap computes them for many clients; each sample is at risk at its
         # own time, so that no sum is empty
-        at_risk = [scores.masked_fill(time < own[:, None], -math.inf).logsumexp(1) for own in torch.split(time, ROWS)]
-        return event * (torch.cat(at_risk) - scores)
+        at_risk = [exact.masked_fill(time < own[:, None], -math.inf).logsumexp(1) for own in torch.split(time, ROWS)]
+        return (event * (torch.cat(at_risk) - exact)).to(scores.dtype)
 
     def _discrete(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return each sample's negative log-likelihood in discrete time ``[n]``.

@@ -149,7 +149,7 @@ def main(args: list[str]) -> int:
     options = Namespace(table=None, out=out, jobs=given.jobs, vary_data=varies, commands=False, collect=False)
     comparison = compare.Comparison(options, passed)
     tournament = Tournament(comparison, methods, given.budget, seen.rounds, seen.rate, start, given.rates)
-    with explained(out):
+    with explained(out), comparison:
         tournament.play(given.seeds, reference)
         results = tournament.results
         notes = tournament.notes

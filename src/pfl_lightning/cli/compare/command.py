@@ -4,6 +4,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,8 +15,9 @@ from pfl_lightning.cli.argv import CommandLine, resolved, settings_in
 from pfl_lightning.cli.compare.choices import Choice, choose, stored_table
 from pfl_lightning.cli.compare.report import titles, write
 from pfl_lightning.cli.compare.results import Result
-from pfl_lightning.cli.compare.runs import Run, files, run_all
+from pfl_lightning.cli.compare.runs import Run, files, run_all, starter
 from pfl_lightning.cli.compare.significance import reference_among
+from pfl_lightning.cli.compare.starter import Starter
 from pfl_lightning.cli.compare.tuning import Trial, at_edge, axes, best, missing, rows_of, trials
 from pfl_lightning.cli.configs import FOLDER, nearest
 from pfl_lightning.cli.load_config import complaint
@@ -75,7 +77,7 @@ def main(args: list[str]) -> int:
     if not given.collect:
         refuse_all(methods, passed)
     comparison = Comparison(given, passed)
-    with explained(comparison.out):
+    with explained(comparison.out), comparison:
         # trials finish before the first run, whose arguments depend on the best trial
         chosen = comparison.tune(methods) if given.tune else {method.label: Trial() for method in methods}
         methods = [method for method in methods if method.label in chosen]
@@ -123,8 +125,8 @@ def refuse_all(methods: Sequence[Choice], passed: Sequence[str]) -> None:
     raise UsageError(found[0])
 
 
-class Comparison:
-    """The folder, environment and runs of a comparison.
+class Comparison(AbstractContextManager["Comparison"]):
+    """The folder, environment and runs of a comparison; at its end the process that starts the runs ends too.
 
     Args:
         given: parsed options of ``compare``.
@@ -142,6 +144,12 @@ class Comparison:
         if given.jobs > 1:
             # several runs with a thread per core each would slow one another down
             self.environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        self._starter: Starter | None = None
+
+    def __exit__(self, *error: object) -> None:
+        if self._starter:
+            self._starter.close()
+            self._starter = None
 
     def run(self, method: Choice, seed: int, folder: Path, more: Sequence[str]) -> Run:
         """Return a method's run with a seed.
@@ -178,12 +186,15 @@ class Comparison:
                     print(run.line)
         if self.given.commands or self.given.collect:
             return {}
-        if report is not None:
-            return run_all(runs, self.given.jobs, self.environment, report)
         earlier = {run for run in runs if run.finished}
-        found = f", {len(earlier)} of them made earlier" if earlier else ""
-        print(f"runs: {len(runs)}{found}; each writes to output.txt in its folder under {self.out}", flush=True)
-        return run_all(runs, self.given.jobs, self.environment, Progress(len(runs), earlier))
+        if report is None:
+            found = f", {len(earlier)} of them made earlier" if earlier else ""
+            print(f"runs: {len(runs)}{found}; each writes to output.txt in its folder under {self.out}", flush=True)
+        # one for all calls, as the imports take seconds
+        if self._starter is None and len(earlier) < len(runs):
+            self._starter = starter(self.environment)
+        report = report or Progress(len(runs), earlier)
+        return run_all(runs, self.given.jobs, self.environment, report, self._starter)
 
     def tune(self, methods: Sequence[Choice]) -> dict[str, Trial]:
         """Return each method's best trial, and add notes for the table.
