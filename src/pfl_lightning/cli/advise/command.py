@@ -256,6 +256,8 @@ class Tournament:
         # seconds of a run apart from its rounds, and of a round by method
         self.overhead, self.per_round = 0.0, dict[str, float]()
         self.factor = 1.0
+        # seconds from start to end of each run made
+        self.walls: list[float] = []
 
     def _tunable(self) -> bool:
         return complaint([*self.methods[0].among(self.comparison.passed), f"--{RATE}=0.1"]) is None
@@ -308,6 +310,7 @@ class Tournament:
             begun, expected = time.perf_counter(), self.cost(some, rounds)
             self.failures |= self.comparison.make([runs[label] for label in some], report)
             self.rounds_made += rounds * len(some)
+            self.walls += [(time.perf_counter() - begun) * jobs / len(some)] * len(some)
             if expected and self.budget.unit == "seconds":
                 # the newest runs foretell the next ones best
                 self.factor *= (time.perf_counter() - begun) / expected
@@ -377,15 +380,15 @@ class Tournament:
         folder = self.comparison.out / "probe"
         more = ("--trainer.max_rounds", str(short))
         runs = {method.label: self.comparison.run(method, SEED, folder, more) for method in self.methods}
-        begun = time.perf_counter()
         self.sweep(f"{short} rounds to measure by", runs, short)
-        wall = (time.perf_counter() - begun) * self.comparison.given.jobs
         self.left_out, self.failures = {run.method: why for run, why in self.failures.items()}, {}
         if reference in self.left_out:
             raise MisconfigurationException(f"advise: {reference} failed: {self.left_out[reference]}")
         self.methods = [method for method in self.methods if method.label not in self.left_out]
         seconds = {run.method: Result(run, run.finished).summary["seconds"] for run in runs.values() if run.finished}
-        self.overhead = max(0.0, wall / len(runs) - fmean(seconds.values()))
+        # the first run waits for imports that the others find done
+        walls = self.walls[1:] or self.walls
+        self.overhead = max(0.0, fmean(walls) - fmean(seconds.values())) if walls else 0.0
         self.per_round = {label: each / short for label, each in seconds.items()}
 
     def _plan(self, most: int) -> tuple[float, int, int]:
