@@ -173,6 +173,9 @@ class Advice:
         advised = picks(val, self.reference)
         rows = self.rows(advised, test)
         found: list[Part] = [("text", sentence) for sentence in self.answer(advised, val, test)]
+        more = "more" if self.monitor.mode == "max" else "less"
+        unit = "acc in per cent, gains in points" if self.monitor.metric == "acc" else self.monitor.metric
+        found.append(("text", f"Metric: {unit}; {more} is better."))
         found.append(("heading", "Site by site"))
         if len(rows) > MANY:
             reasons = [(pick.method, pick.reason) for pick in advised]
