@@ -22,6 +22,7 @@ from pfl_lightning.cli.usage import UsageError, fail
 from pfl_lightning.stopping import RankLost, Stopped, ending_at_once, stoppable
 
 MODULES = {
+    "advise": "pfl_lightning.cli.advise",
     "compare": "pfl_lightning.cli.compare",
     "configs": "pfl_lightning.cli.configs",
     "flower": "pfl_lightning.flower.command",
@@ -102,7 +103,7 @@ def way_on(words: list[str], stop: RankLost | Stopped) -> str:
         stop: the exception that ended the command; ``resumable`` says if a checkpoint exists.
     """
     # A comparison skips its finished runs and resumes its unfinished ones by itself.
-    if words and words[0] == "compare":
+    if words and words[0] in ("advise", "compare"):
         return "; the same command goes on from here."
     # only `fit` writes checkpoints, so no other command has anything to resume
     if not words or words[0] != "fit":

@@ -20,8 +20,8 @@ class SmallCNN(Net):
         input_shape: ``(channels, height, width)`` of one image, at least 18 pixels a side.
         num_classes: number of classes.
         head: the classifier's layers: the ``last`` linear layer or ``all_fc``, both.
-        batch_norm: put a BatchNorm layer behind each convolution, which the papers' network doesn't have; FedBN keeps these layers
-            at the clients.
+        batch_norm: put a BatchNorm layer behind each convolution, which the papers' network doesn't have; FedBN keeps
+            these layers at the clients.
         maps: channels of the first convolution, at least 1; the others and the hidden layer have twice as many.
 
     Raises:

@@ -166,13 +166,14 @@ class Comparison(AbstractContextManager["Comparison"]):
         arguments = (*method.among(self.passed), *more, "--seed_everything", str(seed), *data)
         return Run(method.label, seed, folder / method.label / f"seed_{seed}", arguments)
 
-    def make(self, runs: Sequence[Run]) -> dict[Run, str]:
+    def make(self, runs: Sequence[Run], report: "Progress | None" = None) -> dict[Run, str]:
         """Make all unfinished runs, and return why some failed.
 
         With ``--commands`` the runs' commands are printed instead; with ``--collect`` nothing runs.
 
         Args:
             runs: the runs.
+            report: prints each ended run; None prints a line about all of these runs first.
 
         Raises:
             MisconfigurationException: if a run's folder holds a run with other settings.
@@ -188,12 +189,14 @@ class Comparison(AbstractContextManager["Comparison"]):
         if self.given.commands or self.given.collect:
             return {}
         earlier = {run for run in runs if run.finished}
-        found = f", {len(earlier)} of them made earlier" if earlier else ""
-        print(f"runs: {len(runs)}{found}; each writes to output.txt in its folder under {self.out}", flush=True)
+        if report is None:
+            found = f", {len(earlier)} of them made earlier" if earlier else ""
+            print(f"runs: {len(runs)}{found}; each writes to output.txt in its folder under {self.out}", flush=True)
         # one for all calls, as the imports take seconds
         if self._starter is None and len(earlier) < len(runs):
             self._starter = starter(self.environment)
-        return run_all(runs, self.given.jobs, self.environment, Progress(len(runs), earlier), self._starter)
+        report = report or Progress(len(runs), earlier)
+        return run_all(runs, self.given.jobs, self.environment, report, self._starter)
 
     def tune(self, methods: Sequence[Choice]) -> dict[str, Trial]:
         """Return each method's best trial, and add notes for the table.

@@ -18,13 +18,7 @@ from pfl_lightning.tasks import Monitor
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# one file without links: it opens from disk, can be mailed, and still opens in ten years
-PAGE = Template("""<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>
+STYLE = """<style>
   body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
   table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; overflow-x: auto; }
   th, td { padding: .25rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #ddd; }
@@ -40,7 +34,19 @@ PAGE = Template("""<!doctype html>
   .caption { color: #555; max-width: 60rem; }
   summary { cursor: pointer; font-weight: 600; }
 </style>
-<h1>$title</h1>
+"""
+"""The look of the page, for pages beside it too."""
+
+# one file without links: it opens from disk, can be mailed, and still opens in ten years
+PAGE = Template(
+    """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+"""
+    + STYLE
+    + """<h1>$title</h1>
 <table id="comparison">$table</table>
 <p class="caption">$caption</p>
 <ul>$notes</ul>
@@ -68,7 +74,8 @@ $settings
   }
 </script>
 </html>
-""")
+"""
+)
 
 KEPT = ("trainer.logger", "trainer.callbacks", "trainer.default_root_dir", "trainer.enable_", "data.root")
 """Beginnings of settings left out of the page: where runs are stored and logged, not how they train."""

@@ -110,6 +110,13 @@ class Result:
         return read(self.folder / "clients.csv")
 
     @cached_property
+    def last_round(self) -> list[dict[str, str]]:
+        """Rows of ``client_rounds.csv`` for the last round; empty without the setting ``client_rounds``."""
+        path = self.folder / "client_rounds.csv"
+        rows = read(path) if path.exists() else []
+        return [row for row in rows if row["round"] == rows[-1]["round"]]
+
+    @cached_property
     def summary(self) -> dict[str, Any]:
         """Content of ``summary.json``."""
         summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())

@@ -53,18 +53,19 @@ def label_of(row: Mapping[str, str]) -> str:
     return row.get("name") or row["client"]
 
 
-def of_clients(results: Sequence[Result]) -> Clients:
+def of_clients(results: Sequence[Result], split: Literal["test", "val"] = "test") -> Clients:
     """Return the values of a method's clients, except NaN.
 
     Args:
         results: the method's runs.
+        split: the samples that the values are of; ``val`` needs runs with ``client_rounds``.
     """
     found: Clients = {}
     for result in results:
-        column = f"test/{result.monitor.metric}"
-        for row in result.clients:
+        column = f"{split}/{result.monitor.metric}"
+        for row in result.clients if split == "test" else result.last_round:
             value = float(row.get(column) or "nan")
-            # a client without test samples has no value
+            # a client without such samples has no value
             if not math.isnan(value):
                 found[result.run.seed, label_of(row)] = result.monitor.sign * value
     return found

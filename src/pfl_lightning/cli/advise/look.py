@@ -1,0 +1,217 @@
+"""Look at clients before any training: number, sizes, distances of labels and of inputs; suggest methods by these."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from pfl_lightning.data import FederatedDataModule, Natural
+from pfl_lightning.data.samples import Split
+from pfl_lightning.internals.of_torch import BatchNorm
+from pfl_lightning.nets import Net
+
+SPLITS: tuple[Split, ...] = ("train", "val", "test")
+
+ROWS = 20_000
+"""Largest number of training rows, of all clients together, whose inputs are looked at."""
+
+UNLIKE = 0.2
+"""Share of the labels' variance between clients from which class-wise averaging is suggested."""
+
+SHIFTED = 0.05
+"""Share of the inputs' variance between clients, labels held fixed, from which FedBN is suggested."""
+
+NEAR = 0.5
+"""Distance to the nearest peer, relative to the mean distance, up to which clients count as grouped."""
+
+FEW = 10
+"""Largest number of clients for which APFL is suggested, whose second model costs as much again."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """Facts about the clients, known before training.
+
+    Args:
+        clients: names of the clients, or their ids as text.
+        train: number of training rows by client.
+        val: number of validation rows by client.
+        test: number of test rows by client.
+        labels: share of the labels' variance between clients, from 0 for equal label mixes to 1 for clients of one
+            label each; about 0 by chance; None if labels are no classes and no numbers.
+        nearest: distance of label mixes to the nearest peer, relative to the mean over all pairs; None without classes.
+        inputs: share of the inputs' variance between clients, labels held fixed, on the same scale; None if inputs are
+            no numbers.
+        natural: True if the clients are all those that the data name, so that each is there at every data.seed.
+    """
+
+    clients: Sequence[str]
+    train: Sequence[int]
+    val: Sequence[int]
+    test: Sequence[int]
+    labels: float | None
+    nearest: float | None
+    inputs: float | None
+    natural: bool
+
+    @property
+    def lines(self) -> list[tuple[str, str]]:
+        """Return the facts in words, each a name and a text."""
+        sizes = [("training", self.train), ("validation", self.val), ("test", self.test)]
+        found = [("clients", str(len(self.clients)))]
+        found += [
+            (f"{name} rows a client", f"{min(rows)} to {max(rows)}, median {median(rows):g}") for name, rows in sizes
+        ]
+        found.append(("labels", share_in_words(self.labels, "labels")))
+        if self.nearest is not None:
+            found.append(("nearest peer", f"at {100 * self.nearest:.0f} % of the mean distance of two label mixes"))
+        found.append(("inputs", share_in_words(self.inputs, "inputs")))
+        return found
+
+
+def share_in_words(share: float | None, what: str) -> str:
+    """Return a share of variance in words.
+
+    >>> share_in_words(0.374, "labels"), share_in_words(None, "inputs")
+    ('37 % of their variance is between clients', 'not measured: inputs of this kind have no mean')
+
+    Args:
+        share: the share, 0 to 1; None if unknown.
+        what: name of the values.
+    """
+    if share is None:
+        return f"not measured: {what} of this kind have no mean"
+    fixed = ", labels held fixed" if what == "inputs" else ""
+    return f"{100 * share:.0f} % of their variance is between clients{fixed}"
+
+
+def look_at(data: FederatedDataModule) -> Look:
+    """Return facts about the clients of a data module.
+
+    Args:
+        data: the data module, set up, with samples at hand.
+    """
+    clients = range(data.num_clients)
+    train, val, test = ([data.size(client, split) for client in clients] for split in SPLITS)
+    # as many rows of each client, so that a large client can't stand for all
+    most = max(2, ROWS // data.num_clients)
+    x, y, owner = [], [], []
+    for client in clients:
+        samples = data.part(client, "train")
+        if isinstance(samples.x, Tensor) and isinstance(samples.y, Tensor) and len(samples):
+            x.append(samples.x[:most])
+            y.append(samples.y[:most])
+            owner.append(torch.full((len(x[-1]),), client))
+    owners = torch.cat(owner) if owner else torch.empty(0, dtype=torch.int64)
+    targets = torch.cat(y) if y else torch.empty(0)
+    values = torch.cat([each.flatten(1) for each in x]) if x else torch.empty(0, 0, dtype=torch.int64)
+    classes = data.task.classes(targets) if len(targets) else None
+    labels = nearest = None
+    if classes is not None and data.knows_classes:
+        labels = between(nn.functional.one_hot(classes).double(), owners)
+        nearest = nearest_peer(data.counts)
+    elif targets.is_floating_point() and len(targets):
+        labels = between(targets.double().flatten(1) if targets.dim() > 1 else targets.double()[:, None], owners)
+    inputs = None
+    if values.is_floating_point() and len(values):
+        inputs = between(scaled(values.double(), classes), owners)
+    names = data.client_names or [str(client) for client in clients]
+    # if data.seed draws the clients, they differ from seed to seed
+    natural = isinstance(data.partitioner, Natural) and data.hparams.get("num_clients") is None
+    return Look(names[: len(clients)], train, val, test, labels, nearest, inputs, natural)
+
+
+def scaled(values: Tensor, classes: Tensor | None) -> Tensor:
+    """Return inputs with deviation 1 in each column, then with the mean of their class taken out.
+
+    Clients with other labels have other inputs too; without the classes' means, the rest is a shift of inputs alone.
+
+    Args:
+        values: inputs ``[n, d]``.
+        classes: class of each row, int64 ``[n]``; None takes out nothing.
+    """
+    values = values / values.std(0, correction=0).clamp_min(1e-9)
+    if classes is None:
+        return values
+    sums = torch.zeros(int(classes.max()) + 1, values.shape[1], dtype=values.dtype).index_add_(0, classes, values)
+    return values - (sums / classes.bincount().clamp_min(1)[:, None])[classes]
+
+
+def between(values: Tensor, owners: Tensor) -> float | None:
+    """Return the share of variance between clients, without the part that chance alone gives; None without variance.
+
+    It is omega squared of an analysis of variance, with the sums of squares of all columns added; at least 0.
+
+    >>> same, far = torch.tensor([[0.0], [1.0], [0.0], [1.0]]), torch.tensor([[0.0], [0.0], [1.0], [1.0]])
+    >>> between(same, torch.tensor([0, 0, 1, 1])), between(far, torch.tensor([0, 0, 1, 1]))
+    (0.0, 1.0)
+
+    Args:
+        values: numbers ``[n, d]``.
+        owners: each row's client, int64 ``[n]``.
+
+    Source:
+        Hays, Statistics for Psychologists, 1963.
+    """
+    _, place, counts = torch.unique(owners, return_inverse=True, return_counts=True)
+    groups, rows = len(counts), len(owners)
+    total = float((values - values.mean(0)).square().sum())
+    if groups < 2 or rows <= groups or total <= 1e-12 * rows:
+        return None
+    means = torch.zeros(groups, values.shape[1], dtype=values.dtype).index_add_(0, place, values) / counts[:, None]
+    within = float((values - means[place]).square().sum())
+    # the mean square within clients: that much each degree of freedom between clients has by chance
+    chance = within / (rows - groups)
+    return max(0.0, (total - within - (groups - 1) * chance) / (total + chance))
+
+
+def nearest_peer(counts: Tensor) -> float | None:
+    """Return the mean distance of a client's label mix to the nearest other one, relative to the mean over all pairs.
+
+    Args:
+        counts: training rows of clients by class, ``[clients, classes]``.
+
+    Returns:
+        0 if each client has a twin, about 1 if all pairs are as far apart; None for less than three clients, or if all
+        clients have the same mix.
+    """
+    mixes = counts[counts.sum(1) > 0].double()
+    if len(mixes) < 3:
+        return None
+    mixes = mixes / mixes.sum(1, keepdim=True)
+    distances = torch.cdist(mixes, mixes, p=1)
+    mean = float(distances.sum() / (len(mixes) * (len(mixes) - 1)))
+    nearest = float(distances.fill_diagonal_(math.inf).min(1).values.mean())
+    return nearest / mean if mean > 0 else None
+
+
+def suggested(look: Look, net: Net) -> dict[str, str]:
+    """Return the methods of the tournament, each a word of ``compare --methods``, with the reason.
+
+    Simple methods come first: of equally good ones, the first is advised.
+
+    Args:
+        look: facts about the clients.
+        net: the clients' net.
+    """
+    found = {
+        "local": "the reference: each client trains alone",
+        "fedavg": "one model for all",
+        "fedavg+tuned/fine_tuned": "one model for all, then trained by each client: the simplest personal one",
+    }
+    has_features = any(parameter.requires_grad for parameter in net.features.parameters())
+    if has_features:
+        found["fedper"] = "shared features, personal classifiers"
+    found["ditto"] = "a personal model held near the common one"
+    if len(look.clients) <= FEW:
+        found["apfl"] = f"{len(look.clients)} clients are few: a personal mixture of both models"
+    if (look.inputs or 0) >= SHIFTED and any(isinstance(layer, BatchNorm) for layer in net.modules()):
+        found["fedbn"] = "clients' inputs are shifted, and the net has BatchNorm layers to keep personal"
+    if look.nearest is not None and (look.labels or 0) >= UNLIKE:
+        found["cwfedavg"] = "clients' labels are unlike: averages by class"
+        if has_features and look.nearest <= NEAR:
+            found["fedrema"] = "clients have near peers by labels: classifiers from these"
+    return found

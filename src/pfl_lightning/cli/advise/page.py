@@ -1,0 +1,373 @@
+"""Choose a method for each site on validation, and write the advice: text, Markdown, HTML, CSV and a picture."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from textwrap import fill
+from typing import Any, Literal
+
+from pfl_lightning.cli.advise.look import Look
+from pfl_lightning.cli.compare.by_client import MANY, by_client, split
+from pfl_lightning.cli.compare.page import STYLE, html_table, svg
+from pfl_lightning.cli.compare.results import Result
+from pfl_lightning.cli.compare.significance import (
+    LEVEL,
+    Clients,
+    Difference,
+    difference,
+    differences_to,
+    interval,
+    of_clients,
+)
+from pfl_lightning.runs.report import write_rows
+from pfl_lightning.runs.tables import labelled, markdown_table, text_table
+from pfl_lightning.tasks import Monitor
+
+HERE, EVERYWHERE, NOTHING = "clear at this site", "clear over all sites", "the data can't tell"
+"""Reasons for an advice: a clear gain at the site; one over all sites, with no loss at the site; or neither."""
+
+RULE = """\
+The choice looks at validation rows alone. A gain is clear if p < 0.05 by Student's t over seeds, after Holm's
+correction for all methods. A site takes the method with the largest clear gain of its own; else the best method over
+all sites, if that is clear and has no loss at the site; else {reference}. Of many sites without any gain, one in
+twenty looks clear by chance. Methods can't be told apart if the 95 % interval of their difference holds 0."""
+
+LIMITS = """\
+Test rows had no part in the choice. Intervals are 95 %, by Student's t over seeds: of other initial weights and
+batches{rows}, and not of other patients, pupils or customers than these, as the same rows come back at each seed."""
+
+Part = tuple[str, Any]
+"""A piece of the page: its kind (heading, text, code, lines or table), and its content."""
+
+
+@dataclass(frozen=True)
+class Pick:
+    """The method advised for a site.
+
+    Args:
+        site: name of the site.
+        method: the method.
+        reason: `HERE`, `EVERYWHERE` or `NOTHING`.
+        gain: the gain over the reference on validation; None for the reference itself.
+        level: methods that validation can't tell from this one at the site.
+    """
+
+    site: str
+    method: str
+    reason: str
+    gain: Difference | None
+    level: tuple[str, ...]
+
+
+def leader(values: Mapping[str, Clients], reference: str) -> str | None:
+    """Return the method with the largest clear gain over the reference; None without a clear gain.
+
+    Args:
+        values: values by method, larger is better.
+        reference: the method to compare with.
+    """
+    if reference not in values:
+        return None
+    gains = differences_to(values, reference)
+    clear = {method: one.mean for method, (one, is_clear) in gains.items() if is_clear and one.mean > 0}
+    return max(clear, key=lambda method: clear[method], default=None)
+
+
+def picks(values: Mapping[str, Clients], reference: str) -> list[Pick]:
+    """Return the advice for each site that has values of the reference.
+
+    Args:
+        values: validation values by method, larger is better; of equally good methods the first is taken.
+        reference: the method to compare with.
+    """
+    best = leader(values, reference)
+    by_site: dict[str, dict[str, Clients]] = {}
+    for method, clients in values.items():
+        for site, at_site in split(clients).items():
+            by_site.setdefault(site, {})[method] = at_site
+    found = []
+    for site, own in by_site.items():
+        if reference not in own:
+            continue
+        gains = {method: one for method, (one, _) in differences_to(own, reference).items()}
+        here = leader(own, reference)
+        # a method without a loss here may borrow strength from the other sites
+        shared = best if best is not None and best in gains and gains[best].mean >= 0 else None
+        method = here or shared or reference
+        reason = HERE if here else EVERYWHERE if shared else NOTHING
+        level = tuple(other for other in own if other != method and not is_ahead(own[method], own[other]))
+        found.append(Pick(site, method, reason, gains.get(method), level))
+    return found
+
+
+def is_ahead(one: Clients, other: Clients) -> bool:
+    """Return True if the 95 % interval of a method's lead over another leaves out 0."""
+    lead = difference(one, other)
+    # without a spread over seeds, as from a single seed, there is no interval
+    return lead is not None and not math.isnan(lead.half) and lead.mean > lead.half
+
+
+def seeds_for_half(seeds: int) -> int:
+    """Return the number of seeds with intervals about half as wide.
+
+    >>> seeds_for_half(5), seeds_for_half(10)
+    (13, 33)
+
+    Args:
+        seeds: number of seeds, at least 2.
+    """
+    from scipy.special import stdtrit
+
+    def width(count: int) -> float:
+        return float(stdtrit(count - 1, 1 - LEVEL / 2)) / math.sqrt(count)
+
+    more = seeds + 1
+    while width(more) > width(seeds) / 2:
+        more += 1
+    return more
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The advice of a tournament.
+
+    Args:
+        title: title of the page.
+        look: facts about the clients.
+        varies: whether each seed draws anew which rows validate.
+        reasons: why each method took part, by method.
+        notes: sentences on settings, on methods left out and on the budget.
+        results: finished runs by method.
+        reference: the method to compare with.
+        monitor: the metric that selects.
+        cost: what a further seed of all methods costs, in words such as ``40 s``, as a function of the number of seeds.
+        again: the command line of this advice with a number of seeds.
+    """
+
+    title: str
+    look: Look
+    varies: bool
+    reasons: Mapping[str, str]
+    notes: Sequence[str]
+    results: Mapping[str, Sequence[Result]]
+    reference: str
+    monitor: Monitor
+    cost: Callable[[int], str]
+    again: Callable[[int], str]
+
+    def values(self, part: Literal["test", "val"]) -> dict[str, Clients]:
+        """Return the values by method on ``val`` or ``test`` rows, for methods with any."""
+        found = {method: of_clients(results, part) for method, results in self.results.items()}
+        return {method: values for method, values in found.items() if values}
+
+    @property
+    def seeds(self) -> int:
+        """Number of seeds of the table."""
+        return len({result.run.seed for results in self.results.values() for result in results})
+
+    def parts(self) -> list[Part]:
+        """Return the page, piece by piece."""
+        val, test = self.values("val"), self.values("test")
+        advised = picks(val, self.reference)
+        rows = self.rows(advised, test)
+        found: list[Part] = [("text", sentence) for sentence in self.answer(advised, val, test)]
+        more = "more" if self.monitor.mode == "max" else "less"
+        unit = "acc in per cent, gains in points" if self.monitor.metric == "acc" else self.monitor.metric
+        found.append(("text", f"Metric: {unit}; {more} is better."))
+        found.append(("heading", "Site by site"))
+        if len(rows) > MANY:
+            reasons = [(pick.method, pick.reason) for pick in advised]
+            counts = [
+                [method, reason, str(reasons.count((method, reason)))] for method, reason in dict.fromkeys(reasons)
+            ]
+            found.append(("table", [["take", "why", "sites"], *sorted(counts, key=lambda row: -int(row[2]))]))
+            found.append(("text", f"The rows of all {len(rows)} sites are in advice.csv."))
+        else:
+            found.append(("table", [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]))
+        found.append(("text", RULE.format(reference=self.reference)))
+        found.append(("heading", "Over all sites"))
+        found.append(("table", self.overall(val, test)))
+        varied = " and of which training rows validate" if self.varies else ""
+        found.append(("text", LIMITS.format(rows=varied)))
+        found.append(("heading", "To know better"))
+        found += self.better()
+        found.append(("heading", "The look"))
+        found.append(("lines", self.look.lines))
+        found.append(("table", [["method", "takes part as"], *map(list, self.reasons.items())]))
+        return [*found, *(("text", note) for note in self.notes)]
+
+    def rows(self, advised: Sequence[Pick], test: Mapping[str, Clients]) -> list[dict[str, Any]]:
+        """Return a row of the table for each site."""
+        look, over = self.look, f"over {self.reference}"
+        place = {name: at for at, name in enumerate(look.clients)}
+        rows = []
+        for pick in advised:
+            tested = self.gain(test, pick.method, pick.site)
+            at = place.get(pick.site)
+            sizes = "" if at is None else f"{look.train[at]}/{look.val[at]}/{look.test[at]}"
+            rows.append(
+                {
+                    "site": pick.site,
+                    "rows": sizes,
+                    "take": pick.method,
+                    "why": pick.reason,
+                    f"{over}, validation": "" if pick.gain is None else interval(pick.gain, self.monitor),
+                    f"{over}, test": "" if tested is None else interval(tested, self.monitor),
+                    "can't be told from": ", ".join(pick.level) or "none",
+                }
+            )
+        return rows
+
+    def gain(self, values: Mapping[str, Clients], method: str, site: str | None = None) -> Difference | None:
+        """Return a method's gain over the reference, at a site or over all; None for the reference itself."""
+        if method == self.reference or not {method, self.reference} <= values.keys():
+            return None
+        own = values[method]
+        # pairs with the reference alone count, so that it needs no restriction
+        return difference({key: value for key, value in own.items() if site in (None, key[1])}, values[self.reference])
+
+    def answer(self, advised: Sequence[Pick], val: Mapping[str, Clients], test: Mapping[str, Clients]) -> list[str]:
+        """Return the sentences at the head of the page."""
+        best, found = leader(val, self.reference), []
+        if best is None:
+            means = {m: one.mean for m in val if (one := self.gain(val, m)) is not None}
+            first = max(means, key=lambda method: means[method], default=None)
+            nearest = f" The best by its mean is {first}, with {self.both(first, val, test)}." if first else ""
+            found.append(
+                f"Over all sites the data can't tell whether any method is better than {self.reference}.{nearest}"
+            )
+        else:
+            found.append(f"Over all sites {best} is the best: {self.both(best, val, test)} over {self.reference}.")
+            others = [m for m in val if m not in (best, self.reference) and not is_ahead(val[best], val[m])]
+            if others:
+                found.append(f"Validation can't tell {best} from {listed(others)}.")
+        losses = [
+            f"{method} ({interval(one, self.monitor)})"
+            for method, (one, is_clear) in differences_to(val, self.reference).items()
+            if is_clear and one.mean < 0
+        ]
+        if losses:
+            found.append(f"Worse than {self.reference} on validation: {listed(losses)}.")
+        mixed: Clients = {}
+        for pick in advised:
+            mixed |= {key: value for key, value in test.get(pick.method, {}).items() if key[1] == pick.site}
+        together = difference(mixed, test.get(self.reference, {})) if mixed else None
+        if together is not None and any(pick.method != self.reference for pick in advised):
+            found.append(
+                "Each site with its advised method: "
+                f"{interval(together, self.monitor)} over {self.reference} on test rows, in the mean of sites."
+            )
+        return found
+
+    def both(self, method: str, val: Mapping[str, Clients], test: Mapping[str, Clients]) -> str:
+        """Return a method's gains on validation and on test rows, in words."""
+        found = [
+            f"{interval(one, self.monitor)} on {name} rows"
+            for name, values in (("validation", val), ("test", test))
+            if (one := self.gain(values, method)) is not None
+        ]
+        return ", ".join(found)
+
+    def overall(self, val: Mapping[str, Clients], test: Mapping[str, Clients]) -> list[list[str]]:
+        """Return the table of methods over all sites, each site alike."""
+        factor, form = (100, ".2f") if self.monitor.metric == "acc" else (1, ".4g")
+        cells = [["method", *(f"{p}{w}" for p in ("validation", "test") for w in ("", f", over {self.reference}"))]]
+        for method in self.results:
+            row = [method]
+            for values in (val, test):
+                own = values.get(method, {})
+                mean = self.monitor.sign * factor * sum(own.values()) / len(own) if own else math.nan
+                one = self.gain(values, method)
+                row += [f"{mean:{form}}" if own else "-", "" if one is None else interval(one, self.monitor)]
+            cells.append(row)
+        return cells
+
+    def better(self) -> list[Part]:
+        """Return the cost of narrower intervals, and the command for them."""
+        seeds = self.seeds
+        if seeds < 2:
+            more = 3
+            said = f"One seed has no interval. {more} seeds cost about {self.cost(more - seeds)} more"
+        else:
+            more = seeds_for_half(seeds)
+            said = f"{more} seeds, not {seeds}, would halve the intervals, for about {self.cost(more - seeds)} more"
+        steps = ""
+        least = min((rows for rows in self.look.val if rows), default=0)
+        if self.monitor.metric == "acc" and least:
+            steps = f" The smallest site validates on {least} rows: one is {100 / least:.1f} points there at any seed."
+        return [("text", f"{said}; finished runs count.{steps}"), ("code", self.again(more))]
+
+    def write(self, out: Path) -> str:
+        """Write ``advice.md``, ``.html``, ``.csv`` and ``.png``, and return the text for the terminal.
+
+        Args:
+            out: the folder.
+        """
+        parts = self.parts()
+        write_rows(out / "advice.csv", self.rows(picks(self.values("val"), self.reference), self.values("test")))
+        (out / "advice.md").write_text(as_markdown(self.title, parts))
+        sites = by_client(self.results, self.reference, self.monitor)
+        picture = ""
+        if sites is not None:
+            figure = sites.figure()
+            figure.savefig(out / "advice.png", dpi=150)
+            picture = f"<h2>Test rows</h2>\n{svg(figure, 'Test rows')}"
+        (out / "advice.html").write_text(as_html(self.title, parts, picture))
+        return as_text(parts)
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return words as a list in a sentence.
+
+    >>> listed(["a", "b", "c"])
+    'a, b and c'
+    """
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def as_text(parts: Sequence[Part]) -> str:
+    """Return the page for a terminal."""
+    found = []
+    for kind, content in parts:
+        if kind == "table":
+            found.append(text_table(content))
+        elif kind in ("lines", "code"):
+            found.append(labelled(content) if kind == "lines" else f"    {content}")
+        else:
+            words = fill(" ".join(content.split()), 120, break_on_hyphens=False, break_long_words=False)
+            found.append(f"{content}\n{'-' * len(content)}" if kind == "heading" else words)
+    return "\n\n".join(found)
+
+
+def as_markdown(title: str, parts: Sequence[Part]) -> str:
+    """Return the page in Markdown."""
+    found = [f"# {title}"]
+    for kind, content in parts:
+        if kind == "table":
+            found.append(markdown_table(content))
+        elif kind == "lines":
+            found.append("\n".join(f"* {name}: {value}" for name, value in content))
+        elif kind == "code":
+            found.append(f"    {content}")
+        else:
+            found.append(f"## {content}" if kind == "heading" else " ".join(content.split()))
+    return "\n\n".join([*found, "![Gains by site on test rows](advice.png)"]) + "\n"
+
+
+def as_html(title: str, parts: Sequence[Part], picture: str) -> str:
+    """Return the page as HTML, without links to other files."""
+    found = []
+    for kind, content in parts:
+        if kind == "table":
+            found.append(f"<table>{html_table(content, ())}</table>")
+        elif kind == "code":
+            found.append(f"<pre>{escape(content)}</pre>")
+        elif kind == "lines":
+            found.append(f"<ul>{''.join(f'<li>{escape(name)}: {escape(value)}</li>' for name, value in content)}</ul>")
+        else:
+            tag = "h2" if kind == "heading" else "p"
+            found.append(f"<{tag}>{escape(' '.join(content.split()))}</{tag}>")
+    head = f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n{STYLE}'
+    return "\n".join([head, f"<h1>{escape(title)}</h1>", *found, picture, "</html>", ""])
