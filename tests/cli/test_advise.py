@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import time
 from argparse import Namespace
 from itertools import pairwise
@@ -253,16 +254,56 @@ def test_validation_chooses_and_test_rows_only_report(made):
 RATE = "--model.init_args.optimizer.init_args.lr"
 
 
+def rate_of(run):
+    return run.arguments[run.arguments.index(RATE) + 1]
+
+
 def test_the_best_rate_on_validation_is_taken_by_each_method(made, play):
     best = {"Local": "Local lr=0.05", "FedAvg": "FedAvg lr=0.25"}
     made.accuracies = lambda run: [(0.9 if run.method in best.values() else 0.3 + wobble(run), 0.5)] * 3
     played = play(["local", "fedavg"], "1000r", seeds=2)
-    last = {run.method: run.arguments[run.arguments.index(RATE) + 1] for run in made.runs if run.seed == 2}
+    last = {run.method: rate_of(run) for run in made.runs if run.seed == 2}
     assert last == {"Local": "0.05", "FedAvg": "0.25"}
-    values = [(row["method"], row[RATE[2:]], row["validation"] == 0.9) for row in played.trials]
-    assert values == [
-        (method, x, best[method].endswith(x)) for method in best for x in ("0.05", "0.25", "0.01", "1.25")
-    ]
+    grid = {(method, x) for method in best for x in ("0.05", "0.25", "0.01", "1.25")}
+    seeds = (0, 10_000, 10_001)
+    assert {(row["method"], row[RATE[2:]], row["seed"]) for row in played.trials} == {
+        (*each, seed) for each in grid for seed in seeds
+    }
+    assert all((row["validation"] == 0.9) == best[row["method"]].endswith(row[RATE[2:]]) for row in played.trials)
+
+
+def test_rates_beyond_the_edge_are_tried_by_the_methods_at_the_edge(made, play):
+    want = {"Local": 2.0, "FedAvg": 0.002}
+    # the nearer to the wanted rate, the better
+    made.accuracies = lambda run: (
+        [
+            (
+                0.9 - 0.1 * abs(math.log(float(rate_of(run)) / want[run.method.split()[0]]))
+                if RATE in run.arguments
+                else 0.5,
+                0.5,
+            )
+        ]
+        * 3
+    )
+    played = play(["local", "fedavg"], "1000r", seeds=2)
+    assert {label: list(tried) for label, tried in played.tried.items()} == {
+        "Local": ["0.05", "0.25", "0.01", "1.25", "6.25"],
+        "FedAvg": ["0.05", "0.25", "0.01", "1.25", "0.002", "0.0004"],
+    }
+    assert {label: trial.name for label, trial in played.chosen.items()} == {"Local": "lr=1.25", "FedAvg": "lr=0.002"}
+
+
+def test_the_mean_over_seeds_chooses_the_rate_and_stays_with_a_larger_budget(made, play):
+    values = {("0.05", 0): 0.8, ("0.05", 10_000): 0.3, ("0.25", 0): 0.7, ("0.25", 10_000): 0.9}
+    made.accuracies = lambda run: (
+        [(values.get((rate_of(run), run.seed), 0.5) if RATE in run.arguments else 0.5, 0.5)] * 3
+    )
+    # the probe, four rates at one seed, and two seeds: 2 + 6 x 4 rounds
+    assert play(["local"], "26r", seeds=2).chosen["Local"].name == "lr=0.05"
+    assert play(["local"], "1000r", seeds=4).chosen["Local"].name == "lr=0.05"
+    shutil.rmtree("out")
+    assert play(["local"], "1000r", seeds=2).chosen["Local"].name == "lr=0.25"
 
 
 def test_without_a_rate_nothing_is_tuned(made, play):
@@ -283,6 +324,8 @@ def test_without_a_rate_nothing_is_tuned(made, play):
     ],
 )
 def test_the_budget_is_kept(made, play, rounds, plan, seeds):
+    # the middle rate is the best one, and no rate beyond the edges is tried
+    made.accuracies = lambda run: [(0.9 if "lr=0.05" in run.method else 0.5, 0.5)] * 3
     played = play(["local", "fedavg"], f"{rounds}r")
     stored = json.loads(Path("out/plan.json").read_text())
     assert (stored["rounds"], stored["rates"]) == plan
@@ -296,15 +339,16 @@ def test_time_is_measured_and_a_slow_sweep_stops_the_next(made, play, monkeypatc
 
     def accuracies(run):
         # a second a round and ten to start; from the second seed on, the machine is a hundred times slower
-        clock.now += (100 if run.seed > 1 else 1) * (10 + rounds_of(run))
-        return [(0.5 + wobble(run), 0.5)] * 3
+        clock.now += (100 if 1 < run.seed < 10_000 else 1) * (10 + rounds_of(run))
+        return [(0.9 if "lr=0.05" in run.method else 0.5, 0.5)] * 3
 
     made.accuracies = accuracies
     played = play(["local", "fedavg"], "20m")
     assert played.overhead == pytest.approx(12 - 0.2) and played.per_round == {"Local": 0.1, "FedAvg": 0.1}
     # the first run of the second seed shows it, and the other one isn't begun
     assert [(run.method, run.seed) for run in made.runs[-3:]] == [("Local", 1), ("FedAvg", 1), ("Local", 2)]
-    assert played.left == 1200 - 24 - 4 * 28 - 28 - 1400
+    # the probe, four rates at three seeds, and a seed
+    assert played.left == 1200 - 24 - 12 * 28 - 28 - 1400
     assert [len(each) for each in played.results.values()] == [1, 1]
 
 
@@ -330,7 +374,7 @@ def test_a_method_that_cant_run_is_left_out_and_the_reference_must_run(made, pla
     made.fails = {"FedAvg": "no reason at all"}
     played = play(["local", "fedavg", "ditto"], "1000r", seeds=1)
     assert played.left_out == made.fails and list(played.results) == ["Local", "Ditto"]
-    assert {run.method for run in made.runs if run.seed} == {"Local", "Ditto"}
+    assert {run.method for run in made.runs if run.seed == 1} == {"Local", "Ditto"}
     with pytest.raises(MisconfigurationException, match="FedAvg failed: no reason at all"):
         play(["fedavg", "local"], "1000r")
 

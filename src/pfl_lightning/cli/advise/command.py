@@ -6,6 +6,7 @@ import re
 import shlex
 import time
 from argparse import ArgumentTypeError, Namespace
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from pfl_lightning.cli.compare.report import monitor_of, write
 from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.cli.compare.runs import Run
 from pfl_lightning.cli.compare.significance import reference_among
-from pfl_lightning.cli.compare.tuning import Trial, at_edge, best, rows_of, trials
+from pfl_lightning.cli.compare.tuning import Trial, at_edge, rows_of, validation_of
 from pfl_lightning.cli.configs import FOLDER
 from pfl_lightning.cli.load_config import complaint, configured
 from pfl_lightning.cli.refusals import refuse_at_sight
@@ -54,11 +55,20 @@ RATE = "model.init_args.optimizer.init_args.lr"
 FACTORS = (1.0, 5.0, 0.2, 25.0)
 """Learning rates that are tried, as multiples of the configured one, those first that a small budget has."""
 
+STEP = 5.0
+"""Factor from a method's best rate to the next one, if the best is the smallest or the largest tried."""
+
+BEYOND = 2
+"""Largest number of such further rates of a method."""
+
 PROBE = 2
 """Rounds of the first runs, by which time is measured."""
 
 SEED = 0
 """Seed of the probes and of the trials of learning rates; the table's seeds begin behind it."""
+
+AGAIN = (10_000, 10_001)
+"""Further seeds of the trials, where the budget holds them."""
 
 PLANS = ((1.0, 4, 5), (1.0, 3, 5), (1.0, 3, 3), (0.5, 3, 3), (0.5, 1, 3), (0.25, 1, 3))
 """Plans, the best first: share of the configured rounds, number of learning rates, number of seeds."""
@@ -217,6 +227,11 @@ def see(passed: Sequence[str]) -> Seen:
     return Seen(look, suggested(look, built.model.net), rate, int(built.trainer.max_epochs or 1))
 
 
+def trial_of(rate: str) -> Trial:
+    """Return the trial of a learning rate."""
+    return Trial(((RATE, rate),))
+
+
 class Tournament:
     """Runs of a few methods, sweep by sweep, as long as the budget holds.
 
@@ -246,7 +261,8 @@ class Tournament:
         self.comparison, self.methods, self.budget, self.start = comparison, list(methods), budget, start
         self.configured = self.rounds = rounds
         self.rate = rate if rate and self._tunable() else None
-        self.rates: list[Trial] = []
+        # runs by method and learning rate, at one seed or several
+        self.tried: dict[str, dict[str, list[Run]]] = defaultdict(dict)
         self.chosen: dict[str, Trial] = {}
         self.left_out: dict[str, str] = {}
         self.failures: dict[Run, str] = {}
@@ -333,10 +349,20 @@ class Tournament:
             share, rates, _ = self._plan(seeds)
             self.rounds = max(1, round(share * self.configured))
             plan = {"rounds": self.rounds, "rates": rates, "overhead": self.overhead, "per_round": self.per_round}
-            write_json(stored, {"settings": self._settings, **plan, "left_out": self.left_out})
+            plan |= {"settings": self._settings, "left_out": self.left_out}
+            write_json(stored, plan)
         more = () if self.rounds == self.configured else ("--trainer.max_rounds", str(self.rounds))
         labels = [method.label for method in self.methods]
-        self._try_rates(plan["rates"], more)
+        # kept with the plan: with a larger budget more could be tried, and the seeds so far were made by these rates
+        if "chosen" in plan:
+            self.chosen = {label: trial_of(value) if value else Trial() for label, value in plan["chosen"].items()}
+            self.trials = plan["trials"]
+            for row in self.trials:
+                self.tried[row["method"]].setdefault(row[RATE], [])
+        else:
+            self._try_rates(plan["rates"], more, seeds)
+            chosen = {label: trial.settings[0][1] if trial.settings else None for label, trial in self.chosen.items()}
+            write_json(stored, {**plan, "chosen": chosen, "trials": self.trials})
         for seed in range(SEED + 1, SEED + 1 + seeds):
             runs = {
                 m.label: self.comparison.run(m, seed, self.comparison.out, (*more, *self.chosen[m.label].arguments))
@@ -408,36 +434,94 @@ class Tournament:
             f"the rounds cost about {self.budget.words(needed)}; give more, or name fewer --methods."
         )
 
-    def _try_rates(self, number: int, more: Sequence[str]) -> None:
+    def _try_rates(self, number: int, more: Sequence[str], seeds: int) -> None:
+        """Try learning rates: a grid, values beyond its edges, and all of them again at further seeds.
+
+        Args:
+            number: number of rates of the grid.
+            more: further options of ``fit``.
+            seeds: seeds of the tables, which come first where the budget is short.
+        """
         self.chosen = {method.label: Trial() for method in self.methods}
         if self.rate is None or not (self.given_rates or number > 1):
             return
-        labels = [method.label for method in self.methods]
         values = self.given_rates or [f"{self.rate * factor:.6g}" for factor in FACTORS[:number]]
-        tried: dict[str, list[tuple[Trial, Run]]] = {label: [] for label in labels}
-        for trial in trials({RATE: values}):
-            folder = self.comparison.out / "tuning" / trial.name
-            words = (*more, *trial.arguments)
-            runs = {
-                m.label: replace(self.comparison.run(m, SEED, folder, words), method=f"{m.label} {trial.name}")
-                for m in self.methods
-            }
-            waiting = [label for label, run in runs.items() if run.finished is None]
-            # the seeds come first: a method with a good rate and no interval says nothing
-            if self.left < self.cost(waiting, self.rounds) + LEAST * self.cost(labels, self.rounds):
+        goes_on = all(self._try_rate(value, SEED, self.methods, more) for value in values)
+        for _ in range(0 if self.given_rates else BEYOND):
+            # a configuration's rate is that of one method, and others may need much more or less
+            further: dict[str, list[Choice]] = {}
+            for method in self.methods:
+                if goes_on and (beyond := self._beyond(method.label)):
+                    further.setdefault(beyond, []).append(method)
+            goes_on = bool(further) and all(
+                self._try_rate(value, SEED, methods, more) for value, methods in further.items()
+            )
+        for seed in AGAIN:
+            # few validation rows make rates look alike at one seed
+            cost = sum(len(tried) * self.cost([label], self.rounds) for label, tried in self.tried.items())
+            if self.left < cost + seeds * self.seed_cost:
                 break
-            made = self.sweep(trial.name, runs, self.rounds)
-            # a rate at which a method fails is no choice, and no failure of the tournament
-            self.failures = {}
-            if not made:
-                break
-            self.rates.append(trial)
+            for value in self.rates:
+                methods = [method for method in self.methods if value in self.tried[method.label]]
+                if not self._try_rate(value, seed, methods, more):
+                    break
+        for label in self.tried:
+            if (best := self._best(label)) is not None:
+                self.chosen[label] = trial_of(best)
+
+    def _best(self, label: str) -> str | None:
+        """Return a method's rate with the best mean validation over seeds, the first of equal ones; None without."""
+        tried = self.tried[label]
+        most = max(map(len, tried.values()), default=0)
+        means = {}
+        for value, runs in tried.items():
+            found = [valued for run in runs if (valued := validation_of(run))]
+            # a rate that diverged, or that the budget left out at a seed, can't be compared
+            if len(found) == most and not any(math.isnan(each) for each, _ in found):
+                means[value] = fmean(sign * each for each, sign in found)
+        return max(means, key=lambda value: means[value], default=None)
+
+    def _beyond(self, label: str) -> str | None:
+        """Return the next rate beyond the edge of a method's rates; None if the best one isn't at the edge."""
+        best = self._best(label)
+        if best is None or not at_edge(trial_of(best), {RATE: list(self.tried[label])}):
+            return None
+        value = float(best)
+        return f"{value * STEP if value == max(map(float, self.tried[label])) else value / STEP:.6g}"
+
+    def _try_rate(self, value: str, seed: int, methods: Sequence[Choice], more: Sequence[str]) -> bool:
+        """Run some methods at a learning rate; return False if the budget doesn't hold them, and two seeds after them.
+
+        Args:
+            value: the rate.
+            seed: the seed.
+            methods: the methods.
+            more: further options of ``fit``.
+        """
+        trial = trial_of(value)
+        folder = self.comparison.out / "tuning" / trial.name
+        words = (*more, *trial.arguments)
+        runs = {
+            m.label: replace(self.comparison.run(m, seed, folder, words), method=f"{m.label} {trial.name}")
+            for m in methods
+        }
+        waiting = [label for label, run in runs.items() if run.finished is None]
+        # the seeds come first: a method with a good rate and no interval says nothing
+        if self.left < self.cost(waiting, self.rounds) + LEAST * self.seed_cost:
+            return False
+        made = self.sweep(trial.name if seed == SEED else f"{trial.name}, seed {seed}", runs, self.rounds)
+        # a rate at which a method fails is no choice, and no failure of the tournament
+        self.failures = {}
+        if made:
             for label, run in runs.items():
-                tried[label].append((trial, run))
-        for label, each in tried.items():
-            self.trials += rows_of(label, each)
-            if found := best(each):
-                self.chosen[label] = found[0]
+                self.tried[label].setdefault(value, []).append(run)
+                self.trials += [{"seed": seed, **row} for row in rows_of(label, [(trial, run)])]
+        return made
+
+    @property
+    def rates(self) -> list[str]:
+        """All rates that were tried, by any method."""
+        return list(dict.fromkeys(value for tried in self.tried.values() for value in tried))
 
     @property
     def notes(self) -> list[str]:
@@ -448,13 +532,14 @@ class Tournament:
             rounds += f", of {self.configured} configured ones: the budget holds no more"
         found.append(f"{rounds}; all figures are of the last round.")
         if self.rates:
-            grid = {RATE: [value for trial in self.rates for _, value in trial.settings]}
             chosen = "; ".join(f"{label} {trial.name}" for label, trial in self.chosen.items() if trial.settings)
+            seeds = sorted({int(row["seed"]) for row in self.trials})
             found.append(
-                f"Learning rates tried at seed {SEED}, which is no seed of the tables: {', '.join(grid[RATE])}. Chosen "
-                f"on validation: {chosen}."
+                f"Learning rates tried at seeds that aren't in the tables ({', '.join(map(str, seeds))}): "
+                f"{', '.join(self.rates)}. Chosen on validation: {chosen}."
             )
-            edges = [label for label, trial in self.chosen.items() if at_edge(trial, grid)]
+            grids = {label: {RATE: list(tried)} for label, tried in self.tried.items()}
+            edges = [label for label, trial in self.chosen.items() if at_edge(trial, grids[label])]
             if edges:
                 found.append(f"At the edge of the rates tried, so that others may be better: {', '.join(edges)}.")
         else:
