@@ -24,7 +24,7 @@ CHECKED = "Checked figures"
 
 
 def ledger() -> dict[str, Any]:
-    """The content of ledger.yaml: ``claims`` by section, and ``checks``."""
+    """The content of ledger.yaml: ``claims`` by section, ``checks``, and tables by their clients in ``which``."""
     return yaml.safe_load(DATA.read_text())
 
 

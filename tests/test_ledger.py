@@ -1,5 +1,6 @@
 """The ledger's data: the page made from them, and the check of cheap figures."""
 
+import re
 import runpy
 import shlex
 import subprocess
@@ -37,6 +38,14 @@ def test_a_check_has_methods_that_are_there_and_figures_that_are_printed(check):
     tables = printed + PAGE.partition("## Checked figures")[0]
     for figure in check["figures"]:
         assert f"{100 * figure['expected']:.2f} ±" in tables or f"{figure['expected']:.3f} ±" in tables
+
+
+@pytest.mark.parametrize("row", DATA["which"], ids=lambda row: row["name"])
+def test_figures_of_the_picture_over_all_tables_are_printed(row):
+    pages = "".join((DOCS / name).read_text() for name in ("claims.md", "results.md"))
+    assert {"Local", "FedAvg"} < row["accuracy"].keys()
+    for method, value in row["accuracy"].items():
+        assert re.search(rf"\| {re.escape(method)} \|[^\n]*\b{value:.2f} ±", pages.replace("**", "")), method
 
 
 def figure(method, expected, tolerance=0.01):
