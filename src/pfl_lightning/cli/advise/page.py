@@ -38,7 +38,7 @@ LIMITS = """\
 Test rows had no part in the choice. Intervals are 95 %, by Student's t over seeds: of other initial weights and
 batches{rows}, and not of other patients, pupils or customers than these, as the same rows come back at each seed."""
 
-Part = tuple[str, Any]
+Piece = tuple[str, Any]
 """A piece of the page: its kind (heading, text, code, lines or table), and its content."""
 
 
@@ -167,12 +167,12 @@ class Advice:
         """Number of seeds of the table."""
         return len({result.run.seed for results in self.results.values() for result in results})
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Piece]:
         """Return the page, piece by piece."""
         val, test = self.values("val"), self.values("test")
         advised = picks(val, self.reference)
         rows = self.rows(advised, test)
-        found: list[Part] = [("text", sentence) for sentence in self.answer(advised, val, test)]
+        found: list[Piece] = [("text", sentence) for sentence in self.answer(advised, val, test)]
         more = "more" if self.monitor.mode == "max" else "less"
         unit = "acc in per cent, gains in points" if self.monitor.metric == "acc" else self.monitor.metric
         found.append(("text", f"Metric: {unit}; {more} is better."))
@@ -284,7 +284,7 @@ class Advice:
             cells.append(row)
         return cells
 
-    def better(self) -> list[Part]:
+    def better(self) -> list[Piece]:
         """Return the cost of narrower intervals, and the command for them."""
         seeds = self.seeds
         if seeds < 2:
@@ -327,7 +327,7 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-def as_text(parts: Sequence[Part]) -> str:
+def as_text(parts: Sequence[Piece]) -> str:
     """Return the page for a terminal."""
     found = []
     for kind, content in parts:
@@ -341,7 +341,7 @@ def as_text(parts: Sequence[Part]) -> str:
     return "\n\n".join(found)
 
 
-def as_markdown(title: str, parts: Sequence[Part]) -> str:
+def as_markdown(title: str, parts: Sequence[Piece]) -> str:
     """Return the page in Markdown."""
     found = [f"# {title}"]
     for kind, content in parts:
@@ -356,7 +356,7 @@ def as_markdown(title: str, parts: Sequence[Part]) -> str:
     return "\n\n".join([*found, "![Gains by site on test rows](advice.png)"]) + "\n"
 
 
-def as_html(title: str, parts: Sequence[Part], picture: str) -> str:
+def as_html(title: str, parts: Sequence[Piece], picture: str) -> str:
     """Return the page as HTML, without links to other files."""
     found = []
     for kind, content in parts:

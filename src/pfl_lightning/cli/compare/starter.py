@@ -18,7 +18,7 @@ from pfl_lightning.engines import die_with_parent
 class Starter:
     """A process without threads that forks one process a run; it and its forks end with the process that made it.
 
-    Only for Linux: other systems have no `fork`, or libraries that don't survive one.
+    Only for Linux: other systems have no fork, or libraries that don't survive one.
 
     Args:
         program: the module that each fork runs.
