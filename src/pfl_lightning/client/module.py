@@ -675,8 +675,8 @@ class ClientModule(LightningModule):
 
         Args:
             checkpoint_path: a checkpoint of `FederatedTrainer`.
-            client: name or id of a client, for its model as the next round would begin with it, or as `FederatedTrainer.join` has
-                trained it; None loads the global model.
+            client: name or id of a client, for its model as the next round would begin with it, or as
+                `FederatedTrainer.join` has trained it; None loads the global model.
             *args: as for ``LightningModule.load_from_checkpoint``.
             **kwargs: the same, with ``weights_only=True`` by default; a run from Python needs ``net=`` and
                 ``optimizer=`` if they are not the defaults.
