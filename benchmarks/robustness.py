@@ -129,7 +129,7 @@ def made_each(runs: Sequence[Run]) -> None:
             output = stack.enter_context(run.output.open("w"))
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 try:
-                    command(run.command[4:])
+                    command(run.command)
                 except Stopped:
                     raise
                 except SystemExit as ended:

@@ -22,6 +22,7 @@ OTHERWISE = {
     r"pfl-lightning fit .*--data PFLlibData": "tests/data/sources/test_pfllib_data.py",
     r"pfl-lightning join --data": "tests/cli/test_earlier_run.py",
     r"pfl-lightning advise": "tests/cli/test_advise.py",
+    r"pfl-lightning compare .*office_caltech": "needs the domains' images; tests/data/test_digit_domains.py",
     r"pfl-lightning compare .*protocols/flamby": "needs the hospitals' files; tests/data/test_flamby.py",
 }
 """Commands that don't run here, and where they do, or why not."""

@@ -27,10 +27,23 @@ def test_each_command(line, tmp_path, monkeypatch):
 
 def test_a_choice_of_ones_own():
     names = {}
-    exec(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0], names)
+    (own,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "class LongestAgo" in block]
+    exec(own, names)
     spy = Spy()
     fit(make_client(), blobs(), cohort=names["LongestAgo"](), callbacks=[spy], clients_per_round=2, max_rounds=4)
     assert spy.cohorts == [[0, 1], [2, 3], [0, 1], [2, 3]]
+
+
+def test_a_table_of_clients_that_come_and_go(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (table,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "there.csv" in block]
+    exec(table, {})
+    rates = {row.pop("client"): row for row in read_csv(Path("there.csv"))}
+    assert {client: [own[str(round)] for round in (1, 19, 20, 29, 30)] for client, own in rates.items()} == {
+        "0": ["1"] * 5,
+        "1": ["0", "0", "1", "1", "1"],
+        "2": ["1", "1", "1", "1", "0"],
+    }
 
 
 def test_all_choices_are_in_its_table():

@@ -121,7 +121,12 @@ class Site:
     def local(self, client: int) -> int | str:
         """Return a client's name in the site's data, or its id there where the data name no clients."""
         own = self._local(client)
-        return self.data.client_names[own] if self.data.client_names else own
+        try:
+            names = self.data.client_names
+        except MisconfigurationException:
+            # a data class of the site's own may hold its clients without dividing samples
+            return own
+        return names[own] if names else own
 
     def sizes(self) -> dict[int, dict[str, int]]:
         """Return the numbers of samples by client and split."""
