@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 from pathlib import Path
 from textwrap import fill
@@ -157,10 +158,24 @@ class Advice:
     cost: Callable[[int], str]
     again: Callable[[int], str]
 
-    def values(self, part: Literal["test", "val"]) -> dict[str, Clients]:
-        """Return the values by method on ``val`` or ``test`` rows, for methods with any."""
+    @cached_property
+    def val(self) -> dict[str, Clients]:
+        """The values by method on validation rows, of methods with any."""
+        return self._values("val")
+
+    @cached_property
+    def test(self) -> dict[str, Clients]:
+        """The values by method on test rows, of methods with any."""
+        return self._values("test")
+
+    def _values(self, part: Literal["test", "val"]) -> dict[str, Clients]:
         found = {method: of_clients(results, part) for method, results in self.results.items()}
         return {method: values for method, values in found.items() if values}
+
+    @cached_property
+    def picks(self) -> list[Pick]:
+        """The advice for each site."""
+        return picks(self.val, self.reference)
 
     @property
     def seeds(self) -> int:
@@ -169,16 +184,14 @@ class Advice:
 
     def parts(self) -> list[Piece]:
         """Return the page, piece by piece."""
-        val, test = self.values("val"), self.values("test")
-        advised = picks(val, self.reference)
-        rows = self.rows(advised, test)
-        found: list[Piece] = [("text", sentence) for sentence in self.answer(advised, val, test)]
+        rows = self.rows
+        found: list[Piece] = [("text", sentence) for sentence in self.answer()]
         more = "more" if self.monitor.mode == "max" else "less"
         unit = "acc in per cent, gains in points" if self.monitor.metric == "acc" else self.monitor.metric
         found.append(("text", f"Metric: {unit}; {more} is better."))
         found.append(("heading", "Site by site"))
         if len(rows) > MANY:
-            reasons = [(pick.method, pick.reason) for pick in advised]
+            reasons = [(pick.method, pick.reason) for pick in self.picks]
             counts = [
                 [method, reason, str(reasons.count((method, reason)))] for method, reason in dict.fromkeys(reasons)
             ]
@@ -188,7 +201,7 @@ class Advice:
             found.append(("table", [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]))
         found.append(("text", RULE.format(reference=self.reference)))
         found.append(("heading", "Over all sites"))
-        found.append(("table", self.overall(val, test)))
+        found.append(("table", self.overall()))
         varied = " and of which training rows validate" if self.varies else ""
         found.append(("text", LIMITS.format(rows=varied)))
         found.append(("heading", "To know better"))
@@ -198,13 +211,14 @@ class Advice:
         found.append(("table", [["method", "takes part as"], *map(list, self.reasons.items())]))
         return [*found, *(("text", note) for note in self.notes)]
 
-    def rows(self, advised: Sequence[Pick], test: Mapping[str, Clients]) -> list[dict[str, Any]]:
-        """Return a row of the table for each site."""
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """A row of the table for each site."""
         look, over = self.look, f"over {self.reference}"
         place = {name: at for at, name in enumerate(look.clients)}
         rows = []
-        for pick in advised:
-            tested = self.gain(test, pick.method, pick.site)
+        for pick in self.picks:
+            tested = self.gain(self.test, pick.method, pick.site)
             at = place.get(pick.site)
             sizes = "" if at is None else f"{look.train[at]}/{look.val[at]}/{look.test[at]}"
             rows.append(
@@ -228,18 +242,19 @@ class Advice:
         # pairs with the reference alone count, so that it needs no restriction
         return difference({key: value for key, value in own.items() if site in (None, key[1])}, values[self.reference])
 
-    def answer(self, advised: Sequence[Pick], val: Mapping[str, Clients], test: Mapping[str, Clients]) -> list[str]:
+    def answer(self) -> list[str]:
         """Return the sentences at the head of the page."""
+        val, test = self.val, self.test
         best, found = leader(val, self.reference), []
         if best is None:
             means = {m: one.mean for m in val if (one := self.gain(val, m)) is not None}
             first = max(means, key=lambda method: means[method], default=None)
-            nearest = f" The best by its mean is {first}, with {self.both(first, val, test)}." if first else ""
+            nearest = f" The best by its mean is {first}, with {self.both(first)}." if first else ""
             found.append(
                 f"Over all sites the data can't tell whether any method is better than {self.reference}.{nearest}"
             )
         else:
-            found.append(f"Over all sites {best} is the best: {self.both(best, val, test)} over {self.reference}.")
+            found.append(f"Over all sites {best} is the best: {self.both(best)} over {self.reference}.")
             others = [m for m in val if m not in (best, self.reference) and not is_ahead(val[best], val[m])]
             if others:
                 found.append(f"Validation can't tell {best} from {listed(others)}.")
@@ -251,32 +266,32 @@ class Advice:
         if losses:
             found.append(f"Worse than {self.reference} on validation: {listed(losses)}.")
         mixed: Clients = {}
-        for pick in advised:
+        for pick in self.picks:
             mixed |= {key: value for key, value in test.get(pick.method, {}).items() if key[1] == pick.site}
         together = difference(mixed, test.get(self.reference, {})) if mixed else None
-        if together is not None and any(pick.method != self.reference for pick in advised):
+        if together is not None and any(pick.method != self.reference for pick in self.picks):
             found.append(
                 "Each site with its advised method: "
                 f"{interval(together, self.monitor)} over {self.reference} on test rows, in the mean of sites."
             )
         return found
 
-    def both(self, method: str, val: Mapping[str, Clients], test: Mapping[str, Clients]) -> str:
+    def both(self, method: str) -> str:
         """Return a method's gains on validation and on test rows, in words."""
         found = [
             f"{interval(one, self.monitor)} on {name} rows"
-            for name, values in (("validation", val), ("test", test))
+            for name, values in (("validation", self.val), ("test", self.test))
             if (one := self.gain(values, method)) is not None
         ]
         return ", ".join(found)
 
-    def overall(self, val: Mapping[str, Clients], test: Mapping[str, Clients]) -> list[list[str]]:
+    def overall(self) -> list[list[str]]:
         """Return the table of methods over all sites, each site alike."""
         factor, form = (100, ".2f") if self.monitor.metric == "acc" else (1, ".4g")
         cells = [["method", *(f"{p}{w}" for p in ("validation", "test") for w in ("", f", over {self.reference}"))]]
         for method in self.results:
             row = [method]
-            for values in (val, test):
+            for values in (self.val, self.test):
                 own = values.get(method, {})
                 mean = self.monitor.sign * factor * sum(own.values()) / len(own) if own else math.nan
                 one = self.gain(values, method)
@@ -306,7 +321,7 @@ class Advice:
             out: the folder.
         """
         parts = self.parts()
-        write_rows(out / "advice.csv", self.rows(picks(self.values("val"), self.reference), self.values("test")))
+        write_rows(out / "advice.csv", self.rows)
         (out / "advice.md").write_text(as_markdown(self.title, parts))
         sites = by_client(self.results, self.reference, self.monitor)
         picture = ""
