@@ -203,7 +203,7 @@ def made(monkeypatch):
         return failures
 
     monkeypatch.setattr("pfl_lightning.cli.compare.command.run_all", run_all)
-    monkeypatch.setattr("pfl_lightning.cli.compare.command.starter", lambda environment: None)
+    monkeypatch.setattr("pfl_lightning.cli.compare.command.new_starter", lambda environment: None)
     return asked
 
 
@@ -419,7 +419,7 @@ def test_advice_for_digits(monkeypatch):
         return {}
 
     monkeypatch.setattr("pfl_lightning.cli.compare.command.run_all", run_all)
-    monkeypatch.setattr("pfl_lightning.cli.compare.command.starter", lambda environment: None)
+    monkeypatch.setattr("pfl_lightning.cli.compare.command.new_starter", lambda environment: None)
     assert advise(f"--methods local fedavg {SMALL} --budget 10r --seeds 1") == 0
     rows = read_csv(Path("out/advice.csv"))
     assert [(row["site"], row["take"], row["why"]) for row in rows] == [(site, "Local", NOTHING) for site in "012"]

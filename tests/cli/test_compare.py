@@ -754,7 +754,7 @@ def test_a_comparison_that_is_killed_takes_its_runs_along(stand_in):
 
 
 def test_where_there_is_no_fork_each_run_is_a_new_python(stand_in, monkeypatch, capsys):
-    monkeypatch.setattr("pfl_lightning.cli.compare.command.starter", lambda environment: None)
+    monkeypatch.setattr("pfl_lightning.cli.compare.command.new_starter", lambda environment: None)
     stand_in(FedAvg={"fails": 3})
     assert compare("--methods Local FedAvg --data Digits") == 1
     assert called() == {("Local", 0), ("FedAvg", 0)}

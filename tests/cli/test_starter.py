@@ -24,7 +24,8 @@ sys.exit(3)
 @pytest.fixture
 def starter(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("shared.py").write_text("import os\nPID = os.getpid()\n")
+    # an interrupt during the import, which goes on
+    Path("shared.py").write_text("import os, signal\nPID = os.getpid()\nos.kill(PID, signal.SIGINT)\n")
     Path("program.py").write_text(PROGRAM)
     with closing(Starter("program", "shared", {"ALL": "a"})) as starter:
         yield starter

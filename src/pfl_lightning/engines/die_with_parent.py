@@ -62,8 +62,6 @@ def serve(connection: Connection) -> list[str] | None:
         In a fork the arguments of its program; in this process None, at the end.
     """
     own, running = os.getpid(), set[int]()
-    # an interrupt of the terminal reaches the forks themselves; this process ends with the other side
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(EOFError, ConnectionError):
         while True:
             if connection.poll(FORKS_PAUSE):
@@ -108,6 +106,8 @@ if __name__ == "__main__":
         sys.path[0] = os.getcwd()
     if sys.argv[1] == "--forks":
         descriptor, imported, program = sys.argv[2:]
+        # An interrupt of the terminal reaches the forks themselves; this process ends with the other side.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         import_module(imported)
         # What is imported stays: no fork need look through it for garbage, and so copy its memory.
         gc.freeze()

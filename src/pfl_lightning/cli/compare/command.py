@@ -16,7 +16,7 @@ from pfl_lightning.cli.argv import CommandLine, resolved, settings_in
 from pfl_lightning.cli.compare.choices import Choice, choose, stored_table
 from pfl_lightning.cli.compare.report import titles, write
 from pfl_lightning.cli.compare.results import Result
-from pfl_lightning.cli.compare.runs import Run, files, run_all, starter
+from pfl_lightning.cli.compare.runs import Run, files, new_starter, run_all
 from pfl_lightning.cli.compare.significance import Population, reference_among
 from pfl_lightning.cli.compare.starter import Starter
 from pfl_lightning.cli.compare.tuning import Trial, at_edge, axes, best, missing, rows_of, trials
@@ -194,7 +194,7 @@ class Comparison(AbstractContextManager["Comparison"]):
             print(f"runs: {len(runs)}{found}; each writes to output.txt in its folder under {self.out}", flush=True)
         # one for all calls, as the imports take seconds
         if self._starter is None and len(earlier) < len(runs):
-            self._starter = starter(self.environment)
+            self._starter = new_starter(self.environment)
         report = report or Progress(len(runs), earlier)
         return run_all(runs, self.given.jobs, self.environment, report, self._starter)
 

@@ -164,7 +164,7 @@ class Fit:
         self._folder.close()
 
 
-def starter(environment: Mapping[str, str]) -> Starter | None:
+def new_starter(environment: Mapping[str, str]) -> Starter | None:
     """Return a process that forks runs; None on systems without fork, or with libraries that a fork breaks.
 
     Args:
