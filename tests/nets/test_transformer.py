@@ -1,7 +1,6 @@
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch.func import functional_call, stack_module_state, vmap
 
 from pfl_lightning.nets import Transformer
 
@@ -28,24 +27,6 @@ def test_a_position_sees_those_before_it_alone():
 def test_positions_matter():
     same = torch.full((1, 12), 3)
     assert not torch.isclose(made()(same)[0, 0], made()(same)[0, 5]).all()
-
-
-def test_many_nets_at_once():
-    nets = [made(seed) for seed in range(3)]
-    stacked, _ = stack_module_state(nets)
-    outputs = vmap(lambda weights: functional_call(nets[0], weights, (TEXTS,)))(stacked)
-    assert all(torch.allclose(some, net(TEXTS), atol=1e-6) for some, net in zip(outputs, nets, strict=True))
-
-
-def test_it_learns_to_count():
-    net = made()
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    for _ in range(60):
-        loss = torch.nn.functional.cross_entropy(net(TEXTS).flatten(0, 1), ((TEXTS + 1) % 9).flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.1
 
 
 @pytest.mark.parametrize(
