@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
@@ -184,6 +185,27 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     for is_right, sentence in CONDITIONS:
         if not is_right(SimpleNamespace(**settings)):
             raise MisconfigurationException(f"data.{sentence.format(**settings)}")
+
+
+def existing(root: str, folder: str, name: str, origin: str) -> Path:
+    """Return the path of a data set's file.
+
+    Args:
+        root: the setting ``data.root``.
+        folder: the folder below it.
+        name: the file's name.
+        origin: where the file is published.
+
+    Raises:
+        MisconfigurationException: if there is no such file.
+    """
+    path = Path(root, folder, name)
+    if not path.is_file():
+        raise MisconfigurationException(
+            f"data.root={root!r}: there is no {path}; put the files of {origin} into {path.parent}, or set data.root "
+            f"to the folder that {folder} is in"
+        )
+    return path
 
 
 def check_pool(loaded: Loaded, task: Task, owner: str) -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.data.flamby import existing
+from pfl_lightning.data.checks import existing
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.partitioners import Natural, Partitioner
 from pfl_lightning.data.sources.base import OwnedSettings

@@ -4,7 +4,6 @@ Source: Ogier du Terrail et al., FLamby: Datasets and Benchmarks for Cross-Silo 
 """
 
 import csv
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 
+from pfl_lightning.data.checks import existing
 from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.division import Division
 from pfl_lightning.data.loaded import Loaded
@@ -31,27 +31,6 @@ CODED = {2: ("cp", (2, 3, 4)), 6: ("restecg", (1, 2))}
 """Name and levels of each column that becomes columns of 0 and 1, without its first level, by its position."""
 
 TARGET = 13
-
-
-def existing(root: str, folder: str, name: str, origin: str) -> Path:
-    """Return the path of a data set's file.
-
-    Args:
-        root: the setting ``data.root``.
-        folder: the folder below it.
-        name: the file's name.
-        origin: where the file is published.
-
-    Raises:
-        MisconfigurationException: if there is no such file.
-    """
-    path = Path(root, folder, name)
-    if not path.is_file():
-        raise MisconfigurationException(
-            f"data.root={root!r}: there is no {path}; put the files of {origin} into {path.parent}, or set data.root "
-            f"to the folder that {folder} is in"
-        )
-    return path
 
 
 class FedHeartDisease(OwnedData):

@@ -3,8 +3,7 @@
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.data.checks import check_integers
-from pfl_lightning.data.flamby import existing
+from pfl_lightning.data.checks import check_integers, existing
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.partitioners import Natural, Partitioner
 from pfl_lightning.data.sources.base import OwnedData, OwnedSettings
