@@ -54,6 +54,11 @@ def check_least(owner: str, **settings: tuple[float, float]) -> None:
             raise MisconfigurationException(f"{owner}.{name}={value} must be {least} or more.")
 
 
+def is_count(value: Any) -> bool:
+    """Return True for integers from 1 up."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def live(arguments: Mapping[str, Any]) -> list[str]:
     """Return the names of arguments with functions or classes as values, alone or in lists.
 

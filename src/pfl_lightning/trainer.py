@@ -42,7 +42,7 @@ from pfl_lightning.engines.errors import cut_to_hook, tell_names
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import final_test
 from pfl_lightning.federation.joining import joined_row
-from pfl_lightning.federation.options import ClientStates, FederationOptions, is_count
+from pfl_lightning.federation.options import ClientStates, FederationOptions
 from pfl_lightning.federation.prediction import Asked, NeedsSamples, Predictions, SavedClients
 from pfl_lightning.internals.of_lightning import continue_run
 from pfl_lightning.privacy import DPSGD, SecureSum
@@ -51,7 +51,7 @@ from pfl_lightning.runs.client_states import MappedCheckpointIO
 from pfl_lightning.runs.folder import at_work, checkpoint_of_run, leaving_nothing_if_refused
 from pfl_lightning.runs.run_status import is_bare
 from pfl_lightning.selection import Selection, Uniform
-from pfl_lightning.settings import Unpack
+from pfl_lightning.settings import Unpack, is_count
 from pfl_lightning.stopping import RankLost, Stopped, stoppable
 
 

@@ -13,6 +13,7 @@ from torch.nn.functional import grid_sample
 from pfl_lightning.data.trees import Tree
 from pfl_lightning.messages import tensors, tree_map
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.settings import is_count
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,11 @@ class InputDrift:
 
     def __post_init__(self) -> None:
         for name in ("start", "rounds"):
-            if not is_round(getattr(self, name)):
+            if not is_count(getattr(self, name)):
                 raise MisconfigurationException(
                     f"data.input_drift.{name}={getattr(self, name)!r} must be a number of rounds from 1 up."
                 )
-        if self.end is not None and not (is_round(self.end) and self.end > self.start):
+        if self.end is not None and not (is_count(self.end) and self.end > self.start):
             raise MisconfigurationException(
                 f"data.input_drift.end={self.end!r} must be a round after start={self.start}, or null for no end."
             )
@@ -170,11 +171,6 @@ def changed(x: Tree, changes: Sequence[tuple[InputDrift, float]]) -> Tree:
     for drift, strength in changes:
         x = drift.changed(x, strength)
     return x
-
-
-def is_round(value: Any) -> bool:
-    """Return True for integers from 1 up."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def is_finite(value: Any) -> bool:

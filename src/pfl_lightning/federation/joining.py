@@ -27,7 +27,6 @@ from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.federation.checkpoint import storable
 from pfl_lightning.federation.evaluation import Metrics
 from pfl_lightning.federation.federation import Federation
-from pfl_lightning.federation.options import is_count
 from pfl_lightning.federation.prediction import kept_model
 from pfl_lightning.messages import Message, detached, is_finite
 from pfl_lightning.runs.checkpoint_io import save
@@ -36,6 +35,7 @@ from pfl_lightning.runs.report import write_rows
 from pfl_lightning.runs.tables import text_table
 from pfl_lightning.runs.whole_files import replacing
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.settings import is_count
 
 SPLITS: dict[Split, str] = {"test": "new", "val": "new_val"}
 """Splits that new clients are evaluated on, with the prefix of their metrics' names."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Literal, TypeAlias, cast, get_args
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
@@ -20,16 +20,11 @@ from pfl_lightning.federation.client_state_location import stay_on_device
 from pfl_lightning.nets.batch_norm import smallest_batch
 from pfl_lightning.privacy import DPSGD, SecureSum
 from pfl_lightning.selection import Sampling, Selection, Uniform
-from pfl_lightning.settings import check_choices
+from pfl_lightning.settings import check_choices, is_count
 from pfl_lightning.tasks import Monitor
 
 ClientStates: TypeAlias = Literal["memory", "device", "disk", "auto"]
 """Storage of clients' states between rounds: main memory, training device, files, or the device if a GPU has room."""
-
-
-def is_count(value: Any) -> bool:
-    """Return True for integers from 1 up."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclass(frozen=True)
