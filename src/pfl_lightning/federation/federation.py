@@ -55,11 +55,11 @@ from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.participation import Participation, check_tells
 from pfl_lightning.federation.prediction import (
     Batch,
-    NoSamples,
     Predictions,
     Recipe,
     become,
     kept_recipe,
+    no_samples,
     predicted,
     warn_of_trained,
 )
@@ -822,8 +822,7 @@ class Federation(LightningModule):
         """Return the samples of a new client, none where the data don't know it."""
         if client in self.data.newcomers:
             return ClientData(self.data, cast(int, client))
-        reason = f"{type(self.client).__name__} makes the model of a new client from its samples"
-        return ClientData(NoSamples(self.client.task, reason), 0)
+        return no_samples(self.client, "a new client")
 
     def _first_job(self, client: int) -> Job:
         """Return the job of a client that never trained, with the payload of a newcomer."""

@@ -107,6 +107,16 @@ class NoSamples:
     size = parts
 
 
+def no_samples(module: ClientModule, whose: str) -> ClientData:
+    """Return a client's data without samples.
+
+    Args:
+        module: the client module.
+        whose: the client, in words.
+    """
+    return ClientData(NoSamples(module.task, f"{type(module).__name__} makes the model of {whose} from its samples"), 0)
+
+
 class Recipe(NamedTuple):
     """How a client's model is made: by which engine, from which state and payload.
 
@@ -385,9 +395,7 @@ class SavedClients(LightningModule):
 
     def _nothing(self, client: int | str) -> ClientData:
         """Return a client's data without samples."""
-        first = self.modules_of_clients[0]
-        reason = f"{type(first).__name__} makes the model of client {client} from its samples"
-        return ClientData(NoSamples(first.task, reason), 0)
+        return no_samples(self.modules_of_clients[0], f"client {client}")
 
     def _first_job(self, client: int, architecture: int, samples: ClientData) -> Job:
         """Return the job of a new client, with the payload that the checkpoint keeps for one."""
