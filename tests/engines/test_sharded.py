@@ -50,8 +50,9 @@ def alike(one, other):
         (partial(make_client, FedBABU), {}),
         (make_client, {"aggregator": FedReMa}),
         (partial(make_client, Local, net=NETS), {}),
+        (MAKE, {"accumulate_grad_batches": 2, "limit_train_batches": 3}),
     ],
-    ids=["partial", "evaluation_phases", "server", "nets"],
+    ids=["partial", "evaluation_phases", "server", "nets", "accumulation"],
 )
 @pytest.mark.by_default("partial")
 def test_three_ranks_give_the_bits_of_one(make, settings, tmp_path):
