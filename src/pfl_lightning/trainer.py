@@ -127,6 +127,9 @@ class FederatedTrainer(Trainer):
         gradient_clip_algorithm: whether ``gradient_clip_val`` bounds the gradients' ``norm`` or each ``value``.
         client_states: storage of clients' states between rounds, with the same result: ``memory``; ``device``, where
             clients train; ``disk``, in the run's folder ``states``; or ``auto``: on a GPU with room, else in memory.
+            With several ``devices``, each rank holds all of them, but under ``rank`` those of its own clients alone,
+            and where the server needs sums over clients alone, ranks exchange one sum each and not every update. Sums
+            of several ranks are equal to those of one up to rounding.
         cohort: the rule that chooses a round's clients, such as ``PowerOfChoice``; None is `Uniform`, which draws
             ``clients_per_round`` clients with equal probability.
         example_privacy: DP-SGD for clients' training, which makes it differentially private for each sample; None

@@ -30,6 +30,10 @@ class FederatedCallback(Callback):
     method with a name from below is called on any callback.
     """
 
+    reads_updates: bool = True
+    """Whether `on_client_fit_end` or `on_aggregate_start` looks at updates; if so, or if a callback doesn't say, every
+    rank of ``trainer.client_states=rank`` gets each client's update and not sums alone."""
+
     @empty
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
         """Called once the cohort is drawn.

@@ -11,6 +11,8 @@ from pfl_lightning.federation.federation import Federation
 class RoundProgress(FederatedCallback):
     """Show the round and the number of finished clients on Lightning's TQDM or Rich bar, if the user asked for one."""
 
+    reads_updates = False
+
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
         """Reset the count of clients."""
         self._done, self._all = 0, len(cohort)

@@ -39,6 +39,8 @@ class RunBar(ProgressBar):
     five minutes.
     """
 
+    reads_updates = False
+
     def __init__(self) -> None:
         super().__init__()
         self._enabled = True

@@ -1,7 +1,7 @@
 """The interface of engines: jobs in, outcomes out. Engines decide about execution, never about results."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast, overload
 
@@ -292,6 +292,22 @@ class Engine(ABC):
     @abstractmethod
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Train each job's client and yield outcomes in any order; `complete` checks for missing ones."""
+
+    def collected(self, states: Mapping[int, ClientState]) -> Mapping[int, ClientState]:
+        """Return clients' states to save, in a collective call of all ranks; at least complete on the first rank.
+
+        Args:
+            states: the states by client id.
+        """
+        return states
+
+    def own_states(self, states: Mapping[int, ClientState]) -> dict[int, ClientState]:
+        """Return the states to hold in this process after loading.
+
+        Args:
+            states: the states of all clients, by id.
+        """
+        return dict(states)
 
     def times_asked(self, client: int) -> int:
         """Return how often a client of the round was asked to train, as each time spends privacy anew."""

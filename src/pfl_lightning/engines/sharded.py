@@ -1,17 +1,21 @@
 """Distribute clients over the ranks of several devices: each rank trains a share and gets all results."""
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Literal
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from pfl_lightning.client import Phase
 from pfl_lightning.data import ClientData
-from pfl_lightning.engines.base import Engine, Evaluated, Job, Outcome
+from pfl_lightning.engines.base import ClientState, Engine, Evaluated, Job, Outcome
 from pfl_lightning.engines.errors import Failure
+from pfl_lightning.messages import Message, weighted_mean
+
+COUNT = "num_samples"
+"""Entry of updates by which a server weights clients."""
 
 
 class Sharded(Engine):
@@ -20,32 +24,77 @@ class Sharded(Engine):
     A client's result depends on its job alone, and results come in the order of the jobs, so any number of ranks gives
     the same bits. Every rank holds the whole federation, so each could save or resume it.
 
+    With ``keeps_states`` a client always trains on the same rank, and its state stays there. With ``sums`` a rank sends
+    the mean of its clients' updates in the place of each: a sum over all clients then adds the ranks' sums, so it is
+    that of one rank only up to rounding.
+
     Args:
         engine: the engine for this rank's clients.
         rank: this rank's number.
         ranks: the number of ranks.
+        keeps_states: whether clients' states stay on their ranks.
+        sums: the clients' weights in sums over them, ``samples`` or ``uniform``; None sends every update.
     """
 
-    def __init__(self, engine: Engine, rank: int, ranks: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        rank: int,
+        ranks: int,
+        keeps_states: bool = False,
+        sums: Literal["samples", "uniform"] | None = None,
+    ) -> None:
         super().__init__(engine.module, engine.work, engine.precision, engine.workers, engine.compile)
         self.engine = engine
         self.rank = rank
         self.ranks = ranks
+        self.keeps_states = keeps_states
+        self.weighting = sums
         # Outcomes are on the CPU, and the GPU backend NCCL sends only from GPU memory.
         self._group: Any = distributed.new_group(backend="gloo")
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Train each job's client on one of the ranks, and yield all outcomes in the order of the jobs."""
         jobs = list(jobs)
-        ranks_of = deal([job.data.size("train") for job in jobs], self.ranks)
+        if self.keeps_states:
+            ranks_of = [self.rank_of(job.client) for job in jobs]
+        else:
+            ranks_of = deal([job.data.size("train") for job in jobs], self.ranks)
         own = [job for job, rank in zip(jobs, ranks_of, strict=True) if rank == self.rank]
         outcomes = {outcome.client: outcome for outcome in self._gathered("training", own)}
         return (outcomes[job.client] for job in jobs)
 
+    def rank_of(self, client: int) -> int:
+        """Return the rank on which a client's state stays."""
+        return client % self.ranks
+
+    def collected(self, states: Mapping[int, ClientState]) -> Mapping[int, ClientState]:
+        """Return all clients' states on the first rank, which saves them; on others, those of this rank."""
+        if not self.keeps_states:
+            return states
+        own = {client: state for client, state in states.items() if self.rank_of(client) == self.rank}
+        parts: list[dict[int, ClientState]] | None = [{}] * self.ranks if self.rank == 0 else None
+        distributed.gather_object(own, parts, dst=0, group=self._group)
+        return states if parts is None else {client: state for part in parts for client, state in part.items()}
+
+    def own_states(self, states: Mapping[int, ClientState]) -> dict[int, ClientState]:
+        """Return states in which those of other ranks' clients are replaced by the rank's name."""
+        if not self.keeps_states:
+            return dict(states)
+        return {client: self._named(client, state) for client, state in states.items()}
+
+    def _named(self, client: int, state: ClientState) -> ClientState:
+        rank = self.rank_of(client)
+        return state if rank == self.rank else ClientState(kept=f"rank {rank}")
+
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
         """Evaluate each job's client on one of the ranks."""
-        # Dealt in turn and not by size, so that jobs can stay an iterator.
-        own = islice(jobs, self.rank, None, self.ranks)
+        own: Iterable[Job]
+        if self.keeps_states:
+            own = (job for job in jobs if self.rank_of(job.client) == self.rank)
+        else:
+            # Dealt in turn and not by size, so that jobs can stay an iterator.
+            own = islice(jobs, self.rank, None, self.ranks)
         yield from self._gathered("evaluation", own)
 
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
@@ -61,8 +110,14 @@ class Sharded(Engine):
         """
         error: Exception | None = None
         mine: list[Any] | Failure
+        states: dict[int, ClientState] = {}
         try:
             mine = list(self.engine.complete(phase, own))
+            if phase == "training" and self.keeps_states:
+                states = {outcome.client: outcome.state for outcome in mine}
+                mine = [outcome._replace(state=ClientState()) for outcome in mine]
+            if phase == "training" and self.weighting is not None:
+                mine = averaged(mine, self.weighting == "samples")
         except Exception as raised:
             error, mine = raised, Failure.of(raised)
         buffer = io.BytesIO()
@@ -77,12 +132,78 @@ class Sharded(Engine):
                 if error is not None and rank == self.rank:
                     raise error
                 part.throw(f"rank {rank}")
-        return [result for part in parts if isinstance(part, list) for result in part]
+        results = [result for part in parts if isinstance(part, list) for result in part]
+        if not (phase == "training" and self.keeps_states):
+            return results
+        named = [(result, self._named(result.client, states.get(result.client, result.state))) for result in results]
+        return [result._replace(state=state) for result, state in named]
 
 
 def unpacked(data: bytes) -> Any:
     """Return the results packed by a rank."""
     return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def averaged(outcomes: list[Outcome], weighted: bool) -> list[Outcome]:
+    """Return outcomes whose usable updates are replaced by their mean, which has the same sums over these clients.
+
+    Updates stay as they are where a mean would not have the same sums: where counters beside those of ``weights``
+    differ between clients. Counters in ``weights`` take the maximum, as in every mean of models.
+
+    Args:
+        outcomes: outcomes of one rank.
+        weighted: whether clients count by ``num_samples``; else all alike.
+    """
+    usable = [outcome for outcome in outcomes if outcome.finite and not outcome.refused]
+    if len(usable) < 2:
+        return outcomes
+    updates = [outcome.update for outcome in usable]
+    counts = [float(update[COUNT]) if weighted else 1.0 for update in updates]
+    weights = [count / sum(counts) for count in counts]
+    try:
+        mean = {
+            name: mean_of([update[name] for update in updates], weights, name) for name in updates[0] if name != COUNT
+        }
+    except Uneven:
+        return outcomes
+    means: dict[int, Message] = {
+        outcome.client: mean | {name: entry for name, entry in outcome.update.items() if name == COUNT}
+        for outcome in usable
+    }
+    return [outcome._replace(update=means.get(outcome.client, outcome.update)) for outcome in outcomes]
+
+
+class Uneven(ValueError):
+    """Entries of clients differ where a mean has no meaning."""
+
+
+def mean_of(parts: list[Any], weights: list[float], name: str) -> Any:
+    """Return the weighted mean of an entry of several updates.
+
+    Args:
+        parts: the entry of each update: a tensor, or nested dicts and lists of tensors.
+        weights: the clients' weights, with sum 1.
+        name: the entry's name.
+
+    Raises:
+        Uneven: if integers outside ``weights``, numbers or structures differ between clients.
+    """
+    first = parts[0]
+    if name == "weights" and isinstance(first, Mapping):
+        return weighted_mean(parts, weights)
+    if isinstance(first, Tensor):
+        if first.is_floating_point() and all(part.shape == first.shape for part in parts):
+            return weighted_mean([{name: part} for part in parts], weights)[name]
+        if all(torch.equal(part, first) for part in parts):
+            return first
+        raise Uneven
+    if isinstance(first, Mapping) and all(part.keys() == first.keys() for part in parts):
+        return {key: mean_of([part[key] for part in parts], weights, f"{name}.{key}") for key in first}
+    if isinstance(first, list | tuple) and all(len(part) == len(first) for part in parts):
+        return type(first)(mean_of(list(each), weights, name) for each in zip(*parts, strict=True))
+    if all(part == first for part in parts):
+        return first
+    raise Uneven
 
 
 def deal(sizes: list[int], ranks: int) -> list[int]:

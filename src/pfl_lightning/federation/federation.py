@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -28,7 +28,7 @@ from pfl_lightning.client.hooks import check_hooks
 from pfl_lightning.client.joined_clients import IDENTITY, joined_models
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.compression import Compression
-from pfl_lightning.contract.aggregator_memory import Remembered
+from pfl_lightning.contract.aggregator_memory import Remembered, parts_of
 from pfl_lightning.contract.guarantee import check_example_level, check_guarantee
 from pfl_lightning.contract.messages import check_entries, check_payload, sound_updates
 from pfl_lightning.contract.pairing import (
@@ -194,11 +194,28 @@ class Federation(LightningModule):
         Made at the first use, when Lightning has moved the modules to their device.
         """
         try:
-            return self.options.engines(self._architectures, self.data, self.trainer)
+            return self.options.engines(self._architectures, self.data, self.trainer, self._sums())
         except AttributeError as error:
             # nn.Module answers an AttributeError inside a property with "no attribute 'engines'", which hides the
             # cause.
             raise RuntimeError(f"{type(self.client).__name__} can't be set up: {error}") from error
+
+    def _sums(self) -> Literal["samples", "uniform"] | None:
+        """Return how the server weights clients, if it and the callbacks need nothing but sums over clients."""
+        parts = list(parts_of(self.aggregator))
+        by_samples = {"num_samples" in part.needs for part in parts}
+        options = self.options
+        readers = [*self._listeners("on_client_fit_end"), *self._listeners("on_aggregate_start")]
+        if (
+            not all(part.sums_only for part in parts)
+            or len(by_samples) > 1
+            or options.compression is not None
+            or options.secure_sum is not None
+            or self.aggregator.turns([0], 0) is not None
+            or any(getattr(cast(Any, reader).__self__, "reads_updates", True) for reader in readers)
+        ):
+            return None
+        return "samples" if by_samples == {True} else "uniform"
 
     def engines_of(self, clients: Sequence[int]) -> Iterable[tuple[Engine, list[int]]]:
         """Return pairs of an engine and its clients."""
@@ -446,6 +463,12 @@ class Federation(LightningModule):
         return (
             made.optimizer if made.scheduler is None else {"optimizer": made.optimizer, "lr_scheduler": made.scheduler}
         )
+
+    def on_train_start(self) -> None:
+        """Let go of the states of other ranks' clients, which a checkpoint has brought along."""
+        # not on loading: engines are for modules that Lightning has moved to their device
+        if self.options.client_states == "rank":
+            self.clients = self.engines[0].own_states(self.clients)
 
     def training_step(self, clients: list[int], batch_idx: int) -> None:
         """Run one round.
@@ -801,6 +824,11 @@ class Federation(LightningModule):
             )
         warn_of_trained(self.options.evaluate)
         kept = self._joined(client)
+        if not kept and (own := self.clients.get(cast(int, client))) is not None and own.kept is not None:
+            raise MisconfigurationException(
+                f"client={client}: its state is on {own.kept}, by trainer.client_states=rank; take a model from a "
+                "checkpoint, in one process."
+            )
         index = kept["architecture"] if kept else self.architecture_of(cast(int, client))
         engine = Sequential(self._architectures[index], self.options.work(data), self.trainer.precision_plugin)
         if kept:
@@ -940,13 +968,21 @@ class Federation(LightningModule):
             "aggregator": self.aggregator.state,
             "spent": {client: list(map(list, releases)) for client, releases in sorted(self.spent.items())},
             "cohort": self.options.cohort.state,
-            "clients": saved_states(self.clients),
+            "clients": saved_states(self._all_states()),
             "after": dict(sorted(self.evaluations.after.items())),
             # Not needed for resuming: `load_from_checkpoint(path, client=3)` builds a client's model from them without
             # the aggregator.
             "payloads": {client: self.aggregator.download(client) for client in clients},
             "newcomer": self._newcomer_payload(),
         }
+
+    def _all_states(self) -> Mapping[int, ClientState]:
+        """Return all clients' states; on ranks other than the first, those of other ranks may be names alone."""
+        states: Mapping[int, ClientState] = self.clients
+        if self.options.client_states == "rank":
+            # one call for all architectures, whose engines share the ranks
+            states = self.engines[0].collected(states)
+        return states
 
     def _newcomer_payload(self) -> Message:
         """Return the payload of an unknown client, by which a checkpoint alone predicts for one; empty without one."""

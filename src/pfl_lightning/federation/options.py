@@ -23,7 +23,7 @@ from pfl_lightning.selection import Sampling, Selection, Uniform
 from pfl_lightning.settings import check_choices, is_count
 from pfl_lightning.tasks import Monitor
 
-ClientStates: TypeAlias = Literal["memory", "device", "disk", "auto"]
+ClientStates: TypeAlias = Literal["memory", "device", "disk", "rank", "auto"]
 """Storage of clients' states between rounds: main memory, training device, files, or the device if a GPU has room."""
 
 
@@ -229,13 +229,20 @@ class FederationOptions:
             limit=self.limit,
         )
 
-    def engines(self, modules: Sequence[ClientModule], data: FederatedDataModule, trainer: Trainer) -> list[Engine]:
+    def engines(
+        self,
+        modules: Sequence[ClientModule],
+        data: FederatedDataModule,
+        trainer: Trainer,
+        sums: Literal["samples", "uniform"] | None = None,
+    ) -> list[Engine]:
         """Return an engine per client module; with several ranks, for a rank's share of the clients.
 
         Args:
             modules: the client modules, on their device.
             data: the clients' data.
             trainer: the Trainer, for precision and ranks.
+            sums: the clients' weights where the server needs sums over clients alone, of which ranks then send theirs.
 
         Raises:
             MisconfigurationException: if precision, privacy and the states' storage don't go together.
@@ -264,7 +271,10 @@ class FederationOptions:
                 f"trainer.client_states='device' leaves clients on the device where they trained, and of "
                 f"trainer.devices={ranks} it is another one in each round; take client_states='memory'."
             )
-        return [Sharded(engine, trainer.global_rank, ranks) for engine in engines] if ranks > 1 else engines
+        if ranks == 1:
+            return engines
+        own = self.client_states == "rank"
+        return [Sharded(engine, trainer.global_rank, ranks, own, sums if own else None) for engine in engines]
 
     def after_name(self, split: str) -> str:
         """Return the column prefix for evaluations after local training of splits such as ``val``."""
