@@ -1,6 +1,7 @@
 """Peak memory of a federation of large clients whose states stay with them, in memory and on the disk.
 
     python benchmarks/memory.py [--clients 1000] [--participation 0.01] [--rounds 2] [--net resnet18]
+    python benchmarks/memory.py --ranks 4 --net mlp --clients 10000 --participation 1.0   # a rank's memory
 
 Each line is a run in a process of its own, on the CPU: 1,000 ResNet-18, of which 10 take part in a round, with eight
 random images each. Local keeps whole models, FedPer classifiers alone. The peak is that of resident memory
@@ -8,6 +9,9 @@ random images each. Local keeps whole models, FedPer classifiers alone. The peak
 client module that all share. It has in it what one client's training takes, the updates of a round, and the checkpoint
 after each round. Only clients that have taken part have a state. Mapped files count as far as they were read, though
 the system takes that memory back where it needs it.
+
+With ``--ranks`` several forked processes share the clients, without checkpoints, and a line has the smallest and the
+largest peak of a rank. FedAvg keeps no states: its lines show what ranks exchange.
 
 Clients have no validation and test samples: an evaluation runs one client after another through the same module, which
 takes time and no memory of its own.
@@ -23,26 +27,78 @@ import tempfile
 import time
 import warnings
 from functools import partial
+from pathlib import Path
 
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from rounds import Noise
 from torch.optim import SGD
 
 from pfl_lightning import FederatedTrainer
+from pfl_lightning.engines.client_parallel import ClientParallel
 from pfl_lightning.messages import num_bytes
-from pfl_lightning.methods import FedPer, Local
+from pfl_lightning.methods import Ditto, FedPer, Local
 from pfl_lightning.methods.fedavg import FedAvg
-from pfl_lightning.nets import CNN, NetFactory, ResNet18
+from pfl_lightning.nets import CNN, MLP, NetFactory, ResNet18
 
 SAMPLES = 8
 METHODS: dict[str, type[FedAvg]] = {"Local": Local, "FedPer": FedPer}
-NETS: dict[str, NetFactory] = {"resnet18": ResNet18, "small": CNN}
+ON_RANKS: dict[str, type[FedAvg]] = {"FedAvg": FedAvg, "FedPer": FedPer, "Ditto": Ditto}
+NETS: dict[str, NetFactory] = {"resnet18": ResNet18, "small": CNN, "mlp": MLP}
 MIB = 2**20
 
 
 def peak() -> int:
     """Bytes of resident memory that this process has had at most."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Peaks(Callback):
+    """Writes each rank's peak above what the process had taken when the rank began.
+
+    Args:
+        folder: where to.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Notes the memory at the start."""
+        self.start = peak()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the peak."""
+        (self.folder / f"peak-{trainer.global_rank}").write_text(str(peak() - self.start))
+
+
+def on_ranks(method: str, states: str, args: argparse.Namespace) -> dict[str, float]:
+    """Runs a federation on several ranks; gives the smallest and the largest peak of a rank, and seconds."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    seed_everything(0, verbose=False)
+    data = Noise(args.clients, SAMPLES, (3, 32, 32))
+    data.setup()
+    client = ON_RANKS[method](NETS[args.net], data.input_shape, data.num_classes, optimizer=partial(SGD, lr=0.01))
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        trainer = FederatedTrainer(
+            max_rounds=args.rounds,
+            clients_per_round=args.participation,
+            client_states=states,  # type: ignore[arg-type]
+            accelerator="cpu",
+            devices=args.ranks,
+            strategy=ClientParallel(start_method="fork"),
+            callbacks=[Peaks(Path(folder))],
+            limit_val_batches=0,
+            default_root_dir=folder,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        start = time.perf_counter()
+        trainer.fit(client, datamodule=data)
+        peaks = [int(file.read_text()) for file in Path(folder).glob("peak-*")]
+    return {"least": min(peaks), "most": max(peaks), "seconds": time.perf_counter() - start}
 
 
 def measure(method: str, states: str, args: argparse.Namespace) -> dict[str, float]:
@@ -80,6 +136,25 @@ def measure(method: str, states: str, args: argparse.Namespace) -> dict[str, flo
         }
 
 
+def found(method: str, states: str) -> dict[str, float]:
+    """Measures in a process of its own."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--one", method, states]
+    line = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
+    figures: dict[str, float] = json.loads(line)
+    return figures
+
+
+def table_of_ranks(args: argparse.Namespace) -> None:
+    """Prints the table of several ranks."""
+    print(f"{args.clients} clients over {args.ranks} ranks, {args.participation:.0%} a round, {args.net}")
+    print(f"{'method':<8} {'states':<7} {'peak of a rank':>24} {'time':>8}")
+    for method in ON_RANKS:
+        for states in ("memory", "rank"):
+            line = found(method, states)
+            peaks = f"{line['least'] / MIB:,.0f} to {line['most'] / MIB:,.0f} MiB"
+            print(f"{method:<8} {states:<7} {peaks:>24} {line['seconds']:>6.0f} s", flush=True)
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -89,22 +164,24 @@ def main() -> None:
     parser.add_argument("--net", choices=NETS, default="resnet18")
     parser.add_argument("--optimizer", choices=("round", "run"), default="round", help="lifetime of the momentum")
     parser.add_argument("--checkpoints", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--ranks", type=int, default=1, help="processes that share the clients")
     parser.add_argument("--folder", help="where states and checkpoints go for the time being")
     parser.add_argument("--one", nargs=2, metavar=("METHOD", "STATES"), help="that line alone, as JSON")
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(*args.one, args)))
+        print(json.dumps((measure if args.ranks == 1 else on_ranks)(*args.one, args)))
+        return
+    if args.ranks > 1:
+        table_of_ranks(args)
         return
     print(f"{args.clients} clients, {args.participation:.0%} a round, {args.rounds} rounds, {args.net}")
     print(f"{'method':<8} {'states':<7} {'clients':>7} {'their states':>13} {'peak':>11} {'ratio':>6} {'time':>8}")
     for method in METHODS:
         for states in ("memory", "disk"):
-            command = [sys.executable, __file__, *sys.argv[1:], "--one", method, states]
-            line = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
-            found = json.loads(line)
+            line = found(method, states)
             print(
-                f"{method:<8} {states:<7} {found['clients']:>7} {found['states'] / MIB:>9,.1f} MiB "
-                f"{found['peak'] / MIB:>7,.0f} MiB {found['peak'] / found['states']:>6.2f} {found['seconds']:>6.0f} s"
+                f"{method:<8} {states:<7} {line['clients']:>7} {line['states'] / MIB:>9,.1f} MiB "
+                f"{line['peak'] / MIB:>7,.0f} MiB {line['peak'] / line['states']:>6.2f} {line['seconds']:>6.0f} s"
             )
 
 

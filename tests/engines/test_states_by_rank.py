@@ -64,6 +64,13 @@ def test_a_server_that_looks_at_updates_gets_each_and_the_same_bits(tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_blocks_of_updates_have_the_same_mean(monkeypatch, tmp_path):
+    whole = on(2, make_client, tmp_path / "whole")
+    monkeypatch.setattr("pfl_lightning.engines.sharded.TOGETHER", 1)
+    assert near(whole[0], on(2, make_client, tmp_path / "blocks")[0])
+
+
+@pytest.mark.exhaustive
 def test_ranks_resume_with_their_clients_states(tmp_path):
     make = partial(make_client, Ditto, net=noisy, optimizer_lifetime="run")
     whole = on(2, make, tmp_path / "whole")

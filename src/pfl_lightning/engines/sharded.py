@@ -14,6 +14,9 @@ from pfl_lightning.engines.base import ClientState, Engine, Evaluated, Job, Outc
 from pfl_lightning.engines.errors import Failure
 from pfl_lightning.messages import Message, weighted_mean
 
+TOGETHER = 32
+"""Clients whose updates a rank averages at a time."""
+
 COUNT = "num_samples"
 """Entry of updates by which a server weights clients."""
 
@@ -112,12 +115,10 @@ class Sharded(Engine):
         mine: list[Any] | Failure
         states: dict[int, ClientState] = {}
         try:
-            mine = list(self.engine.complete(phase, own))
             if phase == "training" and self.keeps_states:
-                states = {outcome.client: outcome.state for outcome in mine}
-                mine = [outcome._replace(state=ClientState()) for outcome in mine]
-            if phase == "training" and self.weighting is not None:
-                mine = averaged(mine, self.weighting == "samples")
+                mine = self._trained(own, states)
+            else:
+                mine = list(self.engine.complete(phase, own))
         except Exception as raised:
             error, mine = raised, Failure.of(raised)
         buffer = io.BytesIO()
@@ -137,6 +138,22 @@ class Sharded(Engine):
             return results
         named = [(result, self._named(result.client, states.get(result.client, result.state))) for result in results]
         return [result._replace(state=state) for result, state in named]
+
+    def _trained(self, own: Iterable[Job], states: dict[int, ClientState]) -> list[Outcome]:
+        """Return this rank's outcomes without states, and with ``sums`` their mean in the place of each update.
+
+        Args:
+            own: this rank's jobs.
+            states: takes up the clients' states.
+        """
+        outcomes: list[Outcome] = []
+        results = self.engine.complete("training", own)
+        while block := list(islice(results, TOGETHER)):
+            states |= {outcome.client: outcome.state for outcome in block}
+            block = [outcome._replace(state=ClientState()) for outcome in block]
+            # block by block, so that a rank never holds the updates of all of its clients
+            outcomes += block if self.weighting is None else averaged(block, self.weighting == "samples")
+        return outcomes if self.weighting is None else averaged(outcomes, self.weighting == "samples")
 
 
 def unpacked(data: bytes) -> Any:
