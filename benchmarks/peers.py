@@ -335,7 +335,7 @@ def pfl_research(federation: Federation, clock: Clock, args: argparse.Namespace)
     algorithm.run(
         algorithm_params=NNAlgorithmParams(
             central_num_iterations=federation.rounds,
-            evaluation_frequency=0,
+            evaluation_frequency=10**9,
             train_cohort_size=len(federation.cohorts[0]),
             val_cohort_size=0,
         ),
