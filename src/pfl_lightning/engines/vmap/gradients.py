@@ -1,21 +1,78 @@
 """Compute a training step of stacked clients: the returned values, and the gradients of the loss."""
 
-from typing import cast
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pfl_lightning.client.module import Batch
+from pfl_lightning.client.module import Batch, ClientModule
+from pfl_lightning.client.phases import Phase
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import step_values
-from pfl_lightning.engines.vmap.block import Block, Member, Rows
+from pfl_lightning.engines.vmap.block import Block, Member, Part, Rows
 from pfl_lightning.engines.vmap.checks import SharedAttributes, vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled, Values
-from pfl_lightning.engines.vmap.dropout import DeviceStates, Streams, default_generators
-from pfl_lightning.engines.vmap.mapping import mapped
+from pfl_lightning.engines.vmap.dropout import DeviceStates, Stream, Streams, default_generators
+from pfl_lightning.engines.vmap.mapping import Step, mapped, mapped_by_sample
 from pfl_lightning.engines.vmap.scales import Scales
+from pfl_lightning.internals.of_torch import version
 from pfl_lightning.messages import StateDict, tree_map
+from pfl_lightning.tasks import Task
+
+
+class Trial(NamedTuple):
+    """A step computed without effect.
+
+    Args:
+        values: the values of ``training_step``, a row per client.
+        gradients: the gradients of the trained entries.
+        entries: the other entries after the step.
+        streams: the clients' random streams after the step.
+    """
+
+    values: StateDict
+    gradients: StateDict
+    entries: StateDict
+    streams: list[Stream]
+
+
+CHECKED = 3
+"""Steps of a phase whose padded batches are all checked; later rounds check those of one size in their first such step.
+"""
+
+
+class Padding:
+    """Whether steps may compute short batches together with longer ones, known by checks of a client module's phases.
+
+    A padded step computes the losses of single samples, whose mean is the loss of a batch unless the loss, or a layer
+    such as BatchNorm, depends on several samples of a batch together. Each round's first padded step of a phase is
+    therefore computed both ways, in float64 and with the same random numbers. After a difference the phase's batches
+    are computed by size, for the rest of the run.
+
+    Args:
+        module: the client module.
+        precision: the Trainer's precision plugin.
+    """
+
+    def __init__(self, module: ClientModule, precision: Precision) -> None:
+        # Weights of half precision would leave nothing to compare by.
+        exact = str(precision.precision).endswith("-mixed") or str(precision.precision).startswith(("32", "64"))
+        # A task that counts errors otherwise than by samples has means that single samples don't add up to.
+        task = module.task
+        self.possible = exact and not task.samples_meet and type(task).weight is Task.weight
+        self.refused: set[str] = set()
+        """Names of phases whose steps differ if padded."""
+        self.steps: dict[str, int] = {}
+        """Checked steps by phase."""
+
+    def allows(self, phase: Phase) -> bool:
+        """Return whether a phase's batches may be padded, as far as known."""
+        return self.possible and phase.name not in self.refused
 
 
 class Differentiator:
@@ -25,8 +82,10 @@ class Differentiator:
         attributes: the client module's attributes.
         precision: the Trainer's precision plugin.
         compiled: the compiled step; None runs each step uncompiled.
+        padding: whether batches of several sizes may be computed at once.
         slots: the module's slots.
         block: the clients; entries are read, and buffers among the entries updated.
+        phase: the phase.
         trained: names of the entries to differentiate with respect to.
         size: samples of a full batch.
         scales: factors of the clients' losses; None leaves the losses unscaled.
@@ -38,8 +97,10 @@ class Differentiator:
         attributes: SharedAttributes,
         precision: Precision,
         compiled: Compiled | None,
+        padding: Padding,
         slots: Slots,
         block: Block,
+        phase: Phase,
         trained: list[str],
         size: int,
         scales: Scales | None = None,
@@ -49,27 +110,29 @@ class Differentiator:
         self.module = attributes.module
         self.precision = precision
         self.compiled = compiled
+        self.padding = padding
         self.slots = slots
         self.block = block
+        self.phase = phase
         self.trained = trained
         self.size = size
         self.scales = scales
         self.accumulate, self.share = accumulate, 1 / accumulate
         self._ones: Tensor | None = None
+        self._checked = False
 
-    def gradients(self, step: list[list[tuple[Rows, Tensor]]], index: int) -> StateDict:
+    def gradients(self, step: list[list[Part]], index: int) -> StateDict:
         """Return the gradients of the trained entries, a row per client, without entries unused by the (scaled) loss.
 
         Values from `ClientModule.training_step` are stored in the block.
 
         Args:
-            step: the batches of an optimizer step, each as pairs of rows and their samples ``[rows, size]``. All rows
-                have a first batch.
+            step: the batches of an optimizer step, each in parts. All rows have a first batch.
             index: the step's number.
         """
         if self.accumulate == 1:
             return self._of_batch(step[0], index)
-        total = sum(len(samples) for _, samples in step[0])
+        total = sum(len(part.samples) for part in step[0])
         sums: StateDict = {}
         for further, batch in enumerate(step):
             for rows, gradients in self._parts(batch, index * self.accumulate + further):
@@ -80,54 +143,168 @@ class Differentiator:
                     sums[name][rows] += gradient
         return sums
 
-    def _of_batch(self, batch: list[tuple[Rows, Tensor]], index: int) -> StateDict:
+    def _of_batch(self, batch: list[Part], index: int) -> StateDict:
         """Return the gradients of a single batch of each client."""
         parts = self._parts(batch, index)
-        # The usual case: all batches have one size, and nothing must be copied.
+        # The usual case: all batches are computed at once, and nothing must be copied.
         if len(parts) == 1:
             return parts[0][1]
         joined = {}
         for name, gradient in parts[0][1].items():
-            joined[name] = gradient.new_empty((sum(len(samples) for _, samples in batch), *gradient.shape[1:]))
+            joined[name] = gradient.new_empty((sum(len(part.samples) for part in batch), *gradient.shape[1:]))
             for rows, gradients in parts:
                 joined[name][rows] = gradients[name]
         return joined
 
-    def _parts(self, batch: list[tuple[Rows, Tensor]], index: int) -> list[tuple[Rows, StateDict]]:
-        """Return rows and their gradients by batch size, and record the values of the step."""
-        parts: list[tuple[Rows, StateDict]] = []
-        for rows, samples in batch:
-            # Each batch size needs its own compilation, and short batches are too rare to pay for one.
-            compiles = self.compiled is not None and self.compiled.trusted and samples.shape[1] == self.size
-            done = self._compiled(rows, samples, index) if compiles else None
-            values, gradients = self._plain(rows, samples, index) if done is None else done
-            parts.append((rows, gradients))
-            self.block.record(rows, samples.shape[1], values)
-        return parts
+    def _parts(self, batch: list[Part], index: int) -> list[tuple[Rows, StateDict]]:
+        """Return rows and their gradients by part, and record the values of the step."""
+        done: list[tuple[Rows, StateDict]] = []
+        for part in batch:
+            at_once = self._padded(part, index) if part.sizes is not None and self._may_pad(part, index) else None
+            if at_once is not None:
+                done.append((part.rows, at_once[1]))
+                self.block.record(part.rows, cast("NDArray[np.int64]", part.sizes), at_once[0])
+                continue
+            for rows, samples, *_ in part.by_size():
+                # Each batch size needs its own compilation, and short batches are too rare to pay for one.
+                compiles = self.compiled is not None and self.compiled.trusted and samples.shape[1] == self.size
+                found = self._compiled(rows, samples, index) if compiles else None
+                values, gradients = self._plain(rows, samples, index) if found is None else found
+                done.append((rows, gradients))
+                self.block.record(rows, samples.shape[1], values)
+        return done
 
     def _plain(self, rows: Rows, samples: Tensor, index: int) -> Values:
         """Run the uncompiled step of some rows."""
         entries = {name: stack[rows] for name, stack in self.block.entries.items()}
         factors = None if self.scales is None else self.scales.of(rows)
         done = self._differentiate(entries, self.block.batch(samples), index, self.block.of(rows), factors, self.share)
+        self._write_back(entries, rows)
+        return done
+
+    def _write_back(self, entries: StateDict, rows: Rows) -> None:
+        """Keep the buffers that a step of some rows has updated."""
         if isinstance(rows, Tensor):
             # Indexing by a tensor makes copies (a slice makes views), so write updated buffers back.
             for name in entries.keys() - set(self.trained):
                 self.block.entries[name][rows] = entries[name]
+
+    # Padded batches
+
+    def _may_pad(self, part: Part, index: int) -> bool:
+        """Return whether a part's batches may be computed at once, which the phase's first part in a round checks."""
+        if not self.padding.allows(self.phase):
+            return False
+        if self._checked:
+            return True
+        self._checked = True
+        seen = self.padding.steps.get(self.phase.name, 0)
+        self.padding.steps[self.phase.name] = seen + 1
+        groups = sorted(part.by_size(), key=lambda group: -group.samples.numel())
+        short = [group for group in groups if group.samples.shape[1] < part.samples.shape[1]]
+        if not all(
+            self._is_mean(group, part.samples.shape[1], index) for group in short[: None if seen < CHECKED else 1]
+        ):
+            self.padding.refused.add(self.phase.name)
+        return self.padding.allows(self.phase)
+
+    def _is_mean(self, group: Part, width: int, index: int) -> bool:
+        """Return whether a step of single samples gives the loss and gradients of a step of their batches.
+
+        Args:
+            group: batches of one size.
+            width: the size of the padded batches, more than the group's.
+            index: the step's number.
+        """
+        rows, size = len(group.samples), group.samples.shape[1]
+        repeated = torch.cat([group.samples, group.samples[:, -1:].expand(-1, width - size)], 1)
+        counts = torch.full((rows,), size, device=repeated.device)
+        for cast_to, tolerance in ((in_float64, 1e-6), (unchanged, 1e-4)):
+            try:
+                expected = self._trial(group.rows, group.samples, index, cast_to, None)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            # Tensors outside of the entries, such as frozen weights, are left as they are.
+            except Exception:
+                continue
+            try:
+                return alike(self._trial(group.rows, repeated, index, cast_to, counts), expected, tolerance)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            # Of any type: vmap, layers and the author's code refuse what they can't do in their own ways.
+            except Exception:
+                return False
+        return False
+
+    def _trial(
+        self, rows: Rows, samples: Tensor, index: int, cast_to: Callable[[Tensor], Tensor], counts: Tensor | None
+    ) -> Trial:
+        """Compute a step without any effect: of batches, or of single samples.
+
+        Args:
+            rows: the clients' rows.
+            samples: their samples ``[rows, size]``.
+            index: the step's number.
+            cast_to: changes the type of the tensors.
+            counts: each row's number of samples ``[rows]``, for a step of single samples; None for one of batches.
+        """
+        members = self.block.of(rows)
+        entries = {name: cast_to(stack[rows].detach()).clone() for name, stack in self.block.entries.items()}
+        batch = tree_map(cast_to, self.block.batch(samples))
+        streams = [member.stream.copy() for member in members]
+        if counts is None:
+            values, gradients = self._differentiate(entries, batch, index, members, trial=streams)
+        else:
+            values, gradients = self._by_sample(
+                entries, batch, index, members, counts.tolist(), counts, samples.shape[1], trial=streams
+            )
+        kept = {name: entry for name, entry in entries.items() if name not in self.trained}
+        return Trial({name: value.detach() for name, value in values.items()}, gradients, kept, streams)
+
+    def _padded(self, part: Part, index: int) -> Values | None:
+        """Run a step of batches of several sizes at once; None if it can't be computed, without any effect."""
+        rows, samples, sizes, counts = part
+        entries = {name: stack[rows] for name, stack in self.block.entries.items()}
+        buffers = [entry for name, entry in entries.items() if name not in self.trained]
+        before = list(map(version, buffers))
+        factors = self.share if self.scales is None else self.scales.of(rows)[:, None] * self.share
+        try:
+            done = self._by_sample(
+                entries,
+                self.block.batch(samples),
+                index,
+                self.block.of(rows),
+                cast("NDArray[np.int64]", sizes).tolist(),
+                cast(Tensor, counts),
+                samples.shape[1],
+                factors,
+            )
+        except torch.cuda.OutOfMemoryError:
+            raise
+        # A step that takes another path than the checked one; its batches are computed by size.
+        except Exception:
+            if list(map(version, buffers)) != before:
+                raise
+            self.padding.refused.add(self.phase.name)
+            return None
+        self._write_back(entries, rows)
         return done
 
     def _compiled(self, rows: Rows, samples: Tensor, index: int) -> Values | None:
         """Run the compiled step; return None if it fails or gives other results than the plain one.
 
-        Always run all rows, to compile only once; results of rows without a batch are dropped.
+        Run the block's rows, or the first half, quarter and so on if all batches lie there: each number of rows is
+        compiled once, and clients that have finished are soon left out. Results of rows without a batch are dropped.
         """
         block, compiled = self.block, cast(Compiled, self.compiled)
-        everyone = samples.new_zeros(len(block.members), samples.shape[1])
-        everyone[rows] = samples
-        batch, entries = block.batch(everyone), dict(block.entries)
+        last = rows.stop if isinstance(rows, slice) else int(rows[-1]) + 1
+        count = rows_to_compile(len(block.members), last)
+        first = samples.new_zeros(count, samples.shape[1])
+        first[rows] = samples
+        batch, entries = block.batch(first), {name: stack[:count] for name, stack in block.entries.items()}
 
         def plain(entries: StateDict) -> Values:
-            return self._differentiate(entries, batch, index, block.members)
+            return self._differentiate(entries, batch, index, block.members[:count])
 
         done = compiled.differentiate(plain, entries, batch, index, self.trained)
         if done is None:
@@ -148,29 +325,24 @@ class Differentiator:
         members: list[Member],
         factors: Tensor | None = None,
         share: float = 1.0,
+        trial: list[Stream] | None = None,
     ) -> Values:
         """Return the values of ``training_step``, and a share of the loss's gradients by the trained entries."""
-        leaves = [entries[name].requires_grad_() for name in self.trained]
-        states = DeviceStates([member.stream for member in members])
-        # Each client draws dropout from its own stream, as it would alone.
-        streams = Streams(default_generators(self.module.device)[-1], states)
 
-        def one(entries: StateDict, batch: Batch) -> dict[str, Tensor]:
-            streams.trained = [entries[name] for name in self.trained]
-            streams.classes = batch[1] if self.module.task.has_classes else None
-            return self.slots.call(step_values, entries, self.module, batch, index)
+        def at_once(one: Step, streams: Streams) -> dict[str, Tensor]:
+            return mapped(one, entries, batch, len(members))
 
-        def at_once() -> dict[str, Tensor]:
-            with self.precision.forward_context(), streams:
-                return mapped(one, entries, batch, len(members))
+        def all_clients() -> dict[str, Tensor]:
+            return self._values(entries, batch, index, members, at_once, trial)
 
         def alone() -> None:
             with self.precision.forward_context():
                 step_values(self.module, tree_map(lambda stack: stack[0], batch), index)
 
-        values = vectorised(self.attributes, self.slots, members[0], entries, at_once, alone)
-        states.move(streams.states)
-        # One backward pass for all clients: losses of different rows don't depend on each other's entries.
+        if trial is None:
+            values = vectorised(self.attributes, self.slots, members[0], entries, all_clients, alone)
+        else:
+            values = all_clients()
         loss = values["loss"]
         if factors is not None:
             factors = factors.to(loss.dtype)
@@ -178,5 +350,141 @@ class Differentiator:
             # Kept from step to step: backward needs an output gradient per client.
             self._ones = torch.ones_like(loss)
         outputs = cast(Tensor, self._ones) if factors is None else factors
-        gradients = torch.autograd.grad(loss, leaves, outputs if share == 1 else outputs * share, allow_unused=True)
-        return values, {name: g for name, g in zip(self.trained, gradients, strict=True) if g is not None}
+        return values, self._backward(loss, entries, outputs if share == 1 else outputs * share)
+
+    def _by_sample(
+        self,
+        entries: StateDict,
+        batch: Batch,
+        index: int,
+        members: list[Member],
+        sizes: list[int],
+        counts: Tensor,
+        width: int,
+        factors: Tensor | float = 1.0,
+        trial: list[Stream] | None = None,
+    ) -> Values:
+        """Return the same as `_differentiate`, from steps of single samples.
+
+        Args:
+            entries: the entries, a row per client.
+            batch: inputs and targets ``[clients, width, ...]``.
+            index: the batch's number.
+            members: the clients.
+            sizes: each client's number of samples; further ones have no influence.
+            counts: the same on the device.
+            width: samples of a client in the batch.
+            factors: factors of the gradients, ``[clients, 1]`` or one for all.
+            trial: as for `_values`.
+        """
+
+        def at_once(one: Step, streams: Streams) -> dict[str, Tensor]:
+            streams.sizes = sizes
+            return mapped_by_sample(one, entries, batch, len(members), width)
+
+        of_samples = self._values(entries, batch, index, members, at_once, trial)
+        loss = of_samples["loss"]
+        own = torch.arange(width, device=counts.device) < counts[:, None]
+        weights = own.to(torch.promote_types(loss.dtype, torch.float32)) / counts[:, None]
+        values = {name: (value.detach() * weights).sum(1) for name, value in of_samples.items()}
+        if "loss_squared" in self.module.requested:
+            # The square of a batch's loss, and not the mean of squares.
+            values["loss_squared"] = values["loss"].square()
+        return values, self._backward(loss, entries, (weights * factors).to(loss.dtype))
+
+    def _values(
+        self,
+        entries: StateDict,
+        batch: Batch,
+        index: int,
+        members: list[Member],
+        at_once: Callable[[Step, Streams], dict[str, Tensor]],
+        trial: list[Stream] | None,
+    ) -> dict[str, Tensor]:
+        """Return the values of ``training_step``.
+
+        Args:
+            entries: the entries, a row per client.
+            batch: inputs and targets, a row per client.
+            index: the batch's number.
+            members: the clients.
+            at_once: computes a function of one client for all.
+            trial: streams to draw from in place of the clients' own, in full precision; None trains.
+        """
+        for name in self.trained:
+            entries[name].requires_grad_()
+        states = DeviceStates([member.stream for member in members] if trial is None else trial)
+        # Each client draws dropout from its own stream, as it would alone.
+        streams = Streams(default_generators(self.module.device)[-1], states)
+        forward = self.precision.forward_context if trial is None else nullcontext
+
+        def one(entries: StateDict, batch: Batch) -> dict[str, Tensor]:
+            streams.trained = [entries[name] for name in self.trained]
+            streams.classes = batch[1] if self.module.task.has_classes else None
+            return self.slots.call(step_values, entries, self.module, batch, index)
+
+        with forward(), streams:
+            values = at_once(one, streams)
+        states.move(streams.states)
+        return values
+
+    def _backward(self, loss: Tensor, entries: StateDict, outputs: Tensor) -> StateDict:
+        """Return gradients by the trained entries, in one backward pass: no client's loss depends on another's entries.
+
+        Args:
+            loss: the losses.
+            entries: the entries.
+            outputs: the losses' factors.
+        """
+        leaves = [entries[name] for name in self.trained]
+        gradients = torch.autograd.grad(loss, leaves, outputs, allow_unused=True)
+        return {name: g for name, g in zip(self.trained, gradients, strict=True) if g is not None}
+
+
+def rows_to_compile(rows: int, needed: int) -> int:
+    """Return the smallest sufficient of the numbers of rows that are compiled: all, a half, a quarter, an eighth.
+
+    >>> rows_to_compile(100, 51), rows_to_compile(100, 50), rows_to_compile(100, 13), rows_to_compile(100, 1)
+    (100, 50, 13, 13)
+
+    Args:
+        rows: rows of the block.
+        needed: rows that a step needs, at least 1.
+    """
+    return min(count for part in (1, 2, 4, 8) if (count := -(-rows // part)) >= needed)
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, if it is floating and the device has float64."""
+    return tensor.double() if tensor.is_floating_point() and tensor.device.type != "mps" else tensor
+
+
+def unchanged(tensor: Tensor) -> Tensor:
+    """Return the tensor."""
+    return tensor
+
+
+def alike(found: Trial, expected: Trial, tolerance: float) -> bool:
+    """Return whether two computations of a step have the same values, gradients, buffers and random states.
+
+    Args:
+        found: one computation.
+        expected: the other.
+        tolerance: the largest difference of each row's values, gradients or buffers, relative to their norm.
+    """
+    for one, other in zip(found[:3], expected[:3], strict=True):
+        if one.keys() != other.keys():
+            return False
+        if not one:
+            continue
+        rows = len(next(iter(other.values())))
+        numbers, exact = (
+            torch.cat([t.reshape(rows, -1).double() for t in side.values()], 1)
+            for side in (one, {n: other[n] for n in one})
+        )
+        size = exact.norm(dim=1)
+        # A diverged client is no evidence.
+        if not ((numbers - exact).norm(dim=1) <= tolerance * size + 1e-9).logical_or(~size.isfinite()).all():
+            return False
+    drawn = [[stream.states[-1] for stream in side.streams if stream.is_made] for side in (found, expected)]
+    return len(drawn[0]) == len(drawn[1]) and all(map(torch.equal, *drawn))
