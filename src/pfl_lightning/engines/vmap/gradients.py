@@ -51,8 +51,8 @@ class Padding:
 
     A padded step computes the losses of single samples, whose mean is the loss of a batch unless the loss, or a layer
     such as BatchNorm, depends on several samples of a batch together. Each round's first padded step of a phase is
-    therefore computed both ways, in float64 and with the same random numbers. After a difference the phase's batches
-    are computed by size, for the rest of the run.
+    therefore computed both ways, in float64, near the clients' weights, and with the same random numbers. After a
+    difference the phase's batches are computed by size, for the rest of the run.
 
     Args:
         module: the client module.
@@ -250,6 +250,9 @@ class Differentiator:
         """
         members = self.block.of(rows)
         entries = {name: cast_to(stack[rows].detach()).clone() for name, stack in self.block.entries.items()}
+        for name in self.trained:
+            # Moved away from the received weights, where terms such as a distance to these would vanish.
+            entries[name].mul_(1.01).add_(0.001)
         batch = tree_map(cast_to, self.block.batch(samples))
         streams = [member.stream.copy() for member in members]
         if counts is None:
@@ -293,12 +296,11 @@ class Differentiator:
     def _compiled(self, rows: Rows, samples: Tensor, index: int) -> Values | None:
         """Run the compiled step; return None if it fails or gives other results than the plain one.
 
-        Run the block's rows, or the first half, quarter and so on if all batches lie there: each number of rows is
-        compiled once, and clients that have finished are soon left out. Results of rows without a batch are dropped.
+        Results of rows without a batch are dropped.
         """
         block, compiled = self.block, cast(Compiled, self.compiled)
         last = rows.stop if isinstance(rows, slice) else int(rows[-1]) + 1
-        count = rows_to_compile(len(block.members), last)
+        count = compiled.rows(self.phase.name, len(block.members), last)
         first = samples.new_zeros(count, samples.shape[1])
         first[rows] = samples
         batch, entries = block.batch(first), {name: stack[:count] for name, stack in block.entries.items()}
@@ -439,19 +441,6 @@ class Differentiator:
         leaves = [entries[name] for name in self.trained]
         gradients = torch.autograd.grad(loss, leaves, outputs, allow_unused=True)
         return {name: g for name, g in zip(self.trained, gradients, strict=True) if g is not None}
-
-
-def rows_to_compile(rows: int, needed: int) -> int:
-    """Return the smallest sufficient of the numbers of rows that are compiled: all, a half, a quarter, an eighth.
-
-    >>> rows_to_compile(100, 51), rows_to_compile(100, 50), rows_to_compile(100, 13), rows_to_compile(100, 1)
-    (100, 50, 13, 13)
-
-    Args:
-        rows: rows of the block.
-        needed: rows that a step needs, at least 1.
-    """
-    return min(count for part in (1, 2, 4, 8) if (count := -(-rows // part)) >= needed)
 
 
 def in_float64(tensor: Tensor) -> Tensor:
