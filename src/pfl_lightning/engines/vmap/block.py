@@ -37,6 +37,17 @@ class Part(NamedTuple):
     sizes: NDArray[np.int64] | None = None
     counts: Tensor | None = None
 
+    def first(self, count: int) -> "Part":
+        """Return the part of the first clients, of batches of one size.
+
+        Args:
+            count: clients at most.
+        """
+        rows = self.rows
+        if isinstance(rows, slice):
+            return Part(slice(rows.start, min(rows.stop, rows.start + count)), self.samples[:count])
+        return Part(rows[:count], self.samples[:count])
+
     def by_size(self) -> list["Part"]:
         """Return the same batches in parts of equal size."""
         if self.sizes is None:

@@ -42,8 +42,9 @@ class Trial(NamedTuple):
 
 
 CHECKED = 3
-"""Steps of a phase whose padded batches are all checked; later rounds check those of one size in their first such step.
-"""
+"""Padded steps of a phase in which batches of all sizes are checked; later checks are of the largest batches alone."""
+ROWS = 8
+"""Clients of such a later check at most."""
 
 
 class Padding:
@@ -200,11 +201,12 @@ class Differentiator:
         self._checked = True
         seen = self.padding.steps.get(self.phase.name, 0)
         self.padding.steps[self.phase.name] = seen + 1
-        groups = sorted(part.by_size(), key=lambda group: -group.samples.numel())
-        short = [group for group in groups if group.samples.shape[1] < part.samples.shape[1]]
-        if not all(
-            self._is_mean(group, part.samples.shape[1], index) for group in short[: None if seen < CHECKED else 1]
-        ):
+        # A batch of one sample is its own mean, and says nothing. The largest batches say most.
+        groups = [group for group in part.by_size() if group.samples.shape[1] > 1]
+        groups.sort(key=lambda group: -group.samples.shape[1])
+        if seen >= CHECKED:
+            groups = [groups[0].first(ROWS)]
+        if not all(self._is_mean(group, part.samples.shape[1], index) for group in groups):
             self.padding.refused.add(self.phase.name)
         return self.padding.allows(self.phase)
 
@@ -213,7 +215,7 @@ class Differentiator:
 
         Args:
             group: batches of one size.
-            width: the size of the padded batches, more than the group's.
+            width: the size of the padded batches, at least the group's.
             index: the step's number.
         """
         rows, size = len(group.samples), group.samples.shape[1]
