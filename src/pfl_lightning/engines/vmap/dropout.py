@@ -109,6 +109,8 @@ class Streams(Layers):
         self.generator = generator
         self.states = states
         self.trained: list[Tensor] = []
+        self.calls: list[Any] = []
+        """The functions of torch that the step has called."""
         self.sizes: Sequence[int] | None = None
         """Each client's number of samples, where a step computes single samples; None under ``vmap`` over clients."""
 
@@ -127,6 +129,7 @@ class Streams(Layers):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call this class's version of random functions, ``requires_grad`` and layers."""
+        self.calls.append(func)
         if func in DROPOUTS:
             return self.dropout(func, *args, **(kwargs or {}))
         # A function with its own generator uses no client's stream, and in evaluation nothing is trained.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from pfl_lightning.engines.vmap.dropout import DeviceStates, Stream, Streams, de
 from pfl_lightning.engines.vmap.mapping import Step, mapped, mapped_by_sample
 from pfl_lightning.engines.vmap.scales import Scales
 from pfl_lightning.internals.of_torch import version
-from pfl_lightning.messages import StateDict, tree_map
+from pfl_lightning.messages import StateDict, tensors, tree_map
 from pfl_lightning.tasks import Task
 
 
@@ -43,8 +43,20 @@ class Trial(NamedTuple):
 
 CHECKED = 3
 """Padded steps of a phase in which batches of all sizes are checked; later checks are of the largest batches alone."""
-ROWS = 8
+ROWS = 4
 """Clients of such a later check at most."""
+
+
+class OtherPath(Exception):
+    """A step of single samples has called other functions than the checked ones.
+
+    Args:
+        calls: the functions.
+    """
+
+    def __init__(self, calls: list[Any]) -> None:
+        super().__init__()
+        self.calls = calls
 
 
 class Padding:
@@ -52,8 +64,9 @@ class Padding:
 
     A padded step computes the losses of single samples, whose mean is the loss of a batch unless the loss, or a layer
     such as BatchNorm, depends on several samples of a batch together. Each round's first padded step of a phase is
-    therefore computed both ways, in float64, near the clients' weights, and with the same random numbers. After a
-    difference the phase's batches are computed by size, for the rest of the run.
+    therefore computed both ways, in float64, near the clients' weights, and with the same random numbers; and so is any
+    later step that calls other functions of torch, such as a term that begins with a certain batch. After a difference
+    the phase's batches are computed by size, for the rest of the run.
 
     Args:
         module: the client module.
@@ -120,7 +133,10 @@ class Differentiator:
         self.scales = scales
         self.accumulate, self.share = accumulate, 1 / accumulate
         self._ones: Tensor | None = None
-        self._checked = False
+        self._paths: list[list[Any]] = []
+        """The functions that checked steps called."""
+        self._moving: set[str] = set()
+        """Buffers that checked steps changed."""
 
     def gradients(self, step: list[list[Part]], index: int) -> StateDict:
         """Return the gradients of the trained entries, a row per client, without entries unused by the (scaled) loss.
@@ -177,11 +193,15 @@ class Differentiator:
 
     def _plain(self, rows: Rows, samples: Tensor, index: int) -> Values:
         """Run the uncompiled step of some rows."""
-        entries = {name: stack[rows] for name, stack in self.block.entries.items()}
+        entries = self._entries(rows)
         factors = None if self.scales is None else self.scales.of(rows)
         done = self._differentiate(entries, self.block.batch(samples), index, self.block.of(rows), factors, self.share)
         self._write_back(entries, rows)
         return done
+
+    def _entries(self, rows: Rows) -> StateDict:
+        """Return the entries of some rows: views if the rows are a slice."""
+        return {name: stack[rows] for name, stack in self.block.entries.items()}
 
     def _write_back(self, entries: StateDict, rows: Rows) -> None:
         """Keep the buffers that a step of some rows has updated."""
@@ -194,11 +214,17 @@ class Differentiator:
 
     def _may_pad(self, part: Part, index: int) -> bool:
         """Return whether a part's batches may be computed at once, which the phase's first part in a round checks."""
-        if not self.padding.allows(self.phase):
-            return False
-        if self._checked:
-            return True
-        self._checked = True
+        if self.padding.allows(self.phase) and not self._paths:
+            self._check(part, index)
+        return self.padding.allows(self.phase)
+
+    def _check(self, part: Part, index: int) -> None:
+        """Refuse padded batches in this phase if a part shows that they give other results.
+
+        Args:
+            part: batches of several sizes.
+            index: the step's number.
+        """
         seen = self.padding.steps.get(self.phase.name, 0)
         self.padding.steps[self.phase.name] = seen + 1
         # A batch of one sample is its own mean, and says nothing. The largest batches say most.
@@ -208,7 +234,6 @@ class Differentiator:
             groups = [groups[0].first(ROWS)]
         if not all(self._is_mean(group, part.samples.shape[1], index) for group in groups):
             self.padding.refused.add(self.phase.name)
-        return self.padding.allows(self.phase)
 
     def _is_mean(self, group: Part, width: int, index: int) -> bool:
         """Return whether a step of single samples gives the loss and gradients of a step of their batches.
@@ -218,19 +243,25 @@ class Differentiator:
             width: the size of the padded batches, at least the group's.
             index: the step's number.
         """
-        rows, size = len(group.samples), group.samples.shape[1]
+        rows, size = group.samples.shape
         repeated = torch.cat([group.samples, group.samples[:, -1:].expand(-1, width - size)], 1)
         counts = torch.full((rows,), size, device=repeated.device)
+        padded, entries = self.block.batch(repeated), self._entries(group.rows)
         for cast_to, tolerance in ((in_float64, 1e-6), (unchanged, 1e-4)):
+            given = {name: cast_to(entry.detach()) for name, entry in entries.items()}
+            for name in self.trained:
+                # Moved away from the received weights, where terms such as a distance to these would vanish.
+                given[name] = given[name] * 1.01 + 0.001
+            batch = tree_map(cast_to, padded)
             try:
-                expected = self._trial(group.rows, group.samples, index, cast_to, None)
+                expected = self._trial(group.rows, given, tree_map(lambda t: t[:, :size], batch), index, None)
             except torch.cuda.OutOfMemoryError:
                 raise
-            # Tensors outside of the entries, such as frozen weights, are left as they are.
+            # Tensors outside of the entries, such as frozen weights, keep their type.
             except Exception:
                 continue
             try:
-                return alike(self._trial(group.rows, repeated, index, cast_to, counts), expected, tolerance)
+                return alike(self._trial(group.rows, given, batch, index, counts), expected, tolerance)
             except torch.cuda.OutOfMemoryError:
                 raise
             # Of any type: vmap, layers and the author's code refuse what they can't do in their own ways.
@@ -238,60 +269,57 @@ class Differentiator:
                 return False
         return False
 
-    def _trial(
-        self, rows: Rows, samples: Tensor, index: int, cast_to: Callable[[Tensor], Tensor], counts: Tensor | None
-    ) -> Trial:
+    def _trial(self, rows: Rows, entries: StateDict, batch: Batch, index: int, counts: Tensor | None) -> Trial:
         """Compute a step without any effect: of batches, or of single samples.
 
         Args:
             rows: the clients' rows.
-            samples: their samples ``[rows, size]``.
+            entries: their entries.
+            batch: inputs and targets ``[rows, size, ...]``.
             index: the step's number.
-            cast_to: changes the type of the tensors.
             counts: each row's number of samples ``[rows]``, for a step of single samples; None for one of batches.
         """
         members = self.block.of(rows)
-        entries = {name: cast_to(stack[rows].detach()).clone() for name, stack in self.block.entries.items()}
-        for name in self.trained:
-            # Moved away from the received weights, where terms such as a distance to these would vanish.
-            entries[name].mul_(1.01).add_(0.001)
-        batch = tree_map(cast_to, self.block.batch(samples))
         streams = [member.stream.copy() for member in members]
+        kept = {name: entry.clone() for name, entry in entries.items() if name not in self.trained}
+        given = {name: kept.get(name, entry) for name, entry in entries.items()}
         if counts is None:
-            values, gradients = self._differentiate(entries, batch, index, members, trial=streams)
+            values, gradients = self._differentiate(given, batch, index, members, trial=streams)
         else:
-            values, gradients = self._by_sample(
-                entries, batch, index, members, counts.tolist(), counts, samples.shape[1], trial=streams
-            )
-        kept = {name: entry for name, entry in entries.items() if name not in self.trained}
+            before = {name: version(entry) for name, entry in kept.items()}
+            values, gradients = self._by_sample(given, batch, index, members, counts.tolist(), counts, trial=streams)
+            self._moving |= {name for name, entry in kept.items() if version(entry) != before[name]}
         return Trial({name: value.detach() for name, value in values.items()}, gradients, kept, streams)
 
     def _padded(self, part: Part, index: int) -> Values | None:
         """Run a step of batches of several sizes at once; None if it can't be computed, without any effect."""
         rows, samples, sizes, counts = part
-        entries = {name: stack[rows] for name, stack in self.block.entries.items()}
-        buffers = [entry for name, entry in entries.items() if name not in self.trained]
+        entries = self._entries(rows)
+        entries.update({name: entries[name].clone() for name in self._moving})
+        buffers = [entry for name, entry in entries.items() if name not in self.trained and name not in self._moving]
         before = list(map(version, buffers))
-        factors = self.share if self.scales is None else self.scales.of(rows)[:, None] * self.share
+        factors = None if self.scales is None else self.scales.of(rows)[:, None]
+        if self.share != 1:
+            factors = self.share if factors is None else factors * self.share
+        members, of_rows = self.block.of(rows), cast("NDArray[np.int64]", sizes).tolist()
         try:
             done = self._by_sample(
-                entries,
-                self.block.batch(samples),
-                index,
-                self.block.of(rows),
-                cast("NDArray[np.int64]", sizes).tolist(),
-                cast(Tensor, counts),
-                samples.shape[1],
-                factors,
+                entries, self.block.batch(samples), index, members, of_rows, cast(Tensor, counts), factors
             )
         except torch.cuda.OutOfMemoryError:
             raise
-        # A step that takes another path than the checked one; its batches are computed by size.
-        except Exception:
+        except Exception as error:
             if list(map(version, buffers)) != before:
                 raise
-            self.padding.refused.add(self.phase.name)
-            return None
+            if isinstance(error, OtherPath):
+                self._check(part, index)
+                self._paths.append(error.calls)
+            else:
+                # Possible in the checked step, and not in this one.
+                self.padding.refused.add(self.phase.name)
+            return self._padded(part, index) if self.padding.allows(self.phase) else None
+        for name in self._moving:
+            self.block.entries[name][rows] = entries[name]
         self._write_back(entries, rows)
         return done
 
@@ -364,8 +392,7 @@ class Differentiator:
         members: list[Member],
         sizes: list[int],
         counts: Tensor,
-        width: int,
-        factors: Tensor | float = 1.0,
+        factors: Tensor | float | None = None,
         trial: list[Stream] | None = None,
     ) -> Values:
         """Return the same as `_differentiate`, from steps of single samples.
@@ -377,10 +404,13 @@ class Differentiator:
             members: the clients.
             sizes: each client's number of samples; further ones have no influence.
             counts: the same on the device.
-            width: samples of a client in the batch.
-            factors: factors of the gradients, ``[clients, 1]`` or one for all.
+            factors: factors of the gradients, ``[clients, 1]`` or one for all; None leaves them.
             trial: as for `_values`.
+
+        Raises:
+            OtherPath: if the step calls other functions than a checked one.
         """
+        width = next(tensors(batch[1])).shape[1]
 
         def at_once(one: Step, streams: Streams) -> dict[str, Tensor]:
             streams.sizes = sizes
@@ -394,7 +424,8 @@ class Differentiator:
         if "loss_squared" in self.module.requested:
             # The square of a batch's loss, and not the mean of squares.
             values["loss_squared"] = values["loss"].square()
-        return values, self._backward(loss, entries, (weights * factors).to(loss.dtype))
+        outputs = weights if factors is None else weights * factors
+        return values, self._backward(loss, entries, outputs.to(loss.dtype))
 
     def _values(
         self,
@@ -429,6 +460,11 @@ class Differentiator:
 
         with forward(), streams:
             values = at_once(one, streams)
+        if streams.sizes is not None:
+            if trial is not None:
+                self._paths.append(streams.calls)
+            elif streams.calls not in self._paths:
+                raise OtherPath(streams.calls)
         states.move(streams.states)
         return values
 
