@@ -1,13 +1,16 @@
 """Seconds a round of each engine, as ratios to a plain PyTorch loop that does the same work.
 
     python benchmarks/rounds.py [--engines sequential processes vectorised compiled auto] [--workloads W1 W5]
+    python benchmarks/rounds.py --engines sequential vectorised --workloads U1 U2 U3 --cpu    # clients as they are
     python benchmarks/rounds.py --scale          # rounds a second against the number of clients
     python benchmarks/rounds.py --accelerator gpu --precision bf16-mixed
 
 Both run in one process and take turns, round by round: what else the machine does hits both. A round of ours is all
 that `FederatedTrainer` does between two epochs of Lightning's loop (jobs, training, hand-over, aggregation, record),
 without evaluation. The plain loop trains the same net on as many batches of the same size from resident tensors, one
-client after another in one intra-op thread, and averages the weights. On a GPU it is on the same GPU, in float32.
+client after another in one intra-op thread, and averages the weights. On a GPU it is on the same GPU, in float32. Both
+train the same clients in each round. With `--cpu` seconds are the process's, so that what else the machine does counts
+less; they leave out other processes, which `processes` starts.
 """
 
 import argparse
@@ -16,52 +19,86 @@ import resource
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 from torch.optim import SGD
 
 from pfl_lightning import FederatedTrainer
-from pfl_lightning.callbacks import ChannelsLast
-from pfl_lightning.data import IID, FederatedDataModule
+from pfl_lightning.callbacks import ChannelsLast, FederatedCallback
+from pfl_lightning.data import IID, Digits, Dirichlet, FederatedDataModule, Partitioner
 from pfl_lightning.engines import ENGINES
 from pfl_lightning.engines.processes import cores
 from pfl_lightning.methods.fedavg import FedAvg
-from pfl_lightning.nets import CNN, MLP, LeNet5, NetFactory, ResNet18
+from pfl_lightning.nets import CNN, MLP, LeNet5, Net, NetFactory, ResNet18
 
 LR = 0.01
 BATCH = 10
 
 
+class Sizes(Partitioner):
+    """Clients of given sizes, one after another in the pool."""
+
+    by_class = False
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
+
+    def split(self, classes: list[Any], num_clients: int, rng: np.random.RandomState) -> list[Any]:
+        """Cuts the pool."""
+        return np.split(np.concatenate(classes), np.cumsum(self.sizes))[:num_clients]
+
+
 class Noise(FederatedDataModule):
-    """Random images: what they show makes no difference to the time."""
+    """Random images: what they show makes no difference to the time. `samples` are each client's, or of all clients."""
 
     num_classes = 10
 
-    def __init__(self, num_clients: int, samples: int, input_shape: tuple[int, ...]) -> None:
-        super().__init__(num_clients=num_clients, partitioner=IID(), batch_size=BATCH, test_fraction=0, val_fraction=0)
+    def __init__(self, num_clients: int, samples: int | Sequence[int], input_shape: tuple[int, ...]) -> None:
+        partitioner = IID() if isinstance(samples, int) else Sizes(samples)
+        super().__init__(
+            num_clients=num_clients, partitioner=partitioner, batch_size=BATCH, test_fraction=0, val_fraction=0
+        )
         self.input_shape = input_shape
-        self.samples = samples
+        self.pool_size = num_clients * samples if isinstance(samples, int) else sum(samples)
 
     def load(self) -> tuple[Tensor, Tensor]:
         """Draws the pool."""
-        n = self.num_clients * self.samples
-        return torch.randint(0, 256, (n, *self.input_shape), dtype=torch.uint8), torch.arange(n) % 10
+        n = self.pool_size
+        return torch.randint(0, 256, (n, *self.input_shape), dtype=torch.uint8), torch.arange(n) % self.num_classes
 
 
-def plain_round(net: nn.Module, data: Noise, cohort: int, device: torch.device) -> Callable[[], None]:
-    """A round as one would write it by hand."""
-    parts = [data.part(client, "train").to(device, torch.float32) for client in range(cohort)]
-    weights = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+class Characters(Noise):
+    """Noise of 62 classes."""
 
-    def run() -> None:
-        uploads = []
-        for part in parts:
-            net.load_state_dict(weights)
+    num_classes = 62
+
+
+class PlainLoop:
+    """Rounds as one would write them by hand."""
+
+    def __init__(self, net: nn.Module, data: FederatedDataModule, device: torch.device) -> None:
+        self.net, self.data, self.device = net, data, device
+        self.cohort: list[int] = []
+        self.weights = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+
+    def load(self, cohort: list[int]) -> None:
+        """Loads the samples of a round, which a loop over resident tensors has already."""
+        if cohort != self.cohort:
+            parts = [self.data.part(client, "train") for client in cohort]
+            self.cohort, self.parts = cohort, [part.to(self.device, torch.float32) for part in parts]
+
+    def __call__(self) -> None:
+        """Trains the clients of a round, and averages."""
+        net, uploads = self.net, []
+        for part in self.parts:
+            net.load_state_dict(self.weights)
             net.train()
             optimizer = SGD(net.parameters(), lr=LR)
             order = torch.randperm(len(part))
@@ -71,62 +108,117 @@ def plain_round(net: nn.Module, data: Noise, cohort: int, device: torch.device) 
                 loss.backward()
                 optimizer.step()
             uploads.append({name: tensor.detach().clone() for name, tensor in net.state_dict().items()})
-        for name, entry in weights.items():
+        shares = torch.tensor([float(len(part)) for part in self.parts], device=self.device)
+        shares /= shares.sum()
+        for name, entry in self.weights.items():
             stack = torch.stack([upload[name] for upload in uploads])
-            weights[name] = stack.mean(0) if entry.is_floating_point() else stack.amax(0)
-        if device.type == "cuda":
+            floating = entry.is_floating_point()
+            self.weights[name] = torch.tensordot(shares, stack, 1) if floating else stack.amax(0)
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    return run
 
-
-class Turns(Callback):
+class Turns(FederatedCallback):
     """Times the federation's rounds and runs a plain round after each."""
 
-    def __init__(self, plain: Callable[[], None]) -> None:
-        self.plain = plain
+    def __init__(
+        self,
+        plain: Callable[[], None],
+        load: Callable[[list[int]], None] = lambda cohort: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.plain, self.load, self.clock = plain, load, clock
         self.seconds: dict[str, list[float]] = {"federation": [], "plain": []}
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Any, federation: Any) -> None:
         """Starts the clock of a round."""
-        self._start = time.perf_counter()
+        self._start = self.clock()
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_round_start(self, trainer: Any, federation: Any, cohort: list[int]) -> None:
+        """Keeps the clients."""
+        self._cohort = list(cohort)
+
+    def on_train_epoch_end(self, trainer: Any, federation: Any) -> None:
         """Stops it, and takes the other's turn."""
-        self.seconds["federation"].append(time.perf_counter() - self._start)
-        start = time.perf_counter()
+        self.seconds["federation"].append(self.clock() - self._start)
+        self.load(self._cohort)
+        start = self.clock()
         self.plain()
-        self.seconds["plain"].append(time.perf_counter() - start)
+        self.seconds["plain"].append(self.clock() - start)
+
+
+def leaf_cnn(input_shape: tuple[int, ...], num_classes: int) -> Net:
+    """LEAF's net for FEMNIST: 6,603,710 parameters for 62 classes."""
+    convolutions = [nn.Conv2d(input_shape[0], 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
+    convolutions += [nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    return Net(nn.Sequential(*convolutions, nn.Linear(64 * 7 * 7, 2048), nn.ReLU()), nn.Linear(2048, num_classes))
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A federation of equal clients.
+    """A federation.
 
     Args:
         what: a line about it.
         net: the net.
         shape: of a sample.
         clients: how many there are.
-        samples: of a client.
+        samples: of a client, or of all clients.
         cohort: clients of a round; None takes all.
+        data: makes the data from the number of clients, ``samples`` and ``shape``.
     """
 
     what: str
     net: NetFactory
     shape: tuple[int, ...]
     clients: int
-    samples: int
+    samples: int | Sequence[int]
     cohort: int | None = None
+    data: Callable[..., FederatedDataModule] = Noise
 
 
+def uniform(clients: int, low: int, high: int) -> list[int]:
+    """Sizes of clients, each as likely as the next."""
+    return np.random.default_rng(0).integers(low, high, clients, endpoint=True).tolist()
+
+
+def log_normal(clients: int, mean: int) -> list[int]:
+    """Sizes of clients, whose logarithms have a standard deviation of 1: a few clients have most samples."""
+    drawn = np.random.default_rng(0).lognormal(0, 1, clients)
+    return np.maximum(1, np.rint(drawn / drawn.mean() * mean)).astype(int).tolist()
+
+
+def digits(clients: int, *_: Any) -> FederatedDataModule:
+    """Returns the digits, of clients with few classes each, as in `protocols/digits_dir0.1`."""
+    return Digits(
+        num_clients=clients,
+        partitioner=Dirichlet(alpha=0.1, min_size=40),
+        batch_size=BATCH,
+        test_fraction=0,
+        val_fraction=0,
+    )
+
+
+SMALL_MLP = partial(MLP, hidden=(64,))
 WORKLOADS = {
     "W1": Workload("20 clients x 150 CIFAR-shaped samples, CNN", CNN, (3, 32, 32), 20, 150),
     "W3": Workload("20 clients x 150 MNIST-shaped samples, LeNet5", LeNet5, (1, 28, 28), 20, 150),
     "W4": Workload("4 clients x 64 CIFAR-shaped samples, ResNet-18", ResNet18, (3, 32, 32), 4, 64),
-    "W5": Workload("100 clients x 30, MLP 64-64-10", partial(MLP, hidden=(64,)), (1, 8, 8), 100, 30),
+    "W5": Workload("100 clients x 30, MLP 64-64-10", SMALL_MLP, (1, 8, 8), 100, 30),
     "W6": Workload("100 clients x 50 CIFAR-shaped samples, CNN", CNN, (3, 32, 32), 100, 50),
     "W7": Workload("1,000 users x 50 CIFAR-shaped samples, cohort 50, CNN", CNN, (3, 32, 32), 1000, 50, 50),
+    "U1": Workload("100 clients x 10 to 50, MLP 64-64-10", SMALL_MLP, (1, 8, 8), 100, uniform(100, 10, 50)),
+    "U2": Workload("100 clients, log-normal, mean 30, MLP 64-64-10", SMALL_MLP, (1, 8, 8), 100, log_normal(100, 30)),
+    "U3": Workload("10 clients, digits by Dirichlet(0.1), MLP 64-64-10", SMALL_MLP, (1, 8, 8), 10, 0, None, digits),
+    "FEM": Workload(
+        "3,400 users x 20 to 400 of 62 classes, cohort 100, LEAF's CNN",
+        leaf_cnn,
+        (1, 28, 28),
+        3400,
+        uniform(3400, 20, 400),
+        100,
+        Characters,
+    ),
 }
 
 
@@ -137,15 +229,15 @@ COMPILED = "compiled"
 def compare(workload: Workload, engine: str, args: argparse.Namespace) -> dict[str, float]:
     """Median seconds of a round of each side, without the first two rounds."""
     seed_everything(0, verbose=False)
-    data = Noise(workload.clients, workload.samples, workload.shape)
+    data = workload.data(workload.clients, workload.samples, workload.shape)
     data.setup()
-    cohort = workload.cohort or workload.clients
     client = FedAvg(workload.net, data.input_shape, data.num_classes, optimizer=partial(SGD, lr=LR))
     device = torch.device("cuda" if args.accelerator == "gpu" else args.accelerator)
-    turns = Turns(plain_round(workload.net(data.input_shape, data.num_classes).to(device), data, cohort, device))
+    plain = PlainLoop(workload.net(data.input_shape, data.num_classes).to(device), data, device)
+    turns = Turns(plain, plain.load, time.process_time if args.cpu else time.perf_counter)
     trainer = FederatedTrainer(
         max_rounds=args.rounds + 2,
-        clients_per_round=cohort,
+        clients_per_round=workload.cohort or workload.clients,
         engine="vectorised" if engine == COMPILED else engine,
         compile=engine == COMPILED,
         callbacks=[turns, *([ChannelsLast()] if args.channels_last else [])],
@@ -163,14 +255,14 @@ def compare(workload: Workload, engine: str, args: argparse.Namespace) -> dict[s
 
 def table(args: argparse.Namespace) -> None:
     """Prints the ratio of each engine on each workload."""
-    print(f"{'workload':<58} {'engine':<11} {'round':>9} {'plain loop':>11} {'ratio':>6}")
+    print(f"{'workload':<62} {'engine':<11} {'round':>9} {'plain loop':>11} {'ratio':>6}")
     for name in args.workloads:
         workload = WORKLOADS[name]
         for engine in args.engines:
             seconds = compare(workload, engine, args)
             ratio = seconds["federation"] / seconds["plain"]
             print(
-                f"{name + ' ' + workload.what:<58} {engine:<11} {seconds['federation']:>7.3f} s "
+                f"{name + ' ' + workload.what:<62} {engine:<11} {seconds['federation']:>7.3f} s "
                 f"{seconds['plain']:>9.3f} s {ratio:>6.2f}",
                 flush=True,
             )
@@ -195,6 +287,7 @@ def main() -> None:
     parser.add_argument("--accelerator", default="cpu", choices=["cpu", "gpu"])
     parser.add_argument("--precision", default="32-true", help="of the federation; the plain loop stays in float32")
     parser.add_argument("--channels_last", action="store_true", help="in the federation, not in the plain loop")
+    parser.add_argument("--cpu", action="store_true", help="seconds of the process in place of the clock's")
     parser.add_argument("--scale", action="store_true", help="rounds a second against the number of clients")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

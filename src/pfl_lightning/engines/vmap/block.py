@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +20,48 @@ from pfl_lightning.messages import StateDict, tree_map
 
 Rows: TypeAlias = slice | Tensor
 """Rows of a stack: a slice, or any row numbers."""
+
+
+class Part(NamedTuple):
+    """The batches of some clients, to be computed at once.
+
+    Args:
+        rows: the clients' rows.
+        samples: numbers of samples of the block ``[rows, size]``; a shorter batch repeats its last sample.
+        sizes: each batch's number of samples, on the CPU; None if all are ``size``.
+        counts: the same ``[rows]`` on the device of ``samples``.
+    """
+
+    rows: Rows
+    samples: Tensor
+    sizes: NDArray[np.int64] | None = None
+    counts: Tensor | None = None
+
+    def first(self, count: int) -> "Part":
+        """Return the part of the first clients, of batches of one size.
+
+        Args:
+            count: clients at most.
+        """
+        rows = self.rows
+        if isinstance(rows, slice):
+            return Part(slice(rows.start, min(rows.stop, rows.start + count)), self.samples[:count])
+        return Part(rows[:count], self.samples[:count])
+
+    def by_size(self) -> list["Part"]:
+        """Return the same batches in parts of equal size."""
+        if self.sizes is None:
+            return [self]
+        device = self.samples.device
+        numbers = (
+            np.arange(self.rows.start, self.rows.stop) if isinstance(self.rows, slice) else self.rows.cpu().numpy()
+        )
+        parts = []
+        for size in dict.fromkeys(self.sizes.tolist()):
+            (own,) = np.nonzero(self.sizes == size)
+            samples = self.samples[torch.from_numpy(own).to(device), :size]
+            parts.append(Part(neighbours(numbers[own], device), samples))
+        return parts
 
 
 @dataclass
@@ -194,13 +236,15 @@ class Plan:
         first = np.where(begun, self._skipped[rows] + step * self._accumulate, group * self._accumulate)
         return np.where(begun, 0, epoch + 1), first, np.minimum(first + self._accumulate, self._batches[rows])
 
-    def steps(self, device: torch.device) -> Iterator[list[list[tuple[Rows, Tensor]]]]:
-        """Yield each optimizer step's batches: pairs of rows and their samples ``[rows, size]``, one pair per size.
+    def steps(self, device: torch.device, pads: bool, apart: bool) -> Iterator[list[list[Part]]]:
+        """Yield each optimizer step's batches, each as parts that are computed at once.
 
         Args:
             device: the device for the numbers of rows and samples.
+            pads: whether batches of different sizes share a part.
+            apart: whether full batches never share a part with shorter ones.
         """
-        steps: list[list[list[NDArray[np.int64]]]] = []
+        steps: list[list[list[tuple[NDArray[np.int64], NDArray[np.int64], bool]]]] = []
         pieces: list[NDArray[np.int64]] = []
         for index in range(self.counts.max(initial=0)):
             (taking,) = np.nonzero(self.counts > index)
@@ -214,16 +258,32 @@ class Plan:
                 sizes = np.minimum(self._lengths[rows] - first, self.size)
                 first += self._starts[rows] + epochs[left] * self._lengths[rows]
                 steps[-1].append([])
-                for size in dict.fromkeys(sizes.tolist()):
-                    steps[-1][-1].append(rows[sizes == size])
-                    pieces.append(self._flat[first[sizes == size, None] + np.arange(size)])
+                kinds = sizes if not pads else sizes == self.size if apart else np.zeros_like(sizes)
+                for kind in dict.fromkeys(kinds.tolist()):
+                    own = kinds == kind
+                    size = int(sizes[own].max())
+                    ragged = bool((sizes[own] != size).any())
+                    steps[-1][-1].append((rows[own], sizes[own], ragged))
+                    # A short batch repeats its last sample.
+                    places = np.minimum(np.arange(size), sizes[own, None] - 1) if ragged else np.arange(size)
+                    pieces.append(self._flat[first[own, None] + places])
+                    if ragged:
+                        pieces.append(sizes[own])
         if not pieces:
             return
         # One transfer to the device for the whole phase, not one per step.
         flat = torch.from_numpy(np.concatenate([piece.ravel() for piece in pieces])).to(device)
         cut = iter(torch.split(flat, [piece.size for piece in pieces]))
         for step in steps:
-            yield [[(neighbours(rows, device), next(cut).view(len(rows), -1)) for rows in batch] for batch in step]
+            yield [
+                [
+                    Part(
+                        neighbours(rows, device), next(cut).view(len(rows), -1), *((sizes, next(cut)) if ragged else ())
+                    )
+                    for rows, sizes, ragged in batch
+                ]
+                for batch in step
+            ]
 
 
 def neighbours(rows: NDArray[np.int64], device: torch.device) -> Rows:

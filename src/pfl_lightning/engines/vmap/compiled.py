@@ -19,6 +19,14 @@ from pfl_lightning.messages import StateDict
 Values: TypeAlias = tuple[dict[str, Tensor], StateDict]
 """A step's returned values and the gradients of the loss, each with a row per client."""
 
+SHARES = (16, 4, 1)
+"""Shares of a block's rows that steps are compiled for, as divisors: clients that have finished are left out in steps
+of a factor of 4. For log-normal sizes (standard deviation 1) of 100 clients steps then compute 1.8 rows per row needed,
+which were 5.1 with one version; a factor of 2 gives 1.4, by six compilations."""
+FEWEST = 8
+"""Rows that aren't worth a version for fewer."""
+VERSIONS = 6
+"""Versions for different rows at most, as the compiler allows eight of a step in all."""
 CHECKED = 3
 """Steps to run both compiled and uncompiled before a compiled version is trusted."""
 
@@ -71,7 +79,26 @@ class Compiled:
         self._tolerance = 1e-3 if str(precision.precision).startswith(("32", "64")) else 0.05
         self._method = type(module).__name__
         self._version = Version()
+        self._rows: set[tuple[str, int]] = set()
         self.trusted = True
+
+    def rows(self, phase: str, rows: int, needed: int) -> int:
+        """Return the number of a block's first rows to compute: a share of `SHARES`, few of them for few rows needed.
+
+        Args:
+            phase: name of the phase.
+            rows: rows of the block.
+            needed: the first rows with a batch, at least 1.
+        """
+        for share in SHARES:
+            count = max(-(-rows // share), FEWEST)
+            known = (phase, count) in self._rows or len(self._rows) < VERSIONS
+            if needed <= count < rows and known:
+                break
+        else:
+            count = rows
+        self._rows.add((phase, count))
+        return count
 
     @property
     def _captured(self) -> bool:

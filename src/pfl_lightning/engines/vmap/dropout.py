@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.engines.vmap.layers import Layers
+from pfl_lightning.engines.vmap.layers import Layers, sample_of, samples_of
+from pfl_lightning.internals.of_torch import outside_vmap
 
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
 DRAWS = {torch.rand, torch.randn, torch.randint}
@@ -42,6 +43,18 @@ class Stream:
         """The generators' states, replaced when they advance."""
         generators = default_generators(self.device)
         return [torch.Generator(generator.device).manual_seed(self.seed).get_state() for generator in generators]
+
+    @property
+    def is_made(self) -> bool:
+        """True if the states were used."""
+        return "states" in vars(self)
+
+    def copy(self) -> "Stream":
+        """Return a stream of the same states that advances for itself."""
+        other = Stream(self.device, self.seed)
+        if self.is_made:
+            other.states = [*self.states]
+        return other
 
     def keep(self) -> "Stream":
         """Store the generators' current states."""
@@ -96,6 +109,10 @@ class Streams(Layers):
         self.generator = generator
         self.states = states
         self.trained: list[Tensor] = []
+        self.calls: list[Any] = []
+        """The functions of torch that the step has called."""
+        self.sizes: Sequence[int] | None = None
+        """Each client's number of samples, where a step computes single samples; None under ``vmap`` over clients."""
 
     def __enter__(self) -> "Streams":
         self.generator.set_state(self.states[0])
@@ -112,6 +129,7 @@ class Streams(Layers):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call this class's version of random functions, ``requires_grad`` and layers."""
+        self.calls.append(func)
         if func in DROPOUTS:
             return self.dropout(func, *args, **(kwargs or {}))
         # A function with its own generator uses no client's stream, and in evaluation nothing is trained.
@@ -158,12 +176,39 @@ class Streams(Layers):
         Args:
             like: any tensor of the step with a row per client.
             one: draws for one client, from the shape, type and device of the client's tensor.
+
+        Raises:
+            RuntimeError: for single samples, if the tensor isn't a sample's.
         """
+        if self.sizes is not None:
+            return self.drawn_by_sample(like, one, self.sizes)
         numbers: Tensor = Masks.apply(like.detach(), lambda *of_one: self.draw(lambda: one(*of_one)))
         return numbers
 
+    def drawn_by_sample(
+        self, like: Tensor, one: Callable[[torch.Size, torch.dtype, torch.device], Tensor], sizes: Sequence[int]
+    ) -> Tensor:
+        """Return each sample's random numbers: those that its client draws for a whole batch, and zeros beyond it."""
+        samples = samples_of(like)
+        if samples is None:
+            raise RuntimeError("random numbers that aren't drawn for samples")
+        width, shape = samples.shape[0], like.shape[1:]
+        remaining = iter(sizes)
+
+        def batch() -> Tensor:
+            drawn = one(torch.Size([next(remaining), *shape]), like.dtype, like.device)
+            return torch.cat([drawn, drawn.new_zeros(width - len(drawn), *shape)])
+
+        with outside_vmap():
+            numbers = self.draw(batch).unsqueeze(2)
+        return sample_of(numbers, like)
+
     def draw(self, one: Callable[[], Tensor]) -> Tensor:
-        """Return each client's random numbers ``[clients, ...]``."""
+        """Return each client's random numbers ``[clients, ...]``.
+
+        Args:
+            one: draws for one client, called for one after another.
+        """
         drawn, after = [], []
         for state in self.known[key(self.generator.get_state())]:
             self.generator.set_state(state)

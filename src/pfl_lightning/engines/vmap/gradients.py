@@ -1,21 +1,92 @@
 """Compute a training step of stacked clients: the returned values, and the gradients of the loss."""
 
-from typing import cast
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pfl_lightning.client.module import Batch
+from pfl_lightning.client.module import Batch, ClientModule
+from pfl_lightning.client.phases import Phase
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import step_values
-from pfl_lightning.engines.vmap.block import Block, Member, Rows
+from pfl_lightning.engines.vmap.block import Block, Member, Part, Rows
 from pfl_lightning.engines.vmap.checks import SharedAttributes, vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled, Values
-from pfl_lightning.engines.vmap.dropout import DeviceStates, Streams, default_generators
-from pfl_lightning.engines.vmap.mapping import mapped
+from pfl_lightning.engines.vmap.dropout import DeviceStates, Stream, Streams, default_generators
+from pfl_lightning.engines.vmap.mapping import Step, mapped, mapped_by_sample
 from pfl_lightning.engines.vmap.scales import Scales
-from pfl_lightning.messages import StateDict, tree_map
+from pfl_lightning.internals.of_torch import version
+from pfl_lightning.messages import StateDict, tensors, tree_map
+from pfl_lightning.tasks import Task
+
+
+class Trial(NamedTuple):
+    """A step computed without effect.
+
+    Args:
+        values: the values of ``training_step``, a row per client.
+        gradients: the gradients of the trained entries.
+        entries: the other entries after the step.
+        streams: the clients' random streams after the step.
+    """
+
+    values: StateDict
+    gradients: StateDict
+    entries: StateDict
+    streams: list[Stream]
+
+
+CHECKED = 3
+"""Padded steps of a phase in which batches of all sizes are checked; later checks are of the largest batches alone."""
+ROWS = 4
+"""Clients of such a later check at most."""
+
+
+class OtherPath(Exception):
+    """A step of single samples has called other functions than the checked ones.
+
+    Args:
+        calls: the functions.
+    """
+
+    def __init__(self, calls: list[Any]) -> None:
+        super().__init__()
+        self.calls = calls
+
+
+class Padding:
+    """Whether steps may compute short batches together with longer ones, known by checks of a client module's phases.
+
+    A padded step computes the losses of single samples, whose mean is the loss of a batch unless the loss, or a layer
+    such as BatchNorm, depends on several samples of a batch together. Each round's first padded step of a phase is
+    therefore computed both ways, in float64, near the clients' weights, and with the same random numbers; and so is any
+    later step that calls other functions of torch, such as a term that begins with a certain batch. After a difference
+    the phase's batches are computed by size, for the rest of the run.
+
+    Args:
+        module: the client module.
+        precision: the Trainer's precision plugin.
+    """
+
+    def __init__(self, module: ClientModule, precision: Precision) -> None:
+        # Weights of half precision would leave nothing to compare by.
+        exact = str(precision.precision).endswith("-mixed") or str(precision.precision).startswith(("32", "64"))
+        # A task that counts errors otherwise than by samples has means that single samples don't add up to.
+        task = module.task
+        self.possible = exact and not task.samples_meet and type(task).weight is Task.weight
+        self.refused: set[str] = set()
+        """Names of phases whose steps differ if padded."""
+        self.steps: dict[str, int] = {}
+        """Checked steps by phase."""
+
+    def allows(self, phase: Phase) -> bool:
+        """Return whether a phase's batches may be padded, as far as known."""
+        return self.possible and phase.name not in self.refused
 
 
 class Differentiator:
@@ -25,8 +96,10 @@ class Differentiator:
         attributes: the client module's attributes.
         precision: the Trainer's precision plugin.
         compiled: the compiled step; None runs each step uncompiled.
+        padding: whether batches of several sizes may be computed at once.
         slots: the module's slots.
         block: the clients; entries are read, and buffers among the entries updated.
+        phase: the phase.
         trained: names of the entries to differentiate with respect to.
         size: samples of a full batch.
         scales: factors of the clients' losses; None leaves the losses unscaled.
@@ -38,8 +111,10 @@ class Differentiator:
         attributes: SharedAttributes,
         precision: Precision,
         compiled: Compiled | None,
+        padding: Padding,
         slots: Slots,
         block: Block,
+        phase: Phase,
         trained: list[str],
         size: int,
         scales: Scales | None = None,
@@ -49,27 +124,32 @@ class Differentiator:
         self.module = attributes.module
         self.precision = precision
         self.compiled = compiled
+        self.padding = padding
         self.slots = slots
         self.block = block
+        self.phase = phase
         self.trained = trained
         self.size = size
         self.scales = scales
         self.accumulate, self.share = accumulate, 1 / accumulate
         self._ones: Tensor | None = None
+        self._paths: list[list[Any]] = []
+        """The functions that checked steps called."""
+        self._moving: set[str] = set()
+        """Buffers that checked steps changed."""
 
-    def gradients(self, step: list[list[tuple[Rows, Tensor]]], index: int) -> StateDict:
+    def gradients(self, step: list[list[Part]], index: int) -> StateDict:
         """Return the gradients of the trained entries, a row per client, without entries unused by the (scaled) loss.
 
         Values from `ClientModule.training_step` are stored in the block.
 
         Args:
-            step: the batches of an optimizer step, each as pairs of rows and their samples ``[rows, size]``. All rows
-                have a first batch.
+            step: the batches of an optimizer step, each in parts. All rows have a first batch.
             index: the step's number.
         """
         if self.accumulate == 1:
             return self._of_batch(step[0], index)
-        total = sum(len(samples) for _, samples in step[0])
+        total = sum(len(part.samples) for part in step[0])
         sums: StateDict = {}
         for further, batch in enumerate(step):
             for rows, gradients in self._parts(batch, index * self.accumulate + further):
@@ -80,54 +160,183 @@ class Differentiator:
                     sums[name][rows] += gradient
         return sums
 
-    def _of_batch(self, batch: list[tuple[Rows, Tensor]], index: int) -> StateDict:
+    def _of_batch(self, batch: list[Part], index: int) -> StateDict:
         """Return the gradients of a single batch of each client."""
         parts = self._parts(batch, index)
-        # The usual case: all batches have one size, and nothing must be copied.
+        # The usual case: all batches are computed at once, and nothing must be copied.
         if len(parts) == 1:
             return parts[0][1]
         joined = {}
         for name, gradient in parts[0][1].items():
-            joined[name] = gradient.new_empty((sum(len(samples) for _, samples in batch), *gradient.shape[1:]))
+            joined[name] = gradient.new_empty((sum(len(part.samples) for part in batch), *gradient.shape[1:]))
             for rows, gradients in parts:
                 joined[name][rows] = gradients[name]
         return joined
 
-    def _parts(self, batch: list[tuple[Rows, Tensor]], index: int) -> list[tuple[Rows, StateDict]]:
-        """Return rows and their gradients by batch size, and record the values of the step."""
-        parts: list[tuple[Rows, StateDict]] = []
-        for rows, samples in batch:
-            # Each batch size needs its own compilation, and short batches are too rare to pay for one.
-            compiles = self.compiled is not None and self.compiled.trusted and samples.shape[1] == self.size
-            done = self._compiled(rows, samples, index) if compiles else None
-            values, gradients = self._plain(rows, samples, index) if done is None else done
-            parts.append((rows, gradients))
-            self.block.record(rows, samples.shape[1], values)
-        return parts
+    def _parts(self, batch: list[Part], index: int) -> list[tuple[Rows, StateDict]]:
+        """Return rows and their gradients by part, and record the values of the step."""
+        done: list[tuple[Rows, StateDict]] = []
+        for part in batch:
+            at_once = self._padded(part, index) if part.sizes is not None and self._may_pad(part, index) else None
+            if at_once is not None:
+                done.append((part.rows, at_once[1]))
+                self.block.record(part.rows, cast("NDArray[np.int64]", part.sizes), at_once[0])
+                continue
+            for rows, samples, *_ in part.by_size():
+                # Each batch size needs its own compilation, and short batches are too rare to pay for one.
+                compiles = self.compiled is not None and self.compiled.trusted and samples.shape[1] == self.size
+                found = self._compiled(rows, samples, index) if compiles else None
+                values, gradients = self._plain(rows, samples, index) if found is None else found
+                done.append((rows, gradients))
+                self.block.record(rows, samples.shape[1], values)
+        return done
 
     def _plain(self, rows: Rows, samples: Tensor, index: int) -> Values:
         """Run the uncompiled step of some rows."""
-        entries = {name: stack[rows] for name, stack in self.block.entries.items()}
+        entries = self._entries(rows)
         factors = None if self.scales is None else self.scales.of(rows)
         done = self._differentiate(entries, self.block.batch(samples), index, self.block.of(rows), factors, self.share)
+        self._write_back(entries, rows)
+        return done
+
+    def _entries(self, rows: Rows) -> StateDict:
+        """Return the entries of some rows: views if the rows are a slice."""
+        return {name: stack[rows] for name, stack in self.block.entries.items()}
+
+    def _write_back(self, entries: StateDict, rows: Rows) -> None:
+        """Keep the buffers that a step of some rows has updated."""
         if isinstance(rows, Tensor):
             # Indexing by a tensor makes copies (a slice makes views), so write updated buffers back.
             for name in entries.keys() - set(self.trained):
                 self.block.entries[name][rows] = entries[name]
+
+    # Padded batches
+
+    def _may_pad(self, part: Part, index: int) -> bool:
+        """Return whether a part's batches may be computed at once, which the phase's first part in a round checks."""
+        if self.padding.allows(self.phase) and not self._paths:
+            self._check(part, index)
+        return self.padding.allows(self.phase)
+
+    def _check(self, part: Part, index: int) -> None:
+        """Refuse padded batches in this phase if a part shows that they give other results.
+
+        Args:
+            part: batches of several sizes.
+            index: the step's number.
+        """
+        seen = self.padding.steps.get(self.phase.name, 0)
+        self.padding.steps[self.phase.name] = seen + 1
+        # A batch of one sample is its own mean, and says nothing. The largest batches say most.
+        groups = [group for group in part.by_size() if group.samples.shape[1] > 1]
+        groups.sort(key=lambda group: -group.samples.shape[1])
+        if seen >= CHECKED:
+            groups = [groups[0].first(ROWS)]
+        if not all(self._is_mean(group, part.samples.shape[1], index) for group in groups):
+            self.padding.refused.add(self.phase.name)
+
+    def _is_mean(self, group: Part, width: int, index: int) -> bool:
+        """Return whether a step of single samples gives the loss and gradients of a step of their batches.
+
+        Args:
+            group: batches of one size.
+            width: the size of the padded batches, at least the group's.
+            index: the step's number.
+        """
+        rows, size = group.samples.shape
+        repeated = torch.cat([group.samples, group.samples[:, -1:].expand(-1, width - size)], 1)
+        counts = torch.full((rows,), size, device=repeated.device)
+        padded, entries = self.block.batch(repeated), self._entries(group.rows)
+        for cast_to, tolerance in ((in_float64, 1e-6), (unchanged, 1e-4)):
+            given = {name: cast_to(entry.detach()) for name, entry in entries.items()}
+            for name in self.trained:
+                # Moved away from the received weights, where terms such as a distance to these would vanish.
+                given[name] = given[name] * 1.01 + 0.001
+            batch = tree_map(cast_to, padded)
+            try:
+                expected = self._trial(group.rows, given, tree_map(lambda t: t[:, :size], batch), index, None)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            # Tensors outside of the entries, such as frozen weights, keep their type.
+            except Exception:
+                continue
+            try:
+                return alike(self._trial(group.rows, given, batch, index, counts), expected, tolerance)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            # Of any type: vmap, layers and the author's code refuse what they can't do in their own ways.
+            except Exception:
+                return False
+        return False
+
+    def _trial(self, rows: Rows, entries: StateDict, batch: Batch, index: int, counts: Tensor | None) -> Trial:
+        """Compute a step without any effect: of batches, or of single samples.
+
+        Args:
+            rows: the clients' rows.
+            entries: their entries.
+            batch: inputs and targets ``[rows, size, ...]``.
+            index: the step's number.
+            counts: each row's number of samples ``[rows]``, for a step of single samples; None for one of batches.
+        """
+        members = self.block.of(rows)
+        streams = [member.stream.copy() for member in members]
+        kept = {name: entry.clone() for name, entry in entries.items() if name not in self.trained}
+        given = {name: kept.get(name, entry) for name, entry in entries.items()}
+        if counts is None:
+            values, gradients = self._differentiate(given, batch, index, members, trial=streams)
+        else:
+            before = {name: version(entry) for name, entry in kept.items()}
+            values, gradients = self._by_sample(given, batch, index, members, counts.tolist(), counts, trial=streams)
+            self._moving |= {name for name, entry in kept.items() if version(entry) != before[name]}
+        return Trial({name: value.detach() for name, value in values.items()}, gradients, kept, streams)
+
+    def _padded(self, part: Part, index: int) -> Values | None:
+        """Run a step of batches of several sizes at once; None if it can't be computed, without any effect."""
+        rows, samples, sizes, counts = part
+        entries = self._entries(rows)
+        entries.update({name: entries[name].clone() for name in self._moving})
+        buffers = [entry for name, entry in entries.items() if name not in self.trained and name not in self._moving]
+        before = list(map(version, buffers))
+        factors = None if self.scales is None else self.scales.of(rows)[:, None]
+        if self.share != 1:
+            factors = self.share if factors is None else factors * self.share
+        members, of_rows = self.block.of(rows), cast("NDArray[np.int64]", sizes).tolist()
+        try:
+            done = self._by_sample(
+                entries, self.block.batch(samples), index, members, of_rows, cast(Tensor, counts), factors
+            )
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if list(map(version, buffers)) != before:
+                raise
+            if isinstance(error, OtherPath):
+                self._check(part, index)
+                self._paths.append(error.calls)
+            else:
+                # Possible in the checked step, and not in this one.
+                self.padding.refused.add(self.phase.name)
+            return self._padded(part, index) if self.padding.allows(self.phase) else None
+        for name in self._moving:
+            self.block.entries[name][rows] = entries[name]
+        self._write_back(entries, rows)
         return done
 
     def _compiled(self, rows: Rows, samples: Tensor, index: int) -> Values | None:
         """Run the compiled step; return None if it fails or gives other results than the plain one.
 
-        Always run all rows, to compile only once; results of rows without a batch are dropped.
+        Results of rows without a batch are dropped.
         """
         block, compiled = self.block, cast(Compiled, self.compiled)
-        everyone = samples.new_zeros(len(block.members), samples.shape[1])
-        everyone[rows] = samples
-        batch, entries = block.batch(everyone), dict(block.entries)
+        last = rows.stop if isinstance(rows, slice) else int(rows[-1]) + 1
+        count = compiled.rows(self.phase.name, len(block.members), last)
+        first = samples.new_zeros(count, samples.shape[1])
+        first[rows] = samples
+        batch, entries = block.batch(first), {name: stack[:count] for name, stack in block.entries.items()}
 
         def plain(entries: StateDict) -> Values:
-            return self._differentiate(entries, batch, index, block.members)
+            return self._differentiate(entries, batch, index, block.members[:count])
 
         done = compiled.differentiate(plain, entries, batch, index, self.trained)
         if done is None:
@@ -148,29 +357,24 @@ class Differentiator:
         members: list[Member],
         factors: Tensor | None = None,
         share: float = 1.0,
+        trial: list[Stream] | None = None,
     ) -> Values:
         """Return the values of ``training_step``, and a share of the loss's gradients by the trained entries."""
-        leaves = [entries[name].requires_grad_() for name in self.trained]
-        states = DeviceStates([member.stream for member in members])
-        # Each client draws dropout from its own stream, as it would alone.
-        streams = Streams(default_generators(self.module.device)[-1], states)
 
-        def one(entries: StateDict, batch: Batch) -> dict[str, Tensor]:
-            streams.trained = [entries[name] for name in self.trained]
-            streams.classes = batch[1] if self.module.task.has_classes else None
-            return self.slots.call(step_values, entries, self.module, batch, index)
+        def at_once(one: Step, streams: Streams) -> dict[str, Tensor]:
+            return mapped(one, entries, batch, len(members))
 
-        def at_once() -> dict[str, Tensor]:
-            with self.precision.forward_context(), streams:
-                return mapped(one, entries, batch, len(members))
+        def all_clients() -> dict[str, Tensor]:
+            return self._values(entries, batch, index, members, at_once, trial)
 
         def alone() -> None:
             with self.precision.forward_context():
                 step_values(self.module, tree_map(lambda stack: stack[0], batch), index)
 
-        values = vectorised(self.attributes, self.slots, members[0], entries, at_once, alone)
-        states.move(streams.states)
-        # One backward pass for all clients: losses of different rows don't depend on each other's entries.
+        if trial is None:
+            values = vectorised(self.attributes, self.slots, members[0], entries, all_clients, alone)
+        else:
+            values = all_clients()
         loss = values["loss"]
         if factors is not None:
             factors = factors.to(loss.dtype)
@@ -178,5 +382,136 @@ class Differentiator:
             # Kept from step to step: backward needs an output gradient per client.
             self._ones = torch.ones_like(loss)
         outputs = cast(Tensor, self._ones) if factors is None else factors
-        gradients = torch.autograd.grad(loss, leaves, outputs if share == 1 else outputs * share, allow_unused=True)
-        return values, {name: g for name, g in zip(self.trained, gradients, strict=True) if g is not None}
+        return values, self._backward(loss, entries, outputs if share == 1 else outputs * share)
+
+    def _by_sample(
+        self,
+        entries: StateDict,
+        batch: Batch,
+        index: int,
+        members: list[Member],
+        sizes: list[int],
+        counts: Tensor,
+        factors: Tensor | float | None = None,
+        trial: list[Stream] | None = None,
+    ) -> Values:
+        """Return the same as `_differentiate`, from steps of single samples.
+
+        Args:
+            entries: the entries, a row per client.
+            batch: inputs and targets ``[clients, width, ...]``.
+            index: the batch's number.
+            members: the clients.
+            sizes: each client's number of samples; further ones have no influence.
+            counts: the same on the device.
+            factors: factors of the gradients, ``[clients, 1]`` or one for all; None leaves them.
+            trial: as for `_values`.
+
+        Raises:
+            OtherPath: if the step calls other functions than a checked one.
+        """
+        width = next(tensors(batch[1])).shape[1]
+
+        def at_once(one: Step, streams: Streams) -> dict[str, Tensor]:
+            streams.sizes = sizes
+            return mapped_by_sample(one, entries, batch, len(members), width)
+
+        of_samples = self._values(entries, batch, index, members, at_once, trial)
+        loss = of_samples["loss"]
+        own = torch.arange(width, device=counts.device) < counts[:, None]
+        weights = own.to(torch.promote_types(loss.dtype, torch.float32)) / counts[:, None]
+        values = {name: (value.detach() * weights).sum(1) for name, value in of_samples.items()}
+        if "loss_squared" in self.module.requested:
+            # The square of a batch's loss, and not the mean of squares.
+            values["loss_squared"] = values["loss"].square()
+        outputs = weights if factors is None else weights * factors
+        return values, self._backward(loss, entries, outputs.to(loss.dtype))
+
+    def _values(
+        self,
+        entries: StateDict,
+        batch: Batch,
+        index: int,
+        members: list[Member],
+        at_once: Callable[[Step, Streams], dict[str, Tensor]],
+        trial: list[Stream] | None,
+    ) -> dict[str, Tensor]:
+        """Return the values of ``training_step``.
+
+        Args:
+            entries: the entries, a row per client.
+            batch: inputs and targets, a row per client.
+            index: the batch's number.
+            members: the clients.
+            at_once: computes a function of one client for all.
+            trial: streams to draw from in place of the clients' own, in full precision; None trains.
+        """
+        for name in self.trained:
+            entries[name].requires_grad_()
+        states = DeviceStates([member.stream for member in members] if trial is None else trial)
+        # Each client draws dropout from its own stream, as it would alone.
+        streams = Streams(default_generators(self.module.device)[-1], states)
+        forward = self.precision.forward_context if trial is None else nullcontext
+
+        def one(entries: StateDict, batch: Batch) -> dict[str, Tensor]:
+            streams.trained = [entries[name] for name in self.trained]
+            streams.classes = batch[1] if self.module.task.has_classes else None
+            return self.slots.call(step_values, entries, self.module, batch, index)
+
+        with forward(), streams:
+            values = at_once(one, streams)
+        if streams.sizes is not None:
+            if trial is not None:
+                self._paths.append(streams.calls)
+            elif streams.calls not in self._paths:
+                raise OtherPath(streams.calls)
+        states.move(streams.states)
+        return values
+
+    def _backward(self, loss: Tensor, entries: StateDict, outputs: Tensor) -> StateDict:
+        """Return gradients by the trained entries, in one backward pass: no client's loss depends on another's entries.
+
+        Args:
+            loss: the losses.
+            entries: the entries.
+            outputs: the losses' factors.
+        """
+        leaves = [entries[name] for name in self.trained]
+        gradients = torch.autograd.grad(loss, leaves, outputs, allow_unused=True)
+        return {name: g for name, g in zip(self.trained, gradients, strict=True) if g is not None}
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, if it is floating and the device has float64."""
+    return tensor.double() if tensor.is_floating_point() and tensor.device.type != "mps" else tensor
+
+
+def unchanged(tensor: Tensor) -> Tensor:
+    """Return the tensor."""
+    return tensor
+
+
+def alike(found: Trial, expected: Trial, tolerance: float) -> bool:
+    """Return whether two computations of a step have the same values, gradients, buffers and random states.
+
+    Args:
+        found: one computation.
+        expected: the other.
+        tolerance: the largest difference of each row's values, gradients or buffers, relative to their norm.
+    """
+    for one, other in zip(found[:3], expected[:3], strict=True):
+        if one.keys() != other.keys():
+            return False
+        if not one:
+            continue
+        rows = len(next(iter(other.values())))
+        numbers, exact = (
+            torch.cat([t.reshape(rows, -1).double() for t in side.values()], 1)
+            for side in (one, {n: other[n] for n in one})
+        )
+        size = exact.norm(dim=1)
+        # A diverged client is no evidence.
+        if not ((numbers - exact).norm(dim=1) <= tolerance * size + 1e-9).logical_or(~size.isfinite()).all():
+            return False
+    drawn = [[stream.states[-1] for stream in side.streams if stream.is_made] for side in (found, expected)]
+    return len(drawn[0]) == len(drawn[1]) and all(map(torch.equal, *drawn))

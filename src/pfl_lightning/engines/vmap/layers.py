@@ -1,7 +1,7 @@
 """Faster layers of stacked clients, and correct types under autocast, where ``vmap`` has neither."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -52,6 +52,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         tensors = [input, weight] if bias is None else [input, weight, bias]
         if (stacks := stacks_of(tensors)) is not None:
             return applied(StackLinear, stacks, input)
+        if (output := linear_by_sample(input, tensors[1:])) is not None:
+            return output
     product = torch.matmul(input, weight.t())
     return product if bias is None else product + bias.to(product.dtype)
 
@@ -61,8 +63,11 @@ def cross_entropy(input: Tensor, target: Tensor) -> Tensor:
     if torch.is_autocast_enabled(input.device.type):
         # autocast computes cross-entropy in float32.
         input = input.float()
-    if input.dim() == 2 and (stacks := stacks_of([input, target])) is not None:
-        return applied(StackCrossEntropy, stacks, input)
+    if input.dim() == 2:
+        if (stacks := stacks_of([input, target])) is not None:
+            return applied(StackCrossEntropy, stacks, input)
+        if (losses := cross_entropy_by_sample(input, target)) is not None:
+            return losses
     # Targets shared by all clients have no stack; this plain form works under vmap as it is.
     return input.log_softmax(1).gather(1, target[:, None]).sum() / -len(target)
 
@@ -116,6 +121,61 @@ def applied(function: type[torch.autograd.Function], stacks: list[Tensor], like:
         stack = function.apply(*stacks)
     rows: Tensor = row_of(stack, 0, level_of(like))
     return rows
+
+
+def samples_of(sample: Tensor) -> Tensor | None:
+    """Return the samples of a client ``[size, 1, ...]`` behind a sample of `mapped_by_sample`; None for other tensors.
+
+    Args:
+        sample: a tensor inside a step under ``vmap``.
+    """
+    if row_dimension(sample) != 0:
+        return None
+    samples = unwrapped(sample)
+    return samples if is_wrapped(samples) and sample.dim() and sample.shape[0] == 1 else None
+
+
+def sample_of(stack: Tensor, like: Tensor) -> Tensor:
+    """Return a stack ``[clients, size, 1, ...]`` as a tensor of a sample under `mapped_by_sample`.
+
+    Args:
+        stack: the stack.
+        like: any tensor of a sample.
+    """
+    sample: Tensor = row_of(row_of(stack, 0, level_of(unwrapped(like))), 0, level_of(like))
+    return sample
+
+
+def linear_by_sample(input: Tensor, entries: list[Tensor]) -> Tensor | None:
+    """Compute a linear layer of single samples; None if the tensors aren't plain rows.
+
+    Args:
+        input: a sample's ``[1, in]``.
+        entries: a client's weight, and the bias if there is one.
+    """
+    samples = samples_of(input)
+    if samples is None or (stacks := stacks_of([samples, *entries])) is None:
+        return None
+    if any(level_of(entry) != level_of(samples) for entry in entries):
+        return None
+    with outside_vmap():
+        output = StackLinear.apply(stacks[0].flatten(1, 2), *stacks[1:]).unsqueeze(2)
+    return sample_of(output, input)
+
+
+def cross_entropy_by_sample(input: Tensor, target: Tensor) -> Tensor | None:
+    """Compute the cross-entropy of single samples; None if the tensors aren't plain rows.
+
+    Args:
+        input: a sample's logits ``[1, classes]``.
+        target: its class ``[1]``.
+    """
+    of_client = [samples_of(input), samples_of(target)]
+    if of_client[0] is None or of_client[1] is None or (stacks := stacks_of(cast(list[Tensor], of_client))) is None:
+        return None
+    with outside_vmap():
+        losses = StackCrossEntropy.apply(*(stack.flatten(0, 1) for stack in stacks)).view(stacks[0].shape[:2])
+    return sample_of(losses, input)
 
 
 class StackLinear(torch.autograd.Function):

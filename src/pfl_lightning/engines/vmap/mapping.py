@@ -1,4 +1,4 @@
-"""Call a function of one client for many clients: ``torch.func.vmap`` without the checks at each call."""
+"""Call a function of one client for many clients or samples: ``torch.func.vmap`` without the checks at each call."""
 
 from collections.abc import Callable
 
@@ -32,6 +32,37 @@ def mapped(step: Step, entries: StateDict, batch: Batch, count: int) -> dict[str
     try:
         values = step({name: row(stack) for name, stack in entries.items()}, tree_map(row, batch))
         # A value without a row per client is repeated for each.
+        return {name: stack_of(value, level, count, 0) for name, value in values.items()}
+    finally:
+        leave_vmap()
+
+
+def mapped_by_sample(step: Step, entries: StateDict, batch: Batch, count: int, size: int) -> dict[str, Tensor]:
+    """Compute a function of one client and a batch of a single sample, for all clients and samples.
+
+    What is computed of a sample can't depend on other samples. Entries are shared by a client's samples, so that
+    gradients of single samples don't exist in memory.
+
+    Args:
+        step: the function of one client.
+        entries: parameters and buffers, a row per client.
+        batch: inputs and targets ``[clients, size, ...]``.
+        count: the number of clients.
+        size: the number of samples of each client.
+
+    Returns:
+        Values ``[clients, size]``.
+    """
+    load_decompositions()
+    level = enter_vmap(count, "error")
+    try:
+        rows = {name: row_of(stack, 0, level) for name, stack in entries.items()}
+        inner = enter_vmap(size, "error")
+        try:
+            values = step(rows, tree_map(lambda t: row_of(row_of(t.unsqueeze(2), 0, level), 0, inner), batch))
+            values = {name: stack_of(value, inner, size, 0) for name, value in values.items()}
+        finally:
+            leave_vmap()
         return {name: stack_of(value, level, count, 0) for name, value in values.items()}
     finally:
         leave_vmap()

@@ -24,7 +24,7 @@ from pfl_lightning.engines.steps import Layout, adjusted_gradients, local_optimi
 from pfl_lightning.engines.vmap.block import Block, Plan
 from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled
-from pfl_lightning.engines.vmap.gradients import Differentiator
+from pfl_lightning.engines.vmap.gradients import Differentiator, Padding
 from pfl_lightning.engines.vmap.optimizers import ELEMENTWISE, SKIPPING, StackOptimizers, can_skip
 from pfl_lightning.engines.vmap.private import PoissonPlan, PrivateDifferentiator
 from pfl_lightning.engines.vmap.scales import Scales
@@ -48,6 +48,7 @@ class BlockTrainer:
         self._adjusts = overrides(self.module, "adjust_gradients")
         self._scaled = getattr(sequential.precision, "scaler", None) is not None
         self.compiled = Compiled(self.module, sequential.precision) if compile else None
+        self.padding = Padding(self.module, sequential.precision)
 
     def train(self, block: Block, layout: Layout, slots: Slots) -> None:
         """Train all phases, and change the block's entries in place.
@@ -123,12 +124,15 @@ class BlockTrainer:
                 (partial(private.gradients, step, index) for index, step in enumerate(poisson.steps(device))),
             )
         plan = self._plan(phase, block)
+        pads, apart = self.padding.allows(phase), self.compiled is not None and self.compiled.trusted
         differentiator = Differentiator(
             self.attributes,
             self.sequential.precision,
             self.compiled,
+            self.padding,
             slots,
             block,
+            phase,
             list(trained),
             plan.size,
             scales,
@@ -137,7 +141,10 @@ class BlockTrainer:
         return (
             plan.counts,
             plan.batches,
-            (partial(differentiator.gradients, step, index) for index, step in enumerate(plan.steps(device))),
+            (
+                partial(differentiator.gradients, step, index)
+                for index, step in enumerate(plan.steps(device, pads, apart))
+            ),
         )
 
     def _optimizers(self, phase: Phase, block: Block, parameters: list[nn.Parameter], slots: Slots) -> StackOptimizers:
