@@ -29,6 +29,7 @@ class Sharded(Engine):
     def __init__(self, engine: Engine, rank: int, ranks: int) -> None:
         super().__init__(engine.module, engine.work, engine.precision, engine.workers, engine.compile)
         self.engine = engine
+        self.takes_alike = engine.takes_alike
         self.rank = rank
         self.ranks = ranks
         # Outcomes are on the CPU, and the GPU backend NCCL sends only from GPU memory.

@@ -116,7 +116,9 @@ class Federation(LightningModule):
         self.metrics: dict[str, Any] = {}
         check_hooks(client)
         self.monitor = options.monitored(client)
-        self.evaluations = Evaluations(options, self.engines_of, self.job, self.sizes, client.task, self.monitor)
+        self.evaluations = Evaluations(
+            options, self.engines_of, self.job, self.received, self.sizes, client.task, self.monitor
+        )
         self.participation = Participation(options.cohort, self.evaluations.measure, self.job)
         self.settings: Settings = {}
         self.trained: dict[str, Any] = {}
@@ -394,23 +396,34 @@ class Federation(LightningModule):
             if not is_storable(owner.state):
                 owner.state = storable(owner.state, f"{name}.state")
 
-    def job(self, client: int, evaluate: tuple[Split, ...] = ()) -> Job:
+    def job(
+        self, client: int, evaluate: tuple[Split, ...] = (), received: tuple[ClientState, Message] | None = None
+    ) -> Job:
         """Return a client's work in the coming round.
 
         Args:
             client: the client's id.
             evaluate: the splits to evaluate on after training.
+            received: the result of `received` for the client, if known.
         """
-        # A client that has never trained has no state yet and begins with the initial personal entries.
-        state = self.clients.get(client) or ClientState(self.initial[self.architecture_of(client)])
+        state, payload = received or self.received(client)
         seed = derive_seed(cast(int, self.seed), "train", self.round, client)
-        payload = self.aggregator.download(client)
         check_entries(payload, client, self.aggregator, self.client.needs, type(self.client).__name__)
         # A client with a state has taken part before, and so has received the entries that travel once.
         once = self.aggregator.sends_once
         data, has_once = self.data.client(client), bool(once) and client in self.clients
         order_seed = derive_seed(cast(int, self.seed), "epochs", client) if self.options.steps_continue else None
         return Job(client, self.round, state, payload, data, seed, self.lr_factor, evaluate, once, has_once, order_seed)
+
+    def received(self, client: int) -> tuple[ClientState, Message]:
+        """Return a client's state, and the payload that it would receive now.
+
+        Args:
+            client: the client's id.
+        """
+        # A client that has never trained has no state yet and begins with the initial personal entries.
+        state = self.clients.get(client) or ClientState(self.initial[self.architecture_of(client)])
+        return state, self.aggregator.download(client)
 
     def welcome(self, client: int, update: Message | None = None) -> Message:
         """Return the server's payload for a new client.

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from pfl_lightning.data import Split
-from pfl_lightning.engines import Job
+from pfl_lightning.engines import ClientState, Job
 from pfl_lightning.engines.evaluation import own_values
-from pfl_lightning.federation.checkpoint import saved_job
+from pfl_lightning.federation.checkpoint import saved_job, saved_state
 from pfl_lightning.federation.evaluation import split_of
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.joining import Joined, join
+from pfl_lightning.messages import Message
 
 
 @dataclass(frozen=True)
@@ -82,15 +83,18 @@ def metrics_at(federation: Federation, checkpoint: Mapping[str, Any]) -> dict[st
     """
     saved, evaluations = checkpoint["federation"], federation.evaluations
 
-    def job_of(client: int, splits: tuple[Split, ...]) -> Job:
+    def job_of(client: int, splits: tuple[Split, ...], received: Any = None) -> Job:
         return saved_job(saved, client, federation.architecture_of(client), federation.data.client(client), splits)
+
+    def received_of(client: int) -> tuple[ClientState, Message]:
+        return saved_state(saved, client, federation.architecture_of(client)), saved["payloads"][client]
 
     # Samples may drift between clients, so test on those that the clients held in the checkpoint's round.
     with federation.data.at_round(max(1, saved["round"])):
         metrics = (
             saved["after"]
             if federation.options.evaluate == "after"
-            else evaluations.measure(range(federation.data.num_clients), ("test",), job_of)
+            else evaluations.measure(range(federation.data.num_clients), ("test",), job_of, received_of)
         )
         tested = {client: own["test"] for client, own in metrics.items() if "test" in own}
         return evaluations.summary_of("test", tested) | federation.test_global(checkpoint["state_dict"])
