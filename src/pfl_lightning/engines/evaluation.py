@@ -307,8 +307,9 @@ def evaluate_outputs(
             losses = [mean_of(task.loss(*of_one, "sum"), task.weight(of_one[1])) for of_one in of_clients]
     for values, *row in zip(own, *found.values(), strict=True):
         values |= zip(found, row, strict=True)
-    # states of pooled metrics last, as in `computed`
-    order = sorted(own[0], key=lambda name: name.endswith(POOLED)) if own else []
+    # The order of `computed`: states of pooled metrics last.
+    places = {str(name): place for place, name in enumerate(metrics)}
+    order = sorted(own[0], key=lambda name: (name.endswith(POOLED), places.get(name, len(places)))) if own else []
     return [{name: values[name] for name in order} | {"loss": loss} for values, loss in zip(own, losses, strict=True)]
 
 

@@ -41,11 +41,12 @@ class Sequential(Engine):
     Each client's state is copied into the module, trained, and copied out again. The arguments are those of `Engine`.
     """
 
-    takes_alike = True
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.alike = Alike(self)
+        # A subclass with another way to evaluate a client would be passed over.
+        own = type(self)
+        self.takes_alike = own.evaluate is Sequential.evaluate and own.become is Engine.become
         # The context for a client's number of threads.
         self._threads = one_thread if is_for_one_thread(self.module) else nullcontext
         self.leaks = Leaks(self.module)

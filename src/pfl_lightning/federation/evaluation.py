@@ -201,7 +201,7 @@ def alike(sizes: Mapping[int, int], splits: tuple[Split, ...], job_of: JobOf, re
         if not size:
             continue
         received = state, payload = received_of(client)
-        key = (*payload, *map(id, chain(state.personal.values(), payload.values())))
+        key = (state.kept or "", *payload, *map(id, chain(state.personal.values(), payload.values())))
         if key in groups and groups[key][2][0] + size > CHUNK:
             yield closed(key)
         # Taken out and put in again, so that the groups are in the order of their last clients.
