@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data.samples import Parts, Samples
+from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.engines.base import Engine, Evaluated, Job
 from pfl_lightning.engines.evaluation import computed_on, evaluate, evaluate_outputs, rows_at_once
 from pfl_lightning.internals.of_torch import BatchNorm
@@ -60,12 +61,14 @@ class Alike:
         try:
             with torch.no_grad(), self._model_of(job):
                 for split in job.evaluate:
-                    parts = job.data.source.parts(clients, split, self.engine.device)
-                    if not isinstance(parts, Parts):
-                        # Samples that stay in files are read a batch at a time.
-                        self.usable = False
-                        return None
-                    parts = parts.to(self.engine.device, cast(torch.dtype, self.module.dtype))
+                    found = job.data.source.parts(clients, split, self.engine.device)
+                    if not isinstance(found, Parts):
+                        if any(isinstance(part, Streamed) for part in found):
+                            # Samples that stay in files are read a batch at a time.
+                            self.usable = False
+                            return None
+                        found = Parts(Samples.joined(found), [len(part) for part in found])
+                    parts = found.to(self.engine.device, cast(torch.dtype, self.module.dtype))
                     for client, values in self._measured(clients, parts):
                         results[client][split] = values
         except torch.cuda.OutOfMemoryError:

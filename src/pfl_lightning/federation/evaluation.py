@@ -1,8 +1,10 @@
 """Evaluate the clients of a federation, all in one pass of each engine."""
 
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from random import Random
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -12,7 +14,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from pfl_lightning.data import CHUNK, Split
 from pfl_lightning.engines import ClientState, Engine, Job
 from pfl_lightning.federation.options import FederationOptions
-from pfl_lightning.federation.summary import over_clients
+from pfl_lightning.federation.summary import margin, over_clients
 from pfl_lightning.messages import Message
 from pfl_lightning.tasks import Monitor, Task
 
@@ -70,6 +72,42 @@ class Evaluations:
         ``test_after``, …"""
         self.groups: dict[str, set[int]] = {}
         """Sets of clients by the group's name; each gets a summary of its own, as ``GROUP/NAME/METRIC``."""
+
+    def sample(self, clients: Sequence[int], splits: tuple[Split, ...], seed: int) -> Sequence[int]:
+        """Return the clients that a round evaluates, rising: all, or a sample of those with samples.
+
+        Args:
+            clients: ids of all clients.
+            splits: the splits to evaluate on.
+            seed: the seed of the sample.
+        """
+        size = self.options.evaluation_size(len(clients))
+        if size == len(clients):
+            return clients
+        able = [client for client, rows in self._largest(clients, splits).items() if rows]
+        return able if len(able) <= size else sorted(Random(seed).sample(able, size))
+
+    def margins(self, clients: Sequence[int]) -> dict[str, float]:
+        """Return the number of evaluated clients, and `margin` of the monitored metric as ``NAME/METRIC_margin``.
+
+        Empty without results, and if each round evaluates all clients.
+
+        Args:
+            clients: ids of all clients.
+        """
+        if self.options.evaluation_size(len(clients)) == len(clients) or not self.results:
+            return {}
+        metric = self.monitor.metric
+        found: dict[str, float] = {"clients_evaluated": len(set().union(*self.results.values()))}
+        for name, results in self.results.items():
+            values = {k: own[metric] for k, own in results.items() if not math.isnan(own.get(metric, math.nan))}
+            sizes = self.sizes_of(clients, split_of(name))
+            held = sum(size > 0 for size in sizes.values())
+            # Clients without a value, such as an AUROC of one class, are taken to be as frequent among all clients.
+            able = held * len(values) / max(len(results), 1)
+            weights = [sizes[client] for client in values]
+            found[f"{name}/{metric}_margin"] = margin([*values.values()], weights, able)
+        return found
 
     def evaluate(self, clients: Sequence[int], splits: tuple[Split, ...]) -> None:
         """Evaluate clients into `results`, which replaces earlier results; no client trains.

@@ -82,6 +82,11 @@ from pfl_lightning.runs.client_states import DiskStates
 from pfl_lightning.runs.folder import STATES, run_folder
 from pfl_lightning.seeds import derive_seed
 
+WORTH_ADVICE = 10.0
+"""Seconds of evaluation from which a line says how it would take less time."""
+FEW = 100
+"""Number of clients that the line advises to evaluate."""
+
 
 class Federation(LightningModule):
     """Run the rounds of a federation: an epoch with a single batch, which holds the ids of all clients.
@@ -128,6 +133,9 @@ class Federation(LightningModule):
         self.resume_changed = self.changed = False
         self.spent: dict[int, list[Release]] = {}
         self._given: dict[int, Job] = {}
+        # Seconds of evaluation, training and aggregation in the rounds with an evaluation.
+        self._times = [0.0, 0.0, 0.0]
+        self._advised = False
         self.joined: dict[str, Mapping[str, Any]] = {}
         """Trained models of clients that joined afterwards, by name, or by id in digits; see `kept_model`."""
         self.audit: dict[str, Any] = {}
@@ -761,8 +769,23 @@ class Federation(LightningModule):
             release(module)
 
     def validation_step(self, clients: list[int], batch_idx: int) -> None:
-        """Evaluate all clients on the validation splits, with ``trainer.test_every_round`` also on the test splits."""
-        self.evaluations.evaluate(clients, self.options.validation_splits)
+        """Evaluate clients on the validation splits, with ``trainer.test_every_round`` also on the test splits.
+
+        All clients, or in a fit the round's sample by ``trainer.evaluate_clients``.
+        """
+        self._evaluate_round(clients, self.options.validation_splits)
+
+    def _evaluate_round(self, clients: Sequence[int], splits: tuple[Split, ...]) -> None:
+        """Evaluate the clients of a round's evaluation.
+
+        Args:
+            clients: ids of all clients.
+            splits: the splits to evaluate on.
+        """
+        if self._fitting:
+            seed = derive_seed(cast(int, self.seed), "evaluate", self.round)
+            clients = self.evaluations.sample(clients, splits, seed)
+        self.evaluations.evaluate(clients, splits)
 
     def test_step(self, clients: list[int], batch_idx: int) -> None:
         """Evaluate all clients on the test splits."""
@@ -872,7 +895,7 @@ class Federation(LightningModule):
             return
         if not self.trainer.limit_val_batches or not len(self.data.val_dataloader()):
             self.on_validation_epoch_start()
-            self.evaluations.evaluate(clients, ("test",))
+            self._evaluate_round(clients, ("test",))
             self._end_evaluation(self.evaluations.summary())
 
     def _end_evaluation(self, summary: dict[str, float]) -> None:
@@ -880,8 +903,25 @@ class Federation(LightningModule):
         if self._fitting:
             if self.options.test_every_round:
                 summary |= self.test_global()
+            summary |= self.evaluations.margins(range(self.data.num_clients))
             self.metrics |= summary | {"time/evaluate": time.perf_counter() - self._evaluation_start}
+            self._advise()
         self._log_summary(summary)
+
+    def _advise(self) -> None:
+        """Say once how evaluations would take less time, if they take more than half of the rounds' time."""
+        of_round = [self.metrics[f"time/{part}"] for part in ("evaluate", "train", "aggregate")]
+        self._times = [*map(sum, zip(self._times, of_round, strict=True))]
+        evaluating, total = self._times[0], sum(self._times)
+        if self._advised or self.options.evaluate == "after" or not WORTH_ADVICE < evaluating > total / 2:
+            return
+        self._advised = True
+        sampled = f"trainer.evaluate_clients={FEW}, which evaluates {FEW} of the clients in each round, or "
+        rank_zero_info(
+            f"evaluation has taken {evaluating / total:.0%} of the rounds' time; that is less with "
+            + (sampled if self.options.evaluation_size(self.data.num_clients) > FEW else "")
+            + f"trainer.check_val_every_n_epoch={5 * (self.trainer.check_val_every_n_epoch or 1)}."
+        )
 
     def on_test_epoch_end(self) -> None:
         """Log the summary over clients and the test metrics of the server's model."""

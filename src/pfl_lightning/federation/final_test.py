@@ -42,8 +42,9 @@ def final_test(federation: Federation, best: str | None) -> FinalTest:
         best: the path of the best round's checkpoint, if there is one.
     """
     evaluations, clients = federation.evaluations, range(federation.data.num_clients)
-    # With test_every_round, the last round's evaluation has covered the test splits already.
-    if len(evaluations.results.get("test", {})) < len(clients):
+    tested = evaluations.results.get("test", {})
+    # With test_every_round, the last round's evaluation has covered the test splits already, unless of a sample.
+    if any(client not in tested for client, size in federation.sizes(clients, "test").items() if size):
         evaluations.evaluate(clients, ("test",))
     results = {name: values for name, values in evaluations.results.items() if split_of(name) == "test"}
     central = {name: value for name, value in federation.metrics.items() if name.startswith("test/global_")}
@@ -69,7 +70,10 @@ def selected_test(federation: Federation, best: str | None) -> dict[str, float]:
     # Memory-mapped, or all clients' states would be in memory twice.
     checkpoint = torch.load(best, map_location="cpu", weights_only=True, mmap=True)
     saved = checkpoint["federation"]
-    if saved["round"] == federation.round or saved.get("settings", {}).get("trainer.test_every_round"):
+    clients = federation.data.num_clients
+    # In the record are the metrics of the round's own evaluation, which may be of a sample of the clients.
+    recorded = saved.get("settings", {}).get("trainer.test_every_round")
+    if saved["round"] == federation.round or (recorded and federation.options.evaluation_size(clients) == clients):
         return {}
     return {"round": saved["round"], **metrics_at(federation, checkpoint)}
 
