@@ -21,6 +21,10 @@ class ReadsClient(Exception):
     """A download depends on the client's samples, so that clients with equal payloads have different models."""
 
 
+class SamplesMeet(ReadsClient):
+    """A client's outputs or metrics depend on the samples of others in a forward pass."""
+
+
 class Unread:
     """Stands for the samples of several clients in a download, which must not look at them."""
 
@@ -46,6 +50,8 @@ class Alike:
         adapts = overrides(module, "evaluation_phases") or overrides(module, "receive")
         self.usable = not normalises and not adapts
         """Whether clients can be evaluated together, as far as known."""
+        self.samples_meet = False
+        """Whether a comparison has shown that a client's outputs depend on the pass that they are made in."""
         self._compared = False
 
     def evaluate(self, job: Job) -> list[Evaluated] | None:
@@ -72,6 +78,9 @@ class Alike:
                     for client, values in self._measured(clients, parts):
                         results[client][split] = values
         except torch.cuda.OutOfMemoryError:
+            return None
+        except SamplesMeet:
+            self.usable, self.samples_meet = False, True
             return None
         # Evaluated one by one, clients raise an error of their own code with its traceback and the client's name.
         except Exception:
@@ -129,7 +138,7 @@ class Alike:
             sizes: number of samples of each client.
 
         Raises:
-            ReadsClient: if they aren't those of each client's own forward pass.
+            SamplesMeet: if they aren't those of each client's own forward pass.
         """
         with self.engine.forward_context():
             outputs = self.module(samples.x)
@@ -151,20 +160,20 @@ class Alike:
             values: its metrics.
 
         Raises:
-            ReadsClient: if they differ by more than rounding.
+            SamplesMeet: if they differ by more than rounding.
         """
         with self.engine.forward_context():
             alone = self.module(samples.x)
         close = torch.finfo(outputs.dtype).eps ** 0.5 * max(1.0, float(alone.abs().max()))
         if outputs.shape != alone.shape or not torch.allclose(outputs, alone, rtol=0, atol=close, equal_nan=True):
-            raise ReadsClient
+            raise SamplesMeet
         # From the same outputs, as those of the other pass may fall into another class or bin.
         wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         told = computed_on(self.engine.metrics, wide, samples.y)
         task = self.module.task
         told["loss"] = float(task.loss(wide, samples.y, "sum")) / float(task.weight(samples.y) or math.nan)
         if told.keys() != values.keys() or not all(map(same, told.values(), (values[name] for name in told))):
-            raise ReadsClient
+            raise SamplesMeet
 
 
 def same(one: Any, other: Any) -> bool:

@@ -430,7 +430,8 @@ class Federation(LightningModule):
             client: the client's id.
         """
         # A client that has never trained has no state yet and begins with the initial personal entries.
-        state = self.clients.get(client) or ClientState(self.initial[self.architecture_of(client)])
+        if (state := self.clients.get(client)) is None:
+            state = ClientState(self.initial[self.architecture_of(client) if len(self.initial) > 1 else 0])
         return state, self.aggregator.download(client)
 
     def welcome(self, client: int, update: Message | None = None) -> Message:

@@ -96,6 +96,8 @@ class Vectorised(Engine):
         def others() -> Iterator[Job]:
             for job in jobs:
                 if (found := self.sequential.evaluate_alike(job)) is None:
+                    # Padding would change the outputs of such a net, too.
+                    self.evaluator.usable &= not self.sequential.alike.samples_meet
                     yield from job.each()
                 else:
                     together.extend(found)
