@@ -118,6 +118,11 @@ class FederatedTrainer(Trainer):
             training, or the initial one before the first; or ``both``, where the latter is recorded as ``val_after/…``
             and ``test_after/…``. A client is evaluated on both splits right after its training, and its metrics are
             kept, also in checkpoints, until it trains again; no client trains for an evaluation.
+        evaluate_clients: clients evaluated in each round: a number (an integer), or a fraction of all (above 0.0 and up
+            to 1.0, rounded, at least one client). Each round draws others, with equal probability among those with
+            samples to evaluate on, by the run's seed. The record then has their number as ``clients_evaluated``, and
+            half the width of the monitored mean's 95 % interval as ``val/acc_margin``. The test at the end of ``fit``
+            covers all clients.
         test_every_round: whether to evaluate the test splits, and the server's model on the central test set if there
             is one, in every round (or every ``check_val_every_n_epoch``), as protocols of papers do, even without
             validation samples; if False, only at the end of ``fit``.
@@ -175,6 +180,7 @@ class FederatedTrainer(Trainer):
         steps_continue: bool = False,
         accumulate_grad_batches: int = 1,
         limit_train_batches: int | float | None = None,
+        evaluate_clients: int | float = 1.0,
         **kwargs: Unpack[TrainerSettings],
     ) -> None:
         # the same dict: jsonargparse finds the Trainer's settings by following `**kwargs` into its call
@@ -194,6 +200,7 @@ class FederatedTrainer(Trainer):
             workers=workers,
             compile=compile,
             evaluate=evaluate,
+            evaluate_clients=evaluate_clients,
             test_every_round=test_every_round,
             monitor=monitor,
             min_clients=min_clients,

@@ -144,7 +144,8 @@ def test_so_does_what_takes_longer_elsewhere_until_that_is_forgotten(monkeypatch
 
 
 def test_evaluation_learns_from_the_clock_too(forks):
-    fit(make_client(), engine="processes", workers=2, max_rounds=3)
+    # clients with models of their own, as those with the same model are evaluated together
+    fit(make_client(FedPer), engine="processes", workers=2, max_rounds=3)
     assert forks == ["training 0", "evaluation 1"]
 
 
@@ -170,7 +171,7 @@ class Leaving(Waiting):
         return super().upload(data)
 
 
-class LeavingLater(FedAvg):
+class LeavingLater(FedPer):
     """The same in the evaluation, which begins with the next round's first client."""
 
     main = None

@@ -1,15 +1,21 @@
 import copy
+import math
 from contextlib import nullcontext
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from torch.nn import functional as F
 
-from federations import Spy, blobs, equal, fit, make_client, make_trainer, noisy, points
+from federations import Blobs, Pause, Spy, blobs, equal, fit, make_client, make_trainer, noisy, points
+from pfl_lightning.callbacks import RoundLogger
 from pfl_lightning.data import CHUNK, Samples
 from pfl_lightning.engines.evaluation import evaluate
-from pfl_lightning.federation.summary import over_clients
+from pfl_lightning.federation import federation
+from pfl_lightning.federation.summary import margin, over_clients
 from pfl_lightning.methods import FedPer
 
 
@@ -153,3 +159,146 @@ def test_an_evaluation_leaves_the_global_generator_where_it_was(when):
     torch.manual_seed(5)
     run.test()
     assert torch.equal(torch.rand(3), expected)
+
+
+SAMPLED = {"evaluate_clients": 3, "clients_per_round": 2, "test_every_round": True}
+"""Settings of a run whose rounds evaluate three of eight clients."""
+
+
+def many(**settings):
+    return blobs(*[12] * 8, **{"val_fraction": 0.2, "test_fraction": 0.2, **settings})
+
+
+def sampled(root="unused", **settings):
+    own = SAMPLED | {"callbacks": [RoundLogger(client_rounds=True)]}
+    return fit(make_client(FedPer), many(), root=root, **own | settings)
+
+
+def seen(run):
+    """The evaluated clients of each round."""
+    rows = run.logger.client_rows
+    return [[each["client"] for each in rows if each["round"] == row["round"]] for row in run.rows]
+
+
+def test_a_round_evaluates_a_sample_of_the_clients_and_the_last_test_all():
+    run = sampled(max_rounds=4)
+    assert all(len(set(clients)) == 3 for clients in seen(run)) and len(set(map(tuple, seen(run)))) > 1
+    assert [row["clients_evaluated"] for row in run.rows] == [3] * 4
+    assert all("test/acc" in row for row in run.logger.clients) and len(run.logger.clients) == 8
+    everybody = fit(make_client(FedPer), many(), **SAMPLED | {"evaluate_clients": 1.0, "max_rounds": 4})
+    assert "clients_evaluated" not in everybody.rows[0] and "val/acc_margin" not in everybody.rows[0]
+    assert equal(run.weights, everybody.weights)
+    assert run.logger.clients == everybody.logger.clients
+    # the sample's mean, with its own margin
+    sizes = {client: run.data.size(client, "val") for client in range(8)}
+    own = {each["client"]: each["val/acc"] for each in run.logger.client_rows if each["round"] == 1}
+    mean = sum(sizes[k] * own[k] for k in own) / sum(sizes[k] for k in own)
+    assert run.rows[0]["val/acc"] == pytest.approx(mean)
+    assert run.rows[0]["val/acc_margin"] == pytest.approx(margin([*own.values()], [sizes[k] for k in own], 8))
+    # all clients where nobody trains
+    assert len(run.trainer.validate(verbose=False)) == 1 and len(run.federation.evaluations.results["val"]) == 8
+
+
+@pytest.mark.parametrize("engine", ["vectorised", "processes", "auto"])
+@pytest.mark.by_default("vectorised")
+def test_the_sample_is_that_of_every_engine(engine):
+    assert seen(sampled(engine=engine)) == seen(sampled())
+
+
+@pytest.mark.parametrize("when", ["before", "after", "both"])
+def test_the_sample_is_that_of_a_resumed_run(when, tmp_path):
+    settings = {"max_rounds": 4, "evaluate": when}
+    whole = sampled(tmp_path / "whole", **settings)
+    sampled(tmp_path / "two", callbacks=[RoundLogger(client_rounds=True), Pause(2)], **settings)
+    (path,) = (tmp_path / "two").rglob("last.ckpt")
+    resumed = sampled(tmp_path / "two", ckpt_path=path, **settings)
+    assert seen(resumed) == seen(whole) and len(seen(whole)) == 4
+    timed = ("time/train", "time/aggregate", "time/evaluate")
+    for one, other in zip(whole.rows, resumed.rows, strict=True):
+        assert {k: v for k, v in one.items() if k not in timed} == {k: v for k, v in other.items() if k not in timed}
+
+
+def test_the_selected_round_is_tested_on_all_clients(tmp_path):
+    run = sampled(tmp_path, max_rounds=4)
+    selected = run.logger.summary["selected"]
+    # by the sample's validation, as ModelCheckpoint and EarlyStopping see it
+    assert selected["val/acc"] == max(row["val/acc"] for row in run.rows)
+    (best,) = run.folder.rglob("best.ckpt")
+    run.trainer.test(ckpt_path=best, verbose=False)
+    own = run.federation.evaluations.results["test"]
+    assert len(own) == 8
+    assert selected["test/acc"] == pytest.approx(over_clients(own, dict.fromkeys(own, 1))["acc"], abs=1e-6)
+
+
+def test_other_samples_may_not_continue_a_run(tmp_path):
+    run = sampled(tmp_path, max_rounds=1)
+    with pytest.raises(MisconfigurationException, match="evaluate_clients"):
+        sampled(tmp_path, max_rounds=2, ckpt_path=run.last, evaluate_clients=4)
+
+
+@pytest.mark.parametrize("part", [0, -1, 0.0, 1.5, 9, "3", None, True])
+def test_impossible_samples_are_refused(part):
+    with pytest.raises(MisconfigurationException, match=f"trainer.evaluate_clients={part}"):
+        sampled(evaluate_clients=part)
+
+
+def test_a_sample_is_of_clients_with_samples():
+    class Few(Blobs):
+        def size(self, client, split):
+            return super().size(client, split) if split == "train" or client in (2, 5) else 0
+
+        def parts(self, clients, split, device="cpu"):
+            whole = super().parts(clients, split, device)
+            return [part.take(slice(self.size(k, split))) for k, part in zip(clients, whole, strict=True)]
+
+    run = fit(make_client(), many(data=Few), callbacks=[RoundLogger(client_rounds=True)], evaluate_clients=1)
+    assert all(clients in ([2], [5]) for clients in seen(run))
+    assert all(math.isnan(row["val/acc_margin"]) for row in run.rows)
+    run = fit(make_client(), many(data=Few), callbacks=[RoundLogger(client_rounds=True)], evaluate_clients=0.5)
+    assert seen(run) == [[2, 5]] * 3 and [row["val/acc_margin"] for row in run.rows] == [0.0] * 3
+
+
+def test_the_margin_covers_the_mean_of_all_clients():
+    random = np.random.default_rng(0)
+    weights = random.integers(1, 30, 200)
+    values = random.beta(2, 1, 200) * (1 + weights / 60)
+    mean = np.average(values, weights=weights)
+    covered, widths = [], []
+    for _ in range(1000):
+        drawn = random.choice(200, 60, replace=False)
+        width = margin(values[drawn], weights[drawn], 200)
+        covered.append(abs(np.average(values[drawn], weights=weights[drawn]) - mean) <= width)
+        widths.append(width)
+    assert np.mean(covered) == pytest.approx(0.945, abs=0.02)
+    # without the correction for a finite population, the interval would be 1.2 times as wide
+    assert margin(values[:60], weights[:60], 10**9) / margin(values[:60], weights[:60], 200) == pytest.approx(0.7**-0.5)
+
+
+def test_nobody_is_tested_where_there_is_nothing_to_test(monkeypatch):
+    def parts(self, clients, split, device="cpu", before=Blobs.parts):
+        assert split == "train"
+        return before(self, clients, split, device)
+
+    monkeypatch.setattr(Blobs, "parts", parts)
+    run = fit(make_client(), many(val_fraction=0, test_fraction=0))
+    assert all("test/acc" not in row for row in run.logger.clients) and len(run.logger.clients) == 8
+
+
+@pytest.mark.parametrize("seconds", [1.0, 100.0])
+def test_what_takes_most_of_the_time_is_told_once(seconds, monkeypatch, caplog):
+    before = federation.Evaluations.evaluate
+
+    def slow(self, *args):
+        before(self, *args)
+        clock.now += seconds
+
+    clock = SimpleNamespace(now=0.0)
+    clock.perf_counter = lambda: clock.now
+    monkeypatch.setattr(federation, "time", clock)
+    monkeypatch.setattr(federation.Evaluations, "evaluate", slow)
+    with caplog.at_level("INFO"):
+        fit(make_client(), max_rounds=3, check_val_every_n_epoch=1)
+    told = [record.message for record in caplog.records if "check_val_every_n_epoch=5" in record.message]
+    assert len(told) == (seconds > 10)
+    # of four clients there is nobody to leave out
+    assert not any("evaluate_clients" in text for text in told)

@@ -311,7 +311,8 @@ class RoundLogger(FederatedCallback):
         row = max(validated, key=lambda row: (monitor.sign * torch.tensor(row[validation]).item(), -row["round"]))
         # a row has test metrics of its own under trainer.test_every_round
         tested = final if row is self.rows[-1] else row
-        if test not in tested and best.get("round") == row["round"]:
+        # which are of a sample of the clients under trainer.evaluate_clients, and those of the checkpoint of all
+        if best.get("round") == row["round"]:
             tested = row | best
         return {"round": row["round"], validation: row[validation], test: tested.get(test), **shown(tested, monitor)}
 

@@ -42,6 +42,8 @@ class Auto(Engine):
     resumed run uses the same engine. The arguments are those of `Engine`.
     """
 
+    takes_alike = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # The engine is made at the first job, which has the samples to judge the net by.

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast, overload
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from pfl_lightning.client import ClientModule, Phase
@@ -126,6 +126,8 @@ class Job(NamedTuple):
         has_once: whether the client has these entries from an earlier round.
         order_seed: the seed of the client's sample orders in all rounds, where batches go on from round to round; None
             begins a new order in each round.
+        alike: of an evaluation, further clients that have the same state and payload, and so perhaps the same model.
+        job_of: returns the job of one of them.
     """
 
     client: int
@@ -139,6 +141,14 @@ class Job(NamedTuple):
     once: frozenset[str] = frozenset()
     has_once: bool = False
     order_seed: int | None = None
+    alike: tuple[int, ...] = ()
+    job_of: "Callable[[int], Job] | None" = None
+
+    def each(self) -> "Iterator[Job]":
+        """Yield the job of each client by itself."""
+        yield self._replace(alike=(), job_of=None)
+        if self.job_of is not None:
+            yield from map(self.job_of, self.alike)
 
     def continues(self, phase: Phase, work: LocalWork) -> bool:
         """Return True if a phase's batches go on where the round before stopped: of steps, and of the client's samples.
@@ -201,6 +211,8 @@ class Engine(ABC):
 
     may_miss_clients: ClassVar[bool] = False
     """Whether clients may be absent, as clients at sites may; elsewhere a client without a result is an error."""
+    takes_alike: bool = False
+    """Whether `evaluate_all` takes jobs that stand for several clients; see `Job.alike`."""
     sums: dict[str, float] | None = None
     """Record of the last round's sum, of an engine whose updates are stand-ins by ``trainer.secure_sum`` already; None
     of one that gives updates as they are."""
@@ -262,7 +274,7 @@ class Engine(ABC):
         def asked() -> Iterator[Job]:
             nonlocal round
             for job in jobs:
-                missing.add(job.client)
+                missing.update((job.client, *job.alike))
                 # An evaluation gets the jobs of the coming round, but belongs to the round before.
                 round = job.round - (phase == "evaluation")
                 yield job
@@ -425,6 +437,11 @@ class Engine(ABC):
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
+
+    def random_states(self) -> list[Tensor]:
+        """Return the states of the generators of dropout."""
+        states = [torch.default_generator.get_state()]
+        return [*states, torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else states
 
     def metrics_on(self, data: ClientData, splits: tuple[Split, ...]) -> dict[str, dict[str, float]]:
         """Return the metrics of the module's current model by split; splits without samples are left out."""

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.func import vmap
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 from torchmetrics import ClasswiseWrapper, Metric, MetricCollection
 from torchmetrics.classification import (
     BinaryAccuracy,
@@ -33,14 +34,13 @@ from torchmetrics.utilities import dim_zero_cat
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import CHUNK, Samples
-from pfl_lightning.data.trees import Tree, rows_in
+from pfl_lightning.data.trees import Tree, joined, rows_in, take
 from pfl_lightning.internals.of_torchmetrics import count_updates
-from pfl_lightning.messages import StateDict, tensors
+from pfl_lightning.messages import StateDict, tensors, tree_map
 from pfl_lightning.nets.modes import kept_modes
 from pfl_lightning.tasks import Classification, Task
+from pfl_lightning.tasks.class_metrics import Area, Confusion
 
-PADDING = -100
-"""Target of padding, which cross-entropy ignores."""
 POOLED = "_pooled"
 """Suffix in the name of a metric over all clients' samples, to which each client adds a share."""
 OUTPUTS = 2**24
@@ -268,14 +268,18 @@ def mean_of(total: Tensor, weight: int | Tensor) -> float:
 
 
 @torch.no_grad()
-def evaluate_padded(
-    outputs: Tensor, targets: Sequence[Tree], metrics: MetricCollection, task: Task
+def evaluate_outputs(
+    outputs: Tensor, target: Tree, sizes: Sequence[int], metrics: MetricCollection, task: Task
 ) -> list[dict[str, float]]:
     """Return the results of `evaluate` for several clients, from their outputs.
 
+    Loss and metrics are sums over samples where possible, computed for all clients at once: in float64, so that they
+    equal those of `evaluate` up to the rounding of single precision. Others are computed client by client.
+
     Args:
-        outputs: outputs padded to the same number of samples, ``[clients, n, ...]``.
-        targets: each client's targets, at least one.
+        outputs: outputs of all clients' samples, client after client, ``[n, ...]``.
+        target: the samples' targets.
+        sizes: number of samples of each client, at least one, of sum n.
         metrics: the metrics of outputs and targets, besides the task's mean ``loss``.
         task: the prediction task.
 
@@ -283,29 +287,187 @@ def evaluate_padded(
         Values by name, for each client.
     """
     outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-    sizes = [rows_in(target) for target in targets]
-    of_clients = [(some[:size], target) for some, size, target in zip(outputs, sizes, targets, strict=True)]
-    if type(task) is not Classification:
-        sums = [(task.loss(*of_one, "sum"), task.weight(of_one[1])) for of_one in of_clients]
-        losses = [mean_of(*of_one) for of_one in sums]
-        return [computed_on(metrics, *of_one) | {"loss": loss} for of_one, loss in zip(of_clients, losses, strict=True)]
-    # For classification, loss and accuracy of all clients take a few operations instead of several per client.
-    y = pad_sequence(list(targets), batch_first=True, padding_value=PADDING)
-    flat = F.cross_entropy(outputs.flatten(0, 1), y.flatten(), ignore_index=PADDING, reduction="none")
-    losses = [loss / size for loss, size in zip(flat.view_as(y).sum(1).tolist(), sizes, strict=True)]
-    values: Iterable[dict[str, float]]
-    # torchmetrics would take many operations per client for the same number.
-    if is_accuracy(metrics):
-        right = (outputs.argmax(-1) == y).sum(1).float() / torch.tensor(sizes, device=y.device)
-        values = [{"acc": accuracy} for accuracy in right.tolist()]
+    lengths = torch.tensor(sizes, device=outputs.device)
+    owners = torch.arange(len(sizes), device=outputs.device).repeat_interleave(lengths, output_size=len(outputs))
+    found: dict[str, list[Any]] = {}
+    alone: dict[str, Metric | MetricCollection] = {}
+    for name, metric in metrics.items(copy_state=False):
+        if (values := values_at_once(str(name), metric, outputs, target, owners, lengths)) is None:
+            alone[str(name)] = metric
+        else:
+            found[str(name)] = values
+    losses = losses_at_once(task, outputs, target, lengths)
+    own: list[dict[str, Any]] = [{} for _ in sizes]
+    if alone or losses is None:
+        of_clients = list(zip(split_by(outputs, sizes), split_by(target, sizes), strict=True))
+        if alone:
+            few = MetricCollection(alone)
+            own = [computed_on(few, *of_one) for of_one in of_clients]
+        if losses is None:
+            losses = [mean_of(task.loss(*of_one, "sum"), task.weight(of_one[1])) for of_one in of_clients]
+    for values, *row in zip(own, *found.values(), strict=True):
+        values |= zip(found, row, strict=True)
+    # The order of `computed`: states of pooled metrics last.
+    places = {str(name): place for place, name in enumerate(metrics)}
+    order = sorted(own[0], key=lambda name: (name.endswith(POOLED), places.get(name, len(places)))) if own else []
+    return [{name: values[name] for name in order} | {"loss": loss} for values, loss in zip(own, losses, strict=True)]
+
+
+def split_by(tree: Tree, sizes: Sequence[int]) -> list[Tree]:
+    """Return the rows of each client, client after client.
+
+    Args:
+        tree: rows of all clients.
+        sizes: number of rows of each client.
+    """
+    ends = list(accumulate(sizes))
+    return [take(tree, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+
+
+def sums_of(values: Tensor, lengths: Tensor) -> Tensor:
+    """Return the sums over each client's rows ``[clients, ...]``, in the type of the values.
+
+    Args:
+        values: a row for each sample, client after client.
+        lengths: number of rows of each client.
+    """
+    # Apple's devices have no float64.
+    wide = values if values.device.type == "mps" else values.double()
+    # Not index_add, whose sums depend on the order of threads on a GPU.
+    total = torch.segment_reduce(wide.flatten(1) if wide.dim() > 1 else wide, "sum", lengths=lengths, unsafe=True)
+    return total.view(len(lengths), *values.shape[1:]).to(values.dtype)
+
+
+def losses_at_once(task: Task, outputs: Tensor, target: Tree, lengths: Tensor) -> list[float] | None:
+    """Return each client's mean loss; None if it isn't a sum over samples, or can't be computed at once.
+
+    Args:
+        task: the prediction task.
+        outputs: outputs of all clients' samples.
+        target: their targets.
+        lengths: number of samples of each client.
+    """
+    if type(task) is Classification:
+        errors, weights = F.cross_entropy(outputs, target, reduction="none"), lengths
+    elif task.samples_meet:
+        return None
     else:
-        values = (computed_on(metrics, *of_one) for of_one in of_clients)
-    return [value | {"loss": loss} for value, loss in zip(values, losses, strict=True)]
+        try:
+            errors, each = vmap(lambda o, t: of_one_sample(task, o, t))(outputs, target)
+        # Such as a loss that picks samples by their values; it is computed for each client.
+        except RuntimeError:
+            return None
+        weights = sums_of(each, lengths)
+    sums = sums_of(errors if errors.device.type == "mps" else errors.double(), lengths)
+    return [mean_of(*pair) for pair in zip(sums.tolist(), weights.tolist(), strict=True)]
 
 
-def is_accuracy(metrics: MetricCollection) -> bool:
-    """Return True if the only metric is plain accuracy, which can be counted for many clients at once."""
-    if list(metrics) != ["acc"] or type(metric := metrics["acc"]) is not MulticlassAccuracy:
+def of_one_sample(task: Task, outputs: Tensor, target: Tree) -> tuple[Tensor, Tensor]:
+    """Return the loss and the weight of one sample; arguments without the dimension of samples."""
+    target = tree_map(lambda leaf: leaf[None], target)
+    loss = task.loss(outputs[None], target, "sum")
+    return loss, torch.as_tensor(task.weight(target), device=loss.device)
+
+
+def values_at_once(
+    name: str, metric: Metric | MetricCollection, outputs: Tensor, target: Tree, owners: Tensor, lengths: Tensor
+) -> list[Any] | None:
+    """Return a metric's value for each client, or its states if it is pooled; None if each client must be alone.
+
+    Args:
+        name: the metric's name.
+        metric: the metric.
+        outputs: outputs of all clients' samples.
+        target: their targets.
+        owners: the number of each sample's client.
+        lengths: number of samples of each client.
+    """
+    clients, pooled = len(lengths), name.endswith(POOLED)
+    if is_accuracy(metric):
+        right = sums_of((outputs.argmax(1) == target).long(), lengths)
+        return cast(list[float], (right.float() / lengths).tolist())
+    # Only this package's metrics are known to be sums over samples, or to compute clients at once.
+    if not type(metric).__module__.startswith("pfl_lightning.") or not isinstance(metric, Metric):
+        return None
+    if isinstance(metric, Area):
+        # By bins, a client's state is large, whatever its samples.
+        return None if pooled else metric.values_of_clients(outputs, target, owners, clients).tolist()
+    if isinstance(metric, Confusion):
+        if clients * metric.num_classes**2 > OUTPUTS:
+            return None
+        states = metric.states_of_clients(outputs, target, owners, clients)
+    elif (added := states_of_samples(metric, outputs, target)) is not None:
+        states = {key: sums_of(state, lengths) for key, state in added.items()}
+    else:
+        return None
+    if pooled:
+        there = [state.detach().cpu().unbind() for state in states.values()]
+        return [dict(zip(states, row, strict=True)) for row in zip(*there, strict=True)]
+    try:
+        return cast(list[float], vmap(lambda own: computed_from(metric, own))(states).tolist())
+    except RuntimeError:
+        return None
+
+
+def states_of_samples(metric: Metric, outputs: Tensor, target: Tree) -> StateDict | None:
+    """Return a metric's states after an update with each sample alone, ``[n, ...]``; None if they aren't sums.
+
+    Args:
+        metric: the metric; reset afterwards.
+        outputs: outputs of the samples.
+        target: their targets.
+    """
+    metric.reset()
+    zeros = {name: getattr(metric, name) for name in metric.metric_state}
+    if not all(isinstance(zero, Tensor) for zero in zeros.values()):
+        return None
+
+    def updated(states: StateDict, own: Tensor, its: Tree) -> StateDict:
+        for name, state in states.items():
+            setattr(metric, name, state)
+        # The class's method, since the object's counts its calls.
+        type(metric).update(metric, own[None], tree_map(lambda leaf: leaf[None], its))
+        return {name: getattr(metric, name) for name in states}
+
+    try:
+        rows = {name: zero.expand(len(outputs), *zero.shape).clone() for name, zero in zeros.items()}
+        return cast(StateDict, vmap(updated)(rows, outputs, target))
+    except RuntimeError:
+        return None
+    finally:
+        metric.reset()
+
+
+def computed_from(metric: Metric, states: StateDict) -> Tensor:
+    """Return a metric's value from a client's states."""
+    for name, state in states.items():
+        setattr(metric, name, state)
+    value: Tensor = cast(Any, type(metric)).compute(metric)
+    metric.reset()
+    return value
+
+
+@torch.no_grad()
+def evaluate_padded(
+    outputs: Tensor, targets: Sequence[Tree], metrics: MetricCollection, task: Task
+) -> list[dict[str, float]]:
+    """Return the results of `evaluate_outputs` for outputs padded to the same number of samples.
+
+    Args:
+        outputs: outputs ``[clients, n, ...]``.
+        targets: each client's targets, at least one.
+        metrics: as for `evaluate_outputs`.
+        task: the prediction task.
+    """
+    sizes = [rows_in(target) for target in targets]
+    real = torch.arange(outputs.shape[1]) < torch.tensor(sizes)[:, None]
+    (target,) = joined([(target,) for target in targets])
+    return evaluate_outputs(outputs[real.to(outputs.device)], target, sizes, metrics, task)
+
+
+def is_accuracy(metric: Any) -> bool:
+    """Return True for plain accuracy, which can be counted for many clients at once."""
+    if type(metric) is not MulticlassAccuracy:
         return False
     plain = metric.average == "micro" and metric.multidim_average == "global" and metric.ignore_index is None
     return plain and metric.top_k == 1

@@ -9,6 +9,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, TypeVar, cast
@@ -78,8 +79,8 @@ class Processes(Sequential):
             yield from self._share_out("training", lambda job: self.train(job, layout), list(jobs))
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
-        """Evaluate each job's client, and yield metrics in the order of finishing."""
-        return self._share_out("evaluation", lambda job: (job.client, self.evaluate(job)), list(jobs))
+        """Evaluate each job's clients, and yield metrics in the order of finishing."""
+        return chain.from_iterable(self._share_out("evaluation", self.evaluate_each, list(jobs)))
 
     def _share_out(self, what: str, function: Callable[[Job], Result], jobs: list[Job]) -> Iterator[Result]:
         """Yield the results of all jobs; compute the first ones here until workers are known to pay.

@@ -19,7 +19,8 @@ from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import ClientData, Samples, epoch_order
 from pfl_lightning.data.batches import batches_of, continued_orders
 from pfl_lightning.data.trees import rows_in
-from pfl_lightning.engines.base import ClientState, Engine, Job, Outcome
+from pfl_lightning.engines.alike import Alike
+from pfl_lightning.engines.base import ClientState, Engine, Evaluated, Job, Outcome
 from pfl_lightning.engines.errors import computed, during
 from pfl_lightning.engines.examples import Draws, ExampleGradients, noised, releases_of, with_noisy_counts
 from pfl_lightning.engines.slots import Slots
@@ -42,6 +43,10 @@ class Sequential(Engine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.alike = Alike(self)
+        # A subclass with another way to evaluate a client would be passed over.
+        own = type(self)
+        self.takes_alike = own.evaluate is Sequential.evaluate and own.become is Engine.become
         # The context for a client's number of threads.
         self._threads = one_thread if is_for_one_thread(self.module) else nullcontext
         self.leaks = Leaks(self.module)
@@ -71,6 +76,24 @@ class Sequential(Engine):
         """Return the metrics of a client's received model, as `Engine.evaluate` describes."""
         with self._threads():
             return super().evaluate(job)
+
+    def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
+        """Evaluate each job's clients, those with the same model together."""
+        for job in jobs:
+            yield from self.evaluate_each(job)
+
+    def evaluate_each(self, job: Job) -> list[Evaluated]:
+        """Return the metrics of all clients of a job."""
+        if (found := self.evaluate_alike(job)) is not None:
+            return found
+        return [(one.client, self.evaluate(one)) for one in job.each()]
+
+    def evaluate_alike(self, job: Job) -> list[Evaluated] | None:
+        """Return the metrics of a job's clients with the same model; None if they must be evaluated one by one."""
+        if not job.alike:
+            return None
+        with self._threads():
+            return self.alike.evaluate(job)
 
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
         """Train phase by phase with new optimizers, and leave the module in evaluation mode."""

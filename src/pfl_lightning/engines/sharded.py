@@ -49,6 +49,7 @@ class Sharded(Engine):
     ) -> None:
         super().__init__(engine.module, engine.work, engine.precision, engine.workers, engine.compile)
         self.engine = engine
+        self.takes_alike = engine.takes_alike
         self.rank = rank
         self.ranks = ranks
         self.keeps_states = keeps_states

@@ -274,7 +274,11 @@ def saved_job(
         data: the client's data.
         splits: the splits to evaluate on.
     """
-    own = saved["clients"].get(client, {"personal": saved["initial"][architecture]})
     seed = derive_seed(saved["seed"], "train", saved["round"], client)
-    payload = saved["payloads"][client]
-    return Job(client, saved["round"], ClientState(**own), payload, data, seed, saved["lr_factor"], splits)
+    state, payload = saved_state(saved, client, architecture), saved["payloads"][client]
+    return Job(client, saved["round"], state, payload, data, seed, saved["lr_factor"], splits)
+
+
+def saved_state(saved: Mapping[str, Any], client: int, architecture: int) -> ClientState:
+    """Return a client's state in a checkpoint; arguments as for `saved_job`."""
+    return ClientState(**saved["clients"].get(client, {"personal": saved["initial"][architecture]}))

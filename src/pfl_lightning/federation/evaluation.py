@@ -1,17 +1,21 @@
 """Evaluate the clients of a federation, all in one pass of each engine."""
 
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from random import Random
 from typing import Any, TypeAlias, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from pfl_lightning.data import Split
-from pfl_lightning.engines import Engine, Job
+from pfl_lightning.data import CHUNK, Split
+from pfl_lightning.engines import ClientState, Engine, Job
 from pfl_lightning.federation.options import FederationOptions
-from pfl_lightning.federation.summary import over_clients
+from pfl_lightning.federation.summary import margin, over_clients
+from pfl_lightning.messages import Message
 from pfl_lightning.tasks import Monitor, Task
 
 Metrics: TypeAlias = dict[str, dict[str, float]]
@@ -20,8 +24,13 @@ EnginesOf: TypeAlias = Callable[[Sequence[int]], Iterable[tuple[Engine, list[int
 """Returns pairs of an engine and the clients that the engine runs."""
 SizesOf: TypeAlias = Callable[[Iterable[int], Split], Mapping[int, int]]
 """Returns the number of samples of each client in a split."""
-JobOf: TypeAlias = Callable[[int, tuple[Split, ...]], Job]
-"""Returns the job of a client, to be evaluated on some splits."""
+JobOf: TypeAlias = Callable[..., Job]
+"""Returns the job of a client, to be evaluated on some splits; with the result of a `ReceivedOf`, if there is one, as a
+third argument."""
+ReceivedOf: TypeAlias = Callable[[int], tuple[ClientState, Message]]
+"""Returns the state and the payload of a client's job, as the same objects for clients to which they are common."""
+OPEN = 8
+"""Different models for which clients are gathered at the same time, which bounds the payloads in memory."""
 
 
 class Evaluations:
@@ -31,6 +40,7 @@ class Evaluations:
         options: the Trainer's federated settings.
         engines_of: returns the engines that run some clients.
         job_of: returns a client's job in the federation's current state.
+        received_of: returns a client's state and payload in the federation's current state.
         sizes_of: returns clients' numbers of samples.
         task: the prediction task.
         monitor: the metric that selects the best round.
@@ -41,6 +51,7 @@ class Evaluations:
         options: FederationOptions,
         engines_of: EnginesOf,
         job_of: JobOf,
+        received_of: ReceivedOf,
         sizes_of: SizesOf,
         task: Task,
         monitor: Monitor,
@@ -48,6 +59,7 @@ class Evaluations:
         self.options = options
         self.engines_of = engines_of
         self.job_of = job_of
+        self.received_of = received_of
         self.sizes_of = sizes_of
         self.monitor = monitor
         self.pooled = task.pooled()
@@ -61,6 +73,42 @@ class Evaluations:
         self.groups: dict[str, set[int]] = {}
         """Sets of clients by the group's name; each gets a summary of its own, as ``GROUP/NAME/METRIC``."""
 
+    def sample(self, clients: Sequence[int], splits: tuple[Split, ...], seed: int) -> Sequence[int]:
+        """Return the clients that a round evaluates, rising: all, or a sample of those with samples.
+
+        Args:
+            clients: ids of all clients.
+            splits: the splits to evaluate on.
+            seed: the seed of the sample.
+        """
+        size = self.options.evaluation_size(len(clients))
+        if size == len(clients):
+            return clients
+        able = [client for client, rows in self._largest(clients, splits).items() if rows]
+        return able if len(able) <= size else sorted(Random(seed).sample(able, size))
+
+    def margins(self, clients: Sequence[int]) -> dict[str, float]:
+        """Return the number of evaluated clients, and `margin` of the monitored metric as ``NAME/METRIC_margin``.
+
+        Empty without results, and if each round evaluates all clients.
+
+        Args:
+            clients: ids of all clients.
+        """
+        if self.options.evaluation_size(len(clients)) == len(clients) or not self.results:
+            return {}
+        metric = self.monitor.metric
+        found: dict[str, float] = {"clients_evaluated": len(set().union(*self.results.values()))}
+        for name, results in self.results.items():
+            values = {k: own[metric] for k, own in results.items() if not math.isnan(own.get(metric, math.nan))}
+            sizes = self.sizes_of(clients, split_of(name))
+            held = sum(size > 0 for size in sizes.values())
+            # Clients without a value, such as an AUROC of one class, are taken to be as frequent among all clients.
+            able = held * len(values) / max(len(results), 1)
+            weights = [sizes[client] for client in values]
+            found[f"{name}/{metric}_margin"] = margin([*values.values()], weights, able)
+        return found
+
     def evaluate(self, clients: Sequence[int], splits: tuple[Split, ...]) -> None:
         """Evaluate clients into `results`, which replaces earlier results; no client trains.
 
@@ -70,7 +118,8 @@ class Evaluations:
         """
         when = self.options.evaluate
         # Clients with kept metrics need no pass when only the trained models count.
-        received = self.measure([c for c in clients if when != "after" or c not in self.after], splits, self.job_of)
+        unknown = [c for c in clients if when != "after" or c not in self.after]
+        received = self.measure(unknown, splits, self.job_of, self.received_of)
         self.results = {}
         for client in clients:
             if when != "after":
@@ -85,20 +134,34 @@ class Evaluations:
         for name, values in metrics.items():
             self.results.setdefault(name, {})[client] = values
 
-    def measure(self, clients: Sequence[int], splits: tuple[Split, ...], job_of: JobOf) -> dict[int, Metrics]:
+    def measure(
+        self, clients: Sequence[int], splits: tuple[Split, ...], job_of: JobOf, received_of: ReceivedOf | None = None
+    ) -> dict[int, Metrics]:
         """Return the metrics of the received models by client id, without absent clients.
 
         Args:
             clients: the clients' ids.
             splits: the splits to evaluate on.
             job_of: returns each client's job, with state and payload.
+            received_of: returns each client's state and payload alone, by which clients with the same model are
+                evaluated together, and clients without samples not at all; None evaluates each by itself.
         """
+        found: dict[int, Metrics] = {}
         with undisturbed():
-            return {
-                client: metrics
-                for engine, own in self.engines_of(clients)
-                for client, metrics in engine.complete("evaluation", (job_of(client, splits) for client in own))
-            }
+            for engine, own in self.engines_of(clients):
+                if received_of is not None and engine.takes_alike:
+                    sizes = self._largest(own, splits)
+                    found |= {client: {} for client in own if not sizes[client]}
+                    jobs = alike(sizes, splits, job_of, received_of)
+                else:
+                    jobs = (job_of(client, splits) for client in own)
+                found |= engine.complete("evaluation", jobs)
+        return found
+
+    def _largest(self, clients: Sequence[int], splits: tuple[Split, ...]) -> dict[int, int]:
+        """Return each client's number of samples in its largest split."""
+        sizes = [self.sizes_of(clients, split) for split in splits]
+        return {client: max(own[client] for own in sizes) for client in clients}
 
     def keep_initial(self, clients: Iterable[int], trained: Container[int]) -> None:
         """Evaluate the initial model of each client without kept metrics or training this round, and keep the result.
@@ -109,7 +172,7 @@ class Evaluations:
         """
         if splits := self.options.splits_after:
             others = [client for client in clients if client not in trained and client not in self.after]
-            self.after.update(self.measure(others, splits, self.job_of))
+            self.after.update(self.measure(others, splits, self.job_of, self.received_of))
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Take the kept metrics from a saved federation.
@@ -150,6 +213,44 @@ class Evaluations:
                 values = over_clients(own, sizes, self.monitor, self.pooled)
                 summary |= {f"{title}/{metric}": value for metric, value in values.items()}
         return summary
+
+
+def alike(sizes: Mapping[int, int], splits: tuple[Split, ...], job_of: JobOf, received_of: ReceivedOf) -> Iterator[Job]:
+    """Yield a job for each group of clients with the same state and payload, of at most `CHUNK` samples a split.
+
+    The groups depend on the clients alone, and not on the engine.
+
+    Args:
+        sizes: the clients, each with the number of samples of its largest split; clients without samples are left out.
+        splits: the splits to evaluate on.
+        job_of: returns a client's job.
+        received_of: returns a client's state and payload.
+    """
+    # The key is by identity, for which the first client's job keeps the objects alive: a new object may get the number
+    # of one that is gone.
+    groups: dict[tuple[str | int, ...], tuple[Job, list[int], list[int]]] = {}
+
+    def closed(key: tuple[str | int, ...]) -> Job:
+        job, clients, _ = groups.pop(key)
+        others = tuple(clients[1:])
+        return job._replace(alike=others, job_of=lambda client: job_of(client, splits)) if others else job
+
+    for client, size in sizes.items():
+        if not size:
+            continue
+        received = state, payload = received_of(client)
+        key = (state.kept or "", *payload, *map(id, chain(state.personal.values(), payload.values())))
+        if key in groups and groups[key][2][0] + size > CHUNK:
+            yield closed(key)
+        # Taken out and put in again, so that the groups are in the order of their last clients.
+        job, clients, rows = groups.pop(key, None) or (job_of(client, splits, received), [], [0])
+        clients.append(client)
+        rows[0] += size
+        groups[key] = job, clients, rows
+        if len(groups) > OPEN:
+            yield closed(next(iter(groups)))
+    for key in list(groups):
+        yield closed(key)
 
 
 def split_of(name: str) -> Split:

@@ -82,6 +82,11 @@ from pfl_lightning.runs.client_states import DiskStates
 from pfl_lightning.runs.folder import STATES, run_folder
 from pfl_lightning.seeds import derive_seed
 
+WORTH_ADVICE = 10.0
+"""Seconds of evaluation from which a line says how it would take less time."""
+FEW = 100
+"""Number of clients that the line advises to evaluate."""
+
 
 class Federation(LightningModule):
     """Run the rounds of a federation: an epoch with a single batch, which holds the ids of all clients.
@@ -116,7 +121,9 @@ class Federation(LightningModule):
         self.metrics: dict[str, Any] = {}
         check_hooks(client)
         self.monitor = options.monitored(client)
-        self.evaluations = Evaluations(options, self.engines_of, self.job, self.sizes, client.task, self.monitor)
+        self.evaluations = Evaluations(
+            options, self.engines_of, self.job, self.received, self.sizes, client.task, self.monitor
+        )
         self.participation = Participation(options.cohort, self.evaluations.measure, self.job)
         self.settings: Settings = {}
         self.trained: dict[str, Any] = {}
@@ -126,6 +133,9 @@ class Federation(LightningModule):
         self.resume_changed = self.changed = False
         self.spent: dict[int, list[Release]] = {}
         self._given: dict[int, Job] = {}
+        # Seconds of evaluation, training and aggregation in the rounds with an evaluation.
+        self._times = [0.0, 0.0, 0.0]
+        self._advised = False
         self.joined: dict[str, Mapping[str, Any]] = {}
         """Trained models of clients that joined afterwards, by name, or by id in digits; see `kept_model`."""
         self.audit: dict[str, Any] = {}
@@ -411,23 +421,35 @@ class Federation(LightningModule):
             if not is_storable(owner.state):
                 owner.state = storable(owner.state, f"{name}.state")
 
-    def job(self, client: int, evaluate: tuple[Split, ...] = ()) -> Job:
+    def job(
+        self, client: int, evaluate: tuple[Split, ...] = (), received: tuple[ClientState, Message] | None = None
+    ) -> Job:
         """Return a client's work in the coming round.
 
         Args:
             client: the client's id.
             evaluate: the splits to evaluate on after training.
+            received: the result of `received` for the client, if known.
         """
-        # A client that has never trained has no state yet and begins with the initial personal entries.
-        state = self.clients.get(client) or ClientState(self.initial[self.architecture_of(client)])
+        state, payload = received or self.received(client)
         seed = derive_seed(cast(int, self.seed), "train", self.round, client)
-        payload = self.aggregator.download(client)
         check_entries(payload, client, self.aggregator, self.client.needs, type(self.client).__name__)
         # A client with a state has taken part before, and so has received the entries that travel once.
         once = self.aggregator.sends_once
         data, has_once = self.data.client(client), bool(once) and client in self.clients
         order_seed = derive_seed(cast(int, self.seed), "epochs", client) if self.options.steps_continue else None
         return Job(client, self.round, state, payload, data, seed, self.lr_factor, evaluate, once, has_once, order_seed)
+
+    def received(self, client: int) -> tuple[ClientState, Message]:
+        """Return a client's state, and the payload that it would receive now.
+
+        Args:
+            client: the client's id.
+        """
+        # A client that has never trained has no state yet and begins with the initial personal entries.
+        if (state := self.clients.get(client)) is None:
+            state = ClientState(self.initial[self.architecture_of(client) if len(self.initial) > 1 else 0])
+        return state, self.aggregator.download(client)
 
     def welcome(self, client: int, update: Message | None = None) -> Message:
         """Return the server's payload for a new client.
@@ -771,8 +793,23 @@ class Federation(LightningModule):
             release(module)
 
     def validation_step(self, clients: list[int], batch_idx: int) -> None:
-        """Evaluate all clients on the validation splits, with ``trainer.test_every_round`` also on the test splits."""
-        self.evaluations.evaluate(clients, self.options.validation_splits)
+        """Evaluate clients on the validation splits, with ``trainer.test_every_round`` also on the test splits.
+
+        All clients, or in a fit the round's sample by ``trainer.evaluate_clients``.
+        """
+        self._evaluate_round(clients, self.options.validation_splits)
+
+    def _evaluate_round(self, clients: Sequence[int], splits: tuple[Split, ...]) -> None:
+        """Evaluate the clients of a round's evaluation.
+
+        Args:
+            clients: ids of all clients.
+            splits: the splits to evaluate on.
+        """
+        if self._fitting:
+            seed = derive_seed(cast(int, self.seed), "evaluate", self.round)
+            clients = self.evaluations.sample(clients, splits, seed)
+        self.evaluations.evaluate(clients, splits)
 
     def test_step(self, clients: list[int], batch_idx: int) -> None:
         """Evaluate all clients on the test splits."""
@@ -887,7 +924,7 @@ class Federation(LightningModule):
             return
         if not self.trainer.limit_val_batches or not len(self.data.val_dataloader()):
             self.on_validation_epoch_start()
-            self.evaluations.evaluate(clients, ("test",))
+            self._evaluate_round(clients, ("test",))
             self._end_evaluation(self.evaluations.summary())
 
     def _end_evaluation(self, summary: dict[str, float]) -> None:
@@ -895,8 +932,25 @@ class Federation(LightningModule):
         if self._fitting:
             if self.options.test_every_round:
                 summary |= self.test_global()
+            summary |= self.evaluations.margins(range(self.data.num_clients))
             self.metrics |= summary | {"time/evaluate": time.perf_counter() - self._evaluation_start}
+            self._advise()
         self._log_summary(summary)
+
+    def _advise(self) -> None:
+        """Say once how evaluations would take less time, if they take more than half of the rounds' time."""
+        of_round = [self.metrics[f"time/{part}"] for part in ("evaluate", "train", "aggregate")]
+        self._times = [*map(sum, zip(self._times, of_round, strict=True))]
+        evaluating, total = self._times[0], sum(self._times)
+        if self._advised or self.options.evaluate == "after" or not WORTH_ADVICE < evaluating > total / 2:
+            return
+        self._advised = True
+        sampled = f"trainer.evaluate_clients={FEW}, which evaluates {FEW} of the clients in each round, or "
+        rank_zero_info(
+            f"evaluation has taken {evaluating / total:.0%} of the rounds' time; that is less with "
+            + (sampled if self.options.evaluation_size(self.data.num_clients) > FEW else "")
+            + f"trainer.check_val_every_n_epoch={5 * (self.trainer.check_val_every_n_epoch or 1)}."
+        )
 
     def on_test_epoch_end(self) -> None:
         """Log the summary over clients and the test metrics of the server's model."""

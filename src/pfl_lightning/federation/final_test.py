@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from pfl_lightning.data import Split
-from pfl_lightning.engines import Job
+from pfl_lightning.engines import ClientState, Job
 from pfl_lightning.engines.evaluation import own_values
-from pfl_lightning.federation.checkpoint import saved_job
+from pfl_lightning.federation.checkpoint import saved_job, saved_state
 from pfl_lightning.federation.evaluation import split_of
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.joining import Joined, join
+from pfl_lightning.messages import Message
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,9 @@ def final_test(federation: Federation, best: str | None) -> FinalTest:
         best: the path of the best round's checkpoint, if there is one.
     """
     evaluations, clients = federation.evaluations, range(federation.data.num_clients)
-    # With test_every_round, the last round's evaluation has covered the test splits already.
-    if len(evaluations.results.get("test", {})) < len(clients):
+    tested = evaluations.results.get("test", {})
+    # With test_every_round, the last round's evaluation has covered the test splits already, unless of a sample.
+    if any(client not in tested for client, size in federation.sizes(clients, "test").items() if size):
         evaluations.evaluate(clients, ("test",))
     results = {name: values for name, values in evaluations.results.items() if split_of(name) == "test"}
     central = {name: value for name, value in federation.metrics.items() if name.startswith("test/global_")}
@@ -68,7 +70,10 @@ def selected_test(federation: Federation, best: str | None) -> dict[str, float]:
     # Memory-mapped, or all clients' states would be in memory twice.
     checkpoint = torch.load(best, map_location="cpu", weights_only=True, mmap=True)
     saved = checkpoint["federation"]
-    if saved["round"] == federation.round or saved.get("settings", {}).get("trainer.test_every_round"):
+    clients = federation.data.num_clients
+    # In the record are the metrics of the round's own evaluation, which may be of a sample of the clients.
+    recorded = saved.get("settings", {}).get("trainer.test_every_round")
+    if saved["round"] == federation.round or (recorded and federation.options.evaluation_size(clients) == clients):
         return {}
     return {"round": saved["round"], **metrics_at(federation, checkpoint)}
 
@@ -82,15 +87,18 @@ def metrics_at(federation: Federation, checkpoint: Mapping[str, Any]) -> dict[st
     """
     saved, evaluations = checkpoint["federation"], federation.evaluations
 
-    def job_of(client: int, splits: tuple[Split, ...]) -> Job:
+    def job_of(client: int, splits: tuple[Split, ...], received: Any = None) -> Job:
         return saved_job(saved, client, federation.architecture_of(client), federation.data.client(client), splits)
+
+    def received_of(client: int) -> tuple[ClientState, Message]:
+        return saved_state(saved, client, federation.architecture_of(client)), saved["payloads"][client]
 
     # Samples may drift between clients, so test on those that the clients held in the checkpoint's round.
     with federation.data.at_round(max(1, saved["round"])):
         metrics = (
             saved["after"]
             if federation.options.evaluate == "after"
-            else evaluations.measure(range(federation.data.num_clients), ("test",), job_of)
+            else evaluations.measure(range(federation.data.num_clients), ("test",), job_of, received_of)
         )
         tested = {client: own["test"] for client, own in metrics.items() if "test" in own}
         return evaluations.summary_of("test", tested) | federation.test_global(checkpoint["state_dict"])

@@ -44,6 +44,7 @@ class FederationOptions:
     compile: bool = False
     evaluate: Literal["before", "after", "both"] = "before"
     test_every_round: bool = False
+    evaluate_clients: int | float = 1.0
     clip: float | None = None
     clip_algorithm: Literal["norm", "value"] = "norm"
     client_states: ClientStates = "memory"
@@ -57,13 +58,13 @@ class FederationOptions:
     limit: Limit = 1.0
 
     def __post_init__(self) -> None:
-        per_round = self.clients_per_round
-        # 1 is one client, but 1.0 is all of them.
-        if not is_count(per_round) and not (isinstance(per_round, float) and 0 < per_round <= 1):
-            raise MisconfigurationException(
-                f"trainer.clients_per_round={per_round} must be a number of clients from 1 up, "
-                "or a fraction above 0.0 and up to 1.0."
-            )
+        for name in ("clients_per_round", "evaluate_clients"):
+            # 1 is one client, but 1.0 is all of them.
+            if not is_count(part := getattr(self, name)) and not (isinstance(part, float) and 0 < part <= 1):
+                raise MisconfigurationException(
+                    f"trainer.{name}={part} must be a number of clients from 1 up, or a fraction above 0.0 and up to "
+                    "1.0."
+                )
         if self.local_epochs is not None and self.local_steps is not None:
             raise MisconfigurationException(
                 f"trainer.local_epochs={self.local_epochs} and trainer.local_steps={self.local_steps} "
@@ -202,9 +203,11 @@ class FederationOptions:
         >>> [FederationOptions(clients_per_round=share).cohort_size(25) for share in (0.1, 3)]
         [2, 3]
         """
-        if isinstance(self.clients_per_round, int):
-            return self.clients_per_round
-        return max(1, round(self.clients_per_round * num_clients))
+        return number_of(self.clients_per_round, num_clients)
+
+    def evaluation_size(self, num_clients: int) -> int:
+        """Return the number of clients that each round evaluates."""
+        return number_of(self.evaluate_clients, num_clients)
 
     def sampling(self, num_clients: int) -> Sampling | None:
         """Return the cohorts' sampling scheme for privacy accounting; None if the selection's class states none."""
@@ -300,11 +303,12 @@ class FederationOptions:
         Raises:
             MisconfigurationException: if a setting doesn't fit.
         """
-        if self.cohort_size(data.num_clients) > data.num_clients:
-            raise MisconfigurationException(
-                f"trainer.clients_per_round={self.clients_per_round} is more than data.num_clients="
-                f"{data.num_clients}; take at most that many, or a fraction such as 0.5."
-            )
+        for name in ("clients_per_round", "evaluate_clients"):
+            if number_of(part := getattr(self, name), data.num_clients) > data.num_clients:
+                raise MisconfigurationException(
+                    f"trainer.{name}={part} is more than data.num_clients={data.num_clients}; take at most that many, "
+                    "or a fraction such as 0.5."
+                )
         self.cohort.check(self.clients_per_round, self.cohort_size(data.num_clients), data.num_clients)
         engine = self.engine_class
         if not data.resident and isinstance(engine, type) and issubclass(engine, Vectorised):
@@ -333,3 +337,13 @@ class FederationOptions:
             raise MisconfigurationException(
                 f"data.batch_size={data.batch_size} gives BatchNorm nothing to normalise over; take at least 2."
             )
+
+
+def number_of(part: int | float, num_clients: int) -> int:
+    """Return a number of clients, given as a number or as a fraction of all, of which at least one is taken.
+
+    Args:
+        part: an integer, or a fraction above 0.0 and up to 1.0.
+        num_clients: number of all clients.
+    """
+    return part if isinstance(part, int) else max(1, round(part * num_clients))

@@ -97,6 +97,7 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int) ->
         "secure_sum": options.secure_sum,
         "attacks": attacks_of(trainer),
         "evaluate": options.evaluate,
+        "evaluate_clients": f"{options.evaluation_size(num_clients)} of {num_clients}",
         "test_every_round": options.test_every_round,
         **clip,
         "precision": trainer.precision,

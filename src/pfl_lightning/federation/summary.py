@@ -1,7 +1,7 @@
 """Summarise clients' metrics."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,37 @@ from torchmetrics import Metric
 
 from pfl_lightning.engines.evaluation import POOLED, pooled_value
 from pfl_lightning.tasks import Monitor
+
+NORMAL = 1.96
+"""Quantile of the normal distribution for an interval of 95 %."""
+
+
+def margin(values: Sequence[float], weights: Sequence[float], num_clients: float) -> float:
+    r"""Return half the width of the 95 % interval of a weighted mean over all clients, estimated from a sample of them.
+
+    With clients' values :math:`y_i`, weights :math:`w_i` and their mean :math:`\bar y = \sum_i w_i y_i / \sum_i w_i`,
+
+    .. math:: 1.96 \sqrt{\Bigl(1 - \frac nN\Bigr) \frac{n}{n - 1} \sum_i w_i^2 (y_i - \bar y)^2} \Big/ \sum_i w_i
+
+    for a sample of n of N clients: 0 where all are in the sample, and NaN for a sample of one. It is too small for
+    samples of a few clients.
+    Source: Cochran, 1977, Sampling Techniques, section 6.4 (the ratio of two means).
+
+    >>> round(margin([0.5, 0.7, 0.9, 0.7], [1, 1, 1, 1], 100), 4), margin([0.5, 0.7], [1, 3], 2)
+    (0.1568, 0.0)
+
+    Args:
+        values: the metric of each client of the sample.
+        weights: the clients' weights in the mean.
+        num_clients: N, the number of clients that the sample is drawn from.
+    """
+    y, w = np.asarray(values, dtype=np.float64), np.asarray(weights, dtype=np.float64)
+    if len(y) >= num_clients:
+        return 0.0
+    if len(y) < 2:
+        return math.nan
+    squares = np.square(w * (y - (w * y).sum() / w.sum())).sum() * len(y) / (len(y) - 1)
+    return float(NORMAL * math.sqrt((1 - len(y) / num_clients) * squares) / w.sum())
 
 
 def over_clients(

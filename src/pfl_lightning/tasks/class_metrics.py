@@ -1,5 +1,7 @@
 """Metrics of samples with one class each, whose states of clients add up, and which are NaN where undefined."""
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -39,13 +41,30 @@ class Confusion(Metric):
             outputs: logits ``[n, num_classes, ...]``.
             target: class numbers ``[n, ...]``.
         """
+        self.counts += self._counted(outputs, target, torch.zeros(len(target), dtype=torch.int64), 1)[0]
+
+    def states_of_clients(self, outputs: Tensor, target: Tensor, owners: Tensor, clients: int) -> dict[str, Tensor]:
+        """Return the states of several clients after an update with their samples, ``[clients, ...]``.
+
+        Args:
+            outputs: as for `update`, of all clients.
+            target: as for `update`.
+            owners: the number of each sample's client ``[n]``.
+            clients: number of clients.
+        """
+        return {"counts": self._counted(outputs, target, owners, clients)}
+
+    def _counted(self, outputs: Tensor, target: Tensor, owners: Tensor, clients: int) -> Tensor:
+        """Return the counts of several clients ``[clients, true, predicted]``; arguments as for `states_of_clients`."""
         predicted = outputs.argmax(1)
+        owners = owners.to(target.device).view(-1, *[1] * (target.dim() - 1)).expand_as(target)
         if self.ignore_index is not None:
             counted = target != self.ignore_index
-            target, predicted = target[counted], predicted[counted]
-        # true and predicted class as one number, so that one bincount fills the matrix
-        pairs = target.flatten() * self.num_classes + predicted.flatten()
-        self.counts += torch.bincount(pairs, minlength=self.num_classes**2).view_as(self.counts)
+            target, predicted, owners = target[counted], predicted[counted], owners[counted]
+        # client, true and predicted class as one number, so that one bincount fills the matrices
+        pairs = (owners * self.num_classes + target).flatten() * self.num_classes + predicted.flatten()
+        shape = clients, self.num_classes, self.num_classes
+        return torch.bincount(pairs, minlength=math.prod(shape)).view(shape)
 
 
 class Share(Confusion):
@@ -69,16 +88,17 @@ class Share(Confusion):
 
     def compute(self) -> Tensor:
         """Return the share; NaN for 0 / 0."""
+        # dimensions from the end, as counts may have a dimension of clients in front
         counts = self.counts.double()
-        right, actual, predicted = counts.diag(), counts.sum(1), counts.sum(0)
-        total = actual.sum()
+        right, actual, predicted = counts.diagonal(dim1=-2, dim2=-1), counts.sum(-1), counts.sum(-2)
+        total = actual.sum(-1, keepdim=True)
         binary = self.num_classes == 2 and self.kind != "balanced_acc"
         shares = {
             "f1": lambda: 2 * right / (actual + predicted),
             "precision": lambda: right / (predicted if binary else predicted.clamp(min=1)),
             "specificity": lambda: (total - actual - predicted + right) / (total - actual),
         }.get(self.kind, lambda: right / actual)()
-        return shares[1] if binary else shares[actual > 0].nanmean()
+        return shares[..., 1] if binary else shares.masked_fill(actual == 0, torch.nan).nanmean(-1)
 
 
 class Area(Metric):
@@ -132,34 +152,62 @@ class Area(Metric):
 
     def compute(self) -> Tensor:
         """Return the area."""
-        classes = [1] if self.num_classes == 2 else range(self.num_classes)
         if self.bins is None:
             scores, target = dim_zero_cat(self.scores), dim_zero_cat(self.target)
-            areas = [self._area(*self._counted(scores[:, k], target == k)) for k in classes]
-        else:
-            areas = [self._area(*self.counts[k]) for k in classes]
-        return torch.stack(areas).nanmean()
+            return self._of_scores(scores, target, torch.zeros_like(target), 1)[0]
+        owners = self.counts.new_zeros(self.bins)
+        return torch.stack([self._areas(*self.counts[k], owners, 1) for k in self._classes]).nanmean()
 
-    def _counted(self, scores: Tensor, having: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numbers of samples without and with a class at each different score, rising.
+    def values_of_clients(self, outputs: Tensor, target: Tensor, owners: Tensor, clients: int) -> Tensor:
+        """Return the areas of several clients' samples ``[clients]``.
 
         Args:
-            scores: the probabilities of the class ``[n]``.
-            having: whether a sample has the class ``[n]``.
+            outputs: as for `update`, of all clients.
+            target: as for `update`.
+            owners: the number of each sample's client ``[n]``.
+            clients: number of clients.
         """
-        different, places = torch.unique(scores, return_inverse=True)
-        with_it = torch.bincount(places[having], minlength=len(different))
-        return torch.bincount(places, minlength=len(different)) - with_it, with_it
+        return self._of_scores(outputs.double().softmax(1), target, owners.to(target.device), clients)
 
-    def _area(self, without: Tensor, having: Tensor) -> Tensor:
-        """Return the area of one class from `_counted`; NaN where it is undefined."""
+    @property
+    def _classes(self) -> Sequence[int]:
+        return [1] if self.num_classes == 2 else range(self.num_classes)
+
+    def _of_scores(self, scores: Tensor, target: Tensor, owners: Tensor, clients: int) -> Tensor:
+        """Return each client's mean over classes of the areas by the probabilities themselves ``[clients]``."""
+        areas = []
+        for k in self._classes:
+            different, places = torch.unique(scores[:, k], return_inverse=True)
+            # each client's different scores, client after client and rising
+            own, places = torch.unique(owners * len(different) + places, return_inverse=True)
+            having = torch.bincount(places[target == k], minlength=len(own))
+            without = torch.bincount(places, minlength=len(own)) - having
+            areas.append(self._areas(without, having, own // max(len(different), 1), clients))
+        return torch.stack(areas).nanmean(0)
+
+    def _areas(self, without: Tensor, having: Tensor, owners: Tensor, clients: int) -> Tensor:
+        """Return the areas of one class ``[clients]``; NaN where undefined.
+
+        Args:
+            without: numbers of samples without the class at each score of each client, rising.
+            having: numbers of samples with the class.
+            owners: the client of each score, rising.
+            clients: number of clients.
+        """
         others, own = without.double(), having.double()
+
+        def sums(values: Tensor) -> Tensor:
+            return values.new_zeros(clients).index_add_(0, owners, values)
+
+        def before(values: Tensor) -> Tensor:
+            """Return the sums of each client's values at lower scores; of whole numbers, so that they are exact."""
+            return values.cumsum(0) - values - (sums(values).cumsum(0) - sums(values))[owners]
+
         if self.kind == "auroc":
-            lower = others.cumsum(0) - others / 2
-            return (own * lower).sum() / (own.sum() * others.sum())
+            return sums(own * (before(others) + others / 2)) / (sums(own) * sums(others))
         # at each threshold, all samples from it upwards are taken for the class
-        taken, right = (counts.flip(0).cumsum(0) for counts in (own + others, own))
-        return (own.flip(0) * right / taken.clamp(min=1)).sum() / own.sum()
+        taken, right = (sums(counts)[owners] - before(counts) for counts in (own + others, own))
+        return sums(own * right / taken.clamp(min=1)) / sums(own)
 
 
 class CalibrationError(Metric):

@@ -78,10 +78,10 @@ class MeanIoU(Confusion):
 
     def compute(self) -> Tensor:
         """Return the mean."""
-        both = self.counts.diag()
-        union = self.counts.sum(0) + self.counts.sum(1) - both
+        both = self.counts.diagonal(dim1=-2, dim2=-1)
+        union = self.counts.sum(-2) + self.counts.sum(-1) - both
         # a class that neither occurs nor is predicted has 0 / 0: a client with few classes isn't punished for the rest
-        return (both / union)[union > 0].mean()
+        return (both / union).nanmean(-1)
 
 
 class PixelAccuracy(Confusion):
@@ -89,4 +89,4 @@ class PixelAccuracy(Confusion):
 
     def compute(self) -> Tensor:
         """Return the share."""
-        return self.counts.diag().sum() / self.counts.sum()
+        return self.counts.diagonal(dim1=-2, dim2=-1).sum(-1) / self.counts.sum((-2, -1))

@@ -58,6 +58,8 @@ class Vectorised(Engine):
         **kwargs: the keyword arguments of `Engine`.
     """
 
+    takes_alike = True
+
     def __init__(self, *args: Any, block_size: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.block_size = block_size
@@ -87,10 +89,22 @@ class Vectorised(Engine):
         return self.sequential.evaluate(job)
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
-        """Evaluate each job's client, and yield metrics in the order of the jobs, block by block."""
+        """Evaluate clients with the same model together, and the others block by block."""
         layout, slots = Layout.of(self.module), Slots(self.module)
-        for block in self._blocks(jobs, slots):
+        together: list[Evaluated] = []
+
+        def others() -> Iterator[Job]:
+            for job in jobs:
+                if (found := self.sequential.evaluate_alike(job)) is None:
+                    # Padding would change the outputs of such a net, too.
+                    self.evaluator.usable &= not self.sequential.alike.samples_meet
+                    yield from job.each()
+                else:
+                    together.extend(found)
+
+        for block in self._blocks(others(), slots):
             yield from self._evaluate_block(block, layout, slots)
+        yield from together
 
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
         """Train one client as `Sequential` does."""

@@ -1,0 +1,184 @@
+"""Evaluate clients with the same model together: one download, and one forward pass for the samples of many clients."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, takewhile
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from pfl_lightning.client.hooks import overrides
+from pfl_lightning.data.samples import Parts, Samples
+from pfl_lightning.data.streamed import Streamed
+from pfl_lightning.engines.base import Engine, Evaluated, Job
+from pfl_lightning.engines.evaluation import computed_on, evaluate, evaluate_outputs, rows_at_once
+from pfl_lightning.internals.of_torch import BatchNorm
+
+
+class ReadsClient(Exception):
+    """A download depends on the client's samples, so that clients with equal payloads have different models."""
+
+
+class SamplesMeet(ReadsClient):
+    """A client's outputs or metrics depend on the samples of others in a forward pass."""
+
+
+class Unread:
+    """Stands for the samples of several clients in a download, which must not look at them."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ReadsClient
+
+
+class Alike:
+    """Evaluate the clients of a job with `Job.alike`, whose states and payloads are the same.
+
+    Their models are the same if the download reads neither samples nor the client's id and draws no random numbers.
+    Their samples can share a forward pass if it treats samples separately and draws no random numbers either. The first
+    evaluation compares two clients with `evaluate`; where any of this doesn't hold, clients are evaluated one by one.
+
+    Args:
+        engine: the engine of one client, with the module.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.module = module = engine.module
+        normalises = any(isinstance(m, BatchNorm) and m.running_mean is None for m in module.modules())
+        adapts = overrides(module, "evaluation_phases") or overrides(module, "receive")
+        self.usable = not normalises and not adapts
+        """Whether clients can be evaluated together, as far as known."""
+        self.samples_meet = False
+        """Whether a comparison has shown that a client's outputs depend on the pass that they are made in."""
+        self._compared = False
+
+    def evaluate(self, job: Job) -> list[Evaluated] | None:
+        """Return the metrics of the job's clients by its splits; None if they must be evaluated one by one.
+
+        Args:
+            job: the job of several clients.
+        """
+        if not self.usable:
+            return None
+        clients = [job.client, *job.alike]
+        results: dict[int, dict[str, dict[str, float]]] = {client: {} for client in clients}
+        try:
+            with torch.no_grad(), self._model_of(job):
+                for split in job.evaluate:
+                    found = job.data.source.parts(clients, split, self.engine.device)
+                    if not isinstance(found, Parts):
+                        if any(isinstance(part, Streamed) for part in found):
+                            # Samples that stay in files are read a batch at a time.
+                            self.usable = False
+                            return None
+                        found = Parts(Samples.joined(found), [len(part) for part in found])
+                    parts = found.to(self.engine.device, cast(torch.dtype, self.module.dtype))
+                    for client, values in self._measured(clients, parts):
+                        results[client][split] = values
+        except torch.cuda.OutOfMemoryError:
+            return None
+        except SamplesMeet:
+            self.usable, self.samples_meet = False, True
+            return None
+        # Evaluated one by one, clients raise an error of their own code with its traceback and the client's name.
+        except Exception:
+            self.usable = False
+            return None
+        return list(results.items())
+
+    @contextmanager
+    def _model_of(self, job: Job) -> Iterator[None]:
+        """Load the model that the job's clients have in common, as `Engine.become` loads a client's."""
+        engine, module = self.engine, self.module
+        engine.set_turn(job)
+        engine._seed(job.seed)
+        engine.set_mode(training=False)
+        before = engine.random_states()
+        taken = {name: vars(module).pop(name) for name in ("client_id", "steps_done")}
+        vars(module).update(training_follows=False, evaluation_follows=True)
+        try:
+            module.assign(job.state.personal)
+            module.on_download(job.payload, cast(Any, Unread()))
+            yield
+        finally:
+            vars(module).update(taken, training_follows=True, evaluation_follows=True)
+        if any(not torch.equal(*pair) for pair in zip(before, engine.random_states(), strict=True)):
+            raise ReadsClient
+
+    def _measured(self, clients: Sequence[int], parts: Parts) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield the metrics of each client with samples.
+
+        Args:
+            clients: the clients.
+            parts: their samples.
+        """
+        rows = [row for row, size in enumerate(parts.sizes) if size]
+        at_once = rows_at_once(self.module.task, parts.whole.y) if rows else 0
+        begin = 0
+        while rows:
+            # So many clients that one forward pass computes all their samples.
+            ends = list(takewhile(lambda end: end <= at_once, accumulate(parts.sizes[row] for row in rows)))
+            count, total = (len(ends), ends[-1]) if ends else (1, parts.sizes[rows[0]])
+            samples = parts.whole.take(slice(begin, begin + total))
+            sizes = [parts.sizes[row] for row in rows[:count]]
+            values = self._together(samples, sizes) if ends else [self._alone(samples)]
+            yield from zip([clients[row] for row in rows[:count]], values, strict=True)
+            rows, begin = rows[count:], begin + total
+
+    def _alone(self, samples: Samples) -> dict[str, float]:
+        return evaluate(self.module, samples, self.engine.metrics, self.engine.forward_context)
+
+    def _together(self, samples: Samples, sizes: Sequence[int]) -> list[dict[str, float]]:
+        """Return the metrics of several clients, from one forward pass.
+
+        Args:
+            samples: the clients' samples, client after client.
+            sizes: number of samples of each client.
+
+        Raises:
+            SamplesMeet: if they aren't those of each client's own forward pass.
+        """
+        with self.engine.forward_context():
+            outputs = self.module(samples.x)
+        values = evaluate_outputs(outputs, samples.y, sizes, self.engine.metrics, self.module.task)
+        if not self._compared:
+            for index in {0, len(sizes) - 1}:
+                end = sum(sizes[: index + 1])
+                rows = slice(end - sizes[index], end)
+                self._compare(samples.take(rows), outputs[rows], values[index])
+            self._compared = True
+        return values
+
+    def _compare(self, samples: Samples, outputs: Tensor, values: dict[str, Any]) -> None:
+        """Compare a client's outputs and metrics with those that it has by itself.
+
+        Args:
+            samples: the client's samples.
+            outputs: its outputs among those of others.
+            values: its metrics.
+
+        Raises:
+            SamplesMeet: if they differ by more than rounding.
+        """
+        with self.engine.forward_context():
+            alone = self.module(samples.x)
+        close = torch.finfo(outputs.dtype).eps ** 0.5 * max(1.0, float(alone.abs().max()))
+        if outputs.shape != alone.shape or not torch.allclose(outputs, alone, rtol=0, atol=close, equal_nan=True):
+            raise SamplesMeet
+        # From the same outputs, as those of the other pass may fall into another class or bin.
+        wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        told = computed_on(self.engine.metrics, wide, samples.y)
+        task = self.module.task
+        told["loss"] = float(task.loss(wide, samples.y, "sum")) / float(task.weight(samples.y) or math.nan)
+        if told.keys() != values.keys() or not all(map(same, told.values(), (values[name] for name in told))):
+            raise SamplesMeet
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two values of a metric, or two of its states, are equal up to rounding."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    one, other = (torch.as_tensor(value, dtype=torch.float64) for value in (one, other))
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
