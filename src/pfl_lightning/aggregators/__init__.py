@@ -17,6 +17,7 @@ from pfl_lightning.aggregators.weighted_average import (
 )
 
 if TYPE_CHECKING:
+    from pfl_lightning.methods.adaptive_fedprox import AdaptiveProximal
     from pfl_lightning.methods.apple import CorePool
     from pfl_lightning.methods.cfl import CFL
     from pfl_lightning.methods.cwfedavg import CwFedAvg
@@ -54,6 +55,7 @@ __all__ = [
     "CFL",
     "LDAWA",
     "SCAFFOLD",
+    "AdaptiveProximal",
     "AffinityPool",
     "Aggregator",
     "AggregatorList",
@@ -103,6 +105,7 @@ __all__ = [
 ]
 
 SERVERS = {
+    "AdaptiveProximal": "adaptive_fedprox",
     "AffinityPool": "fedfomo",
     "CFL": "cfl",
     "ClassifierCombination": "fedpac",

@@ -20,6 +20,7 @@ from pfl_lightning.methods import (  # noqa: F401
     kt_pfl_weight,
     ldawa,
 )
+from pfl_lightning.methods.adaptive_fedprox import AdaptiveFedProx
 from pfl_lightning.methods.alternate_training import AlternateAlignment, AlternateTraining
 from pfl_lightning.methods.apfl import APFL
 from pfl_lightning.methods.apple import APPLE
@@ -65,6 +66,7 @@ from pfl_lightning.methods.kt_pfl import KnowledgeTransfer
 from pfl_lightning.methods.lg_fedavg import LGFedAvg
 from pfl_lightning.methods.local import Local
 from pfl_lightning.methods.moon import MOON
+from pfl_lightning.methods.mr_mtl import MRMTL
 from pfl_lightning.methods.per_fedavg import PerFedAvg
 from pfl_lightning.methods.pfedhn import PFedHN
 from pfl_lightning.methods.pfedme import PFedMe
@@ -81,7 +83,9 @@ __all__ = [
     "GPFL",
     "IFCA",
     "MOON",
+    "MRMTL",
     "WDR",
+    "AdaptiveFedProx",
     "AlternateAlignment",
     "AlternateTraining",
     "CloudProx",
