@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.fedawa import FedAWA
     from pfl_lightning.methods.fedawa_l import FedAWAL
     from pfl_lightning.methods.fedcac import CriticalAverage
+    from pfl_lightning.methods.fedcross import FedCross
     from pfl_lightning.methods.feddbe import DomainConsensus
     from pfl_lightning.methods.feddf import FedDF
     from pfl_lightning.methods.feddisco import FedDisco
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.kt_pfl_weight import KTpFLWeight
     from pfl_lightning.methods.ldawa import LDAWA
     from pfl_lightning.methods.pfedhn import HyperNetwork
+    from pfl_lightning.methods.pfedsim import PFedSim
     from pfl_lightning.methods.q_fedavg import FairAverage
     from pfl_lightning.methods.scaffold import SCAFFOLD
 
@@ -77,6 +79,7 @@ __all__ = [
     "FedAdagrad",
     "FedAdam",
     "FedAvgM",
+    "FedCross",
     "FedDF",
     "FedDisco",
     "FedLAW",
@@ -93,6 +96,7 @@ __all__ = [
     "Mean",
     "ModelPool",
     "NormalizedAverage",
+    "PFedSim",
     "Server",
     "TrainablePrototypes",
     "WeightedAverage",
@@ -125,6 +129,7 @@ SERVERS = {
     "FedAdagrad": "fedopt",
     "FedAdam": "fedopt",
     "FedAvgM": "fedopt",
+    "FedCross": "fedcross",
     "FedDF": "feddf",
     "FedDisco": "feddisco",
     "FedLAW": "fedlaw",
@@ -140,6 +145,7 @@ SERVERS = {
     "KnowledgeCoefficients": "knowledge_coefficients",
     "LDAWA": "ldawa",
     "NormalizedAverage": "fednova",
+    "PFedSim": "pfedsim",
     "SCAFFOLD": "scaffold",
     "TrainablePrototypes": "fedtgp",
 }

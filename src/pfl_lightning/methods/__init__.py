@@ -12,6 +12,7 @@ from pfl_lightning.methods import (  # noqa: F401
     cyclic,
     fedawa,
     fedawa_l,
+    fedcross,
     feddf,
     feddisco,
     fedlaw,
@@ -19,6 +20,7 @@ from pfl_lightning.methods import (  # noqa: F401
     fedrema,
     kt_pfl_weight,
     ldawa,
+    pfedsim,
 )
 from pfl_lightning.methods.adaptive_fedprox import AdaptiveFedProx
 from pfl_lightning.methods.alternate_training import AlternateAlignment, AlternateTraining
@@ -57,6 +59,7 @@ from pfl_lightning.methods.fedrod import FedRoD
 from pfl_lightning.methods.fedsam import FedSAM
 from pfl_lightning.methods.fedtgp import FedTGP
 from pfl_lightning.methods.feduv import FedUV
+from pfl_lightning.methods.fenda import FENDA
 from pfl_lightning.methods.fml import FML
 from pfl_lightning.methods.gpfl import GPFL
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
@@ -68,6 +71,7 @@ from pfl_lightning.methods.local import Local
 from pfl_lightning.methods.moon import MOON
 from pfl_lightning.methods.mr_mtl import MRMTL
 from pfl_lightning.methods.per_fedavg import PerFedAvg
+from pfl_lightning.methods.perfcl import PerFCL
 from pfl_lightning.methods.pfedhn import PFedHN
 from pfl_lightning.methods.pfedme import PFedMe
 from pfl_lightning.methods.pooled import Pooled
@@ -79,6 +83,7 @@ from pfl_lightning.methods.wdr import WDR
 __all__ = [
     "APFL",
     "APPLE",
+    "FENDA",
     "FML",
     "GPFL",
     "IFCA",
@@ -130,6 +135,7 @@ __all__ = [
     "PACClient",
     "PFedHN",
     "PFedMe",
+    "PerFCL",
     "PerFedAvg",
     "Pooled",
     "QFedAvg",

@@ -24,7 +24,7 @@ class MRMTL(CloudProx):
     each client from random weights of its own. `Ditto` differs by a global model with a training of its own. A step of
     length :math:`\eta` is stable for :math:`\eta\lambda < 2`.
 
-    Source: Liu et al., 2022 (https://arxiv.org/abs/2206.07902); official code: kenziyuliu/private-cross-silo-fl@f16ff76.
+    Source: Liu et al., 2022 (https://arxiv.org/abs/2206.07902); kenziyuliu/private-cross-silo-fl@f16ff76.
 
     Args:
         personal_lambda: :math:`\lambda`, at least 0; 0 is `Local` bit for bit, and a large one `FedAvg`-like.
