@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.kt_pfl import KTpFL
     from pfl_lightning.methods.kt_pfl_weight import KTpFLWeight
     from pfl_lightning.methods.ldawa import LDAWA
+    from pfl_lightning.methods.pfedgraph import CollaborationGraph
     from pfl_lightning.methods.pfedhn import HyperNetwork
     from pfl_lightning.methods.pfedsim import PFedSim
     from pfl_lightning.methods.q_fedavg import FairAverage
@@ -64,6 +65,7 @@ __all__ = [
     "ClassMeans",
     "ClassifierCombination",
     "ClusterModels",
+    "CollaborationGraph",
     "Consensus",
     "CorePool",
     "CriticalAverage",
@@ -114,6 +116,7 @@ SERVERS = {
     "CFL": "cfl",
     "ClassifierCombination": "fedpac",
     "ClusterModels": "ifca",
+    "CollaborationGraph": "pfedgraph",
     "Consensus": "fedmd",
     "CorePool": "apple",
     "CriticalAverage": "fedcac",

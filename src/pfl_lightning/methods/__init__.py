@@ -41,7 +41,9 @@ from pfl_lightning.methods.fedcp import FedCP
 from pfl_lightning.methods.feddbe import FedDBE
 from pfl_lightning.methods.feddistill import FedDistill
 from pfl_lightning.methods.feddyn import FedDyn
+from pfl_lightning.methods.fedetf import FedETF
 from pfl_lightning.methods.fedfomo import FedFomo
+from pfl_lightning.methods.fedgela import FedGELA
 from pfl_lightning.methods.fedgen import FedGen
 from pfl_lightning.methods.fedgh import FedGH
 from pfl_lightning.methods.fedlc import FedLC
@@ -57,6 +59,7 @@ from pfl_lightning.methods.fedprox import FedProx
 from pfl_lightning.methods.fedrep import FedRep
 from pfl_lightning.methods.fedrod import FedRoD
 from pfl_lightning.methods.fedsam import FedSAM
+from pfl_lightning.methods.fedsr import FedSR
 from pfl_lightning.methods.fedtgp import FedTGP
 from pfl_lightning.methods.feduv import FedUV
 from pfl_lightning.methods.fenda import FENDA
@@ -72,6 +75,7 @@ from pfl_lightning.methods.moon import MOON
 from pfl_lightning.methods.mr_mtl import MRMTL
 from pfl_lightning.methods.per_fedavg import PerFedAvg
 from pfl_lightning.methods.perfcl import PerFCL
+from pfl_lightning.methods.pfedgraph import PFedGraph
 from pfl_lightning.methods.pfedhn import PFedHN
 from pfl_lightning.methods.pfedme import PFedMe
 from pfl_lightning.methods.pooled import Pooled
@@ -110,7 +114,9 @@ __all__ = [
     "FedDBE",
     "FedDistill",
     "FedDyn",
+    "FedETF",
     "FedFomo",
+    "FedGELA",
     "FedGH",
     "FedGen",
     "FedLC",
@@ -124,6 +130,7 @@ __all__ = [
     "FedRep",
     "FedRoD",
     "FedSAM",
+    "FedSR",
     "FedTGP",
     "FedUV",
     "GrowingEpochs",
@@ -133,6 +140,7 @@ __all__ = [
     "Local",
     "NormalizedHead",
     "PACClient",
+    "PFedGraph",
     "PFedHN",
     "PFedMe",
     "PerFCL",

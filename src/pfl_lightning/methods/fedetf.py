@@ -1,8 +1,8 @@
 r"""FedETF: a fixed classifier whose class vectors are at the largest possible equal angles.
 
 Source: Li et al., 2023 (https://arxiv.org/abs/2303.10058). Symbols: h are a sample's features of width d, C the number
-of classes, M the fixed simplex :math:`[p, C]` with a class vector in each column, and n_kc client k's number of training
-samples of class c.
+of classes, M the fixed simplex :math:`[p, C]` with a class vector in each column, and n_kc client k's number of
+training samples of class c.
 """
 
 import math
