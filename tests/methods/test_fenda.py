@@ -19,8 +19,11 @@ class Still(FENDA):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, join="sum", **kwargs)
-        for parameter in self.local.parameters():
-            nn.init.zeros_(parameter).requires_grad_(False)
+        for parameter in self.net.local.parameters():
+            nn.init.zeros_(parameter)
+
+    def adjust_gradients(self, gradients):
+        return {name: 0 * g if name.startswith("net.local.") else g for name, g in gradients.items()}
 
 
 def test_with_a_personal_body_of_zeros_it_is_fedper_bit_for_bit():
@@ -36,12 +39,12 @@ def test_a_step_by_hand():
     x, y = points(9, seed=1)
     model.training_step((x.double(), y), 0)["loss"].backward()
     p = {name: t.detach().clone().requires_grad_() for name, t in model.named_parameters()}
-    body = {
-        part: torch.tanh(x.double() @ p[f"{part}.0.weight"].T + p[f"{part}.0.bias"])
-        for part in ("local", "net.features")
-    }
+    own, shared = (
+        torch.tanh(F.linear(x.double(), p[f"net.{part}.0.weight"], p[f"net.{part}.0.bias"]))
+        for part in ("local", "features")
+    )
     w, b = p["net.classifier.weight"], p["net.classifier.bias"]
-    logits = body["local"] @ w[:, :5].T + body["net.features"] @ w[:, 5:].T + b
+    logits = own @ w[:, :5].T + shared @ w[:, 5:].T + b
     F.cross_entropy(logits, y).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, p[name].grad)
@@ -55,7 +58,7 @@ def test_the_shared_body_alone_travels_and_all_three_parts_learn(join):
     assert all(name.startswith("net.features.") for u in spy.updates[-1].values() for name in u["weights"])
     start = make_client(FENDA, net=noisy, join=join).state_dict()
     first, second = (run.federation.clients[client].personal for client in (0, 1))
-    for name in ("local.0.weight", "net.classifier.weight", "local.1.running_mean"):
+    for name in ("net.local.0.weight", "net.classifier.weight", "net.local.1.running_mean"):
         assert not torch.equal(first[name], start[name]) and not torch.equal(first[name], second[name])
     assert run.rows[-1]["val/loss"] < run.rows[0]["val/loss"]
 
@@ -63,7 +66,7 @@ def test_the_shared_body_alone_travels_and_all_three_parts_learn(join):
 def test_the_two_bodies_start_apart_and_the_shared_one_as_without_the_method():
     model, average = make_client(FENDA), make_client()
     assert torch.equal(model.net.features[0].weight, average.net.features[0].weight)
-    assert not torch.equal(model.local[0].weight, average.net.features[0].weight)
+    assert not torch.equal(model.net.local[0].weight, average.net.features[0].weight)
 
 
 def test_a_frozen_part_of_the_body_is_one_for_all():
@@ -73,7 +76,7 @@ def test_a_frozen_part_of_the_body_is_one_for_all():
         return Net(body, nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, num_classes)))
 
     model = make_client(FENDA, net=frozen)
-    assert model.local[0].weight is model.net.features[0].weight
+    assert model.net.local[0].weight is model.net.features[0].weight
     assert (model.net.classifier[0].in_features, model.net.classifier[2].in_features) == (8, 4)
     assert fit(model).rows[-1]["clients_diverged"] == 0
 

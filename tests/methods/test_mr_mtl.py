@@ -22,7 +22,7 @@ def nets(run):
 
 def test_without_its_penalty_it_is_local_bit_for_bit():
     settings = {"net": noisy, "optimizer_lifetime": "run"}
-    free = fit(make_client(MRMTL, personal_lambda=0.0, **settings))
+    free = fit(make_client(MRMTL, mu=0.0, **settings))
     local = fit(make_client(Local, **settings))
     assert equal(nets(free), nets(local))
     assert [row["val/loss"] for row in free.rows] == [row["val/loss"] for row in local.rows]
@@ -31,7 +31,7 @@ def test_without_its_penalty_it_is_local_bit_for_bit():
 def test_two_rounds_by_hand_with_the_mean_moved_by_changes():
     data = blobs(30, 24, batch_size=100)
     settings = {"precision": "64-true", "local_epochs": 2, "max_rounds": 2}
-    run = fit(make_client(MRMTL, personal_lambda=0.7, optimizer=STEP), data, **settings)
+    run = fit(make_client(MRMTL, mu=0.7, optimizer=STEP), data, **settings)
     net = make_client().net.double()
     parameters = list(net.parameters())
     start = [p.detach().clone() for p in parameters]
@@ -60,7 +60,7 @@ def test_two_rounds_by_hand_with_the_mean_moved_by_changes():
 
 def test_the_penalty_draws_models_together():
     def spread(weight):
-        models = [flat(net, net) for net in nets(fit(make_client(MRMTL, personal_lambda=weight))).values()]
+        models = [flat(net, net) for net in nets(fit(make_client(MRMTL, mu=weight))).values()]
         return float(torch.stack(models).var(0).sum())
 
     far, near, nearer = map(spread, (0.0, 1.0, 4.0))
@@ -93,5 +93,5 @@ def test_it_trains_where_there_is_little(data):
 
 @pytest.mark.parametrize("value", [-1, float("nan")])
 def test_a_weight_out_of_range_is_refused_by_name(value):
-    with pytest.raises(MisconfigurationException, match=rf"model\.personal_lambda={value}"):
-        make_client(MRMTL, personal_lambda=value)
+    with pytest.raises(MisconfigurationException, match=rf"model\.mu={value}"):
+        make_client(MRMTL, mu=value)

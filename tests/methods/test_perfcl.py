@@ -42,14 +42,15 @@ def test_the_loss_by_hand():
     model = make_client(PerFCL, mu=0.7, gamma=1.3, tau=0.4).double()
     others = {name: make_client(FENDA, seed=seed).double() for name, seed in (("old", 5), ("received", 6))}
     model.old.take_from(others["old"].net.features)
-    model.old_local.take_from(others["old"].local)
+    model.old_local.take_from(others["old"].net.local)
     model.received.take_from(others["received"].net.features)
     x, y = points(9, seed=1)
     x = x.double()
-    shared, personal = model.net.features(x), model.local(x)
+    shared, personal = model.net.features(x), model.net.local(x)
     received, old = others["received"].net.features(x), others["old"].net.features(x)
     entropy = F.cross_entropy(model.net.classifier(torch.cat([personal, shared], 1)), y)
-    terms = 0.7 * contrast(shared, received, old, 0.4) + 1.3 * contrast(personal, others["old"].local(x), received, 0.4)
+    terms = 0.7 * contrast(shared, received, old, 0.4)
+    terms = terms + 1.3 * contrast(personal, others["old"].net.local(x), received, 0.4)
     torch.testing.assert_close(model.training_step((x, y), 0)["loss"], entropy)
     model.has_old.fill_(True)
     torch.testing.assert_close(model.training_step((x, y), 0)["loss"], entropy + terms)
@@ -73,7 +74,7 @@ def test_old_bodies_are_those_of_the_last_training_and_stay():
     last = {client: updates[client]["weights"] for updates in spy.updates for client in updates}
     for client, state in run.federation.clients.items():
         assert torch.equal(state.personal["old.0/weight"], last[client]["net.features.0.weight"])
-        assert torch.equal(state.personal["old_local.0/weight"], state.personal["local.0.weight"])
+        assert torch.equal(state.personal["old_local.0/weight"], state.personal["net.local.0.weight"])
         assert state.personal["has_old"]
     assert not any("old" in name for updates in spy.updates for u in updates.values() for name in u["weights"])
 

@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.fednova import NormalizedAverage
     from pfl_lightning.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
     from pfl_lightning.methods.fedpac import ClassifierCombination, FedPAC
+    from pfl_lightning.methods.fedpm import BetaMean
     from pfl_lightning.methods.fedrema import FedReMa
+    from pfl_lightning.methods.fedselect import MaskedAverage
     from pfl_lightning.methods.fedtgp import TrainablePrototypes
     from pfl_lightning.methods.ifca import ClusterModels
     from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
@@ -62,6 +64,7 @@ __all__ = [
     "AffinityPool",
     "Aggregator",
     "AggregatorList",
+    "BetaMean",
     "ClassMeans",
     "ClassifierCombination",
     "ClusterModels",
@@ -95,6 +98,7 @@ __all__ = [
     "KTpFL",
     "KTpFLWeight",
     "KnowledgeCoefficients",
+    "MaskedAverage",
     "Mean",
     "ModelPool",
     "NormalizedAverage",
@@ -113,6 +117,7 @@ __all__ = [
 SERVERS = {
     "AdaptiveProximal": "adaptive_fedprox",
     "AffinityPool": "fedfomo",
+    "BetaMean": "fedpm",
     "CFL": "cfl",
     "ClassifierCombination": "fedpac",
     "ClusterModels": "ifca",
@@ -147,6 +152,7 @@ SERVERS = {
     "KTpFLWeight": "kt_pfl_weight",
     "KnowledgeCoefficients": "knowledge_coefficients",
     "LDAWA": "ldawa",
+    "MaskedAverage": "fedselect",
     "NormalizedAverage": "fednova",
     "PFedSim": "pfedsim",
     "SCAFFOLD": "scaffold",

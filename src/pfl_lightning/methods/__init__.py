@@ -54,11 +54,13 @@ from pfl_lightning.methods.fedntd import FedNTD
 from pfl_lightning.methods.fedpac import PACClient
 from pfl_lightning.methods.fedper import FedPer
 from pfl_lightning.methods.fedphp import FedPHP
+from pfl_lightning.methods.fedpm import FedPM
 from pfl_lightning.methods.fedproto import FedProto
 from pfl_lightning.methods.fedprox import FedProx
 from pfl_lightning.methods.fedrep import FedRep
 from pfl_lightning.methods.fedrod import FedRoD
 from pfl_lightning.methods.fedsam import FedSAM
+from pfl_lightning.methods.fedselect import FedSelect
 from pfl_lightning.methods.fedsr import FedSR
 from pfl_lightning.methods.fedtgp import FedTGP
 from pfl_lightning.methods.feduv import FedUV
@@ -124,6 +126,7 @@ __all__ = [
     "FedNTD",
     "FedNova",
     "FedPHP",
+    "FedPM",
     "FedPer",
     "FedProto",
     "FedProx",
@@ -131,6 +134,7 @@ __all__ = [
     "FedRoD",
     "FedSAM",
     "FedSR",
+    "FedSelect",
     "FedTGP",
     "FedUV",
     "GrowingEpochs",

@@ -53,9 +53,10 @@ class FedGELA(FedAvg):
     .. math:: L = \mathrm{CE}\bigl(\Phi_k \odot \mathrm{BN}(h)^T M / T,\, y\bigr), \qquad \Phi_{kc} = C n_{kc} / n_k
 
     The simplex replaces the net's classifier; with ``head: all_fc`` that is all fully connected layers. M is the same
-    for all and doesn't travel, and the rest is averaged. The global model, ``test/global_acc``, predicts by M alone,
-    and a client by its :math:`\Phi_k`. With equal numbers of all classes :math:`\Phi_k` is 1. A class that the client
-    lacks has the logit 0, and is predicted where all others are negative; ``absent="out"`` rules that out.
+    for all and doesn't travel, and the rest is averaged. The global model, ``test/global_acc``, and a client that has
+    not taken part yet predict by M alone, other clients by their :math:`\Phi_k`, which is 1 with equal numbers of all
+    classes. A class that the client lacks has the logit 0, and is predicted where all others are negative;
+    ``absent="out"`` rules that out.
 
     The released code counts clients by batches, and has two more linear layers below the norm, which belong to the net
     here; it clips the gradient's norm at 20, which is ``trainer.gradient_clip_val``. Its README takes a temperature of
@@ -104,11 +105,9 @@ class FedGELA(FedAvg):
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         r"""Load the model, and compute :math:`\Phi_k` from the client's class counts."""
         super().on_download(payload, data)
-        if data is not None:
+        if data is not None and self.training_follows:
             counts = data.class_counts.to(self.shares)
-            # a client without samples has nothing to scale by
-            held = counts.sum().clamp_min(1)
-            self.shares.copy_(torch.where(counts.any(), self.num_classes * counts / held, torch.ones_like(counts)))
+            self.shares.copy_(self.num_classes * counts / counts.sum().clamp_min(1))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits, scaled by the client's shares of classes."""

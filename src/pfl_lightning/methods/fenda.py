@@ -6,9 +6,43 @@ import torch
 from torch import Tensor, nn
 
 from pfl_lightning.client import Batch, ClientSettings, Phase
-from pfl_lightning.methods.copies import add_copy
+from pfl_lightning.methods.copies import separate
 from pfl_lightning.methods.fedper import FedPer
+from pfl_lightning.nets import Net
 from pfl_lightning.settings import Unpack, check_choices
+
+SHARED = "net.features."
+"""Prefix of the names of the shared body's entries."""
+
+
+class TwoBodies(Net):
+    """A net with a second feature extractor, ``classifier(join(local(x), features(x)))``.
+
+    Args:
+        features: the shared body, which maps inputs ``[n, *input_shape]`` to features ``[n, d]``.
+        classifier: maps joined features to outputs.
+        local: the personal body, like the shared one.
+        join: ``concatenate`` or ``sum``.
+    """
+
+    def __init__(self, features: nn.Module, classifier: nn.Module, local: nn.Module, join: str) -> None:
+        super().__init__(features, classifier)
+        self.local = local
+        self.join = join
+
+    def joined(self, personal: Tensor, shared: Tensor) -> Tensor:
+        """Return the classifier's input.
+
+        Args:
+            personal: features ``[n, d]`` of the personal body.
+            shared: features ``[n, d]`` of the shared body.
+        """
+        return personal + shared if self.join == "sum" else torch.cat([personal, shared], 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs by both bodies."""
+        logits: Tensor = self.classifier(self.joined(self.local(x), self.features(x)))
+        return logits
 
 
 class FENDA(FedPer):
@@ -42,32 +76,21 @@ class FENDA(FedPer):
     ) -> None:
         super().__init__(*args, **kwargs)
         check_choices("model", join=(join, ("concatenate", "sum")))
-        self.join = join
-        add_copy(self, "local", self.net.features)  # theta_k
+        local, common = separate(self, self.net.features)
         fresh = self.new_net().features.state_dict()
-        own = {name: tensor for name, tensor in fresh.items() if f"local.{name}" not in self.common_names}
-        self.local.load_state_dict(own, strict=False)
-        if join == "concatenate":
-            self.net.classifier = widened(self.net.classifier)
+        local.load_state_dict({name: t for name, t in fresh.items() if name not in common}, strict=False)
+        classifier = widened(self.net.classifier) if join == "concatenate" else self.net.classifier
+        self.net: TwoBodies = TwoBodies(self.net.features, classifier, local, join)
+        self.common_names |= {f"net.local.{name}" for name in common}
 
-    def joined(self, personal: Tensor, shared: Tensor) -> Tensor:
-        """Return the classifier's input.
-
-        Args:
-            personal: features ``[n, d]`` of the personal body.
-            shared: features ``[n, d]`` of the shared body.
-        """
-        return personal + shared if self.join == "sum" else torch.cat([personal, shared], 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs by both bodies."""
-        logits: Tensor = self.net.classifier(self.joined(self.local(x), self.net.features(x)))
-        return logits
+    def is_shared(self, name: str) -> bool:
+        """Share the shared body."""
+        return super().is_shared(name) and name.startswith(SHARED)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Return the task's loss by both bodies."""
         x, target = batch
-        return {"loss": self.joint_loss(self.local(x), self.net.features(x), target)}
+        return {"loss": self.joint_loss(self.net.local(x), self.net.features(x), target)}
 
     def joint_loss(self, personal: Tensor, shared: Tensor, target: Any) -> Tensor:
         """Return the task's loss of the joined features.
@@ -77,12 +100,12 @@ class FENDA(FedPer):
             shared: features ``[n, d]`` of the shared body.
             target: the task's targets.
         """
-        features = self.joined(personal, shared)
+        features = self.net.joined(personal, shared)
         return self.loss(features, self.net.classifier(features), target)
 
     def joining_phases(self) -> list[Phase]:
         """Train the personal parts alone: the shared feature extractor is finished."""
-        return [Phase("personal", trains=lambda name: not name.startswith("net.features."))]
+        return [Phase("personal", trains=lambda name: not name.startswith(SHARED))]
 
 
 def widened(classifier: nn.Module) -> nn.Module:

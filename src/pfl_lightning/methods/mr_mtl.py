@@ -27,22 +27,20 @@ class MRMTL(CloudProx):
     Source: Liu et al., 2022 (https://arxiv.org/abs/2206.07902); kenziyuliu/private-cross-silo-fl@f16ff76.
 
     Args:
-        personal_lambda: :math:`\lambda`, at least 0; 0 is `Local` bit for bit, and a large one `FedAvg`-like.
+        mu: :math:`\lambda`, at least 0; 0 is `Local` bit for bit, and a large one `FedAvg`-like.
         **kwargs: the arguments of `FedAvg`.
 
     Raises:
-        MisconfigurationException: if ``personal_lambda`` is negative.
+        MisconfigurationException: if ``mu`` is negative.
     """
 
     client_level = True
     example_level = True
 
-    def __init__(self, *args: Any, personal_lambda: float = 0.1, **kwargs: Unpack[ClientSettings]) -> None:
-        if not personal_lambda >= 0:
-            raise MisconfigurationException(
-                f"model.personal_lambda={personal_lambda} must be 0 (which is Local) or more, such as 0.1."
-            )
-        super().__init__(*args, mu=personal_lambda, **kwargs)
+    def __init__(self, *args: Any, mu: float = 0.1, **kwargs: Unpack[ClientSettings]) -> None:
+        if not mu >= 0:
+            raise MisconfigurationException(f"model.mu={mu} must be 0 (which is Local) or more, such as 0.1.")
+        super().__init__(*args, mu=mu, **kwargs)
 
     def configure_aggregator(self) -> Aggregator:
         """Return the mean of the clients' models, weighted by their numbers of training samples."""

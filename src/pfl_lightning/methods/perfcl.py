@@ -61,7 +61,7 @@ class PerFCL(FENDA):
             common = common_parameters(self).values()
             self.received = FrozenModule(self.net.features, common=common)
             self.old = FrozenModule(self.net.features, persistent=True, common=common)
-            self.old_local = FrozenModule(self.local, persistent=True, common=common)
+            self.old_local = FrozenModule(self.net.local, persistent=True, common=common)
             self.register_buffer("has_old", torch.tensor(False))
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
@@ -75,7 +75,7 @@ class PerFCL(FENDA):
         if not self.contrasts:
             return super().training_step(batch, batch_idx)
         x, target = batch
-        personal, shared, received = self.local(x), self.net.features(x), self.received(x)
+        personal, shared, received = self.net.local(x), self.net.features(x), self.received(x)
         contrast = self.mu * model_contrast(shared, received, self.old(x), self.tau)
         contrast = contrast + self.gamma * model_contrast(personal, self.old_local(x), received, self.tau)
         # by `where` and not by `if`, so that many clients can run at once
@@ -87,6 +87,6 @@ class PerFCL(FENDA):
         # a client without a batch has trained nothing to contrast with
         if self.contrasts and self.steps_done:
             self.old.take_from(self.net.features)
-            self.old_local.take_from(self.local)
+            self.old_local.take_from(self.net.local)
             self.has_old.fill_(True)
         return super().upload(data)

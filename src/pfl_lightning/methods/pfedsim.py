@@ -45,6 +45,8 @@ class PFedSim(WeightedAverage):
         MisconfigurationException: if ``warmup`` is out of its range, or a share of an unknown number of rounds.
     """
 
+    requires = frozenset({"classes"})
+
     def __init__(self, warmup: float = 0.5) -> None:
         super().__init__()
         if not 0 <= warmup <= 1:
@@ -58,7 +60,7 @@ class PFedSim(WeightedAverage):
             raise MisconfigurationException(
                 f"aggregator.warmup={self.warmup} is a share of trainer.max_rounds, which has no limit; give it one."
             )
-        self.head = f"{find_output_layer(server.module, server.module.task.outputs)}.weight"
+        self.head = f"{find_output_layer(server.module, server.module.num_classes)}.weight"
         rounds = math.inf if self.warmup == 1 else math.floor(self.warmup * (server.rounds or 0))
         # in the state: a run that is resumed for more rounds keeps the end of its warm-up
         self.state |= {"warmup": rounds, "models": {}, "similar": {}, "mixed": {}}
