@@ -1,4 +1,4 @@
-r"""Adaptive FedProx: the server raises the proximal term's weight when the loss rises, and lowers it when it falls.
+r"""AdaptiveFedProx: the server raises the proximal term's weight when the loss rises, and lowers it when it falls.
 
 Source: Li et al., 2020, appendix on :math:`\mu` (https://arxiv.org/abs/1812.06127).
 """

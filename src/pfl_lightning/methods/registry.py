@@ -90,7 +90,12 @@ class Method:
         return "", ""
 
 
-FILES = {"L-DAWA": "ldawa", "cwFedAvg-noWDR": "cwfedavg_no_wdr", "pFedMe": "pfedme"}
+FILES = {
+    "AdaptiveFedProx": "adaptive_fedprox",
+    "L-DAWA": "ldawa",
+    "cwFedAvg-noWDR": "cwfedavg_no_wdr",
+    "pFedMe": "pfedme",
+}
 """File names of methods that aren't their name in lower case with underscores."""
 
 PAPER = re.compile(r"Source:\s+(?P<paper>[^(]*?\d{4})[^(]*\((?P<url>https?://[^)\s]+)\)")
@@ -108,7 +113,7 @@ METHODS = (
     Method("Ensemble", m.Ensemble),
     Method("Cyclic", m.FedAvg, a.CyclicTransfer),
     Method("FedProx", m.FedProx),
-    Method("Adaptive FedProx", m.AdaptiveFedProx),
+    Method("AdaptiveFedProx", m.AdaptiveFedProx),
     Method("FedAvgM", m.FedAvg, a.FedAvgM),
     Method("FedAdagrad", m.FedAvg, a.FedAdagrad),
     Method("FedAdam", m.FedAvg, a.FedAdam),
