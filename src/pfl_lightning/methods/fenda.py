@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from pfl_lightning.client import Batch, ClientSettings, Phase
 from pfl_lightning.methods.copies import separate
 from pfl_lightning.methods.fedper import FedPer
-from pfl_lightning.nets import Net
+from pfl_lightning.nets import Net, feature_size
 from pfl_lightning.settings import Unpack, check_choices
 
 SHARED = "net.features."
@@ -34,10 +34,10 @@ class TwoBodies(Net):
         """Return the classifier's input.
 
         Args:
-            personal: features ``[n, d]`` of the personal body.
-            shared: features ``[n, d]`` of the shared body.
+            personal: features ``[n, ..., d]`` of the personal body.
+            shared: features ``[n, ..., d]`` of the shared body.
         """
-        return personal + shared if self.join == "sum" else torch.cat([personal, shared], 1)
+        return personal + shared if self.join == "sum" else torch.cat([personal, shared], -1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs by both bodies."""
@@ -69,17 +69,20 @@ class FENDA(FedPer):
     client_level = True
     example_level = True
 
-    requires = frozenset({"vector features"})
-
     def __init__(
         self, *args: Any, join: Literal["concatenate", "sum"] = "concatenate", **kwargs: Unpack[ClientSettings]
     ) -> None:
         super().__init__(*args, **kwargs)
         check_choices("model", join=(join, ("concatenate", "sum")))
+        # theta_k
         local, common = separate(self, self.net.features)
         fresh = self.new_net().features.state_dict()
         local.load_state_dict({name: t for name, t in fresh.items() if name not in common}, strict=False)
-        classifier = widened(self.net.classifier) if join == "concatenate" else self.net.classifier
+        classifier = self.net.classifier
+        if join == "concatenate":
+            # refuses a net without a linear layer to widen
+            feature_size(self.net)
+            classifier = widened(classifier)
         self.net: TwoBodies = TwoBodies(self.net.features, classifier, local, join)
         self.common_names |= {f"net.local.{name}" for name in common}
 
@@ -96,8 +99,8 @@ class FENDA(FedPer):
         """Return the task's loss of the joined features.
 
         Args:
-            personal: features ``[n, d]`` of the personal body.
-            shared: features ``[n, d]`` of the shared body.
+            personal: features ``[n, ..., d]`` of the personal body.
+            shared: features ``[n, ..., d]`` of the shared body.
             target: the task's targets.
         """
         features = self.net.joined(personal, shared)

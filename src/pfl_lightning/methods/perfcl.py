@@ -42,6 +42,8 @@ class PerFCL(FENDA):
     client_level = True
     example_level = True
 
+    requires = frozenset({"vector features"})
+
     has_old: Tensor
 
     def __init__(
