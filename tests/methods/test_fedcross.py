@@ -79,12 +79,22 @@ def test_models_change_their_clients_and_none_has_two():
     assert server.welcome(9, None)["weights"] is server.global_model()
 
 
+def test_the_deployed_model_goes_to_all_after_the_planned_rounds_and_not_before(tmp_path):
+    run = fit(make_client(net=noisy), aggregator=FedCross(), root=tmp_path)
+    server = run.federation.aggregator
+    assert all(server.download(client)["weights"] is server.global_model() for client in range(4))
+    # a run that goes on does so with the models, and not with their mean
+    more = fit(make_client(net=noisy), aggregator=FedCross(), root=tmp_path, ckpt_path="last", max_rounds=5)
+    whole = fit(make_client(net=noisy), aggregator=FedCross(), max_rounds=5)
+    assert equal(more.federation.aggregator.state, whole.federation.aggregator.state)
+
+
 def test_without_mixing_and_moving_models_are_local():
     run = fit(make_client(net=noisy), aggregator=FedCross(alpha=1.0, **STILL))
     local = fit(make_client(Local, net=noisy))
     for client, state in local.federation.clients.items():
         own = {name: t for name, t in state.personal.items() if name.startswith("net.")}
-        assert equal(run.federation.aggregator.download(client)["weights"], own)
+        assert equal(run.federation.aggregator.state["models"][client], own)
 
 
 def test_two_models_mixed_in_halves_are_the_plain_average():

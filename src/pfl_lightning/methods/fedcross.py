@@ -24,8 +24,9 @@ class FedCross(Aggregator):
 
     In each round every model goes to another client, in a drawn order. Partners are of the same round's models.
     Parameters and buffers are mixed, counters aren't. The deployed model is the mean of all :math:`w_i`. It is the
-    record's global model and the one of new clients, and is never sent in training: a client is evaluated by the
-    middleware model that it would train next.
+    record's global model and the one of new clients, and all clients receive it after the last of the planned rounds.
+    Until then a client is evaluated by the middleware model that it would train next, which is the worse one: on the
+    digits with skewed classes it has 77 % where the deployed model has 85 %, as much as `WeightedAverage`.
 
     In the paper there are as many models as clients in a round. Here a model whose client stays away rests, so that the
     two agree where all clients take part. No official code was found. PFLlib's version sums cosines over pairs of
@@ -57,8 +58,8 @@ class FedCross(Aggregator):
 
     def setup(self, server: Server) -> None:
         """Start from the common initial model in every slot."""
-        self.names, self.seed = server.parameter_names(), server.seed
-        self.state |= {"models": [server.weights] * server.num_clients, "mean": server.weights}
+        self.names, self.seed, self.rounds = server.parameter_names(), server.seed, server.rounds
+        self.state |= {"models": [server.weights] * server.num_clients, "mean": server.weights, "round": 0}
         self.state["slots"] = self._slots(server.num_clients, 0)
 
     def _slots(self, clients: int, round: int) -> list[int]:
@@ -91,6 +92,7 @@ class FedCross(Aggregator):
             "models": models,
             "mean": weighted_mean(models, [1 / len(models)] * len(models)),
             "slots": self._slots(len(models), round + 1),
+            "round": round + 1,
         }
         return {"cosine": float(cosine[range(len(v)), partners].mean())} if len(v) > 1 else {}
 
@@ -111,7 +113,9 @@ class FedCross(Aggregator):
         return away.argmin(1).tolist()
 
     def download(self, client: int) -> Message:
-        """Return the middleware model of the client's slot."""
+        """Return the middleware model of the client's slot; after the planned rounds the deployed model."""
+        if self.state["round"] == self.rounds:
+            return {"weights": self.state["mean"]}
         return {"weights": self.state["models"][self.state["slots"][client]]}
 
     def welcome(self, client: int, update: Message | None) -> Message:

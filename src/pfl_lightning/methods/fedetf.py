@@ -39,7 +39,8 @@ def simplex(size: int, num_classes: int) -> Tensor:
     u, r = torch.linalg.qr(entries)
     # libraries differ in the signs of U's columns
     u = u * r.diagonal().sign()
-    return (math.sqrt(num_classes / (num_classes - 1)) * (u - u.mean(1, keepdim=True))).float()
+    frame: Tensor = math.sqrt(num_classes / (num_classes - 1)) * (u - u.mean(1, keepdim=True))
+    return frame.float()
 
 
 def check_simplex(size: int, num_classes: int, name: str) -> None:

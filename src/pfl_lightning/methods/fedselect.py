@@ -103,9 +103,9 @@ class FedSelect(FedAvg):
     def local_phases(self) -> list[Phase]:
         """Train personal and shared entries in turn, an epoch each."""
         return [
-            Phase(f"{name} {number}", trains=lambda entry, part=part: entry.startswith(part), epochs=1)
+            Phase(f"{name} {number}", trains, epochs=1)
             for number in range(1, self.alternations + 1)
-            for name, part in (("personal", "own."), ("shared", "net."))
+            for name, trains in (("personal", in_own), ("shared", in_net))
         ]
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
@@ -165,6 +165,16 @@ class MaskedAverage(WeightedAverage):
             total += len(parts) * x.numel()
         self.state["weights"] = weights
         return {"personal": personal / total}
+
+
+def in_own(name: str) -> bool:
+    """Select the tensors of personal entries."""
+    return name.startswith("own.")
+
+
+def in_net(name: str) -> bool:
+    """Select the tensors of shared entries."""
+    return name.startswith("net.")
 
 
 def largest(change: Tensor, candidates: Tensor, rate: float) -> Tensor:

@@ -79,7 +79,7 @@ class FedSR(FedAvg):
         Args:
             x: inputs ``[n, *input_shape]``.
         """
-        mu, sigma = self.net.distribution(self.net.features(x)).chunk(2, 1)
+        mu, sigma = self.net.get_submodule("distribution")(self.net.features(x)).chunk(2, 1)
         return mu, F.softplus(sigma)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
