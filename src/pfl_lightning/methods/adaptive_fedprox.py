@@ -37,6 +37,7 @@ class AdaptiveFedProx(LossReport):
     def __init__(self, *args: Any, **kwargs: Unpack[ClientSettings]) -> None:
         super().__init__(*args, **kwargs)
         self.received = Frozen(trained_parameters(self, "net").items())  # w^t
+        # a buffer, and no number: engines that train many clients at once read no attribute that a round changes
         self.register_buffer("mu", torch.tensor(0.0), persistent=False)
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
@@ -47,6 +48,7 @@ class AdaptiveFedProx(LossReport):
 
     def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
         """Return the task's loss plus the proximal term."""
+        # always computed, since a step can't branch on the value of a buffer
         term = proximal(trained_parameters(self, "net").values(), self.received.buffers())
         return super().loss(features, logits, target) + self.mu * term
 
@@ -106,9 +108,11 @@ class AdaptiveProximal(WeightedAverage):
         logs = super().aggregate(updates, round)
         if not updates:
             return logs
+        # the weight that this round's clients had, before it changes
         used = self.state["mu"]
         weights = client_weights(updates, self.weighting)
         loss = math.fsum(weights[client] * float(update["received_loss"]) for client, update in updates.items())
+        # a loss that isn't finite, once kept, would make each later one a rise
         if math.isfinite(loss):
             self._adapt(loss)
         return logs | {"mu": used, "loss": loss}
@@ -119,6 +123,7 @@ class AdaptiveProximal(WeightedAverage):
         Args:
             loss: L.
         """
+        # the first loss is compared with infinity, and so is a fall
         falls = self.state["falls"] + 1 if loss <= self.state["loss"] else 0
         if falls == 0:
             self.state["mu"] += self.delta

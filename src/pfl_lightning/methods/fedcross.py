@@ -24,9 +24,10 @@ class FedCross(Aggregator):
 
     In each round every model goes to another client, in a drawn order. Partners are of the same round's models.
     Parameters and buffers are mixed, counters aren't. The deployed model is the mean of all :math:`w_i`. It is the
-    record's global model and the one of new clients, and all clients receive it after the last of the planned rounds.
-    Until then a client is evaluated by the middleware model that it would train next, which is the worse one: on the
-    digits with skewed classes it has 77 % where the deployed model has 85 %, as much as `WeightedAverage`.
+    record's global model and the one of new clients, and takes the place of every model after the last of the planned
+    rounds, so that a longer run begins again from it. Until then a client is evaluated by the middleware model that it
+    would train next, which is the worse one: on the digits with skewed classes it has 77 % where the deployed model has
+    85 %, as much as `WeightedAverage`.
 
     In the paper there are as many models as clients in a round. Here a model whose client stays away rests, so that the
     two agree where all clients take part. No official code was found. PFLlib's version sums cosines over pairs of
@@ -59,7 +60,8 @@ class FedCross(Aggregator):
     def setup(self, server: Server) -> None:
         """Start from the common initial model in every slot."""
         self.names, self.seed, self.rounds = server.parameter_names(), server.seed, server.rounds
-        self.state |= {"models": [server.weights] * server.num_clients, "mean": server.weights, "round": 0}
+        # one model under many references: nothing is copied before it is trained
+        self.state |= {"models": [server.weights] * server.num_clients, "mean": server.weights}
         self.state["slots"] = self._slots(server.num_clients, 0)
 
     def _slots(self, clients: int, round: int) -> list[int]:
@@ -79,6 +81,7 @@ class FedCross(Aggregator):
         if not updates:
             return {}
         slots = self.state["slots"]
+        # by slot, so that results don't depend on which client had which model
         v = dict(sorted((slots[client], update["weights"]) for client, update in updates.items()))
         trained = list(v.values())
         cosine = cosines(inner_products(trained, self.names))
@@ -88,11 +91,12 @@ class FedCross(Aggregator):
             mixed = weighted_mean([trained[row], trained[partners[row]]], [self.alpha, 1 - self.alpha])
             # counters are the model's own, and with alpha = 1 so is each bit
             models[slot] = {n: t if self.alpha < 1 and t.is_floating_point() else v[slot][n] for n, t in mixed.items()}
+        mean = weighted_mean(models, [1 / len(models)] * len(models))
+        # the end of the plan is the deployment, of one model to all
         self.state |= {
-            "models": models,
-            "mean": weighted_mean(models, [1 / len(models)] * len(models)),
+            "models": [mean] * len(models) if round + 1 == self.rounds else models,
+            "mean": mean,
             "slots": self._slots(len(models), round + 1),
-            "round": round + 1,
         }
         return {"cosine": float(cosine[range(len(v)), partners].mean())} if len(v) > 1 else {}
 
@@ -108,14 +112,13 @@ class FedCross(Aggregator):
             return [0]
         if self.partner == "in_order":
             return [(row + round % (m - 1) + 1) % m for row in range(m)]
+        # the diagonal is infinite, so that no model is its own partner, whatever the signs of cosines
         away = -cosine if self.partner == "highest" else cosine.clone()
         away.fill_diagonal_(torch.inf)
         return away.argmin(1).tolist()
 
     def download(self, client: int) -> Message:
-        """Return the middleware model of the client's slot; after the planned rounds the deployed model."""
-        if self.state["round"] == self.rounds:
-            return {"weights": self.state["mean"]}
+        """Return the middleware model of the client's slot."""
         return {"weights": self.state["models"][self.state["slots"][client]]}
 
     def welcome(self, client: int, update: Message | None) -> Message:

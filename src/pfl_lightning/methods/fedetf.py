@@ -132,8 +132,10 @@ class FedETF(FedAvg):
         """Load the model, and count the client's classes."""
         super().on_download(payload, data)
         if data is not None and self.training_follows:
+            # clamped as in the official code: a class without samples has a margin of 0, and not an infinite one
             self.log_counts.copy_(data.class_counts.clamp_min(1).to(self.log_counts).log())
 
     def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
         """Return the balanced softmax loss."""
+        # in training alone: `forward`, by which clients are evaluated, has no counts
         return super().loss(features, logits + self.log_counts, target)

@@ -94,6 +94,7 @@ class FedGELA(FedAvg):
             raise MisconfigurationException(f"model.temperature={temperature} must be above 0, such as 0.2.")
         check_choices("model", absent=(absent, ("zero", "out")))
         size = feature_size(self.net)
+        # before the simplex is made, whose error would name no setting
         check_simplex(size, self.num_classes, f"model.net={type(self.net).__name__}")
         self.absent = absent
         self.net.classifier = NormalizedSimplex(size, self.num_classes, temperature, batch_norm)

@@ -69,6 +69,7 @@ class FedPM(FedAvg):
         self.common_names |= {f"net.{name}" for name, _ in self.net.named_parameters(remove_duplicate=False)}
         self.names = list(w)
         self.scores = nn.ParameterDict({key(name): nn.Parameter(torch.randn_like(t)) for name, t in w.items()})
+        # the same numbers in every evaluation, so that predictions can be repeated
         generator = torch.Generator().manual_seed(0)
         self.draws = Frozen((name, torch.rand(t.shape, generator=generator)) for name, t in w.items())
 
@@ -113,6 +114,7 @@ class FedPM(FedAvg):
 
     def upload(self, data: ClientData) -> Message:
         """Return a mask drawn by the trained scores, eight bits in a byte."""
+        # a generator of its own: a draw from the client's stream would depend on the engine
         generator = torch.Generator().manual_seed(derive_seed(0, "fedpm", self.client_id, self.round))
         theta = self.probabilities()
         draws = {name: torch.rand(t.shape, generator=generator).to(t.device) for name, t in theta.items()}
@@ -170,6 +172,7 @@ class BetaMean(Aggregator):
         scores, total = {}, 0.0
         for name, old in self.state["weights"].items():
             bits = [unpacked(u["masks"][name.removeprefix("scores.")], old.numel()) for u in updates.values()]
+            # bits are clipped after the sum, which comes to the same
             ones = torch.stack(bits).sum(0, dtype=torch.float64).reshape(old.shape)
             kept = self.state["kept"].get(name, 0) + ones
             self.state["kept"][name] = kept

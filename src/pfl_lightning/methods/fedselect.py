@@ -74,6 +74,7 @@ class FedSelect(FedAvg):
         self.rate, self.bound, self.every, self.alternations = rate, bound, every, alternations
         x = trained_parameters(self, "net")
         self.own = nn.ParameterDict({name.replace(".", "/"): nn.Parameter(t.detach().clone()) for name, t in x.items()})
+        # entries that became personal after the client's last training are fresh: they begin at the next mean
         none = [(name, torch.zeros_like(tensor, dtype=torch.bool)) for name, tensor in x.items()]
         self.mask, self.fresh = Frozen(none, persistent=True), Frozen(none, persistent=True)  # m_k
         self.snapshot = Frozen(x.items(), persistent=True)
@@ -128,6 +129,7 @@ class FedSelect(FedAvg):
                 grown = mask | largest((w[name] - snapshot[name]).abs(), ~mask, self.rate)
             fresh[name].copy_(grown & ~mask)
             mask.copy_(grown)
+        # after all tensors: changes are measured from the snapshot
         if grows:
             self.snapshot.take(w.items())
         return update

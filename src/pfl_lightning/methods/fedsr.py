@@ -70,6 +70,7 @@ class FedSR(FedAvg):
         self.means = nn.Parameter(torch.zeros(self.num_classes, size))  # r
         self.deviations = nn.Parameter(torch.ones(self.num_classes, size))  # rho before the softplus
         self.kappa = nn.Parameter(torch.ones(()))
+        # of a generator of its own: predictions are the same in every process, and move no other random number
         noise = torch.randn(draws, size, generator=torch.Generator().manual_seed(0))
         self.register_buffer("noise", noise, persistent=False)
 
@@ -91,6 +92,7 @@ class FedSR(FedAvg):
         if self.alpha > 0:
             loss = loss + self.alpha * torch.linalg.vector_norm(z, dim=1).mean()
         if self.beta > 0:
+            # |kappa| is the scale of a deviation; the official code takes the logarithm of a negative one
             of_class = self.means[target], F.softplus(self.deviations)[target]
             loss = loss + self.beta * normal_divergence(self.kappa * mu, self.kappa.abs() * sigma, *of_class).mean()
         return {"loss": loss}
@@ -100,6 +102,7 @@ class FedSR(FedAvg):
         mu, sigma = self.distribution(x)
         z = mu + sigma * self.noise[:, None].to(mu)
         logits: Tensor = self.net.classifier(z.flatten(0, 1)).view(len(self.noise), len(x), -1)
+        # in logarithms, since a mean of probabilities could round to 0
         return logits.log_softmax(2).logsumexp(0) - math.log(len(self.noise))
 
     def configure_aggregator(self) -> Aggregator:

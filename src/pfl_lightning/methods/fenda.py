@@ -76,6 +76,7 @@ class FENDA(FedPer):
         check_choices("model", join=(join, ("concatenate", "sum")))
         # theta_k
         local, common = separate(self, self.net.features)
+        # other initial weights: two equal bodies would get equal gradients
         fresh = self.new_net().features.state_dict()
         local.load_state_dict({name: t for name, t in fresh.items() if name not in common}, strict=False)
         classifier = self.net.classifier

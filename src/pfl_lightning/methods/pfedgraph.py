@@ -54,6 +54,7 @@ class PFedGraph(FedAvg):
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the mix of models, and the mix of normalised ones."""
         super().on_download(payload, data)
+        # the first payload has no reference, and zeros give the term neither value nor gradient
         known = {name.removeprefix("net."): tensor for name, tensor in payload["reference"].items()}
         self.reference.take(known or {n: torch.zeros_like(t) for n, t in self.reference.tensors().items()})
 
@@ -62,6 +63,7 @@ class PFedGraph(FedAvg):
         loss = super().loss(features, logits, target)
         if self.graph_lambda == 0:
             return loss
+        # tensor by tensor, as a flat copy of the model would cost its memory in each step
         pairs = list(zip(trained_parameters(self, "net").values(), self.reference.buffers(), strict=True))
         product = torch.stack([(w * r).sum() for w, r in pairs]).sum()
         square = torch.stack([w.square().sum() for w, _ in pairs]).sum()
@@ -115,6 +117,7 @@ class CollaborationGraph(WeightedAverage):
         super().aggregate(updates, round)
         models = [update["weights"] for update in updates.values()]
         d = -cosines(inner_products(models, self.names, self.state["initial"])[:-1, :-1])
+        # as in the official code, which treats very similar clients as one
         d = torch.where(d < -0.9, -1.0, d)
         p = torch.tensor([*client_weights(updates, "samples").values()], dtype=torch.float64)
         a = on_simplex(p - d / (2 * self.alpha))

@@ -75,10 +75,12 @@ class PFedSim(WeightedAverage):
         for row, client in enumerate(updates):
             known = self.state["similar"].setdefault(client, {})
             known |= {other: float(phi[row, at]) for at, other in enumerate(updates) if other != client}
+        # phi of all clients with a model, 0 where two have never met
         a = torch.eye(len(models), dtype=torch.float64) * SELF
         for row, client in enumerate(models):
             for at, other in enumerate(models):
                 a[row, at] += self.state["similar"][client].get(other, 0.0)
+        # log1p keeps digits of the many small similarities
         a = -torch.log1p(-a)
         mixes = weighted_means(list(models.values()), (a / a.sum(1, keepdim=True)).tolist())
         self.state["mixed"] = {
@@ -90,6 +92,7 @@ class PFedSim(WeightedAverage):
 
     def download(self, client: int) -> Message:
         """Return the mix of bodies with the client's own head; the global model before its first such round."""
+        # a mix has no head, so that the client's own stays
         own = self.state["models"].get(client, self.state["weights"])
         return {"weights": own | self.state["mixed"].get(client, {})}
 
