@@ -19,9 +19,11 @@ FIT = {
     *("AlternateTraining", "APFL", "Ditto", "FedALA", "FedAvg", "FedBABU", "FedBN", "FedClassAvg", "FedCP", "FedLC"),
     *("FedNTD", "FedPer", "FedPHP", "FedProx", "FedRep", "FedRoD", "FedSAM", "FedUV", "FML", "GPFL", "GrowingEpochs"),
     *("KNNPer", "LGFedAvg", "MOON", "PerFedAvg", "PFedMe", "WDR"),
+    *("FENDA", "FedETF", "FedGELA", "FedSR", "MRMTL", "PerFCL"),
 }
 """Client modules of which others learn by weights alone."""
 REASONS = {
+    "AdaptiveFedProx": "sends received_loss beside weights",
     "AlternateAlignment": "sends prototypes beside weights",
     "APPLE": "needs models and shares beside weights",
     "CloudProx": "doesn't set client_level",
@@ -38,13 +40,16 @@ REASONS = {
     "FedGH": "sends prototypes beside weights",
     "FedMD": "sends predictions beside weights",
     "FedNova": "sends normalizer and steps beside weights",
+    "FedPM": "sends masks beside weights",
     "FedProto": "sends prototypes beside weights",
+    "FedSelect": "sends masks beside weights",
     "FedTGP": "sends prototypes beside weights",
     "IFCA": "sends cluster beside weights",
     "KnowledgeTransfer": "sends predictions beside weights",
     "Local": "sends nothing",
     "NormalizedHead": "doesn't set client_level",
     "PACClient": "sends prototypes beside weights",
+    "PFedGraph": "needs reference beside weights",
     "PFedHN": "doesn't set client_level",
     "Pooled": "doesn't set client_level",
     "QFedAvg": "sends learning_rate and received_loss beside weights",
@@ -54,10 +59,9 @@ REASONS = {
 def client_of(path: Path):
     model = yaml.safe_load(path.read_text())["model"]
     settings = model.get("init_args", {})
-    # points have no views
-    return getattr(methods, model["class_path"]), settings | (
-        {"contrastive": False} if "contrastive" in settings else {}
-    )
+    # points have no views, and the guarantee takes no BatchNorm whose statistics travel
+    off = {name: False for name in ("contrastive", "batch_norm") if name in settings}
+    return getattr(methods, model["class_path"]), settings | off
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

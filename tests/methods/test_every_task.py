@@ -57,7 +57,10 @@ def test_every_method_does_on_every_task_what_the_table_says(method, task):
         after_a_round(method, kind, "sequential")
 
 
-AT_ONCE = ("FedLC", "FedNTD", "FedDF", "FML", "FedPHP", "GPFL", "FedAS", "FedTGP", "FedGH")
+AT_ONCE = (
+    *("FedLC", "FedNTD", "FedDF", "FML", "FedPHP", "GPFL", "FedAS", "FedTGP", "FedGH"),
+    *("FedETF", "FedGELA", "FedSR"),
+)
 """Methods of classes alone whose own tests are of one engine."""
 
 

@@ -17,6 +17,7 @@ from pfl_lightning.aggregators.weighted_average import (
 )
 
 if TYPE_CHECKING:
+    from pfl_lightning.methods.adaptive_fedprox import AdaptiveProximal
     from pfl_lightning.methods.apple import CorePool
     from pfl_lightning.methods.cfl import CFL
     from pfl_lightning.methods.cwfedavg import CwFedAvg
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.fedawa import FedAWA
     from pfl_lightning.methods.fedawa_l import FedAWAL
     from pfl_lightning.methods.fedcac import CriticalAverage
+    from pfl_lightning.methods.fedcross import FedCross
     from pfl_lightning.methods.feddbe import DomainConsensus
     from pfl_lightning.methods.feddf import FedDF
     from pfl_lightning.methods.feddisco import FedDisco
@@ -39,14 +41,18 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.fednova import NormalizedAverage
     from pfl_lightning.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
     from pfl_lightning.methods.fedpac import ClassifierCombination, FedPAC
+    from pfl_lightning.methods.fedpm import BetaMean
     from pfl_lightning.methods.fedrema import FedReMa
+    from pfl_lightning.methods.fedselect import MaskedAverage
     from pfl_lightning.methods.fedtgp import TrainablePrototypes
     from pfl_lightning.methods.ifca import ClusterModels
     from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
     from pfl_lightning.methods.kt_pfl import KTpFL
     from pfl_lightning.methods.kt_pfl_weight import KTpFLWeight
     from pfl_lightning.methods.ldawa import LDAWA
+    from pfl_lightning.methods.pfedgraph import CollaborationGraph
     from pfl_lightning.methods.pfedhn import HyperNetwork
+    from pfl_lightning.methods.pfedsim import PFedSim
     from pfl_lightning.methods.q_fedavg import FairAverage
     from pfl_lightning.methods.scaffold import SCAFFOLD
 
@@ -54,12 +60,15 @@ __all__ = [
     "CFL",
     "LDAWA",
     "SCAFFOLD",
+    "AdaptiveProximal",
     "AffinityPool",
     "Aggregator",
     "AggregatorList",
+    "BetaMean",
     "ClassMeans",
     "ClassifierCombination",
     "ClusterModels",
+    "CollaborationGraph",
     "Consensus",
     "CorePool",
     "CriticalAverage",
@@ -75,6 +84,7 @@ __all__ = [
     "FedAdagrad",
     "FedAdam",
     "FedAvgM",
+    "FedCross",
     "FedDF",
     "FedDisco",
     "FedLAW",
@@ -88,9 +98,11 @@ __all__ = [
     "KTpFL",
     "KTpFLWeight",
     "KnowledgeCoefficients",
+    "MaskedAverage",
     "Mean",
     "ModelPool",
     "NormalizedAverage",
+    "PFedSim",
     "Server",
     "TrainablePrototypes",
     "WeightedAverage",
@@ -103,10 +115,13 @@ __all__ = [
 ]
 
 SERVERS = {
+    "AdaptiveProximal": "adaptive_fedprox",
     "AffinityPool": "fedfomo",
+    "BetaMean": "fedpm",
     "CFL": "cfl",
     "ClassifierCombination": "fedpac",
     "ClusterModels": "ifca",
+    "CollaborationGraph": "pfedgraph",
     "Consensus": "fedmd",
     "CorePool": "apple",
     "CriticalAverage": "fedcac",
@@ -122,6 +137,7 @@ SERVERS = {
     "FedAdagrad": "fedopt",
     "FedAdam": "fedopt",
     "FedAvgM": "fedopt",
+    "FedCross": "fedcross",
     "FedDF": "feddf",
     "FedDisco": "feddisco",
     "FedLAW": "fedlaw",
@@ -136,7 +152,9 @@ SERVERS = {
     "KTpFLWeight": "kt_pfl_weight",
     "KnowledgeCoefficients": "knowledge_coefficients",
     "LDAWA": "ldawa",
+    "MaskedAverage": "fedselect",
     "NormalizedAverage": "fednova",
+    "PFedSim": "pfedsim",
     "SCAFFOLD": "scaffold",
     "TrainablePrototypes": "fedtgp",
 }

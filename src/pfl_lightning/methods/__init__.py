@@ -12,6 +12,7 @@ from pfl_lightning.methods import (  # noqa: F401
     cyclic,
     fedawa,
     fedawa_l,
+    fedcross,
     feddf,
     feddisco,
     fedlaw,
@@ -19,7 +20,9 @@ from pfl_lightning.methods import (  # noqa: F401
     fedrema,
     kt_pfl_weight,
     ldawa,
+    pfedsim,
 )
+from pfl_lightning.methods.adaptive_fedprox import AdaptiveFedProx
 from pfl_lightning.methods.alternate_training import AlternateAlignment, AlternateTraining
 from pfl_lightning.methods.apfl import APFL
 from pfl_lightning.methods.apple import APPLE
@@ -38,7 +41,9 @@ from pfl_lightning.methods.fedcp import FedCP
 from pfl_lightning.methods.feddbe import FedDBE
 from pfl_lightning.methods.feddistill import FedDistill
 from pfl_lightning.methods.feddyn import FedDyn
+from pfl_lightning.methods.fedetf import FedETF
 from pfl_lightning.methods.fedfomo import FedFomo
+from pfl_lightning.methods.fedgela import FedGELA
 from pfl_lightning.methods.fedgen import FedGen
 from pfl_lightning.methods.fedgh import FedGH
 from pfl_lightning.methods.fedlc import FedLC
@@ -49,13 +54,17 @@ from pfl_lightning.methods.fedntd import FedNTD
 from pfl_lightning.methods.fedpac import PACClient
 from pfl_lightning.methods.fedper import FedPer
 from pfl_lightning.methods.fedphp import FedPHP
+from pfl_lightning.methods.fedpm import FedPM
 from pfl_lightning.methods.fedproto import FedProto
 from pfl_lightning.methods.fedprox import FedProx
 from pfl_lightning.methods.fedrep import FedRep
 from pfl_lightning.methods.fedrod import FedRoD
 from pfl_lightning.methods.fedsam import FedSAM
+from pfl_lightning.methods.fedselect import FedSelect
+from pfl_lightning.methods.fedsr import FedSR
 from pfl_lightning.methods.fedtgp import FedTGP
 from pfl_lightning.methods.feduv import FedUV
+from pfl_lightning.methods.fenda import FENDA
 from pfl_lightning.methods.fml import FML
 from pfl_lightning.methods.gpfl import GPFL
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
@@ -65,7 +74,10 @@ from pfl_lightning.methods.kt_pfl import KnowledgeTransfer
 from pfl_lightning.methods.lg_fedavg import LGFedAvg
 from pfl_lightning.methods.local import Local
 from pfl_lightning.methods.moon import MOON
+from pfl_lightning.methods.mr_mtl import MRMTL
 from pfl_lightning.methods.per_fedavg import PerFedAvg
+from pfl_lightning.methods.perfcl import PerFCL
+from pfl_lightning.methods.pfedgraph import PFedGraph
 from pfl_lightning.methods.pfedhn import PFedHN
 from pfl_lightning.methods.pfedme import PFedMe
 from pfl_lightning.methods.pooled import Pooled
@@ -77,11 +89,14 @@ from pfl_lightning.methods.wdr import WDR
 __all__ = [
     "APFL",
     "APPLE",
+    "FENDA",
     "FML",
     "GPFL",
     "IFCA",
     "MOON",
+    "MRMTL",
     "WDR",
+    "AdaptiveFedProx",
     "AlternateAlignment",
     "AlternateTraining",
     "CloudProx",
@@ -101,7 +116,9 @@ __all__ = [
     "FedDBE",
     "FedDistill",
     "FedDyn",
+    "FedETF",
     "FedFomo",
+    "FedGELA",
     "FedGH",
     "FedGen",
     "FedLC",
@@ -109,12 +126,15 @@ __all__ = [
     "FedNTD",
     "FedNova",
     "FedPHP",
+    "FedPM",
     "FedPer",
     "FedProto",
     "FedProx",
     "FedRep",
     "FedRoD",
     "FedSAM",
+    "FedSR",
+    "FedSelect",
     "FedTGP",
     "FedUV",
     "GrowingEpochs",
@@ -124,8 +144,10 @@ __all__ = [
     "Local",
     "NormalizedHead",
     "PACClient",
+    "PFedGraph",
     "PFedHN",
     "PFedMe",
+    "PerFCL",
     "PerFedAvg",
     "Pooled",
     "QFedAvg",

@@ -16,12 +16,22 @@ def add_copy(client: ClientModule, name: str, part: nn.Module) -> None:
         name: the copy's name in the client module.
         part: the part.
     """
+    made, common = separate(client, part)
+    client.add_module(name, made)
+    client.common_names |= {f"{name}.{own}" for own in common}
+
+
+def separate(client: ClientModule, part: nn.Module) -> tuple[nn.Module, set[str]]:
+    """Return a copy of a part of the net, and the names in it of common parameters, which are the same tensors.
+
+    Args:
+        client: the client module.
+        part: the part.
+    """
     common = {id(parameter): parameter for parameter in common_parameters(client).values()}
     # with common parameters in its memo, deepcopy takes them as copied already
     made = copy.deepcopy(part, dict(common))
-    client.add_module(name, made)
-    again = {f"{name}.{own}" for own, p in made.named_parameters(remove_duplicate=False) if id(p) in common}
-    client.common_names |= again
+    return made, {name for name, p in made.named_parameters(remove_duplicate=False) if id(p) in common}
 
 
 def copy_net(client: ClientModule, name: str) -> None:

@@ -19,15 +19,14 @@ from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.settings import Unpack
 
 
-class QFedAvg(FedAvg):
+class LossReport(FedAvg):
     """Trains as `FedAvg`, and reports the received model's loss on all of the client's training samples.
 
     The mean loss is computed in evaluation mode, before the client trains: one more pass over its samples. Takes the
     arguments of `FedAvg`.
-    Source: Li et al., 2020, Algorithm 2 (https://arxiv.org/abs/1905.10497).
     """
 
-    sends = FedAvg.sends | {"received_loss", "learning_rate"}
+    sends = FedAvg.sends | {"received_loss"}
     received_loss: Tensor
 
     def __init__(self, *args: Any, **kwargs: Unpack[ClientSettings]) -> None:
@@ -41,9 +40,22 @@ class QFedAvg(FedAvg):
             self.received_loss.fill_(mean_loss(self, data.train, self.task))
 
     def upload(self, data: ClientData) -> Message:
+        """Return the model, and the received model's loss."""
+        return super().upload(data) | {"received_loss": self.received_loss}
+
+
+class QFedAvg(LossReport):
+    """Reports the learning rate beside the received model's loss.
+
+    Takes the arguments of `FedAvg`.
+    Source: Li et al., 2020, Algorithm 2 (https://arxiv.org/abs/1905.10497).
+    """
+
+    sends = LossReport.sends | {"learning_rate"}
+
+    def upload(self, data: ClientData) -> Message:
         """Return the model, the received model's loss, and the learning rate."""
-        rate = torch.tensor(self.learning_rate)
-        return super().upload(data) | {"received_loss": self.received_loss, "learning_rate": rate}
+        return super().upload(data) | {"learning_rate": torch.tensor(self.learning_rate)}
 
     def configure_aggregator(self) -> Aggregator:
         """Return q-FedAvg's server."""

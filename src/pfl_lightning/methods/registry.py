@@ -90,7 +90,12 @@ class Method:
         return "", ""
 
 
-FILES = {"L-DAWA": "ldawa", "cwFedAvg-noWDR": "cwfedavg_no_wdr", "pFedMe": "pfedme"}
+FILES = {
+    "AdaptiveFedProx": "adaptive_fedprox",
+    "L-DAWA": "ldawa",
+    "cwFedAvg-noWDR": "cwfedavg_no_wdr",
+    "pFedMe": "pfedme",
+}
 """File names of methods that aren't their name in lower case with underscores."""
 
 PAPER = re.compile(r"Source:\s+(?P<paper>[^(]*?\d{4})[^(]*\((?P<url>https?://[^)\s]+)\)")
@@ -108,10 +113,12 @@ METHODS = (
     Method("Ensemble", m.Ensemble),
     Method("Cyclic", m.FedAvg, a.CyclicTransfer),
     Method("FedProx", m.FedProx),
+    Method("AdaptiveFedProx", m.AdaptiveFedProx),
     Method("FedAvgM", m.FedAvg, a.FedAvgM),
     Method("FedAdagrad", m.FedAvg, a.FedAdagrad),
     Method("FedAdam", m.FedAvg, a.FedAdam),
     Method("FedYogi", m.FedAvg, a.FedYogi),
+    Method("FedCross", m.FedAvg, a.FedCross),
     Method("FedNova", m.FedNova),
     Method("q-FedAvg", m.QFedAvg),
     Method("SCAFFOLD", m.ControlVariates, a.SCAFFOLD),
@@ -121,6 +128,9 @@ METHODS = (
     Method("FedNTD", m.FedNTD),
     Method("MOON", m.MOON),
     Method("FedUV", m.FedUV),
+    Method("FedETF", m.FedETF),
+    Method("FedSR", m.FedSR),
+    Method("FedPM", m.FedPM),
     Method("FedNH", m.NormalizedHead, a.FedNH),
     Method("FedGen", m.FedGen),
     Method("FedLAW", m.FedAvg, a.FedLAW),
@@ -132,11 +142,14 @@ METHODS = (
     Method("Per-FedAvg", m.PerFedAvg),
     Method("pFedMe", m.PFedMe),
     Method("Ditto", m.Ditto),
+    Method("MR-MTL", m.MRMTL),
     Method("APFL", m.APFL),
     Method("FML", m.FML),
     Method("FedPHP", m.FedPHP),
     Method("FedBN", m.FedBN),
     Method("FedPer", m.FedPer),
+    Method("FENDA-FL", m.FENDA),
+    Method("PerFCL", m.PerFCL),
     Method("LG-FedAvg", m.LGFedAvg),
     Method("FedRep", m.FedRep),
     Method("FedBABU", m.FedBABU),
@@ -146,11 +159,15 @@ METHODS = (
     Method("FedAS", m.FedAS),
     Method("kNN-Per", m.KNNPer),
     Method("FedRoD", m.FedRoD),
+    Method("FedGELA", m.FedGELA),
     Method("FedALA", m.FedALA),
     Method("FedAMP", m.CloudProx, a.FedAMP),
+    Method("pFedSim", m.FedAvg, a.PFedSim),
     Method("FedFomo", m.FedFomo),
     Method("APPLE", m.APPLE),
+    Method("pFedGraph", m.PFedGraph),
     Method("FedCAC", m.FedCAC),
+    Method("FedSelect", m.FedSelect),
     Method("pFedHN", m.PFedHN),
     Method("CFL", m.FedAvg, a.CFL),
     Method("IFCA", m.IFCA),
