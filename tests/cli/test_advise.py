@@ -26,6 +26,7 @@ from pfl_lightning.cli.compare.command import Comparison
 from pfl_lightning.cli.configs import FOLDER
 from pfl_lightning.data import Digits, Dirichlet
 from pfl_lightning.nets import MLP, CifarResNet, Net
+from pfl_lightning.tasks import Classification, NextToken, Poisson, Regression
 
 
 def values(**gains):
@@ -99,15 +100,20 @@ def looked(clients=20, labels=0.0, nearest=1.0, inputs=0.0):
     ],
 )
 def test_what_the_look_suggests(look, more):
-    always = {"local", "fedavg", "fedavg+tuned/fine_tuned", "fedper", "ditto"}
-    assert suggested(look, MLP((4,), 3)).keys() == always | more
+    always = {"local", "fedavg", "fedavg+tuned/fine_tuned", "fedper", "ditto", "knn_per"}
+    assert suggested(look, MLP((4,), 3), Classification(3)).keys() == always | more
 
 
 def test_the_net_decides_too():
     linear = Net(nn.Flatten(), nn.Linear(4, 3))
-    assert not {"fedper", "fedrema"} & suggested(looked(labels=0.5, nearest=0.1), linear).keys()
-    assert "fedbn" in suggested(looked(inputs=0.3), CifarResNet((3, 8, 8), 3))
-    assert "fedbn" not in suggested(looked(), CifarResNet((3, 8, 8), 3))
+    assert not {"fedper", "fedrema"} & suggested(looked(labels=0.5, nearest=0.1), linear, Classification(3)).keys()
+    assert "fedbn" in suggested(looked(inputs=0.3), CifarResNet((3, 8, 8), 3), Classification(3))
+    assert "fedbn" not in suggested(looked(), CifarResNet((3, 8, 8), 3), Classification(3))
+
+
+@pytest.mark.parametrize(("task", "takes"), [(Regression(), True), (Poisson(), False), (NextToken(3), False)])
+def test_neighbours_need_classes_or_quantities(task, takes):
+    assert ("knn_per" in suggested(looked(labels=None), MLP((4,), task.outputs), task)) == takes
 
 
 # The choice

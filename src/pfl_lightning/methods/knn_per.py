@@ -89,9 +89,9 @@ class KNNPer(FedAvg):
             if isinstance(self.task, NextToken):
                 if known.dim() != 3 or known.shape[:2] != targets.shape:
                     raise MisconfigurationException(
-                        f"model KNNPer compares features of positions, [samples, positions, size], and the features of "
-                        f"{type(self.net).__name__} are {list(known.shape)}; take a net with a vector for each position, "
-                        "such as CharGRU."
+                        "model KNNPer compares features of positions, [samples, positions, size], and the features of "
+                        f"{type(self.net).__name__} are {list(known.shape)}; take a net with a vector for each "
+                        "position, such as CharGRU."
                     )
                 counted = targets != self.task.ignore_index
                 known, targets = known[counted], targets[counted]

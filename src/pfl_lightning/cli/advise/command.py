@@ -224,7 +224,7 @@ def see(passed: Sequence[str]) -> Seen:
     look = look_at(built.datamodule)
     # an optimizer of one number tells the rate, wherever it was configured
     rate = built.model.optimizer([nn.Parameter(torch.zeros(1))]).param_groups[0].get("lr")
-    return Seen(look, suggested(look, built.model.net), rate, int(built.trainer.max_epochs or 1))
+    return Seen(look, suggested(look, built.model.net, built.datamodule.task), rate, int(built.trainer.max_epochs or 1))
 
 
 def trial_of(rate: str) -> Trial:

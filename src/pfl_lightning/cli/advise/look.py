@@ -12,6 +12,7 @@ from pfl_lightning.data import FederatedDataModule, Natural
 from pfl_lightning.data.samples import Split
 from pfl_lightning.internals.of_torch import BatchNorm
 from pfl_lightning.nets import Net
+from pfl_lightning.tasks import Regression, Task
 
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
@@ -188,7 +189,7 @@ def nearest_peer(counts: Tensor) -> float | None:
     return nearest / mean if mean > 0 else None
 
 
-def suggested(look: Look, net: Net) -> dict[str, str]:
+def suggested(look: Look, net: Net, task: Task) -> dict[str, str]:
     """Return the methods of the tournament, each a word of ``compare --methods``, with the reason.
 
     Simple methods come first: of equally good ones, the first is advised.
@@ -196,6 +197,7 @@ def suggested(look: Look, net: Net) -> dict[str, str]:
     Args:
         look: facts about the clients.
         net: the clients' net.
+        task: the data's task.
     """
     found = {
         "local": "the reference: each client trains alone",
@@ -206,6 +208,8 @@ def suggested(look: Look, net: Net) -> dict[str, str]:
     if has_features:
         found["fedper"] = "shared features, personal classifiers"
     found["ditto"] = "a personal model held near the common one"
+    if task.has_classes or type(task) is Regression:
+        found["knn_per"] = "one model for all, whose predictions are mixed with those of a client's nearest rows"
     if len(look.clients) <= FEW:
         found["apfl"] = f"{len(look.clients)} clients are few: a personal mixture of both models"
     if (look.inputs or 0) >= SHIFTED and any(isinstance(layer, BatchNorm) for layer in net.modules()):
