@@ -114,6 +114,7 @@ METHODS = (
     Method("FedYogi", m.FedAvg, a.FedYogi),
     Method("FedNova", m.FedNova),
     Method("q-FedAvg", m.QFedAvg),
+    Method("FedDG-GA", m.FedDGGA),
     Method("SCAFFOLD", m.ControlVariates, a.SCAFFOLD),
     Method("FedDyn", m.FedDyn),
     Method("FedSAM", m.FedSAM),
