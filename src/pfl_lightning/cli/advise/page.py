@@ -344,9 +344,8 @@ class Advice:
         seeds = self.seeds
         more = 3 if seeds < 2 else seeds_for_half(seeds, self.overlap["val"])
         if more is None:
-            return [
-                ("text", f"No number of seeds halves the intervals of {seeds} seeds: more rows at the sites would.")
-            ]
+            said = f"More rows at the sites would halve the intervals; no number of seeds does, after {seeds} of them."
+            return [("text", said)]
         if seeds < 2:
             said = f"One seed has no interval. {more} seeds cost about {self.cost(more - seeds)} more"
         else:
