@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import time
 from argparse import Namespace
@@ -333,6 +334,9 @@ def test_validation_chooses_and_test_rows_only_report(made):
     assert gains == pytest.approx([30, -10], abs=1)
     pages = [Path("out/advice.md").read_text(), Path("out/advice.html").read_text()]
     assert all(f"{gain:+.2f} [" in page for page in pages for gain in gains)
+    # clear on test rows too: FedAvg's gain and Ditto's loss
+    (said,) = [line for line in pages[0].splitlines() if line.startswith("On test rows")]
+    assert re.search(r"better than Local are FedAvg \(\+\d.*; worse than Local are Ditto \(-\d", said)
     assert Path("out/advice.png").stat().st_size > 0 and Path("out/report.html").is_file()
 
 

@@ -298,13 +298,16 @@ class Advice:
             others = [m for m in val if m not in (best, self.reference) and not is_ahead(val[best], val[m], overlap)]
             if others:
                 found.append(f"Validation can't tell {best} from {listed(others)}.")
-        losses = [
-            f"{method} ({interval(one, self.monitor)})"
-            for method, (one, is_clear) in differences_to(val, self.reference, overlap=overlap).items()
-            if is_clear and one.mean < 0
+        if losses := self.clear("val", -1):
+            found.append(f"Worse than {self.reference} on validation rows: {listed(losses)}.")
+        tested = [
+            f"{words} than {self.reference} are {listed(methods)}"
+            for words, sign in (("better", 1), ("worse", -1))
+            if (methods := self.clear("test", sign))
         ]
-        if losses:
-            found.append(f"Worse than {self.reference} on validation: {listed(losses)}.")
+        if tested:
+            of = "" if self.overlap["test"] else ", the same ones at all seeds"
+            found.append(f"On test rows, which had no part in the choice{of}, {'; '.join(tested)}.")
         mixed: Clients = {}
         for pick in self.picks:
             mixed |= {key: value for key, value in test.get(pick.method, {}).items() if key[1] == pick.site}
@@ -315,6 +318,23 @@ class Advice:
                 f"{interval(together, self.monitor)} over {self.reference} on test rows, in the mean of sites."
             )
         return found
+
+    def clear(self, part: Part, sign: int) -> list[str]:
+        """Return the methods with clear gains over the reference, or with clear losses, each with its interval.
+
+        Args:
+            part: the rows that are looked at.
+            sign: 1 for gains, -1 for losses.
+        """
+        values = self.val if part == "val" else self.test
+        if self.reference not in values:
+            return []
+        compared = differences_to(values, self.reference, overlap=self.overlap[part])
+        return [
+            f"{method} ({interval(one, self.monitor)})"
+            for method, (one, is_clear) in compared.items()
+            if is_clear and sign * one.mean > 0
+        ]
 
     def both(self, method: str) -> str:
         """Return a method's gains on validation and on test rows, in words."""
