@@ -108,11 +108,10 @@ class KNNPer(FedAvg):
         h, known = features.flatten(0, -2), self.known[0]
         rows = max(1, DISTANCES // len(known))
         near = joined([self._near(chunk) for chunk in h.split(rows)]).view_as(outputs)
-        if self.of_values:
-            return self.share * near + (1 - self.share) * outputs
-        mixed = self.share * near + (1 - self.share) * outputs.softmax(-1 if self.by_position else 1)
+        own = outputs if self.of_values else outputs.softmax(-1 if self.by_position else 1)
+        mixed: Tensor = self.share * near + (1 - self.share) * own
         # log of 0 is -infinity, which would make losses infinite
-        return mixed.clamp_min(torch.finfo(mixed.dtype).tiny).log()
+        return mixed if self.of_values else mixed.clamp_min(torch.finfo(mixed.dtype).tiny).log()
 
     def _near(self, h: Tensor) -> Tensor:
         """Return what the neighbours of features ``[n, d]`` say, ``[n, outputs]``."""

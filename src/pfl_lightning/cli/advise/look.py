@@ -137,7 +137,7 @@ def look_at(data: FederatedDataModule) -> Look:
     names = data.client_names or [str(client) for client in clients]
     # if data.seed draws the clients, they differ from seed to seed
     stay = isinstance(data.partitioner, Natural) and data.hparams.get("num_clients") is None
-    drawn = frozenset({"val", "test"}) - data.division.named if stay else frozenset[Split]()
+    drawn = frozenset[Split](("val", "test")) - data.division.named if stay else frozenset[Split]()
     return Look(names[: len(clients)], train, val, test, labels, nearest, inputs, drawn)
 
 
