@@ -33,6 +33,7 @@ REASONS = {
     "FedAS": "sends fisher beside weights",
     "FedCAC": "sends critical beside weights",
     "FedDBE": "sends feature_mean beside weights",
+    "FedDGGA": "sends received_error and trained_error beside weights",
     "FedDistill": "sends outputs beside weights",
     "FedDyn": "needs mean_samples beside weights",
     "FedFomo": "sends affinity beside weights",

@@ -7,7 +7,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import CLASSES, blobs, check_order_and_resume, equal, fit, make_client, noisy
 from pfl_lightning.methods import FedAvg, KNNPer
-from pfl_lightning.methods.knn_per import neighbour_shares
+from pfl_lightning.methods.knn_per import nearest, shares
+from pfl_lightning.tasks import Poisson, Quantile
+from tasks_and_data import OfKind, client_of, kinds
+
+
+def neighbour_shares(h, known, labels, classes, count, scale):
+    rows, weights = nearest(h, known, count, scale)
+    return shares(weights, labels[rows], classes)
 
 
 @pytest.mark.parametrize(("count", "scale"), [(3, 1.0), (50, 0.5)])
@@ -78,3 +85,57 @@ def test_many_clients_at_once_train_as_one_does_and_are_evaluated_by_their_own_s
 def test_what_is_out_of_range_is_refused_by_name(name, value):
     with pytest.raises(MisconfigurationException, match=rf"model\.{name}={value} must be"):
         make_client(KNNPer, **{name: value})
+
+
+def model_with_data(task, **settings):
+    """A client of a task with its data, as it is before an evaluation."""
+    data = OfKind(kinds()[task])
+    data.setup()
+    model = client_of(kinds()[task], partial(KNNPer, **settings)).double().eval()
+    own = data.client(1).to("cpu", torch.float64)
+    with torch.no_grad():
+        model.receive({}, {"weights": model.state_dict()}, own)
+    return model, own
+
+
+def test_a_quantity_is_mixed_with_the_mean_of_the_nearest_targets():
+    model, own = model_with_data("Regression", share=0.4, neighbours=3, scale=0.5)
+    x, y = own.test.x, own.train.y.view(len(own.train), -1)
+    h, known = model.net.features(x), model.net.features(own.train.x)
+    for i in range(len(x)):
+        squares = (h[i] - known).square().sum(1)
+        near = squares.argsort()[:3]
+        weights = torch.exp(-squares[near] / (0.5 * h.shape[1]))
+        mean = (weights[:, None] * y[near]).sum(0) / weights.sum()
+        torch.testing.assert_close(model(x)[i], 0.4 * mean + 0.6 * model.net(x)[i])
+
+
+def test_each_position_of_a_text_has_neighbours_and_those_that_do_not_count_are_none(monkeypatch):
+    # all neighbours: equal letters may have equal features, and of ties any may be among the nearest
+    model, own = model_with_data("NextToken", share=0.4, neighbours=1000, scale=0.5)
+    own.train.y[0, :2] = model.task.ignore_index
+    with torch.no_grad():
+        model.receive({}, {"weights": model.state_dict()}, own)
+    counted = own.train.y != model.task.ignore_index
+    assert len(model.known[0]) == counted.sum() < own.train.y.numel()
+    known, labels = model.net.features(own.train.x)[counted], own.train.y[counted]
+    h, whole = model.net.features(own.test.x), model(own.test.x)
+    for i, t in ((0, 0), (1, 2)):
+        near = neighbour_shares(h[i, t][None], known, labels, model.task.outputs, 1000, 0.5)[0]
+        torch.testing.assert_close(whole[i, t].exp(), 0.4 * near + 0.6 * model.net(own.test.x)[i, t].softmax(0))
+    # a memory for one query at a time
+    monkeypatch.setattr("pfl_lightning.methods.knn_per.DISTANCES", 1)
+    torch.testing.assert_close(model(own.test.x), whole)
+
+
+def test_features_of_whole_texts_have_no_positions():
+    model, own = model_with_data("NextToken")
+    model.net.features = torch.nn.Sequential(model.net.features, torch.nn.Flatten())
+    with torch.no_grad(), pytest.raises(MisconfigurationException, match=r"\[samples, positions, size\].*CharGRU"):
+        model.receive({}, {"weights": {}}, own)
+
+
+@pytest.mark.parametrize("task", [Poisson(), Quantile(levels=(0.1, 0.9))])
+def test_tasks_whose_outputs_are_no_plain_means_are_refused(task):
+    with pytest.raises(MisconfigurationException, match="KNNPer needs the class of each sample"):
+        make_client(KNNPer, task=task)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.fedcross import FedCross
     from pfl_lightning.methods.feddbe import DomainConsensus
     from pfl_lightning.methods.feddf import FedDF
+    from pfl_lightning.methods.feddg_ga import GeneralizationAdjustment
     from pfl_lightning.methods.feddisco import FedDisco
     from pfl_lightning.methods.feddyn import DynamicAverage
     from pfl_lightning.methods.fedfomo import AffinityPool
@@ -93,6 +94,7 @@ __all__ = [
     "FedReMa",
     "FedYogi",
     "FisherAverage",
+    "GeneralizationAdjustment",
     "GlobalHeader",
     "HyperNetwork",
     "KTpFL",
@@ -146,6 +148,7 @@ SERVERS = {
     "FedReMa": "fedrema",
     "FedYogi": "fedopt",
     "FisherAverage": "fedas",
+    "GeneralizationAdjustment": "feddg_ga",
     "GlobalHeader": "fedgh",
     "HyperNetwork": "pfedhn",
     "KTpFL": "kt_pfl",

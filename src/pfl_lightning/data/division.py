@@ -28,6 +28,7 @@ class Division:
         server: positions of the server's samples.
         names: names of the clients, or an empty list.
         newcomers: number of clients, the last ones, that take no part in training and join afterwards.
+        named: splits of which the data name the rows, so that they are the same at every seed.
     """
 
     clients: list[dict[Split, Tensor]]
@@ -35,6 +36,7 @@ class Division:
     server: Tensor
     names: list[str]
     newcomers: int = 0
+    named: frozenset[Split] = frozenset()
 
 
 def divide(

@@ -149,6 +149,8 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
         server_fraction=data.server_fraction,
         seed=data.seed,
     )
+    if kind == "given" and given is not None:
+        division = replace(division, named=frozenset(np.unique(given).tolist()))
     newcomers = how_many(data.new_clients, data.num_clients or None, len(division.clients))
     given_names = data.new_clients if isinstance(data.new_clients, Sequence) else None
     named = None if given_names is None else positions_of(given_names, division.names, name)

@@ -39,6 +39,7 @@ from pfl_lightning.methods.fedcac import FedCAC
 from pfl_lightning.methods.fedclassavg import FedClassAvg
 from pfl_lightning.methods.fedcp import FedCP
 from pfl_lightning.methods.feddbe import FedDBE
+from pfl_lightning.methods.feddg_ga import FedDGGA
 from pfl_lightning.methods.feddistill import FedDistill
 from pfl_lightning.methods.feddyn import FedDyn
 from pfl_lightning.methods.fedetf import FedETF
@@ -114,6 +115,7 @@ __all__ = [
     "FedCP",
     "FedClassAvg",
     "FedDBE",
+    "FedDGGA",
     "FedDistill",
     "FedDyn",
     "FedETF",

@@ -1,11 +1,10 @@
-"""kNN-Per: the global model's predictions, mixed with the labels of a client's nearest training samples."""
+"""kNN-Per: the global model's predictions, mixed with the targets of a client's nearest training samples."""
 
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.nn import functional as F
 
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.data import ClientData
@@ -13,10 +12,18 @@ from pfl_lightning.data.trees import joined
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.settings import Unpack
+from pfl_lightning.tasks import NextToken, Regression
+from pfl_lightning.tasks.base import number_of_classes
+
+INSTEAD = "take a task of classes, NextToken or Regression, or a method that needs no neighbours, such as APFL or Ditto"
+"""Advice for tasks whose targets have no mixture."""
+
+DISTANCES = 2**24
+"""Largest number of distances held at a time: 64 MiB in single precision. A text has a query for each letter."""
 
 
 class KNNPer(FedAvg):
-    r"""Trains as `FedAvg`, and predicts by a mixture with the labels of the nearest training samples.
+    r"""Trains as `FedAvg`, and predicts by a mixture with the targets of the nearest training samples.
 
     .. math::
 
@@ -26,6 +33,11 @@ class KNNPer(FedAvg):
     h are a sample's d features by the received model, and :math:`h_i` those of the client's training samples, computed
     on each download before an evaluation. Outputs are :math:`\log p`. Without data or training samples, predictions are
     the model's.
+
+    The paper has classes alone. For `NextToken` each counted position is a sample and its token the class, as in the
+    language models of Khandelwal et al., 2020 (https://arxiv.org/abs/1911.00172). For `Regression` the neighbours'
+    weighted mean target is in the place of :math:`p^{knn}`, and the model's output in that of the softmax; this form
+    is ours. Other tasks are refused.
 
     The paper chooses :math:`\lambda` for each client on validation samples; here all clients have the same.
     Source: Marfoq et al., 2022 (https://arxiv.org/abs/2111.09360), whose official code's example has 7 neighbours.
@@ -37,12 +49,13 @@ class KNNPer(FedAvg):
         **kwargs: the arguments of `FedAvg`.
 
     Raises:
-        MisconfigurationException: if an argument is out of its range.
+        MisconfigurationException: if an argument is out of its range, or the task has neither classes nor plain
+            quantities.
     """
 
     client_level = True
 
-    requires = frozenset({"classes", "vector features"})
+    requires = frozenset({"vector features"})
     caches = frozenset({"known"})
 
     def __init__(
@@ -57,6 +70,14 @@ class KNNPer(FedAvg):
             if not allowed:
                 raise MisconfigurationException(f"model.{name}={value} must be {advice}.")
         self.share, self.neighbours, self.scale = share, neighbours, scale
+        # not a subclass: outputs of Poisson are logarithms, and those of Quantile no means
+        self.of_values = type(self.task) is Regression
+        self.by_position = isinstance(self.task, NextToken)
+        if not (self.of_values or self.by_position):
+            number_of_classes(self.task, f"model {type(self).__name__}", INSTEAD)
+        if self.by_position:
+            # one vector a position, checked on each download
+            self.requires = frozenset()  # type: ignore[misc]
         self.known: tuple[Tensor, Tensor] | None = None
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
@@ -64,38 +85,70 @@ class KNNPer(FedAvg):
         super().on_download(payload, data)
         self.known = None
         if self.share > 0 and data is not None and self.evaluation_follows and len(data.train):
-            self.known = joined([self.net.features(x) for x, _ in data.train.chunks()]), data.train.y
+            known, targets = joined([self.net.features(x) for x, _ in data.train.chunks()]), data.train.y
+            if isinstance(self.task, NextToken):
+                if known.dim() != 3 or known.shape[:2] != targets.shape:
+                    raise MisconfigurationException(
+                        "model KNNPer compares features of positions, [samples, positions, size], and the features of "
+                        f"{type(self.net).__name__} are {list(known.shape)}; take a net with a vector for each "
+                        "position, such as CharGRU."
+                    )
+                counted = targets != self.task.ignore_index
+                known, targets = known[counted], targets[counted]
+            elif self.of_values:
+                targets = targets.view(len(targets), -1).to(known.dtype)
+            self.known = (known, targets) if len(known) else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logarithms of the mixed probabilities, or logits without training samples."""
+        """Return logarithms of the mixed probabilities, or mixed quantities; without training samples the model's."""
         features = self.net.features(x)
-        logits: Tensor = self.net.classifier(features)
+        outputs: Tensor = self.net.classifier(features)
         if self.known is None:
-            return logits
-        near = neighbour_shares(features, *self.known, self.num_classes, self.neighbours, self.scale)
-        mixed = self.share * near + (1 - self.share) * logits.softmax(1)
+            return outputs
+        h, known = features.flatten(0, -2), self.known[0]
+        rows = max(1, DISTANCES // len(known))
+        near = joined([self._near(chunk) for chunk in h.split(rows)]).view_as(outputs)
+        own = outputs if self.of_values else outputs.softmax(-1 if self.by_position else 1)
+        mixed: Tensor = self.share * near + (1 - self.share) * own
         # log of 0 is -infinity, which would make losses infinite
-        return mixed.clamp_min(torch.finfo(mixed.dtype).tiny).log()
+        return mixed if self.of_values else mixed.clamp_min(torch.finfo(mixed.dtype).tiny).log()
+
+    def _near(self, h: Tensor) -> Tensor:
+        """Return what the neighbours of features ``[n, d]`` say, ``[n, outputs]``."""
+        assert self.known is not None
+        known, targets = self.known
+        rows, weights = nearest(h, known, self.neighbours, self.scale)
+        if self.of_values:
+            return (weights[:, :, None] * targets[rows]).sum(1)
+        return shares(weights, targets[rows], self.task.outputs)
 
 
-def neighbour_shares(h: Tensor, known: Tensor, labels: Tensor, classes: int, count: int, scale: float) -> Tensor:
-    """Return the shares ``[n, C]`` of the classes among the nearest neighbours, weighted by distance.
-
-    >>> known, labels = torch.tensor([[0.0], [1.0], [9.0]]), torch.tensor([0, 1, 1])
-    >>> neighbour_shares(torch.tensor([[0.0]]), known, labels, classes=2, count=2, scale=1.0)
-    tensor([[0.7311, 0.2689]])
+def nearest(h: Tensor, known: Tensor, count: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Return rows ``[n, k]`` and weights ``[n, k]`` of the nearest samples; weights of a query have the sum 1.
 
     Args:
         h: features ``[n, d]``.
         known: features of training samples ``[m, d]``.
-        labels: classes of training samples ``[m]``.
-        classes: C.
-        count: number of neighbours.
+        count: number of neighbours; k is at most m.
         scale: s.
     """
     # the faster mode by a matrix product loses small distances to rounding
     squares = torch.cdist(h, known, compute_mode="donot_use_mm_for_euclid_dist").square()
-    nearest, rows = squares.topk(min(count, len(known)), dim=1, largest=False)
+    least, rows = squares.topk(min(count, len(known)), dim=1, largest=False)
     # softmax subtracts the least distance, before all exponentials could vanish
-    weights = (-nearest / (h.shape[1] * scale)).softmax(1)
-    return (weights[:, :, None] * F.one_hot(labels[rows], classes)).sum(1)
+    return rows, (-least / (h.shape[1] * scale)).softmax(1)
+
+
+def shares(weights: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """Return the shares ``[n, C]`` of the classes among neighbours.
+
+    >>> shares(torch.tensor([[0.75, 0.25]]), torch.tensor([[1, 2]]), classes=3)
+    tensor([[0.0000, 0.7500, 0.2500]])
+
+    Args:
+        weights: weights of the neighbours ``[n, k]``.
+        labels: their classes ``[n, k]``.
+        classes: C.
+    """
+    # no array of neighbours by classes, which a vocabulary would make large
+    return weights.new_zeros(len(weights), classes).scatter_add(1, labels, weights)

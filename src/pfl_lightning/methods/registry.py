@@ -121,6 +121,7 @@ METHODS = (
     Method("FedCross", m.FedAvg, a.FedCross),
     Method("FedNova", m.FedNova),
     Method("q-FedAvg", m.QFedAvg),
+    Method("FedDG-GA", m.FedDGGA),
     Method("SCAFFOLD", m.ControlVariates, a.SCAFFOLD),
     Method("FedDyn", m.FedDyn),
     Method("FedSAM", m.FedSAM),

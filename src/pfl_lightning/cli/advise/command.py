@@ -18,7 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from pfl_lightning.cli.advise.look import Look, look_at, suggested
-from pfl_lightning.cli.advise.page import Advice
+from pfl_lightning.cli.advise.page import PARTS, Advice
 from pfl_lightning.cli.argv import CommandLine, resolved
 from pfl_lightning.cli.compare import command as compare
 from pfl_lightning.cli.compare.choices import Choice, choose
@@ -145,8 +145,8 @@ def main(args: list[str]) -> int:
     if not validates:
         passed += ["--data.val_fraction", str(CHECKED)]
         seen = see(passed)
-    # natural clients stay at another data.seed, by which other rows validate, unless one is given
-    varies = seen.look.natural and not any(word.split("=")[0] == "--data.seed" for word in passed)
+    # clients that stay at another data.seed, by which other rows validate or test, unless one is given
+    varies = bool(seen.look.drawn) and not any(word.split("=")[0] == "--data.seed" for word in passed)
     passed += ["--trainer.callbacks+=RoundLogger", "--trainer.callbacks.client_rounds", "true"]
     print(f"{labelled(seen.look.lines)}\n", flush=True)
     words = given.methods or list(seen.methods)
@@ -166,7 +166,8 @@ def main(args: list[str]) -> int:
         if not validates:
             notes.append(f"The configuration validates nobody: {CHECKED:.0%} of training rows were taken to choose by.")
         if varies:
-            notes.append("Each seed draws anew which rows validate, and which test where the data don't say it.")
+            names = [name for part, name in (("val", "validate"), ("test", "test")) if part in seen.look.drawn]
+            notes.append(f"Each seed draws anew which rows {' and which '.join(names)}.")
         seeds = sorted({result.run.seed for each in results.values() for result in each})
         # the whole tables and curves, for whoever wants more than the page
         write(out, results, tournament.failures, seeds, notes, {}, (), reference)
@@ -181,7 +182,7 @@ def main(args: list[str]) -> int:
         advice = Advice(
             title=f"Advice for {out.name.removeprefix('advise-')}",
             look=seen.look,
-            varies=varies,
+            overlap={part: seen.look.overlap(part) if varies else 0.0 for part in PARTS},
             reasons={label: why for label, why in reasons.items() if label in results},
             notes=notes,
             results=results,
@@ -224,7 +225,7 @@ def see(passed: Sequence[str]) -> Seen:
     look = look_at(built.datamodule)
     # an optimizer of one number tells the rate, wherever it was configured
     rate = built.model.optimizer([nn.Parameter(torch.zeros(1))]).param_groups[0].get("lr")
-    return Seen(look, suggested(look, built.model.net), rate, int(built.trainer.max_epochs or 1))
+    return Seen(look, suggested(look, built.model.net, built.datamodule.task), rate, int(built.trainer.max_epochs or 1))
 
 
 def trial_of(rate: str) -> Trial:

@@ -12,6 +12,7 @@ from pfl_lightning.data import FederatedDataModule, Natural
 from pfl_lightning.data.samples import Split
 from pfl_lightning.internals.of_torch import BatchNorm
 from pfl_lightning.nets import Net
+from pfl_lightning.tasks import Regression, Task
 
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
@@ -45,7 +46,7 @@ class Look:
         nearest: distance of label mixes to the nearest peer, relative to the mean over all pairs; None without classes.
         inputs: share of the inputs' variance between clients, labels held fixed, on the same scale; None if inputs are
             no numbers.
-        natural: True if the clients are all those that the data name, so that each is there at every data.seed.
+        drawn: splits whose rows another data.seed draws anew from the same clients; empty if it draws the clients.
     """
 
     clients: Sequence[str]
@@ -55,7 +56,22 @@ class Look:
     labels: float | None
     nearest: float | None
     inputs: float | None
-    natural: bool
+    drawn: frozenset[Split]
+
+    def overlap(self, split: Split) -> float:
+        """Return the rows of a split for each row of the others from which the split is drawn; 0 if it isn't drawn.
+
+        Args:
+            split: name of the split.
+        """
+        if split not in self.drawn:
+            return 0.0
+        pool = sum(self.train) + sum(sum(rows) for name, rows in self._sizes.items() if name in self.drawn)
+        return sum(self._sizes[split]) / (pool - sum(self._sizes[split]))
+
+    @property
+    def _sizes(self) -> dict[Split, Sequence[int]]:
+        return {"val": self.val, "test": self.test}
 
     @property
     def lines(self) -> list[tuple[str, str]]:
@@ -120,8 +136,9 @@ def look_at(data: FederatedDataModule) -> Look:
         inputs = between(scaled(values.double(), classes), owners)
     names = data.client_names or [str(client) for client in clients]
     # if data.seed draws the clients, they differ from seed to seed
-    natural = isinstance(data.partitioner, Natural) and data.hparams.get("num_clients") is None
-    return Look(names[: len(clients)], train, val, test, labels, nearest, inputs, natural)
+    stay = isinstance(data.partitioner, Natural) and data.hparams.get("num_clients") is None
+    drawn = frozenset[Split](("val", "test")) - data.division.named if stay else frozenset[Split]()
+    return Look(names[: len(clients)], train, val, test, labels, nearest, inputs, drawn)
 
 
 def scaled(values: Tensor, classes: Tensor | None) -> Tensor:
@@ -188,7 +205,7 @@ def nearest_peer(counts: Tensor) -> float | None:
     return nearest / mean if mean > 0 else None
 
 
-def suggested(look: Look, net: Net) -> dict[str, str]:
+def suggested(look: Look, net: Net, task: Task) -> dict[str, str]:
     """Return the methods of the tournament, each a word of ``compare --methods``, with the reason.
 
     Simple methods come first: of equally good ones, the first is advised.
@@ -196,6 +213,7 @@ def suggested(look: Look, net: Net) -> dict[str, str]:
     Args:
         look: facts about the clients.
         net: the clients' net.
+        task: the data's task.
     """
     found = {
         "local": "the reference: each client trains alone",
@@ -206,6 +224,8 @@ def suggested(look: Look, net: Net) -> dict[str, str]:
     if has_features:
         found["fedper"] = "shared features, personal classifiers"
     found["ditto"] = "a personal model held near the common one"
+    if task.has_classes or type(task) is Regression:
+        found["knn_per"] = "one model for all, whose predictions are mixed with those of a client's nearest rows"
     if len(look.clients) <= FEW:
         found["apfl"] = f"{len(look.clients)} clients are few: a personal mixture of both models"
     if (look.inputs or 0) >= SHIFTED and any(isinstance(layer, BatchNorm) for layer in net.modules()):

@@ -7,7 +7,7 @@ from functools import cached_property
 from html import escape
 from pathlib import Path
 from textwrap import fill
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from pfl_lightning.cli.advise.look import Look
 from pfl_lightning.cli.compare.by_client import MANY, by_client, split
@@ -30,14 +30,32 @@ HERE, EVERYWHERE, NOTHING = "clear at this site", "clear over all sites", "the d
 """Reasons for an advice: a clear gain at the site; one over all sites, with no loss at the site; or neither."""
 
 RULE = """\
-The choice looks at validation rows alone. A gain is clear if p < 0.05 by Student's t over seeds, after Holm's
+The choice looks at validation rows alone. A gain is clear if p < 0.05 by Student's t over seeds{wider}, after Holm's
 correction for all methods. A site takes the method with the largest clear gain of its own; else the best method over
 all sites, if that is clear and has no loss at the site; else {reference}. Of many sites without any gain, one in
 twenty looks clear by chance. Methods can't be told apart if the 95 % interval of their difference holds 0."""
 
+WIDER = ", with the variance of seeds that share rows (Nadeau and Bengio)"
+"""Addition to `RULE` where seeds draw the rows that validate."""
+
 LIMITS = """\
-Test rows had no part in the choice. Intervals are 95 %, by Student's t over seeds: of other initial weights and
-batches{rows}, and not of other patients, pupils or customers than these, as the same rows come back at each seed."""
+Test rows had no part in the choice. Intervals are 95 %, by Student's t over seeds. {rows}"""
+
+OF_ROWS = {
+    "val": "Those on validation rows hold for other rows of these sites as well.",
+    "test": "Those on test rows hold for other rows of these sites as well.",
+}
+"""Words on intervals of rows that each seed draws anew, by split."""
+
+OF_TRAINING = {
+    "val": "Those on validation rows are of other initial weights and batches, and of no other rows than these.",
+    "test": "Those on test rows are of other training rows and batches, and of no other test rows than these.",
+}
+"""Words on intervals of rows that are the same at all seeds, by split."""
+
+Part: TypeAlias = Literal["val", "test"]
+PARTS: tuple[Part, ...] = ("val", "test")
+"""The rows that are looked at."""
 
 Piece = tuple[str, Any]
 """A piece of the page: its kind (heading, text, code, lines or table), and its content."""
@@ -62,28 +80,30 @@ class Pick:
     level: tuple[str, ...]
 
 
-def leader(values: Mapping[str, Clients], reference: str) -> str | None:
+def leader(values: Mapping[str, Clients], reference: str, overlap: float = 0.0) -> str | None:
     """Return the method with the largest clear gain over the reference; None without a clear gain.
 
     Args:
         values: values by method, larger is better.
         reference: the method to compare with.
+        overlap: as for `difference`.
     """
     if reference not in values:
         return None
-    gains = differences_to(values, reference)
+    gains = differences_to(values, reference, overlap=overlap)
     clear = {method: one.mean for method, (one, is_clear) in gains.items() if is_clear and one.mean > 0}
     return max(clear, key=lambda method: clear[method], default=None)
 
 
-def picks(values: Mapping[str, Clients], reference: str) -> list[Pick]:
+def picks(values: Mapping[str, Clients], reference: str, overlap: float = 0.0) -> list[Pick]:
     """Return the advice for each site that has values of the reference.
 
     Args:
         values: validation values by method, larger is better; of equally good methods the first is taken.
         reference: the method to compare with.
+        overlap: as for `difference`.
     """
-    best = leader(values, reference)
+    best = leader(values, reference, overlap)
     by_site: dict[str, dict[str, Clients]] = {}
     for method, clients in values.items():
         for site, at_site in split(clients).items():
@@ -92,38 +112,48 @@ def picks(values: Mapping[str, Clients], reference: str) -> list[Pick]:
     for site, own in by_site.items():
         if reference not in own:
             continue
-        gains = {method: one for method, (one, _) in differences_to(own, reference).items()}
-        here = leader(own, reference)
+        gains = {method: one for method, (one, _) in differences_to(own, reference, overlap=overlap).items()}
+        here = leader(own, reference, overlap)
         # a method without a loss here may borrow strength from the other sites
         shared = best if best is not None and best in gains and gains[best].mean >= 0 else None
         method = here or shared or reference
         reason = HERE if here else EVERYWHERE if shared else NOTHING
-        level = tuple(other for other in own if other != method and not is_ahead(own[method], own[other]))
+        level = tuple(other for other in own if other != method and not is_ahead(own[method], own[other], overlap))
         found.append(Pick(site, method, reason, gains.get(method), level))
     return found
 
 
-def is_ahead(one: Clients, other: Clients) -> bool:
-    """Return True if the 95 % interval of a method's lead over another leaves out 0."""
-    lead = difference(one, other)
+def is_ahead(one: Clients, other: Clients, overlap: float = 0.0) -> bool:
+    """Return True if the 95 % interval of a method's lead over another leaves out 0.
+
+    Args:
+        one: values of the method.
+        other: values of the other method.
+        overlap: as for `difference`.
+    """
+    lead = difference(one, other, overlap=overlap)
     # without a spread over seeds, as from a single seed, there is no interval
     return lead is not None and not math.isnan(lead.half) and lead.mean > lead.half
 
 
-def seeds_for_half(seeds: int) -> int:
-    """Return the number of seeds with intervals about half as wide.
+def seeds_for_half(seeds: int, overlap: float = 0.0) -> int | None:
+    """Return the number of seeds with intervals about half as wide; None if no number of seeds has them.
 
-    >>> seeds_for_half(5), seeds_for_half(10)
-    (13, 33)
+    >>> seeds_for_half(5), seeds_for_half(10), seeds_for_half(3, 0.25), seeds_for_half(10, 0.25)
+    (13, 33, 7, None)
 
     Args:
         seeds: number of seeds, at least 2.
+        overlap: as for `difference`.
     """
-    from scipy.special import stdtrit
+    from scipy.special import ndtri, stdtrit
 
     def width(count: int) -> float:
-        return float(stdtrit(count - 1, 1 - LEVEL / 2)) / math.sqrt(count)
+        return float(stdtrit(count - 1, 1 - LEVEL / 2)) * math.sqrt(1 / count + overlap)
 
+    # the width of infinitely many seeds, which all draw from the same rows
+    if float(ndtri(1 - LEVEL / 2)) * math.sqrt(overlap) >= width(seeds) / 2:
+        return None
     more = seeds + 1
     while width(more) > width(seeds) / 2:
         more += 1
@@ -137,7 +167,7 @@ class Advice:
     Args:
         title: title of the page.
         look: facts about the clients.
-        varies: whether each seed draws anew which rows validate.
+        overlap: evaluated rows for each row of the others from which each seed draws them, by split: `Look.overlap`.
         reasons: why each method took part, by method.
         notes: sentences on settings, on methods left out and on the budget.
         results: finished runs by method.
@@ -149,7 +179,7 @@ class Advice:
 
     title: str
     look: Look
-    varies: bool
+    overlap: Mapping[Part, float]
     reasons: Mapping[str, str]
     notes: Sequence[str]
     results: Mapping[str, Sequence[Result]]
@@ -168,14 +198,14 @@ class Advice:
         """The values by method on test rows, of methods with any."""
         return self._values("test")
 
-    def _values(self, part: Literal["test", "val"]) -> dict[str, Clients]:
+    def _values(self, part: Part) -> dict[str, Clients]:
         found = {method: of_clients(results, part) for method, results in self.results.items()}
         return {method: values for method, values in found.items() if values}
 
     @cached_property
     def picks(self) -> list[Pick]:
         """The advice for each site."""
-        return picks(self.val, self.reference)
+        return picks(self.val, self.reference, self.overlap["val"])
 
     @property
     def seeds(self) -> int:
@@ -199,11 +229,12 @@ class Advice:
             found.append(("text", f"The rows of all {len(rows)} sites are in advice.csv."))
         else:
             found.append(("table", [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]))
-        found.append(("text", RULE.format(reference=self.reference)))
+        wider = WIDER if self.overlap["val"] else ""
+        found.append(("text", RULE.format(reference=self.reference, wider=wider)))
         found.append(("heading", "Over all sites"))
         found.append(("table", self.overall()))
-        varied = " and of which training rows validate" if self.varies else ""
-        found.append(("text", LIMITS.format(rows=varied)))
+        held = " ".join((OF_ROWS if self.overlap[part] else OF_TRAINING)[part] for part in PARTS)
+        found.append(("text", LIMITS.format(rows=held)))
         found.append(("heading", "To know better"))
         found += self.better()
         found.append(("heading", "The look"))
@@ -218,7 +249,7 @@ class Advice:
         place = {name: at for at, name in enumerate(look.clients)}
         rows = []
         for pick in self.picks:
-            tested = self.gain(self.test, pick.method, pick.site)
+            tested = self.gain("test", pick.method, pick.site)
             at = place.get(pick.site)
             sizes = "" if at is None else f"{look.train[at]}/{look.val[at]}/{look.test[at]}"
             rows.append(
@@ -234,20 +265,29 @@ class Advice:
             )
         return rows
 
-    def gain(self, values: Mapping[str, Clients], method: str, site: str | None = None) -> Difference | None:
-        """Return a method's gain over the reference, at a site or over all; None for the reference itself."""
+    def gain(self, part: Part, method: str, site: str | None = None) -> Difference | None:
+        """Return a method's gain over the reference, at a site or over all; None for the reference itself.
+
+        Args:
+            part: the rows that are looked at.
+            method: the method.
+            site: the site; None for all.
+        """
+        values = self.val if part == "val" else self.test
         if method == self.reference or not {method, self.reference} <= values.keys():
             return None
         own = values[method]
         # pairs with the reference alone count, so that it needs no restriction
-        return difference({key: value for key, value in own.items() if site in (None, key[1])}, values[self.reference])
+        own = {key: value for key, value in own.items() if site in (None, key[1])}
+        return difference(own, values[self.reference], overlap=self.overlap[part])
 
     def answer(self) -> list[str]:
         """Return the sentences at the head of the page."""
         val, test = self.val, self.test
-        best, found = leader(val, self.reference), []
+        overlap = self.overlap["val"]
+        best, found = leader(val, self.reference, overlap), []
         if best is None:
-            means = {m: one.mean for m in val if (one := self.gain(val, m)) is not None}
+            means = {m: one.mean for m in val if (one := self.gain("val", m)) is not None}
             first = max(means, key=lambda method: means[method], default=None)
             nearest = f" The best by its mean is {first}, with {self.both(first)}." if first else ""
             found.append(
@@ -255,20 +295,23 @@ class Advice:
             )
         else:
             found.append(f"Over all sites {best} is the best: {self.both(best)} over {self.reference}.")
-            others = [m for m in val if m not in (best, self.reference) and not is_ahead(val[best], val[m])]
+            others = [m for m in val if m not in (best, self.reference) and not is_ahead(val[best], val[m], overlap)]
             if others:
                 found.append(f"Validation can't tell {best} from {listed(others)}.")
-        losses = [
-            f"{method} ({interval(one, self.monitor)})"
-            for method, (one, is_clear) in differences_to(val, self.reference).items()
-            if is_clear and one.mean < 0
+        if losses := self.clear("val", -1):
+            found.append(f"Worse than {self.reference} on validation rows: {listed(losses)}.")
+        tested = [
+            f"{words} than {self.reference} are {listed(methods)}"
+            for words, sign in (("better", 1), ("worse", -1))
+            if (methods := self.clear("test", sign))
         ]
-        if losses:
-            found.append(f"Worse than {self.reference} on validation: {listed(losses)}.")
+        if tested:
+            of = "" if self.overlap["test"] else ", the same ones at all seeds"
+            found.append(f"On test rows, which had no part in the choice{of}, {'; '.join(tested)}.")
         mixed: Clients = {}
         for pick in self.picks:
             mixed |= {key: value for key, value in test.get(pick.method, {}).items() if key[1] == pick.site}
-        together = difference(mixed, test.get(self.reference, {})) if mixed else None
+        together = difference(mixed, test.get(self.reference, {}), overlap=self.overlap["test"]) if mixed else None
         if together is not None and any(pick.method != self.reference for pick in self.picks):
             found.append(
                 "Each site with its advised method: "
@@ -276,12 +319,29 @@ class Advice:
             )
         return found
 
+    def clear(self, part: Part, sign: int) -> list[str]:
+        """Return the methods with clear gains over the reference, or with clear losses, each with its interval.
+
+        Args:
+            part: the rows that are looked at.
+            sign: 1 for gains, -1 for losses.
+        """
+        values = self.val if part == "val" else self.test
+        if self.reference not in values:
+            return []
+        compared = differences_to(values, self.reference, overlap=self.overlap[part])
+        return [
+            f"{method} ({interval(one, self.monitor)})"
+            for method, (one, is_clear) in compared.items()
+            if is_clear and sign * one.mean > 0
+        ]
+
     def both(self, method: str) -> str:
         """Return a method's gains on validation and on test rows, in words."""
         found = [
             f"{interval(one, self.monitor)} on {name} rows"
-            for name, values in (("validation", self.val), ("test", self.test))
-            if (one := self.gain(values, method)) is not None
+            for part, name in zip(PARTS, ("validation", "test"), strict=True)
+            if (one := self.gain(part, method)) is not None
         ]
         return ", ".join(found)
 
@@ -291,10 +351,10 @@ class Advice:
         cells = [["method", *(f"{p}{w}" for p in ("validation", "test") for w in ("", f", over {self.reference}"))]]
         for method in self.results:
             row = [method]
-            for values in (self.val, self.test):
-                own = values.get(method, {})
+            for part in PARTS:
+                own = (self.val if part == "val" else self.test).get(method, {})
                 mean = self.monitor.sign * factor * sum(own.values()) / len(own) if own else math.nan
-                one = self.gain(values, method)
+                one = self.gain(part, method)
                 row += [f"{mean:{form}}" if own else "-", "" if one is None else interval(one, self.monitor)]
             cells.append(row)
         return cells
@@ -302,11 +362,13 @@ class Advice:
     def better(self) -> list[Piece]:
         """Return the cost of narrower intervals, and the command for them."""
         seeds = self.seeds
+        more = 3 if seeds < 2 else seeds_for_half(seeds, self.overlap["val"])
+        if more is None:
+            said = f"More rows at the sites would halve the intervals; no number of seeds does, after {seeds} of them."
+            return [("text", said)]
         if seeds < 2:
-            more = 3
             said = f"One seed has no interval. {more} seeds cost about {self.cost(more - seeds)} more"
         else:
-            more = seeds_for_half(seeds)
             said = f"{more} seeds, not {seeds}, would halve the intervals, for about {self.cost(more - seeds)} more"
         steps = ""
         least = min((rows for rows in self.look.val if rows), default=0)
@@ -323,7 +385,7 @@ class Advice:
         parts = self.parts()
         write_rows(out / "advice.csv", self.rows)
         (out / "advice.md").write_text(as_markdown(self.title, parts))
-        sites = by_client(self.results, self.reference, self.monitor)
+        sites = by_client(self.results, self.reference, self.monitor, self.overlap["test"])
         picture = ""
         if sites is not None:
             figure = sites.figure()

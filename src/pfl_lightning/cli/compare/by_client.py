@@ -174,13 +174,16 @@ def clients_stay(methods: Mapping[str, Sequence[Result]]) -> bool:
     return named or len({str(result.common["partition"]) for result in results}) <= 1
 
 
-def by_client(methods: Mapping[str, Sequence[Result]], reference: str | None, monitor: Monitor) -> ByClient | None:
+def by_client(
+    methods: Mapping[str, Sequence[Result]], reference: str | None, monitor: Monitor, overlap: float = 0.0
+) -> ByClient | None:
     """Return the comparison by client; None if no client has a value, or clients differ from seed to seed.
 
     Args:
         methods: finished runs by method.
         reference: the method whose values gains are measured from.
         monitor: the metric that selects.
+        overlap: as for `difference`.
     """
     if not clients_stay(methods):
         return None
@@ -197,7 +200,7 @@ def by_client(methods: Mapping[str, Sequence[Result]], reference: str | None, mo
         method: {
             client: one
             for client, each in own.items()
-            if client in base and (one := difference(each, base[client])) is not None
+            if client in base and (one := difference(each, base[client], overlap=overlap)) is not None
         }
         for method, own in signed.items()
         if base and method != reference
