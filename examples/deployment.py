@@ -60,7 +60,7 @@ METHODS = {
 """Client modules, aggregators, and when clients are evaluated: after their training no message of its own is needed."""
 CLIENTS = {"site0": "0 2", "site1": "1 3"}
 BIN = Path(sys.executable).parent
-AT_SITES = {"bytes/evaluate"}
+AT_SITES = {"bytes/evaluate", "absent"}
 """Columns that only a deployment's record has, beside times."""
 LIMIT = 900.0
 """Seconds that anything may take: a busy machine is no reason to fail."""

@@ -201,6 +201,8 @@ class Engine(ABC):
 
     may_miss_clients: ClassVar[bool] = False
     """Whether clients may be absent, as clients at sites may; elsewhere a client without a result is an error."""
+    absent: frozenset[int] = frozenset()
+    """Clients out of reach at the moment, as those of lost sites; a round draws its cohort from all others."""
     sums: dict[str, float] | None = None
     """Record of the last round's sum, of an engine whose updates are stand-ins by ``trainer.secure_sum`` already; None
     of one that gives updates as they are."""

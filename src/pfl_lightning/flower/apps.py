@@ -20,10 +20,11 @@ from pfl_lightning.cli.silence import silence
 from pfl_lightning.cli.yaml_text import load
 from pfl_lightning.flower.class_paths import check_arguments, check_class_paths, texts
 from pfl_lightning.flower.client_app import Worker, app_of
-from pfl_lightning.flower.link import MOST_SAMPLES
+from pfl_lightning.flower.link import MOST_SAMPLES, Quorum
 from pfl_lightning.flower.server_app import serve
 from pfl_lightning.flower.site import Site, ids_of
 from pfl_lightning.flower.states import StateVersions
+from pfl_lightning.runs.deployment_status import FILE
 
 AT_SITES = """
     --trainer.logger false --trainer.enable_checkpointing false --trainer.enable_progress_bar false
@@ -31,6 +32,9 @@ AT_SITES = """
     --trainer.devices 1 --trainer.num_nodes 1
 """
 """Options of every site, stronger than the server's configuration: one device, no logs, checkpoints or callbacks."""
+COUNTS = {"min-available": "min_available", "min-results": "min_results", "late-rounds": "late_rounds"}
+SECONDS = {"grace": "grace", "wait-for-lost": "wait_for_lost"}
+"""Settings of `Quorum` by their names in an app."""
 AT_SERVER = "--trainer.enable_progress_bar false --trainer.accelerator cpu"
 
 
@@ -163,7 +167,36 @@ def fitted(grid: Grid, folder: Path, run: Mapping[str, Any]) -> None:
         patience=float(run["patience"]),
         max_norm=float(run["max-norm"]) or None,
         names=names_in(run),
+        quorum=quorum_in(run),
+        status=status_in(run, Path(cli.trainer.default_root_dir)),
     )
+
+
+def quorum_in(run: Mapping[str, Any]) -> Quorum:
+    """Return the clients that a start and a phase wait for; an app of an earlier version has no settings of it.
+
+    >>> quorum_in({"min-results": 8, "grace": 5})
+    Quorum(min_available=0, min_results=8, grace=5.0, wait_for_lost=0.0, late_rounds=0)
+
+    Args:
+        run: Flower's ``run_config``.
+    """
+    seconds = {name: float(run[key]) for key, name in SECONDS.items() if key in run}
+    return Quorum(**{name: run[key] for key, name in COUNTS.items() if key in run}, **seconds)
+
+
+def status_in(run: Mapping[str, Any], root: Path) -> Path:
+    """Return the file for the state of the deployment: as the app says, or in the folder of runs.
+
+    Args:
+        run: Flower's ``run_config``: ``status`` has a file, usually in the folder from which the app is run.
+        root: the folder of runs, which is made; the file is there if ``status`` is empty or of another machine.
+    """
+    told = Path(str(run.get("status", "")))
+    if told.is_absolute() and told.parent.is_dir():
+        return told
+    root.mkdir(parents=True, exist_ok=True)
+    return root / FILE
 
 
 def names_in(run: Mapping[str, Any]) -> list[str]:

@@ -119,12 +119,12 @@ class Worker:
         return self.trainer.rounds.engines(self.modules, self.site.data, self.trainer)
 
     def hello(self) -> Records:
-        """Return the site's greeting: version, fingerprints of initial model and inputs, and clients' sample counts."""
+        """Return the site's greeting: version, fingerprints, the folder's secret, and clients' sample counts."""
         if self.config:
             with written(self.states.folder / CONFIG) as partial:
                 partial.write_text(self.config, encoding="utf-8")
         greeting = {"version": VERSION, "initial": self.initial, "inputs": self.site.agreed}
-        return {"hello": {**greeting, "clients": self.site.sizes()}}
+        return {"hello": {**greeting, "secret": self.states.secret(), "clients": self.site.sizes()}}
 
     @property
     def summing(self) -> SecureSum | None:
