@@ -1,6 +1,7 @@
 """Flower's server app and client app for a folder from ``pfl-lightning flower new``."""
 
 import logging
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -93,7 +94,7 @@ def client_app(folder: Path) -> ClientApp:
         cli = configured(args, check)
         cli.datamodule.prepare_data()
         cli.datamodule.setup()
-        states = StateVersions(str(node.get("state-dir", f"states-{context.node_id}")))
+        states = StateVersions(state_folder(node, context.node_id))
         return Worker(
             cli.trainer,
             cli.model,
@@ -106,6 +107,19 @@ def client_app(folder: Path) -> ClientApp:
         )
 
     return app_of(worker)
+
+
+def state_folder(node: Mapping[str, Any], node_id: int) -> str:
+    """Return the folder of what stays with a site's clients.
+
+    Args:
+        node: Flower's ``node_config``.
+        node_id: Flower's id of the node, by which earlier versions named the folder.
+    """
+    # a site without a key gets another id at each start, and would find nothing that it has kept
+    earlier = f"states-{node_id}"
+    own = re.sub(r"\W+", "_", str(node.get("clients", ""))).strip("_")
+    return str(node.get("state-dir") or (earlier if Path(earlier).is_dir() or not own else f"states-{own}"))
 
 
 def classes_of(name: str) -> Iterator[str]:

@@ -213,6 +213,11 @@ class Link:
         """Return the clients that take part, ascending: at a connected node, or lost for a shorter time than allowed."""
         return [client for client in range(self.clients) if not self._is_lost(client)]
 
+    @property
+    def busy(self) -> set[int]:
+        """Return the clients at work on a message whose phase is over."""
+        return {client for sent in self._sent.values() if sent.late for client in sent.clients}
+
     def look(self) -> None:
         """Greet new nodes, and read the replies that have come between phases."""
         self._look()
@@ -351,7 +356,10 @@ class Link:
         if not self._sent:
             return
         for reply in self.grid.pull_messages(list(self._sent)):
-            sent = self._sent.pop(reply.metadata.reply_to_message_id)
+            sent = self._sent.pop(reply.metadata.reply_to_message_id, None)
+            # a greeting before it in the same list may have moved the message's clients to another node
+            if sent is None:
+                continue
             if reply.has_error():
                 # greeted again when it is back, as it may have other clients then
                 if reply.error.code in GONE:

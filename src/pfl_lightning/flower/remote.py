@@ -224,8 +224,9 @@ class Remote(Engine):
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
         """Yield clients' metrics in the order of sites' answers; warn of a client with a wrong answer, and skip it."""
-        absent = self.absent
-        asked = {job.client: job for job in jobs if job.client not in absent}
+        # an evaluation behind a late training would wait for it
+        left_out = self.absent | self.link.busy
+        asked = {job.client: job for job in jobs if job.client not in left_out}
         self._evaluated += sum(num_bytes(sent_to(job)) for job in asked.values())
         for client, content in self._ask(MessageType.EVALUATE, asked):
             try:
