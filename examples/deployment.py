@@ -363,7 +363,8 @@ def scenario(deployed: Deployment) -> None:
     deployed.kill_app("flwr-serverapp")
     tell("fedper: the server's app is killed in the second round")
 
-    second = run(deployed, "scaffold", scaffold)
+    # longer than Flower keeps a killed SuperNode out, so that the round has all clients
+    second = run(deployed, "scaffold", scaffold, wait_for_lost="600")
     wait_until(lambda: checkpoints(deployed, "scaffold"), second)
     wait_until(lambda: deployed.apps("flwr-clientapp", "site1"), second)
     deployed.kill("site1")
