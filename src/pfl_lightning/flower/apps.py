@@ -68,45 +68,50 @@ def arguments(folder: Path, run: Mapping[str, Any]) -> list[str]:
 
 
 def client_app(folder: Path) -> ClientApp:
-    """Return the client app, for sites.
+    """Return the client app, for sites, which makes all anew for each message; `pfl_lightning.resident` has another.
 
     Args:
         folder: the folder of the app.
     """
+    return app_of(lambda context: worker_of(folder, context))
 
-    def worker(context: Context) -> Worker:
-        silence()
-        node = context.node_config
-        own = str(node.get("classes", "")).split()
-        args = arguments(folder, context.run_config)
-        data = str(node.get("data", ""))
-        # before the site adds options: what comes from the server is read with suspicion, the site's own is not
-        check_arguments(args, [*own, *(classes_of(data) if data else ())])
-        if data:
-            args += ["--config", data]
-        # last, as later options win over the server's
-        args += [*shlex.split(AT_SITES), *shlex.split(str(node.get("flags", "")))]
 
-        def check(settings: Mapping[str, Any]) -> None:
-            # again after parsing, as the parser may read a name out of a text in its own way
-            check_class_paths({"model": settings["model"]}, own)
+def worker_of(folder: Path, context: Context) -> Worker:
+    """Return the worker of a site, with the site's data.
 
-        cli = configured(args, check)
-        cli.datamodule.prepare_data()
-        cli.datamodule.setup()
-        states = StateVersions(state_folder(node, context.node_id))
-        return Worker(
-            cli.trainer,
-            cli.model,
-            Site.of(node, cli.datamodule, names_in(context.run_config)),
-            states,
-            cli.aggregator,
-            context.state,
-            cli.text(),
-            context.run_id,
-        )
+    Args:
+        folder: the folder of the app.
+        context: Flower's settings of the run and of the node.
+    """
+    silence()
+    node = context.node_config
+    own = str(node.get("classes", "")).split()
+    args = arguments(folder, context.run_config)
+    data = str(node.get("data", ""))
+    # before the site adds options: what comes from the server is read with suspicion, the site's own is not
+    check_arguments(args, [*own, *(classes_of(data) if data else ())])
+    if data:
+        args += ["--config", data]
+    # last, as later options win over the server's
+    args += [*shlex.split(AT_SITES), *shlex.split(str(node.get("flags", "")))]
 
-    return app_of(worker)
+    def check(settings: Mapping[str, Any]) -> None:
+        # again after parsing, as the parser may read a name out of a text in its own way
+        check_class_paths({"model": settings["model"]}, own)
+
+    cli = configured(args, check)
+    cli.datamodule.prepare_data()
+    cli.datamodule.setup()
+    return Worker(
+        cli.trainer,
+        cli.model,
+        Site.of(node, cli.datamodule, names_in(context.run_config)),
+        StateVersions(state_folder(node, context.node_id)),
+        cli.aggregator,
+        context.state,
+        cli.text(),
+        context.run_id,
+    )
 
 
 def state_folder(node: Mapping[str, Any], node_id: int) -> str:

@@ -83,7 +83,7 @@ MODULE = """\
 
 from pathlib import Path
 
-from pfl_lightning.flower.apps import {app}
+from pfl_lightning.{module} import {app}
 
 app = {app}(Path(__file__).parents[1])
 """
@@ -151,8 +151,11 @@ def new(folder: Path, names: list[str]) -> None:
     settings["status"] = json.dumps(str(folder.resolve() / FILE))
     (folder / "pyproject.toml").write_text(PROJECT.format(**settings))
     (folder / package / "__init__.py").touch()
-    for module, whose, app in (("server", "the server", "server_app"), ("site", "a site", "client_app")):
-        (folder / package / f"{module}.py").write_text(MODULE.format(whose=whose, app=app))
+    for name, whose, app, module in (
+        ("server", "the server", "server_app", "flower.apps"),
+        ("site", "a site", "client_app", "resident"),
+    ):
+        (folder / package / f"{name}.py").write_text(MODULE.format(whose=whose, app=app, module=module))
     # two sites for the trial in the README: even ids at one, odd ids at the other
     count = num_clients(names)
     halves = [" ".join(map(str, range(first, count, 2))) for first in (0, 1)]
