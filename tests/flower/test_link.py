@@ -212,7 +212,10 @@ def test_a_site_that_makes_other_inputs_than_the_first_is_refused(tmp_path):
     def greets(node: int, client: int, inputs: str) -> None:
         clients = {client: {"train": 8, "val": 0, "test": 4}}
         link._heard(
-            node, pack({"hello": {"version": VERSION, "initial": "0" * 16, "inputs": inputs, "secret": "", "clients": clients}})
+            node,
+            pack(
+                {"hello": {"version": VERSION, "initial": "0" * 16, "inputs": inputs, "secret": "", "clients": clients}}
+            ),
         )
 
     greets(11, 0, "categories=a classes=c")

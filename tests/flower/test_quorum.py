@@ -47,7 +47,9 @@ def clock(monkeypatch):
 class TimedGrid(LocalGrid):
     """Gives each node's replies after the seconds that the node takes, and lets nodes come and go in a round."""
 
-    def __init__(self, grid: LocalGrid, clock: Clock, seconds: Callable[[int], float], **rounds: dict[int, int]) -> None:
+    def __init__(
+        self, grid: LocalGrid, clock: Clock, seconds: Callable[[int], float], **rounds: dict[int, int]
+    ) -> None:
         super().__init__(grid.app, grid.nodes, grid.keys)
         self.clock, self.seconds = clock, seconds
         self.dies, self.joins = rounds.get("dies", {}), rounds.get("joins", {})
@@ -142,7 +144,13 @@ def test_absent_clients_keep_their_state(tmp_path, clock):
 def test_a_phase_ends_a_time_of_grace_after_enough_answers(tmp_path, clock, results, grace, longest, absent):
     quorum = Quorum(min_results=results, grace=grace)
     run, seconds, _ = timed(
-        tmp_path, clock, 4, lambda client: [1, 2, 2, 20][client], rounds=2, serving={"quorum": quorum}, evaluate="before"
+        tmp_path,
+        clock,
+        4,
+        lambda client: [1, 2, 2, 20][client],
+        rounds=2,
+        serving={"quorum": quorum},
+        evaluate="before",
     )
     # training and evaluation, each by the same share
     assert all(each <= 2 * longest + 2 for each in seconds)

@@ -110,7 +110,9 @@ def wait(path: Path) -> None:
 def described_deployment(deployment: DeploymentStatus) -> list[tuple[str, str]]:
     """Return a deployment's description as labels and values: state, round, sites, and whoever is missing."""
     told = deployment.told
-    state = {"waiting": "waiting for sites", "dead": "dead, without a last word"}.get(deployment.state, deployment.state)
+    state = {"waiting": "waiting for sites", "dead": "dead, without a last word"}.get(
+        deployment.state, deployment.state
+    )
     lines = [("state", state + (f", process {told['process']} on {told['host']}" if "process" in told else ""))]
     if told.get("reason"):
         lines.append(("reason", str(told["reason"])))

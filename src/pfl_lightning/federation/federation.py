@@ -474,7 +474,9 @@ class Federation(LightningModule):
         size = min(self.options.cohort_size(len(clients)), len(there))
         # One client stands for all where one trains on all samples.
         cohort = (
-            clients[:1] if self.client.pools else self.participation.cohort(there, size, cast(int, self.seed), self.round)
+            clients[:1]
+            if self.client.pools
+            else self.participation.cohort(there, size, cast(int, self.seed), self.round)
         )
         choosing = time.perf_counter() - start
         self.evaluations.results = {}
