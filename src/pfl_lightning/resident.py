@@ -1,8 +1,8 @@
 """Flower's app of a site, with a process that stays for the messages of a run.
 
-Flower starts a process for every message, and the imports of torch and Lightning take most of its time. The app here imports
-neither: it hands the message to a process that has them, and has read the site's data. This process is started at the first
-message, and ends with the site's node, or after a time without messages.
+Flower starts a process for every message, and the imports of torch and Lightning would take most of its time. The app
+imports neither: it hands the message to a process with all imports and the site's data. This process is started at the
+first message, and ends with the site's node, or after a time without messages.
 """
 
 import hashlib

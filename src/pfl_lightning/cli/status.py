@@ -13,8 +13,8 @@ from pfl_lightning.runs.tables import duration, labelled, text_table
 
 DESCRIPTION = """\
 Show how far a run has come, from the files in its folder. For a folder of several runs, such as a comparison's, print
-one line per run. For the app of a deployment, such as `pfl-lightning status clinics`, show its sites and the last round;
-the exit code is then 1 where the deployment has failed, was stopped or is dead.
+one line per run. For the app of a deployment, such as `pfl-lightning status clinics`, show the sites and the last
+round; the exit code is then 1 where the deployment has failed, was stopped or is dead.
 """
 
 POLL = 1.0

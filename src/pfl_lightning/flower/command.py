@@ -57,8 +57,8 @@ timeout = 600
 patience = 600
 # clients with a site that the first round needs; 0 is all. Others join when their site comes
 min-available = 0
-# share of the clients asked whose answers are enough, or a number of a round's clients; 1.0 waits for all, but for those
-# of lost sites
+# share of the clients asked whose answers are enough, or a number of a round's clients; 1.0 waits for all clients of
+# sites that aren't lost
 min-results = 1.0
 # seconds for further answers once there are enough
 grace = 30
@@ -109,7 +109,8 @@ in `~/.flwr/config.toml`:
     address = "127.0.0.1:8000"
     insecure = true
 
-`pfl-lightning status .` shows the sites, and how far the run is. docs/deployment.md of pfl-lightning has the rest: data of the sites' own, TLS, keys, and what each side trusts.
+`pfl-lightning status .` shows the sites, and how far the run is. docs/deployment.md of pfl-lightning has the rest: slow
+and lost sites, data of the sites' own, TLS, keys, and what each side trusts.
 """
 
 

@@ -199,8 +199,8 @@ class Link:
             named = ", ".join(map(self.label, missing))
             if since:
                 raise MisconfigurationException(
-                    f"patience={seconds:.0f}: {since} needs {least} of data.num_clients={self.clients}, and no site has "
-                    f"clients {named} any more; start their sites, and go on by ckpt-path=last."
+                    f"patience={seconds:.0f}: {since} needs {least} of data.num_clients={self.clients}, and no site "
+                    f"has clients {named} any more; start their sites, and go on by ckpt-path=last."
                 )
             raise MisconfigurationException(
                 f"no site has said within {seconds:.0f} s that it has clients {named} of data.num_clients="
@@ -210,7 +210,7 @@ class Link:
 
     @property
     def present(self) -> list[int]:
-        """Return the clients that take part, ascending: at a connected node, or lost for a shorter time than allowed."""
+        """Return the clients at a connected node, or lost for less than `Quorum.wait_for_lost` seconds, ascending."""
         return [client for client in range(self.clients) if not self._is_lost(client)]
 
     @property
@@ -295,7 +295,7 @@ class Link:
         return self._node_of[client]
 
     def sites(self) -> list[dict[str, Any]]:
-        """Return each node with clients: its id, the clients, whether they take part, and when it was last connected."""
+        """Return the nodes with clients: id, clients, whether connected, and the time of the last connection."""
         nodes: dict[int, list[int]] = {}
         for client, node in self._node_of.items():
             nodes.setdefault(node, []).append(client)

@@ -69,7 +69,7 @@ class DeploymentStatus:
 
     @property
     def state(self) -> str:
-        """``waiting`` for sites, ``running``, ``finished``, ``stopped``, ``failed``, or ``dead`` without a last word."""
+        """``waiting`` for sites, ``running``, ``finished``, ``stopped``, ``failed``, or ``dead`` without a word."""
         state = str(self.told.get("state", "dead"))
         if state not in ("waiting", "running"):
             return state
