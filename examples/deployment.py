@@ -60,7 +60,7 @@ METHODS = {
 """Client modules, aggregators, and when clients are evaluated: after their training no message of its own is needed."""
 CLIENTS = {"site0": "0 2", "site1": "1 3"}
 BIN = Path(sys.executable).parent
-AT_SITES = {"bytes/evaluate"}
+AT_SITES = {"bytes/evaluate", "absent"}
 """Columns that only a deployment's record has, beside times."""
 LIMIT = 900.0
 """Seconds that anything may take: a busy machine is no reason to fail."""
@@ -363,7 +363,8 @@ def scenario(deployed: Deployment) -> None:
     deployed.kill_app("flwr-serverapp")
     tell("fedper: the server's app is killed in the second round")
 
-    second = run(deployed, "scaffold", scaffold)
+    # longer than Flower keeps a killed SuperNode out, so that the round has all clients
+    second = run(deployed, "scaffold", scaffold, wait_for_lost="600")
     wait_until(lambda: checkpoints(deployed, "scaffold"), second)
     wait_until(lambda: deployed.apps("flwr-clientapp", "site1"), second)
     deployed.kill("site1")

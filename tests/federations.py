@@ -291,7 +291,7 @@ def check_evaluated_by(run: Run, part: str) -> None:
 
 
 def untimed(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    left_out = {"bytes/evaluate"}  # of deployments alone
+    left_out = {"bytes/evaluate", "absent"}  # of deployments alone
     return [
         {name: value for name, value in row.items() if not name.startswith("time/") and name not in left_out}
         for row in rows

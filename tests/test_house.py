@@ -34,6 +34,7 @@ ORDER = (
     ("trainer",),
     ("cli",),
     ("flower",),
+    ("resident",),
     ("cli.main",),
     ("__main__",),
 )

@@ -1,12 +1,15 @@
 """``pfl-lightning status``."""
 
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 from command import pfl, refusal
+from pfl_lightning.cli.status import described_deployment
+from pfl_lightning.runs.deployment_status import DeploymentStatus, write_status
 
 RUN = Path("runs/FedPer-Digits/version_0")
 
@@ -75,3 +78,63 @@ def test_where_there_is_no_run(capsys, tmp_path):
     )
     (tmp_path / "runs").mkdir()
     assert refusal("status", capsys) == "status: runs holds no run; give the folder of one, or of several."
+
+
+SITE = {"node": "17", "clients": ["0", "2"], "present": False, "seen": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("told", "state", "code"),
+    [
+        ({"state": "waiting"}, "waiting for sites", 0),
+        ({"state": "running", "round": 2, "rounds": 5}, "running", 0),
+        ({"state": "finished"}, "finished", 0),
+        ({"state": "stopped"}, "stopped", 1),
+        ({"state": "failed", "reason": "no site"}, "failed", 1),
+    ],
+)
+def test_a_deployment_says_how_it_stands_by_its_exit_code(tmp_path, capsys, told, state, code):
+    write_status(tmp_path / "deployment.status", {**told, "sites": [SITE], "without_site": ["1", "3"]})
+    with pytest.raises(SystemExit) as ended:
+        pfl(f"status {tmp_path}")
+    assert ended.value.code == code
+    lines = dict(re.split(" {2,}", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["state"].split(", process ")[0] == state and lines["without a site"] == "1, 3"
+    assert lines["site"].startswith("clients 0, 2: lost, last seen ") and lines["site"].endswith("ago, node 17")
+    assert lines.get("reason") == told.get("reason")
+
+
+def test_a_deployment_whose_server_is_gone_is_dead(tmp_path):
+    path = tmp_path / "deployment.status"
+    write_status(path, {"state": "running"})
+    told = json.loads(path.read_text())
+    for change, state in (
+        ({}, "running"),
+        # the largest process id of Linux is below this one
+        ({"process": 2**22 + 1}, "dead"),
+        ({"host": "another"}, "running"),
+        ({"host": "another", "written": told["written"] - 3600}, "dead"),
+    ):
+        path.write_text(json.dumps(told | change))
+        assert DeploymentStatus(path).state == state
+    path.write_text("{")
+    assert (DeploymentStatus(path).state, DeploymentStatus(path).exit_code) == ("dead", 1)
+    assert described_deployment(DeploymentStatus(path))[0] == ("state", "dead, without a last word")
+
+
+def test_waiting_for_a_deployment_prints_its_rounds(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "deployment.status"
+    write_status(path, {"state": "running", "last": {"line": "round 1 of 2"}})
+    later = iter([("running", "round 1 of 2"), ("running", "round 2 of 2"), ("failed", "round 2 of 2")])
+
+    def sleep(_):
+        state, line = next(later)
+        write_status(path, {"state": state, "last": {"line": line}})
+
+    monkeypatch.setattr("pfl_lightning.cli.status.time.sleep", sleep)
+    with pytest.raises(SystemExit) as ended:
+        pfl(f"status {tmp_path} --wait")
+    assert ended.value.code == 1
+    assert capsys.readouterr().out.splitlines()[:2] == ["round 1 of 2", "round 2 of 2"]
+    os.unlink(path)
+    assert "--wait is for a deployment" in refusal(f"status {tmp_path} --wait", capsys)

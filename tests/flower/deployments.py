@@ -31,9 +31,10 @@ def grid_of(
     data: Callable[[], Any] = blobs,
     aggregator: Callable[[], Any] = lambda: None,
     nodes: Mapping[int, dict[str, Any]] = NODES,
+    resident: bool = False,
     **settings: Any,
 ) -> LocalGrid:
-    """Two sites with two clients each, made anew for each message.
+    """Two sites with two clients each.
 
     Args:
         make: makes the client module; it seeds first.
@@ -41,16 +42,23 @@ def grid_of(
         data: makes the clients' data.
         aggregator: makes the server side of the sites' configuration.
         nodes: other sites.
+        resident: whether a site is made once, and not anew for each message.
         **settings: the Trainer's.
     """
 
+    made: dict[int, Worker] = {}
+
     def worker(context: Any) -> Worker:
+        if context.node_id in made:
+            return made[context.node_id]
         held, client = data(), make()
         held.setup()
         states = StateVersions(folder / str(context.node_id))
-        return Worker(
-            make_trainer(**settings), client, Site.of(context.node_config, held), states, aggregator(), context.state
-        )
+        site = Site.of(context.node_config, held)
+        worker = Worker(make_trainer(**settings), client, site, states, aggregator(), context.state)
+        if resident:
+            made[context.node_id] = worker
+        return worker
 
     return LocalGrid(app_of(worker), nodes)
 

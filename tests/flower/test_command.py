@@ -4,6 +4,7 @@ import builtins
 import importlib.util
 import io
 import logging
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -19,7 +20,7 @@ from local_grid import LocalGrid
 from command import pfl, refusal
 from federations import equal, load
 from pfl_lightning.flower import apps
-from pfl_lightning.flower.link import MOST_SAMPLES
+from pfl_lightning.flower.link import MOST_SAMPLES, Quorum
 from pfl_lightning.flower.wire import names, unpack
 from pfl_lightning.methods import FedPer
 
@@ -79,6 +80,34 @@ def test_an_app_runs_as_it_is_written(app, tmp_path):
     exported = FedPer.load_from_checkpoint("model.ckpt", client=3, weights_only=True)
     whole = FedPer.load_from_checkpoint(checkpoint(tmp_path / "here"), client=3, weights_only=True)
     assert equal(dict(exported.state_dict()), dict(whole.state_dict()))
+
+
+def test_a_tracker_at_the_server_is_one_of_the_app_and_status_shows_the_run(app, tmp_path, capsys):
+    run = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    assert run["status"] == str((app / "deployment.status").resolve())
+    tracker = f"--trainer.logger TensorBoardLogger --trainer.logger.save_dir {tmp_path}/tracked"
+    run |= {"timeout": 20, "patience": 5, "flags": tracker, "names": "Bremen, Ulm, Kiel, Jena"}
+    nodes = {1: {"clients": "Bremen, Kiel, Ulm, Jena", "state-dir": str(tmp_path / "states")}}
+    apps.fitted(LocalGrid(apps.client_app(app), nodes, run_config=run), app, run)
+    assert len(list(tmp_path.rglob("events.out.tfevents.*"))) == 1
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("round 1 of 1"))
+    assert "4 of 4 clients answered; loss " in line and "validation accuracy" in line
+    with pytest.raises(SystemExit) as ended:
+        pfl("status clinics")
+    assert ended.value.code == 0
+    told = [re.split(" {2,}", line, maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert [value for name, value in told if name == "last round"] == [line]
+    assert dict(told)["state"].startswith("finished, process") and dict(told)["round"] == "1 of 1"
+    sites = [value.split(":")[0] for name, value in told if name == "site"]
+    assert sites == ["clients 0 (Bremen), 1 (Ulm), 2 (Kiel), 3 (Jena)"]
+
+
+def test_settings_of_a_quorum_are_those_of_the_app(app):
+    run = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    # what a new app says is what an app of an earlier version gets
+    assert apps.quorum_in(run) == apps.quorum_in({}) == Quorum()
+    other = {"min-available": 3, "min-results": 0.5, "grace": 7, "wait-for-lost": 9, "late-rounds": 1}
+    assert apps.quorum_in(run | other) == Quorum(3, 0.5, 7.0, 9.0, 1)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from deployments import NODES, deploy, grid_of
 
 from federations import Blobs, blobs, equal, fit, make_client, noisy
 from pfl_lightning.callbacks import ChannelsLast
-from pfl_lightning.flower.link import VERSION, Link
+from pfl_lightning.flower.link import VERSION, Link, Quorum
 from pfl_lightning.flower.wire import names, pack, unpack
 from pfl_lightning.methods import FedAvg, FedPer, LGFedAvg
 from pfl_lightning.methods.fedlaw import FedLAW
@@ -84,7 +84,7 @@ def test_a_node_that_dies_in_mid_round_is_asked_again_when_it_is_back(tmp_path, 
         (tmp_path / "12").mkdir()
     Moving(grid, back_as)
     with pytest.warns(UserWarning, match="node 12 with clients 1, 3: Flower's error 5: gone"):
-        run = deploy(grid, make, max_rounds=2)
+        run = deploy(grid, make, max_rounds=2, serving={"quorum": Quorum(wait_for_lost=5)})
     assert equal(run.weights, fit(make(), max_rounds=2).weights)
     assert [row["clients"] for row in run.rows] == [4, 4]
 
@@ -160,7 +160,7 @@ def test_a_client_that_has_a_site_is_nobody_else_s(tmp_path):
     grid = grid_of(make, tmp_path, max_rounds=1)
     grid.nodes = {**grid.nodes, 13: NODES[12]}
     grid.keys[13] = "key of 13"
-    with pytest.warns(UserWarning, match="is refused: it says that it has client 1, which a node with another key has"):
+    with pytest.warns(UserWarning, match="is refused: it says that it has client 1, which another site has"):
         assert deploy(grid, make, max_rounds=1).rows[0]["clients"] == 4
 
 
@@ -212,7 +212,10 @@ def test_a_site_that_makes_other_inputs_than_the_first_is_refused(tmp_path):
     def greets(node: int, client: int, inputs: str) -> None:
         clients = {client: {"train": 8, "val": 0, "test": 4}}
         link._heard(
-            node, pack({"hello": {"version": VERSION, "initial": "0" * 16, "inputs": inputs, "clients": clients}})
+            node,
+            pack(
+                {"hello": {"version": VERSION, "initial": "0" * 16, "inputs": inputs, "secret": "", "clients": clients}}
+            ),
         )
 
     greets(11, 0, "categories=a classes=c")

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from federations import Spy, equal, fit, make_client
 from pfl_lightning.aggregators import FedDisco
 from pfl_lightning.callbacks import FederatedCallback
+from pfl_lightning.flower.link import Quorum
 from pfl_lightning.methods import FedPer
 from pfl_lightning.privacy import DPSGD
 
@@ -119,7 +120,7 @@ def test_who_is_asked_twice_has_spent_twice(tmp_path):
         return gone
 
     grid._reply = lost_once
-    remote = deploy(grid, make_client, max_rounds=1, **SECURE)
+    remote = deploy(grid, make_client, max_rounds=1, serving={"quorum": Quorum(wait_for_lost=5)}, **SECURE)
     here = fit(make_client(), max_rounds=1, **SECURE)
     for client, own in here.federation.spent.items():
         (spent,) = remote.federation.spent[client]

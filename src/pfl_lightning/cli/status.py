@@ -2,16 +2,23 @@
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pfl_lightning.cli.usage import Arguments, UsageError
+from pfl_lightning.runs.deployment_status import DeploymentStatus, status_file
 from pfl_lightning.runs.run_status import MARKS, RunStatus, is_run
 from pfl_lightning.runs.tables import duration, labelled, text_table
 
 DESCRIPTION = """\
 Show how far a run has come, from the files in its folder. For a folder of several runs, such as a comparison's, print
-one line per run.
+one line per run. For the app of a deployment, such as `pfl-lightning status clinics`, show the sites and the last
+round; the exit code is then 1 where the deployment has failed, was stopped or is dead.
 """
+
+POLL = 1.0
+"""Seconds between two looks with ``--wait``."""
 
 
 def main(args: list[str]) -> int:
@@ -26,18 +33,32 @@ def main(args: list[str]) -> int:
     Raises:
         UsageError: if the folder is missing or holds no run.
     """
-    parser = Arguments("status", usage="%(prog)s [RUN]", description=DESCRIPTION)
+    parser = Arguments("status", usage="%(prog)s [RUN] [--wait]", description=DESCRIPTION)
     parser.add_argument(
         "run",
         nargs="?",
         type=Path,
         default=Path("runs"),
         metavar="RUN",
-        help="folder of one run, or of several (default: runs)",
+        help="folder of one run, of several, or of a deployment's app (default: runs)",
     )
-    folder: Path = parser.parse_args(args).run
+    parser.add_argument("--wait", action="store_true", help="of a deployment: print its rounds until it has ended")
+    given = parser.parse_args(args)
+    folder: Path = given.run
     if not os.path.isdir(folder):
         raise UsageError(f"status: {folder} is no folder; give that of a run, such as runs/METHOD-DATA/version_0.")
+    deployed = status_file(folder)
+    if given.wait and deployed is None:
+        raise UsageError(f"status: --wait is for a deployment, and {folder} has none that has begun.")
+    if deployed is not None:
+        if given.wait:
+            wait(deployed)
+        deployment = DeploymentStatus(deployed)
+        print(labelled(described_deployment(deployment)))
+        # a folder of runs can have the file too, and its table follows
+        if not any((path / mark).is_file() for mark in MARKS for path in folder.rglob("version_*")):
+            return deployment.exit_code
+        print()
     if is_run(folder):
         print(labelled(described(RunStatus(folder))))
         return 0
@@ -47,7 +68,7 @@ def main(args: list[str]) -> int:
         raise UsageError(f"status: {folder} holds no run; give the folder of one, or of several.")
     rows = [row(RunStatus(run), str(run.relative_to(folder))) for run in runs]
     print(text_table([["run", "round", "validation", "written", "left", "state"], *rows]))
-    return 0
+    return 0 if deployed is None else DeploymentStatus(deployed).exit_code
 
 
 def described(run: RunStatus) -> list[tuple[str, str]]:
@@ -66,6 +87,57 @@ def described(run: RunStatus) -> list[tuple[str, str]]:
     if not run.finished and not run.worker and "last.ckpt" in run.checkpoints:
         lines.append(("go on by", "the same command with --ckpt_path last"))
     return lines
+
+
+def wait(path: Path) -> None:
+    """Print the line of each round of a deployment until the deployment has ended.
+
+    Args:
+        path: the file with the deployment's state.
+    """
+    printed = ""
+    while True:
+        deployment = DeploymentStatus(path)
+        line = str(deployment.told.get("last", {}).get("line", ""))
+        if line and line != printed:
+            printed = line
+            print(line, flush=True)
+        if deployment.state not in ("waiting", "running"):
+            return
+        time.sleep(POLL)
+
+
+def described_deployment(deployment: DeploymentStatus) -> list[tuple[str, str]]:
+    """Return a deployment's description as labels and values: state, round, sites, and whoever is missing."""
+    told = deployment.told
+    state = {"waiting": "waiting for sites", "dead": "dead, without a last word"}.get(
+        deployment.state, deployment.state
+    )
+    lines = [("state", state + (f", process {told['process']} on {told['host']}" if "process" in told else ""))]
+    if told.get("reason"):
+        lines.append(("reason", str(told["reason"])))
+    of = f" of {told['rounds']}" if told.get("rounds") else ""
+    lines.append(("round", f"{told.get('round', 0)}{of}"))
+    if told.get("run"):
+        lines.append(("run", str(told["run"])))
+    if "written" in told:
+        lines.append(("last written", f"{duration(max(0.0, time.time() - told['written']))} ago"))
+    if last := told.get("last", {}).get("line"):
+        lines.append(("last round", str(last)))
+    lines += [("site", described_site(site)) for site in told.get("sites", ())]
+    if missing := told.get("without_site"):
+        lines.append(("without a site", ", ".join(missing)))
+    lines += [("refused", f"node {site['node']}: {site['reason']}") for site in told.get("refused_sites", ())]
+    if deployment.exit_code:
+        lines.append(("go on by", "flwr run APP, with ckpt-path=last"))
+    return lines
+
+
+def described_site(site: Mapping[str, Any]) -> str:
+    """Return a site's clients, and whether it is connected."""
+    seen = "never seen" if site["seen"] is None else f"{duration(max(0.0, time.time() - site['seen']))} ago"
+    state = f"connected, last seen {seen}" if site["present"] else f"lost, last seen {seen}"
+    return f"clients {', '.join(site['clients'])}: {state}, node {site['node']}"
 
 
 def row(run: RunStatus, name: str) -> list[str]:

@@ -213,6 +213,8 @@ class Engine(ABC):
     """Whether clients may be absent, as clients at sites may; elsewhere a client without a result is an error."""
     takes_alike: bool = False
     """Whether `evaluate_all` takes jobs that stand for several clients; see `Job.alike`."""
+    absent: frozenset[int] = frozenset()
+    """Clients out of reach at the moment, as those of lost sites; a round draws its cohort from all others."""
     sums: dict[str, float] | None = None
     """Record of the last round's sum, of an engine whose updates are stand-ins by ``trainer.secure_sum`` already; None
     of one that gives updates as they are."""

@@ -228,7 +228,9 @@ def check_sizes(saved: Mapping[str, Any], data: FederatedDataModule) -> None:
         raise MisconfigurationException(
             f"{subject(saved)} has {len(saved['sizes'])} clients and data.num_clients={len(sizes)}."
         )
-    if saved["sizes"] != sizes:
+    # at sites 0 is also a client whose site hasn't told yet
+    pairs = [pair for pair in zip(saved["sizes"], sizes, strict=True) if all(pair) or not data.at_sites]
+    if any(then != now for then, now in pairs):
         raise MisconfigurationException(
             f"{subject(saved)}'s clients hold other numbers of samples than the data's clients; resume with the same "
             "data, partitioner and data.seed."

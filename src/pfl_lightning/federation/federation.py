@@ -514,12 +514,14 @@ class Federation(LightningModule):
             self.options.cohort.sizes = self.sizes(clients, "train")
             # Samples have moved, so the kept metrics are of samples that the clients no longer hold.
             self.evaluations.after.clear()
-        size = self.options.cohort_size(len(clients))
+        away = frozenset().union(*(engine.absent for engine in self.engines))
+        there = [client for client in clients if client not in away]
+        size = min(self.options.cohort_size(len(clients)), len(there))
         # One client stands for all where one trains on all samples.
         cohort = (
             clients[:1]
             if self.client.pools
-            else self.participation.cohort(clients, size, cast(int, self.seed), self.round)
+            else self.participation.cohort(there, size, cast(int, self.seed), self.round)
         )
         choosing = time.perf_counter() - start
         self.evaluations.results = {}
@@ -531,6 +533,7 @@ class Federation(LightningModule):
             "clients_refused": 0,
             "clients_absent": 0,
             "cohort": " ".join(map(str, cohort)),
+            **({"absent": ""} if self.data.at_sites else {}),
             "lr": self.trainer.optimizers[0].param_groups[0]["lr"],
             "bytes/up": 0,
             "bytes/down": 0,
@@ -564,7 +567,10 @@ class Federation(LightningModule):
         sums: dict[str, Any] = {}
         if self.options.secure_sum is not None and cohort:
             outcomes, sums = self._summed(outcomes, cohort, self.options.secure_sum)
-        taken = self._taken(outcomes, len(cohort))
+        absent = sorted(away | set(cohort) - outcomes.keys())
+        if self.data.at_sites:
+            self.metrics["absent"] = " ".join(map(str, absent))
+        taken = self._taken(outcomes, len(cohort), len(absent))
         self.metrics |= sums | {"bytes/down": self.metrics["bytes/down"] + sums.get("bytes/down", 0)}
         self.evaluations.keep_initial(clients, taken)
         self._aggregate(taken)
@@ -660,7 +666,7 @@ class Federation(LightningModule):
         moved = group["lr"] / group["initial_lr"] if group.get("initial_lr") else 1.0
         self.lr_factor = moved * self._first_factor
 
-    def _taken(self, outcomes: dict[int, Outcome], expected: int) -> dict[int, Outcome]:
+    def _taken(self, outcomes: dict[int, Outcome], expected: int, absent: int) -> dict[int, Outcome]:
         """Return the outcomes to aggregate, and write their metrics into the round's row.
 
         Refused, diverged and malformed outcomes are left out, counted in the row and warned of.
@@ -668,6 +674,7 @@ class Federation(LightningModule):
         Args:
             outcomes: the outcomes of the round by client id.
             expected: the number of clients in the cohort.
+            absent: the number of clients out of reach or without an answer.
         """
         round = self.round + 1
         label = self.data.client_label
@@ -687,8 +694,8 @@ class Federation(LightningModule):
                 f"trainer.min_clients={self.options.min_clients}."
             )
             taken = {}
-        if absent := expected - len(outcomes):
-            rank_zero_warn(f"round {round}: {absent} of the round's clients gave nothing.")
+        if silent := expected - len(outcomes):
+            rank_zero_warn(f"round {round}: {silent} of the round's clients gave nothing.")
         # A client whose method doesn't train has an update but no training metrics.
         trained = {client: outcome.metrics for client, outcome in taken.items() if outcome.metrics}
         means = over_clients(trained, self.sizes(trained, "train"))

@@ -1,6 +1,7 @@
 """Flower's server app and client app for a folder from ``pfl-lightning flower new``."""
 
 import logging
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,10 +21,11 @@ from pfl_lightning.cli.silence import silence
 from pfl_lightning.cli.yaml_text import load
 from pfl_lightning.flower.class_paths import check_arguments, check_class_paths, texts
 from pfl_lightning.flower.client_app import Worker, app_of
-from pfl_lightning.flower.link import MOST_SAMPLES
+from pfl_lightning.flower.link import MOST_SAMPLES, Quorum
 from pfl_lightning.flower.server_app import serve
 from pfl_lightning.flower.site import Site, ids_of
 from pfl_lightning.flower.states import StateVersions
+from pfl_lightning.runs.deployment_status import FILE
 
 AT_SITES = """
     --trainer.logger false --trainer.enable_checkpointing false --trainer.enable_progress_bar false
@@ -31,6 +33,9 @@ AT_SITES = """
     --trainer.devices 1 --trainer.num_nodes 1
 """
 """Options of every site, stronger than the server's configuration: one device, no logs, checkpoints or callbacks."""
+COUNTS = {"min-available": "min_available", "min-results": "min_results", "late-rounds": "late_rounds"}
+SECONDS = {"grace": "grace", "wait-for-lost": "wait_for_lost"}
+"""Settings of `Quorum` by their names in an app."""
 AT_SERVER = "--trainer.enable_progress_bar false --trainer.accelerator cpu"
 
 
@@ -63,45 +68,63 @@ def arguments(folder: Path, run: Mapping[str, Any]) -> list[str]:
 
 
 def client_app(folder: Path) -> ClientApp:
-    """Return the client app, for sites.
+    """Return the client app, for sites, which makes all anew for each message; `pfl_lightning.resident` has another.
 
     Args:
         folder: the folder of the app.
     """
+    return app_of(lambda context: worker_of(folder, context))
 
-    def worker(context: Context) -> Worker:
-        silence()
-        node = context.node_config
-        own = str(node.get("classes", "")).split()
-        args = arguments(folder, context.run_config)
-        data = str(node.get("data", ""))
-        # before the site adds options: what comes from the server is read with suspicion, the site's own is not
-        check_arguments(args, [*own, *(classes_of(data) if data else ())])
-        if data:
-            args += ["--config", data]
-        # last, as later options win over the server's
-        args += [*shlex.split(AT_SITES), *shlex.split(str(node.get("flags", "")))]
 
-        def check(settings: Mapping[str, Any]) -> None:
-            # again after parsing, as the parser may read a name out of a text in its own way
-            check_class_paths({"model": settings["model"]}, own)
+def worker_of(folder: Path, context: Context) -> Worker:
+    """Return the worker of a site, with the site's data.
 
-        cli = configured(args, check)
-        cli.datamodule.prepare_data()
-        cli.datamodule.setup()
-        states = StateVersions(str(node.get("state-dir", f"states-{context.node_id}")))
-        return Worker(
-            cli.trainer,
-            cli.model,
-            Site.of(node, cli.datamodule, names_in(context.run_config)),
-            states,
-            cli.aggregator,
-            context.state,
-            cli.text(),
-            context.run_id,
-        )
+    Args:
+        folder: the folder of the app.
+        context: Flower's settings of the run and of the node.
+    """
+    silence()
+    node = context.node_config
+    own = str(node.get("classes", "")).split()
+    args = arguments(folder, context.run_config)
+    data = str(node.get("data", ""))
+    # before the site adds options: what comes from the server is read with suspicion, the site's own is not
+    check_arguments(args, [*own, *(classes_of(data) if data else ())])
+    if data:
+        args += ["--config", data]
+    # last, as later options win over the server's
+    args += [*shlex.split(AT_SITES), *shlex.split(str(node.get("flags", "")))]
 
-    return app_of(worker)
+    def check(settings: Mapping[str, Any]) -> None:
+        # again after parsing, as the parser may read a name out of a text in its own way
+        check_class_paths({"model": settings["model"]}, own)
+
+    cli = configured(args, check)
+    cli.datamodule.prepare_data()
+    cli.datamodule.setup()
+    return Worker(
+        cli.trainer,
+        cli.model,
+        Site.of(node, cli.datamodule, names_in(context.run_config)),
+        StateVersions(state_folder(node, context.node_id)),
+        cli.aggregator,
+        context.state,
+        cli.text(),
+        context.run_id,
+    )
+
+
+def state_folder(node: Mapping[str, Any], node_id: int) -> str:
+    """Return the folder of what stays with a site's clients.
+
+    Args:
+        node: Flower's ``node_config``.
+        node_id: Flower's id of the node, by which earlier versions named the folder.
+    """
+    # a site without a key gets another id at each start, and would find nothing that it has kept
+    earlier = f"states-{node_id}"
+    own = re.sub(r"\W+", "_", str(node.get("clients", ""))).strip("_")
+    return str(node.get("state-dir") or (earlier if Path(earlier).is_dir() or not own else f"states-{own}"))
 
 
 def classes_of(name: str) -> Iterator[str]:
@@ -163,7 +186,36 @@ def fitted(grid: Grid, folder: Path, run: Mapping[str, Any]) -> None:
         patience=float(run["patience"]),
         max_norm=float(run["max-norm"]) or None,
         names=names_in(run),
+        quorum=quorum_in(run),
+        status=status_in(run, Path(cli.trainer.default_root_dir)),
     )
+
+
+def quorum_in(run: Mapping[str, Any]) -> Quorum:
+    """Return the clients that a start and a phase wait for; an app of an earlier version has no settings of it.
+
+    >>> quorum_in({"min-results": 8, "grace": 5})
+    Quorum(min_available=0, min_results=8, grace=5.0, wait_for_lost=0.0, late_rounds=0)
+
+    Args:
+        run: Flower's ``run_config``.
+    """
+    seconds = {name: float(run[key]) for key, name in SECONDS.items() if key in run}
+    return Quorum(**{name: run[key] for key, name in COUNTS.items() if key in run}, **seconds)
+
+
+def status_in(run: Mapping[str, Any], root: Path) -> Path:
+    """Return the file for the state of the deployment: as the app says, or in the folder of runs.
+
+    Args:
+        run: Flower's ``run_config``: ``status`` has a file, usually in the folder from which the app is run.
+        root: the folder of runs, which is made; the file is there if ``status`` is empty or of another machine.
+    """
+    told = Path(str(run.get("status", "")))
+    if told.is_absolute() and told.parent.is_dir():
+        return told
+    root.mkdir(parents=True, exist_ok=True)
+    return root / FILE
 
 
 def names_in(run: Mapping[str, Any]) -> list[str]:

@@ -119,12 +119,12 @@ class Worker:
         return self.trainer.rounds.engines(self.modules, self.site.data, self.trainer)
 
     def hello(self) -> Records:
-        """Return the site's greeting: version, fingerprints of initial model and inputs, and clients' sample counts."""
+        """Return the site's greeting: version, fingerprints, the folder's secret, and clients' sample counts."""
         if self.config:
             with written(self.states.folder / CONFIG) as partial:
                 partial.write_text(self.config, encoding="utf-8")
         greeting = {"version": VERSION, "initial": self.initial, "inputs": self.site.agreed}
-        return {"hello": {**greeting, "clients": self.site.sizes()}}
+        return {"hello": {**greeting, "secret": self.states.secret(), "clients": self.site.sizes()}}
 
     @property
     def summing(self) -> SecureSum | None:
@@ -335,6 +335,38 @@ def reason(error: Exception) -> dict[str, str]:
     return {"error": f"its site failed with {type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 
+WORKS: dict[str, Callable[[Worker, RecordDict], Records]] = {
+    "query": lambda worker, content: worker.hello(),
+    "query.offer": Worker.offer,
+    "query.share": Worker.share,
+    "query.reveal": Worker.reveal,
+    "train": Worker.train,
+    "evaluate": Worker.evaluate,
+}
+"""The work of each of Flower's types of messages."""
+
+
+def answer(kind: str, content: RecordDict, make: Callable[[], Worker], ttl: float) -> RecordDict:
+    """Return the content of the answer to a message.
+
+    Args:
+        kind: Flower's type of the message.
+        content: the message's content.
+        make: returns the site's worker.
+        ttl: seconds for which the server waits.
+    """
+    start = time.perf_counter()
+    try:
+        answered = pack(WORKS[kind](make(), content))
+    # a wrong setting makes the parser exit, and the server should hear of the failure all the same
+    except (Exception, SystemExit) as error:
+        traceback.print_exception(error)
+        answered = failure(reason(error)["error"] if isinstance(error, Exception) else "its settings are refused")
+    if time.perf_counter() - start > ttl:
+        rank_zero_warn("the server has not waited for this answer; give it a longer timeout.")
+    return answered
+
+
 def app_of(make: Callable[[Context], Worker]) -> ClientApp:
     """Return Flower's app of a site.
 
@@ -343,40 +375,13 @@ def app_of(make: Callable[[Context], Worker]) -> ClientApp:
     """
     app = ClientApp()
 
-    def answered(message: FlowerMessage, context: Context, work: Callable[[Worker], Records]) -> FlowerMessage:
-        start = time.perf_counter()
-        try:
-            content = pack(work(make(context)))
-        # a wrong setting makes the parser exit, and the server should hear of the failure all the same
-        except (Exception, SystemExit) as error:
-            traceback.print_exception(error)
-            content = failure(reason(error)["error"] if isinstance(error, Exception) else "its settings are refused")
-        if time.perf_counter() - start > message.metadata.ttl:
-            rank_zero_warn("the server has not waited for this answer; give it a longer timeout.")
+    def answered(message: FlowerMessage, context: Context) -> FlowerMessage:
+        told = message.metadata
+        content = answer(told.message_type, message.content, lambda: make(context), told.ttl)
         return FlowerMessage(content, reply_to=message)
 
-    @app.query()
-    def hello(message: FlowerMessage, context: Context) -> FlowerMessage:
-        return answered(message, context, Worker.hello)
-
-    @app.query("offer")
-    def offer(message: FlowerMessage, context: Context) -> FlowerMessage:
-        return answered(message, context, lambda worker: worker.offer(message.content))
-
-    @app.query("share")
-    def share(message: FlowerMessage, context: Context) -> FlowerMessage:
-        return answered(message, context, lambda worker: worker.share(message.content))
-
-    @app.query("reveal")
-    def reveal(message: FlowerMessage, context: Context) -> FlowerMessage:
-        return answered(message, context, lambda worker: worker.reveal(message.content))
-
-    @app.train()
-    def train(message: FlowerMessage, context: Context) -> FlowerMessage:
-        return answered(message, context, lambda worker: worker.train(message.content))
-
-    @app.evaluate()
-    def evaluate(message: FlowerMessage, context: Context) -> FlowerMessage:
-        return answered(message, context, lambda worker: worker.evaluate(message.content))
-
+    for kind in WORKS:
+        name, _, step = kind.partition(".")
+        register = getattr(app, name)
+        register(step)(answered) if step else register()(answered)
     return app

@@ -1,5 +1,6 @@
 """The command ``pfl-lightning flower``: write the app of a deployment, and export models at sites."""
 
+import json
 import shutil
 from importlib.util import find_spec
 from keyword import iskeyword
@@ -11,6 +12,7 @@ from pfl_lightning.cli.configs import find, nearest
 from pfl_lightning.cli.load_config import configured
 from pfl_lightning.cli.usage import Arguments
 from pfl_lightning.flower.export import export
+from pfl_lightning.runs.deployment_status import FILE
 
 # Flower is imported nowhere in this file: `export` and the help work without the extra installed
 DESCRIPTION = """\
@@ -50,9 +52,22 @@ config = "{configs}"
 flags = ""
 # "last" goes on with the newest run of the method
 ckpt-path = ""
-# seconds that a phase of a round waits for sites, and that the start waits for all of them
+# seconds that a phase of a round waits for sites at most, and that the start waits for the clients that it needs
 timeout = 600
 patience = 600
+# clients with a site that the first round needs; 0 is all. Others join when their site comes
+min-available = 0
+# share of the clients asked whose answers are enough, or a number of a round's clients; 1.0 waits for all clients of
+# sites that aren't lost
+min-results = 1.0
+# seconds for further answers once there are enough
+grace = 30
+# seconds in which a lost site may come back; until then rounds wait for it
+wait-for-lost = 0
+# a late answer counts in the client's next training up to so many rounds later; 0 drops late answers
+late-rounds = 0
+# file for what `pfl-lightning status` shows; on another machine it is in the folder of runs there
+status = {status}
 # largest norm of what a client changes; 0 refuses none, and warns of one far above the median
 max-norm = 0.0
 # names of the clients by id, separated by commas, such as "Bremen, Ulm"; empty knows clients by their ids alone
@@ -68,7 +83,7 @@ MODULE = """\
 
 from pathlib import Path
 
-from pfl_lightning.flower.apps import {app}
+from pfl_lightning.{module} import {app}
 
 app = {app}(Path(__file__).parents[1])
 """
@@ -80,7 +95,7 @@ A federation of pfl-lightning on Flower: this folder is the app, and `pyproject.
 need `pip install 'pfl-lightning[flower]'` in the same version. Four commands try it on one machine, each in a terminal
 and in this folder:
 
-    flower-superlink --insecure --disable-runtime-dependency-installation
+    flower-superlink --insecure --disable-runtime-dependency-installation --database "{here}/link.db"
     flower-supernode --insecure --superlink 127.0.0.1:8000 --port 9101 \\
         --node-config 'clients="{clients[0]}" state-dir="{here}/states-0"'
     flower-supernode --insecure --superlink 127.0.0.1:8000 --port 9102 \\
@@ -94,7 +109,8 @@ in `~/.flwr/config.toml`:
     address = "127.0.0.1:8000"
     insecure = true
 
-docs/deployment.md of pfl-lightning has the rest: data of the sites' own, TLS, keys, and what each side trusts.
+`pfl-lightning status .` shows the sites, and how far the run is. docs/deployment.md of pfl-lightning has the rest: slow
+and lost sites, data of the sites' own, TLS, keys, and what each side trusts.
 """
 
 
@@ -132,10 +148,15 @@ def new(folder: Path, names: list[str]) -> None:
         shutil.copyfile(path, folder / "configs" / path.name)
     # by custom a project's name has hyphens where the package has underscores
     settings = {"name": package.replace("_", "-"), "publisher": "pfl", "package": package, "configs": " ".join(configs)}
+    # a text of JSON is one of TOML
+    settings["status"] = json.dumps(str(folder.resolve() / FILE))
     (folder / "pyproject.toml").write_text(PROJECT.format(**settings))
     (folder / package / "__init__.py").touch()
-    for module, whose, app in (("server", "the server", "server_app"), ("site", "a site", "client_app")):
-        (folder / package / f"{module}.py").write_text(MODULE.format(whose=whose, app=app))
+    for name, whose, app, module in (
+        ("server", "the server", "server_app", "flower.apps"),
+        ("site", "a site", "client_app", "resident"),
+    ):
+        (folder / package / f"{name}.py").write_text(MODULE.format(whose=whose, app=app, module=module))
     # two sites for the trial in the README: even ids at one, odd ids at the other
     count = num_clients(names)
     halves = [" ".join(map(str, range(first, count, 2))) for first in (0, 1)]

@@ -1,8 +1,9 @@
 """The server's connection to sites: find each client's node, send messages about clients, and collect answers."""
 
+import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from reprlib import repr as shown
@@ -18,6 +19,7 @@ from pfl_lightning.data.client_names import client_label
 from pfl_lightning.flower.template import Refused, plain
 from pfl_lightning.flower.wire import names, pack, unpack
 from pfl_lightning.messages import digest
+from pfl_lightning.settings import is_count
 
 Answer: TypeAlias = tuple[int, RecordDict]
 """A client's id, and the content of the site's message, which may hold answers about the site's other clients too."""
@@ -26,11 +28,67 @@ VERSION = version("pfl-lightning")
 MOST_SAMPLES = 1 << 31
 """Largest number of samples of a client in one split."""
 SIZES = {"train": 0, "val": 0, "test": 0}
-HELLO = {"version": "", "initial": "", "inputs": "", "clients": {0: SIZES}}
+HELLO = {"version": "", "initial": "", "inputs": "", "secret": "", "clients": {0: SIZES}}
 """Template of a site's greeting: version, fingerprints of the initial model and of the settings that make inputs of
-rows, and sample counts by client and split."""
-GONE = (3, 4, 5)
+rows, a secret by which the site is known after a restart, and sample counts by client and split."""
+NODE_GONE = 5
+"""Flower's error code for a node without heartbeats."""
+GONE = (3, 4, NODE_GONE)
 """Flower's error codes for a message, a reply or a node that is unavailable at the moment."""
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """The clients that a start and a phase of a round wait for, and for how long.
+
+    Args:
+        min_available: clients with a site before the first round, at least 1; 0 is all of the federation.
+        min_results: share of the clients asked, above 0.0 and up to 1.0, whose answers are enough to end a phase; a
+            whole number from 1 up counts clients of a full round's training, and evaluations take the same share.
+        grace: seconds for further answers once there are enough, 0 or more.
+        wait_for_lost: seconds for a lost site to come back, 0 or more; until then its clients still take part, and a
+            phase waits for them.
+        late_rounds: a late answer counts in the client's next training if asked for at most this many rounds earlier; 0
+            drops late answers.
+
+    Raises:
+        MisconfigurationException: if a value is out of range.
+    """
+
+    min_available: int = 0
+    min_results: int | float = 1.0
+    grace: float = 30.0
+    wait_for_lost: float = 0.0
+    late_rounds: int = 0
+
+    def __post_init__(self) -> None:
+        share = self.min_results
+        if not is_count(share) and not (isinstance(share, float) and 0 < share <= 1):
+            raise MisconfigurationException(
+                f"min-results={share} must be a number of clients from 1 up, or a share above 0.0 and up to 1.0."
+            )
+        for name in ("min_available", "late_rounds"):
+            if (value := getattr(self, name)) != 0 and not is_count(value):
+                raise MisconfigurationException(f"{name.replace('_', '-')}={value} must be a whole number from 0 up.")
+        for name in ("grace", "wait_for_lost"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise MisconfigurationException(
+                    f"{name.replace('_', '-')}={value} must be a number of seconds from 0 up, such as 30."
+                )
+
+    def enough(self, asked: int, cohort: int) -> int:
+        """Return the number of answers that ends a phase.
+
+        >>> Quorum(min_results=0.8).enough(10, cohort=20), Quorum(min_results=8).enough(100, cohort=10)
+        (8, 80)
+
+        Args:
+            asked: number of clients asked in the phase.
+            cohort: number of clients in a full round.
+        """
+        share = self.min_results / cohort if is_count(self.min_results) else self.min_results
+        # 1e-9: a share such as 8 / 10 times 10 may be 8.000000000000002
+        return min(asked, math.ceil(share * asked - 1e-9))
 
 
 @dataclass
@@ -40,27 +98,38 @@ class Sent:
     Args:
         node: id of the receiving node.
         clients: ids of the clients in the message; empty for a greeting.
+        kind: Flower's type of the message.
+        round: the round's number, from 1; 0 for a greeting.
+        expires: time on the monotonic clock after which no reply counts.
+        late: whether the message's phase is over.
     """
 
     node: int
     clients: list[int] = field(default_factory=list)
+    kind: str = MessageType.QUERY
+    round: int = 0
+    expires: float = math.inf
+    late: bool = False
 
 
 class Link:
     """Knows the node of each client, and exchanges messages with nodes.
 
     A node claims clients in a greeting. The claim counts if the server's list of keys agrees or, without a list, if no
-    node with another key has claimed the same clients. A client of a lost node is asked again at the same node, or at
-    a new node with the same key.
+    other site has claimed the same clients; a site is known by its key, or by a secret in its folder of states. A
+    client at no connected node is lost, and no phase waits for it longer than the quorum says.
 
     Args:
         grid: Flower's grid of nodes.
         clients: number of clients in the federation.
         initial: fingerprint of the initial model, equal at all sites.
         keys: for each node's public key the permitted client ids, with the largest number of samples of each client in
-            a split; None permits any client without an earlier claim by another key, with up to `MOST_SAMPLES`.
+            a split; None permits any client without an earlier claim by another site, with up to `MOST_SAMPLES`.
         timeout: seconds for which a phase of a round waits for sites.
         poll: seconds between two looks for replies.
+        names: names of the clients by id; empty for clients known by ids alone.
+        quorum: the answers that are enough to end a phase.
+        cohort: number of clients in a full round; None is all.
     """
 
     def __init__(
@@ -72,16 +141,32 @@ class Link:
         timeout: float = 600.0,
         poll: float = 0.2,
         names: Sequence[str] = (),
+        quorum: Quorum | None = None,
+        cohort: int | None = None,
     ) -> None:
         self.names = names
         self.grid, self.clients, self.initial, self.keys = grid, clients, initial, keys
         self.timeout, self.poll = timeout, poll
+        self.quorum, self.cohort = quorum or Quorum(), cohort or clients
         self.sizes: dict[int, dict[str, int]] = {}
         """Numbers of samples by client and split, fixed by the first greeting."""
+        self.expected: dict[int, int] = {}
+        """Numbers of training samples by client in an earlier part of the run, from its checkpoint."""
         self.times_asked: Counter[int] = Counter()
         """Messages of the last phase by client, more than one where a lost site has come back."""
+        self.took: dict[int, float] = {}
+        """Seconds from the begin of the last phase to each client's answer."""
+        self.seen: dict[int, float] = {}
+        """Time of the system's clock at which each node was last connected."""
+        self.refusals: dict[int, str] = {}
+        """Reason of each node whose last greeting was refused."""
+        self.on_look: Callable[[], None] = lambda: None
+        """Called at each look for replies, in the thread of the server."""
         self._node_of: dict[int, int] = {}
         self._key_of: dict[int, str] = {}
+        self._secret_of: dict[int, str] = {}
+        self._lost: dict[int, float] = {}
+        self._kept: dict[int, tuple[int, RecordDict]] = {}
         self._greeted: set[int] = set()
         # of the first site, as the server may have no rows of its own
         self._inputs: tuple[int, str] | None = None
@@ -91,43 +176,74 @@ class Link:
         """Return a client's id for messages, followed by the client's name."""
         return client_label(client, self.names)
 
-    def wait(self, seconds: float) -> None:
-        """Wait until every client has a site.
+    def wait(self, seconds: float, least: int | None = None, since: str = "") -> None:
+        """Wait until enough clients have a site.
 
         Args:
             seconds: the longest wait.
+            least: the number of clients; None is the quorum's for a start.
+            since: the moment of the run for the error, such as ``round 3``; empty for the start.
 
         Raises:
-            MisconfigurationException: if a client has no site by the end.
+            MisconfigurationException: if fewer clients have a site by the end.
         """
         # a monotonic clock, as the machine's own clock can be set while the server waits
         end = time.monotonic() + seconds
-        while len(self._node_of) < self.clients and time.monotonic() < end:
-            self._greet(self._nodes())
-            if not any(True for _ in self._replies()):
-                time.sleep(self.poll)
-        if missing := sorted(set(range(self.clients)) - self._node_of.keys()):
+        least = least or self.quorum.min_available or self.clients
+        self.look()
+        while len(self.present) < least and time.monotonic() < end:
+            time.sleep(self.poll)
+            self.look()
+        missing = sorted(set(range(self.clients)) - set(self.present))
+        if len(missing) > self.clients - least:
+            named = ", ".join(map(self.label, missing))
+            if since:
+                raise MisconfigurationException(
+                    f"patience={seconds:.0f}: {since} needs {least} of data.num_clients={self.clients}, and no site "
+                    f"has clients {named} any more; start their sites, and go on by ckpt-path=last."
+                )
             raise MisconfigurationException(
-                f"no site has said within {seconds:.0f} s that it has clients {', '.join(map(self.label, missing))} of "
-                f"data.num_clients={self.clients}; start it, or register its key."
+                f"no site has said within {seconds:.0f} s that it has clients {named} of data.num_clients="
+                f"{self.clients}; start it, or register its key"
+                + ("." if self.quorum.min_available else ", or let min-available be lower.")
             )
 
+    @property
+    def present(self) -> list[int]:
+        """Return the clients at a connected node, or lost for less than `Quorum.wait_for_lost` seconds, ascending."""
+        return [client for client in range(self.clients) if not self._is_lost(client)]
+
+    @property
+    def busy(self) -> set[int]:
+        """Return the clients at work on a message whose phase is over."""
+        return {client for sent in self._sent.values() if sent.late for client in sent.clients}
+
+    def look(self) -> None:
+        """Greet new nodes, and read the replies that have come between phases."""
+        self._look()
+        for sent, reply in self._replies():
+            self._come_late(sent, reply)
+
     def ask(self, kind: str, group: str, jobs: Mapping[int, Any], payloads: Mapping[int, Any]) -> Iterator[Answer]:
-        """Send each client's job to the client's site, and yield answers until all are in or time is out.
+        """Send each client's job to the client's site, and yield answers until enough are in or time is out.
 
         Args:
             kind: Flower's type of the messages.
-            group: a name of the messages for Flower's log, such as the round's number.
+            group: the round's number from 1, as Flower's log shows it.
             jobs: the settings of each client's work, by client.
             payloads: the server's payload for each client, by client.
         """
-        open_ = set(jobs)
+        open_, round = set(jobs), int(group)
         self.times_asked.clear()
-        end = time.monotonic() + self.timeout
-        while open_ and time.monotonic() < end:
+        self.took.clear()
+        begun = time.monotonic()
+        enough, until = self.quorum.enough(len(jobs), self.cohort), begun + self.timeout
+        for client, reply in self._late_answers(kind, round, open_):
+            self._answered(client, open_, begun)
+            yield client, reply
+        while True:
             # at each look, so that a site can come back, or turn up as a new node, in the middle of a phase
-            alive = self._nodes()
-            self._greet(alive)
+            alive = self._look()
             # nobody is asked twice at once: training twice would cost the site a second round
             on_the_way = {client for sent in self._sent.values() for client in sent.clients}
             batches: dict[int, list[int]] = {}
@@ -138,28 +254,86 @@ class Link:
             for node, clients in batches.items():
                 records = {"jobs": {client: jobs[client] for client in clients}}
                 records |= {f"{client}/payload": payloads[client] for client in clients}
-                self._push(Sent(node, clients), pack(records), kind, group)
+                expires = time.monotonic() + self.timeout
+                self._push(Sent(node, clients, kind, round, expires), pack(records), group)
                 self.times_asked.update(clients)
             heard = False
             for sent, reply in self._replies():
                 heard = True
+                if sent.late:
+                    self._come_late(sent, reply)
+                    for client, late in self._late_answers(kind, round, open_):
+                        self._answered(client, open_, begun)
+                        yield client, late
+                    continue
                 for client in set(sent.clients) & open_:
                     # without a reply the client stays open, and is asked again
                     if reply is not None:
-                        open_.discard(client)
+                        self._answered(client, open_, begun)
                         yield client, reply
-            if open_ and not heard:
-                time.sleep(self.poll)
-        # an answer after the time-out is of an old phase, and must not pass for one of the next
-        self._sent = {message: sent for message, sent in self._sent.items() if not sent.clients}
+            # after the replies, as a site may have answered before it went
+            open_ -= {client for client in open_ if self._is_lost(client)}
+            now = time.monotonic()
+            if 0 < enough <= len(self.took):
+                until = min(until, begun + sorted(self.took.values())[enough - 1] + self.quorum.grace)
+            if not open_ or now >= until:
+                break
+            if not heard:
+                time.sleep(min(self.poll, until - now))
+        # a site at work on an earlier phase isn't asked anew before it answers, and its answer must not pass for one
+        # of the next phase
+        for sent in self._sent.values():
+            sent.late = bool(sent.clients)
+
+    def _answered(self, client: int, open_: set[int], begun: float) -> None:
+        """Note that a client has answered, and the seconds since the phase began."""
+        open_.discard(client)
+        self.took[client] = time.monotonic() - begun
 
     def node(self, client: int) -> int:
         """Return the id of a client's last known node; a KeyError means that no node has claimed the client."""
         return self._node_of[client]
 
+    def sites(self) -> list[dict[str, Any]]:
+        """Return the nodes with clients: id, clients, whether connected, and the time of the last connection."""
+        nodes: dict[int, list[int]] = {}
+        for client, node in self._node_of.items():
+            nodes.setdefault(node, []).append(client)
+        return [
+            {
+                "node": str(node),
+                "clients": [self.label(client) for client in sorted(clients)],
+                "present": not any(self._is_lost(client) for client in clients),
+                "seen": self.seen.get(node),
+            }
+            for node, clients in sorted(nodes.items(), key=lambda item: min(item[1]))
+        ]
+
+    def _is_lost(self, client: int) -> bool:
+        """Return True for a client without a site, or at a site lost for longer than `Quorum.wait_for_lost`."""
+        since = self._lost.get(client)
+        gone = since is not None and time.monotonic() - since >= self.quorum.wait_for_lost
+        return gone or client not in self._node_of
+
     def _nodes(self) -> dict[int, str]:
         """Return the public keys of all connected nodes, by node id."""
         return {node.node_id: node.public_key.decode() for node in self.grid.get_nodes()}
+
+    def _look(self) -> dict[int, str]:
+        """Greet new nodes, and note clients that are lost; return the public keys of all connected nodes."""
+        alive = self._nodes()
+        self.seen |= dict.fromkeys(alive, time.time())
+        self._greet(alive)
+        now = time.monotonic()
+        lost = {client for client, node in self._node_of.items() if node not in alive} - self._lost.keys()
+        self._lost |= dict.fromkeys(lost, now)
+        if lost:
+            # a refused node may have claimed a client of the lost one
+            self._greeted -= self.refusals.keys()
+        # Flower drops an expired message, and its client can be asked anew
+        self._sent = {name: sent for name, sent in self._sent.items() if not (sent.late and now >= sent.expires)}
+        self.on_look()
+        return alive
 
     def _greet(self, alive: Mapping[int, str]) -> None:
         """Ask new nodes for their clients; a node that was gone counts as new."""
@@ -168,10 +342,10 @@ class Link:
         for node in alive.keys() - self._greeted:
             self._greeted.add(node)
             hello = {"hello": {"version": VERSION, "num_clients": self.clients}}
-            self._push(Sent(node), pack(hello), MessageType.QUERY, "hello")
+            self._push(Sent(node), pack(hello), "hello")
 
-    def _push(self, sent: Sent, content: RecordDict, kind: str, group: str) -> None:
-        message = Message(content, dst_node_id=sent.node, message_type=kind, group_id=group, ttl=self.timeout)
+    def _push(self, sent: Sent, content: RecordDict, group: str) -> None:
+        message = Message(content, dst_node_id=sent.node, message_type=sent.kind, group_id=group, ttl=self.timeout)
         for name in self.grid.push_messages([message]):
             # Flower gives None for a message to a node that has just left; a job then goes out again at the next look
             if name is not None:
@@ -182,11 +356,19 @@ class Link:
         if not self._sent:
             return
         for reply in self.grid.pull_messages(list(self._sent)):
-            sent = self._sent.pop(reply.metadata.reply_to_message_id)
+            sent = self._sent.pop(reply.metadata.reply_to_message_id, None)
+            # a greeting before it in the same list may have moved the message's clients to another node
+            if sent is None:
+                continue
             if reply.has_error():
                 # greeted again when it is back, as it may have other clients then
                 if reply.error.code in GONE:
                     self._greeted.discard(sent.node)
+                if reply.error.code == NODE_GONE:
+                    for client in sent.clients:
+                        # a client that has moved to another node meanwhile is not lost
+                        if self._node_of.get(client) == sent.node:
+                            self._lost.setdefault(client, time.monotonic())
                 yield from self._failed(sent, reply.error.code, reply.error.reason or "")
             elif sent.clients:
                 yield sent, reply.content
@@ -198,6 +380,19 @@ class Link:
         rank_zero_warn(f"node {sent.node}{about}: Flower's error {code}: {plain(reason, 300)}")
         # an app that failed would fail again, so that only a lost message or node is worth a second try
         yield sent, None if code in GONE or not sent.clients else failure("its site's app failed")
+
+    def _come_late(self, sent: Sent, reply: RecordDict | None) -> None:
+        """Keep the reply to a training message whose phase is over, where late answers count."""
+        if reply is not None and self.quorum.late_rounds and sent.kind == MessageType.TRAIN:
+            self._kept |= dict.fromkeys(sent.clients, (sent.round, reply))
+
+    def _late_answers(self, kind: str, round: int, open_: Collection[int]) -> list[Answer]:
+        """Return the kept replies about open clients in a training phase, and forget those that are too old."""
+        if kind != MessageType.TRAIN:
+            return []
+        oldest = round - self.quorum.late_rounds
+        self._kept = {client: kept for client, kept in self._kept.items() if kept[0] >= oldest}
+        return [(client, self._kept.pop(client)[1]) for client in sorted(self._kept.keys() & set(open_))]
 
     def _heard(self, node: int, content: RecordDict) -> None:
         """Check a node's greeting, and record the node's clients; warn of a wrong greeting, and record no client."""
@@ -211,16 +406,34 @@ class Link:
             if hello["initial"] != self.initial:
                 raise Refused("its initial model is another than the server's; give both the same versions of torch.")
             self._check_inputs(hello["inputs"])
-            key = self._nodes().get(node, "")
+            key, secret = self._nodes().get(node, ""), hello["secret"]
             for client, sizes in hello["clients"].items():
-                self._check_claim(node, key, client, sizes)
+                self._check_claim(node, key, secret, client, sizes)
         except Refused as refusal:
+            self.refusals[node] = str(refusal)
             rank_zero_warn(f"node {node} is refused: {refusal}")
             return
+        self.refusals.pop(node, None)
         self._inputs = self._inputs or (node, hello["inputs"])
+        # a restarted site may have fewer clients than before, and the others may turn up at another site
+        for client in [client for client, other in self._node_of.items() if other == node]:
+            if client not in hello["clients"]:
+                del self._node_of[client]
+                rank_zero_info(f"node {node} has client {self.label(client)} no longer.")
         for client, sizes in hello["clients"].items():
-            self._node_of[client], self._key_of[client], self.sizes[client] = node, key, sizes
+            if self._node_of.get(client) != node:
+                self._forget_messages(client)
+            self._node_of[client], self._key_of[client], self._secret_of[client] = node, key, secret
+            self.sizes[client] = sizes
+            self._lost.pop(client, None)
         rank_zero_info(f"node {node} has clients {', '.join(map(self.label, sorted(hello['clients'])))}.")
+
+    def _forget_messages(self, client: int) -> None:
+        """Forget messages about a client at a former node, so that the client is asked again at the new one."""
+        for sent in self._sent.values():
+            if client in sent.clients:
+                sent.clients.remove(client)
+        self._sent = {name: sent for name, sent in self._sent.items() if sent.clients or sent.round == 0}
 
     def _check_inputs(self, inputs: str) -> None:
         """Refuse a node that makes other inputs or class numbers of the same rows than the first node.
@@ -240,7 +453,7 @@ class Link:
             f"node {node}; give all sites the same."
         )
 
-    def _check_claim(self, node: int, key: str, client: int, sizes: dict[str, int]) -> None:
+    def _check_claim(self, node: int, key: str, secret: str, client: int, sizes: dict[str, int]) -> None:
         """Refuse a node's claim of a client with another holder, or with other numbers of samples than before.
 
         Raises:
@@ -253,11 +466,14 @@ class Link:
             )
         holder = self._node_of.get(client)
         if holder not in (None, node):
-            # a site that starts anew gets another node id, and keeps the key
-            if key != self._key_of[client]:
-                raise Refused(f"it says that it has client {self.label(client)}, which a node with another key has.")
-            if holder in self._nodes():
-                raise Refused(f"it says that it has client {self.label(client)}, which node {holder} has.")
+            # a site that starts anew gets another node id, and has its key again or, without one, its folder of states
+            is_same = key == self._key_of[client] or (secret != "" and secret == self._secret_of[client])
+            # the server's list may give a client to two keys
+            if not is_same and (self.keys is None or client not in self._lost):
+                raise Refused(
+                    f"it says that it has client {self.label(client)}, which another site has; a site that has moved "
+                    "needs its former key, or its former state-dir."
+                )
         for split, size in sizes.items():
             if not 0 <= size <= own[client]:
                 limit = f"0 to {own[client]}" + ("" if self.keys is None else ", as the server's list says")
@@ -265,7 +481,8 @@ class Link:
                     f"it claims {shown(size)} {split} samples of client {self.label(client)}, which may have {limit}."
                 )
         # a client's weight in the average is by samples, and must not grow in the middle of a run
-        if self.sizes.get(client, sizes) != sizes:
+        earlier = self.expected.get(client, sizes["train"])
+        if self.sizes.get(client, sizes) != sizes or sizes["train"] != earlier:
             raise Refused(f"client {self.label(client)} has other numbers of samples than it had at first.")
 
 

@@ -85,6 +85,8 @@ class Remote(Engine):
         self.link, self.architecture_of, self.live, self.max_norm = link, architecture_of, live, max_norm
         self.summing = summing
         self.sums = None if summing is None else {}
+        # jobs without an answer so far, where a late answer may count
+        self._late: dict[int, Job] = {}
         self._sketches = Sketches(modules)
         self._measured = Measured(modules[0])
         # a site with a wrong metric has it every round, so that each kind of warning comes once per node
@@ -93,9 +95,15 @@ class Remote(Engine):
         self.begin_round()
 
     def begin_round(self) -> None:
-        """Reset the round's training seconds and evaluation bytes."""
+        """Reset the round's training seconds, evaluation bytes and refusals."""
+        self.refusals: dict[int, str] = {}
         self._seconds: defaultdict[int, float] = defaultdict(float)
         self._evaluated = 0
+
+    @property
+    def absent(self) -> frozenset[int]:  # type: ignore[override]
+        """Return the clients without a site, or at a lost one."""
+        return frozenset(range(self.link.clients)).difference(self.link.present)
 
     @property
     def taken(self) -> dict[str, float]:
@@ -110,17 +118,24 @@ class Remote(Engine):
             yield from self._run_summed(asked, self.summing)
             return
         norms: dict[int, dict[int, float]] = {}
+        silent = dict(asked)
         for client, content in self._ask(MessageType.TRAIN, asked):
+            # an answer to an earlier job is relative to the payload of that job
+            job = asked[client] if self.link.times_asked[client] else self._late.pop(client, asked[client])
+            silent.pop(client)
             try:
-                outcome = self._outcome(asked[client], content)
+                outcome = self._outcome(job, content)
                 self._count_seconds(outcome)
                 # by architecture, as norms of networks of different sizes can't be compared
                 if self.max_norm is None and outcome.finite:
                     own = norms.setdefault(self.architecture_of(client), {})
-                    own[client] = norm_of(outcome.update, asked[client].payload)
+                    own[client] = norm_of(outcome.update, job.payload)
                 yield outcome
             except Refused as reason:
-                yield refused(client, reason)
+                yield self._refused(client, reason)
+        if self.link.quorum.late_rounds:
+            # a client still at work on an earlier job hasn't been sent this one
+            self._late |= {client: job for client, job in silent.items() if self.link.times_asked[client]}
         # only now, as the median is of the whole round; the updates have been taken by then
         for own in norms.values():
             self._look_for_far(own)
@@ -167,7 +182,17 @@ class Remote(Engine):
         yield from (outcome for outcome in trained.values() if not outcome.finite)
         # a client with a vector counts in the sum, even if its site refused a later step
         told = {client: reason for client, reason in exchange.refused.items() if client not in hidden}
-        yield from (refused(client, reason) for client, reason in told.items())
+        yield from (self._refused(client, reason) for client, reason in told.items())
+
+    def _refused(self, client: int, reason: Refused) -> Outcome:
+        """Return the outcome of a refused client, without an update, and note the reason.
+
+        Args:
+            client: the client's id.
+            reason: the reason for the record.
+        """
+        self.refusals[client] = str(reason).removesuffix(".") or "it gave no reason"
+        return Outcome(client, {}, ClientState(), {}, True, {}, 0.0, self.refusals[client])
 
     def _count_seconds(self, outcome: Outcome) -> None:
         # a site that told impossible seconds has NaN here, which would hide all other times in the sum
@@ -199,7 +224,9 @@ class Remote(Engine):
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
         """Yield clients' metrics in the order of sites' answers; warn of a client with a wrong answer, and skip it."""
-        asked = {job.client: job for job in jobs}
+        # an evaluation behind a late training would wait for it
+        left_out = self.absent | self.link.busy
+        asked = {job.client: job for job in jobs if job.client not in left_out}
         self._evaluated += sum(num_bytes(sent_to(job)) for job in asked.values())
         for client, content in self._ask(MessageType.EVALUATE, asked):
             try:
@@ -360,13 +387,3 @@ class Remote(Engine):
 def sent_to(job: Job) -> Message:
     """Return the part of a job's payload that travels: all entries, unless the site keeps a state with the rest."""
     return job.travelling if job.state.kept else job.payload
-
-
-def refused(client: int, reason: Refused) -> Outcome:
-    """Return the outcome of a refused client, without an update.
-
-    Args:
-        client: the client's id.
-        reason: the reason for the record.
-    """
-    return Outcome(client, {}, ClientState(), {}, True, {}, 0.0, str(reason).removesuffix(".") or "it gave no reason")

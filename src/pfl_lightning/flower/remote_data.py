@@ -61,8 +61,8 @@ class AtSites:
         return ClientData(cast(FederatedDataModule, self), client)
 
     def size(self, client: int, split: Split) -> int:
-        """Return the number of samples in a split of a client, as reported by the client's site."""
-        return self._sizes[client][split]
+        """Return the number of samples in a split of a client by the report of the client's site; 0 before."""
+        return self._sizes.get(client, {}).get(split, 0)
 
     @property
     def newcomers(self) -> range:

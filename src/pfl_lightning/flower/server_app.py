@@ -16,9 +16,11 @@ from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.callbacks import ChannelsLast, FederatedCallback
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
+from pfl_lightning.data.description import fingerprint
 from pfl_lightning.engines import Engine, LocalWork
 from pfl_lightning.federation.federation import Federation
-from pfl_lightning.flower.link import Link, initial_of
+from pfl_lightning.flower.link import Link, Quorum, initial_of
+from pfl_lightning.flower.progress import Progress
 from pfl_lightning.flower.remote import Remote
 from pfl_lightning.flower.remote_data import remote_data
 from pfl_lightning.flower.sums import Summing
@@ -29,11 +31,16 @@ from pfl_lightning.trainer import FederatedTrainer
 class States(FederatedCallback):
     """Track the client states at sites to keep: the states of this run and of the run's checkpoints.
 
-    Before the first round the callback also has the engine work out templates of updates. In each round it adds the
-    engine's measurements, such as bytes and seconds, to the record.
+    Before the first round the callback also has the engine work out templates of updates. In each round it lets sites
+    join, waits until there are enough, and adds the engine's measurements, such as bytes and seconds, to the record.
+
+    Args:
+        link: the connection to the sites.
+        patience: seconds in a round for enough clients to have a site.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, link: Link, patience: float) -> None:
+        self._link, self._patience = link, patience
         self._federation: Federation | None = None
         self._folders: set[Path] = set()
         self._saved: dict[Path, tuple[int, dict[int, str]]] = {}
@@ -44,6 +51,8 @@ class States(FederatedCallback):
         # a user's own checkpoint callback may have no folder
         callbacks = cast(list[Any], trainer.checkpoint_callbacks)
         self._folders = {Path(callback.dirpath) for callback in callbacks if getattr(callback, "dirpath", None)}
+        # a client without a site so far may have had one before the run was resumed
+        self._link.expected = {client: size for client, size in enumerate(federation.trained["sizes"]) if size}
         # a method without a template fails here, before any site has worked
         for client in range(min(len(federation.architectures), federation.data.num_clients)):
             self._engine.look(federation.job(client))
@@ -51,6 +60,18 @@ class States(FederatedCallback):
     @property
     def _engine(self) -> Remote:
         return cast(Remote, cast(Federation, self._federation).engines[0])
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let sites join before the round's cohort is drawn, and wait until there are enough for the round."""
+        federation = cast(Federation, pl_module)
+        self._link.wait(self._patience, federation.options.min_clients, f"round {federation.round + 1}")
+        sizes = federation.sizes(range(federation.data.num_clients), "train")
+        # those of lost sites stay known
+        known = federation.trained["sizes"]
+        if any(size and size != known[client] for client, size in sizes.items()):
+            federation.options.cohort.sizes = sizes
+            federation.trained["sizes"] = [sizes[client] or size for client, size in enumerate(known)]
+            federation.trained["partition"] = fingerprint(federation.data)
 
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
         """Begin the measurements of a round."""
@@ -98,6 +119,8 @@ def serve(
     max_norm: float | None = None,
     poll: float = 0.2,
     names: Sequence[str] = (),
+    quorum: Quorum | None = None,
+    status: Path | None = None,
 ) -> Federation:
     """Train a federation of clients at sites.
 
@@ -111,11 +134,14 @@ def serve(
         keys: for each public key of a node, the allowed client ids and the largest number of samples per split; None
             lets any registered node have any client without a site.
         timeout: seconds to wait for sites in each phase of a round, above 0.
-        patience: seconds for all clients to get a site at the start.
+        patience: seconds for enough clients to get a site, at the start and in a round that has fewer than
+            ``trainer.min_clients``.
         max_norm: largest Euclidean norm of an update minus the payload, above 0; None refuses none, and warns of an
             update far above the round's median.
         poll: seconds between two looks for answers.
         names: names of the clients by id, by which the record and checkpoints know them; empty for ids alone.
+        quorum: the clients that a start and a phase wait for; None takes the defaults of `Quorum`.
+        status: file for the state of sites and rounds, which ``pfl-lightning status`` shows; None writes none.
 
     Returns:
         The federation after its last round.
@@ -133,11 +159,13 @@ def serve(
     # making the further nets of a list must leave the run's random numbers as they are
     with isolate_rng():
         initial = initial_of(client.architectures())
-    link = Link(grid, data.num_clients, initial, keys, timeout, poll, names)
+    quorum = quorum or Quorum()
+    check_quorum(quorum, trainer, client, aggregator, data.num_clients)
+    cohort = trainer.rounds.cohort_size(data.num_clients)
+    link = Link(grid, data.num_clients, initial, keys, timeout, poll, names, quorum, cohort)
     # `wait` fills the sizes in, in the same dict
     data = remote_data(data, link.sizes, names)
-    link.wait(patience)
-    states = States()
+    progress, states = Progress(link, status), States(link, patience)
 
     def engines(modules: Sequence[ClientModule], work: LocalWork, precision: Precision) -> list[Engine]:
         federation = cast(Federation, trainer.lightning_module)
@@ -149,9 +177,46 @@ def serve(
 
     trainer.rounds = replace(trainer.rounds, engine=engines, compile=False, example_privacy=private)
     # before other callbacks, which may read the round's metrics
-    trainer.callbacks.insert(0, states)  # type: ignore[attr-defined]
-    trainer.fit(client, datamodule=data, aggregator=aggregator, ckpt_path=ckpt_path)
+    trainer.callbacks[:0] = [states, progress]  # type: ignore[attr-defined]
+    with progress.ending():
+        link.wait(patience)
+        trainer.fit(client, datamodule=data, aggregator=aggregator, ckpt_path=ckpt_path)
     return cast(Federation, trainer.lightning_module)
+
+
+def check_quorum(
+    quorum: Quorum, trainer: FederatedTrainer, client: ClientModule, aggregator: Aggregator | None, clients: int
+) -> None:
+    """Refuse a quorum that the method's server side or the guarantee doesn't allow.
+
+    Args:
+        quorum: the clients that a start and a phase wait for.
+        trainer: the settings of rounds.
+        client: the client module.
+        aggregator: the server side; None takes the client module's own.
+        clients: number of clients in the federation.
+
+    Raises:
+        MisconfigurationException: with the setting and what would work.
+    """
+    server = aggregator or client.configure_aggregator()
+    least = quorum.min_available or clients
+    if least > clients:
+        raise MisconfigurationException(
+            f"min-available={least} is more than data.num_clients={clients}; take at most that many."
+        )
+    if least < clients and (server.fixed_sizes or trainer.rounds.example_privacy is not None):
+        reason = "trainer.example_privacy" if not server.fixed_sizes else f"aggregator {server.name}"
+        raise MisconfigurationException(
+            f"min-available={least} lets clients join after the first round, and {reason} needs all clients' numbers "
+            "of samples before; take 0, which is all clients."
+        )
+    private = server.guarantee or trainer.rounds.example_privacy is not None
+    if quorum.late_rounds and (private or trainer.rounds.secure_sum is not None):
+        reason = "a guarantee of privacy" if private else "trainer.secure_sum"
+        raise MisconfigurationException(
+            f"late-rounds={quorum.late_rounds} counts an update in a later round, which {reason} doesn't allow; take 0."
+        )
 
 
 def summing_of(federation: Federation) -> Summing | None:

@@ -18,6 +18,8 @@ from pfl_lightning.runs.whole_files import replacing
 
 # 64 random bits, so that runs and processes need no common counter
 TOKEN = re.compile("[0-9a-f]{16}")
+SECRET = "secret"
+"""The file with the secret of a site."""
 LEFT_BEHIND = 3600
 """Age in seconds from which an unfinished file counts as left by a killed process."""
 
@@ -100,6 +102,14 @@ class StateVersions:
             raise Refused(
                 f"client {client}: the version {token} of its state is damaged: {flaw(path, error)}."
             ) from error
+
+    def secret(self) -> str:
+        """Return the folder's secret, by which a server knows a site that has restarted; made at the first call."""
+        path = self.folder / SECRET
+        if not path.is_file():
+            with written(path) as partial:
+                partial.write_text(secrets.token_hex(16))
+        return path.read_text()
 
     def of(self, client: int) -> Path:
         """Return the folder of a client's versions."""

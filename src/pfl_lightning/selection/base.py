@@ -125,7 +125,7 @@ def drawn_by_weight(draw: random.Random, clients: Sequence[int], size: int, weig
         weights: weight by id, at least 0; clients of weight 0 come last.
     """
     if len({weights[client] for client in clients}) <= 1:
-        return draw.sample(list(clients), size)
+        return draw.sample(list(clients), min(size, len(clients)))
     # Exponential clocks with the weights as rates: the order in which they ring is that of weighted draws without
     # replacement, with one random number per client. A clock of rate 0 never rings.
     rings = {

@@ -1,0 +1,119 @@
+"""The state of a deployment for its operator: a line per round, and a file for ``pfl-lightning status``."""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, cast
+
+from lightning.pytorch import LightningModule, Trainer
+
+from pfl_lightning.callbacks import FederatedCallback
+from pfl_lightning.federation.federation import Federation
+from pfl_lightning.flower.link import Link
+from pfl_lightning.flower.remote import Remote
+from pfl_lightning.messages import Updates
+from pfl_lightning.runs.deployment_status import write_status
+from pfl_lightning.stopping import Stopped
+
+REWRITTEN = 2.0
+"""Least number of seconds between two writings of the file without news."""
+
+
+class Progress(FederatedCallback):
+    """Print a line per round, and write the state of sites and rounds into a file.
+
+    Args:
+        link: the connection to the sites.
+        path: the file; None writes none.
+    """
+
+    def __init__(self, link: Link, path: Path | None = None) -> None:
+        self.link, self.path = link, path
+        self._state: dict[str, Any] = {"state": "waiting", "round": 0, "rounds": None, "reason": "", "last": {}}
+        self._cohort: list[int] = []
+        self._slowest: tuple[int, float] | None = None
+        self._begun = self._written = -math.inf
+        self._told = -1
+        link.on_look = self._look
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Write inside this context how the run has ended."""
+        self._write()
+        try:
+            yield
+        except BaseException as error:
+            stopped = isinstance(error, (Stopped, KeyboardInterrupt, SystemExit))
+            self._write(state="stopped" if stopped else "failed", reason=" ".join(str(error).split())[:500])
+            raise
+        self._write(state="finished")
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write that the rounds begin."""
+        federation = cast(Federation, pl_module)
+        folder = str(trainer.log_dir or "")
+        self._write(state="running", round=federation.round, rounds=trainer.max_epochs, run=folder)
+
+    def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
+        """Start the round's clock."""
+        self._cohort, self._slowest, self._begun = cohort, None, time.monotonic()
+
+    def on_aggregate_start(self, trainer: Trainer, federation: Federation, updates: Updates) -> None:
+        """Note the slowest client of the training; an evaluation has times of its own."""
+        took = self.link.took
+        self._slowest = max(((client, took[client]) for client in took), key=lambda item: item[1], default=None)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the round's line, once evaluated, and write the file."""
+        federation = cast(Federation, pl_module)
+        label, engine = self.link.label, cast(Remote, federation.engines[0])
+        row, monitor = federation.metrics, federation.monitor
+        absent = [int(client) for client in str(row["absent"]).split()]
+        refused = {label(client): reason for client, reason in sorted(engine.refusals.items())}
+        answered = len(set(self._cohort).difference(absent))
+        parts = [f"{answered} of {len(self._cohort)} clients answered"]
+        if absent:
+            parts.append(f"absent {', '.join(map(label, absent))}")
+        parts += [f"refused {client}: {reason}" for client, reason in refused.items()]
+        if "train/loss" in row:
+            parts.append(f"loss {row['train/loss']:.4g}")
+        if not math.isnan(value := row.get(f"val/{monitor.metric}", math.nan)):
+            parts.append(f"validation {monitor.words} {monitor.written(value)}")
+        if self._slowest is not None:
+            parts.append(f"slowest client {label(self._slowest[0])} after {self._slowest[1]:.1f} s")
+        line = f"round {federation.round} of {trainer.max_epochs}, {time.monotonic() - self._begun:.1f} s: "
+        line += "; ".join(parts)
+        # flushed, as Flower passes on what an app prints, and its pipe is no terminal
+        print(line, flush=True)
+        last = {"line": line, "absent": [label(client) for client in absent], "refused": refused}
+        self._write(round=federation.round, last=last)
+
+    def _look(self) -> None:
+        """Write the file now and then while the server waits, and print how many clients have a site at the start."""
+        present = len(self.link.present)
+        if self._state["state"] == "waiting" and present != self._told:
+            self._told = present
+            print(f"waiting for sites: {present} of {self.link.clients} clients have one", flush=True)
+        if time.monotonic() - self._written > REWRITTEN:
+            self._write()
+
+    def _write(self, **news: Any) -> None:
+        """Write the file, with some entries new."""
+        self._state |= news
+        self._written = time.monotonic()
+        if self.path is None:
+            return
+        sites = self.link.sites()
+        known = {client for site in sites for client in site["clients"]}
+        every = [self.link.label(client) for client in range(self.link.clients)]
+        state = {
+            **self._state,
+            "sites": sites,
+            "without_site": [client for client in every if client not in known],
+            "refused_sites": [{"node": str(node), "reason": reason} for node, reason in self.link.refusals.items()],
+        }
+        # a full disk or a removed folder must not end the rounds
+        with suppress(OSError):
+            write_status(self.path, state)

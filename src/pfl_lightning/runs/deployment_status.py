@@ -1,0 +1,83 @@
+"""The state of a deployment, in a small file that the server's app replaces and the command ``status`` reads."""
+
+import json
+import os
+import socket
+import time
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pfl_lightning.runs.locks import is_alive
+from pfl_lightning.runs.whole_files import replacing
+
+FILE = "deployment.status"
+"""The file's name; without the suffix of JSON, with which Flower would pack the file into the app."""
+
+SILENT = 300.0
+"""Seconds without a new file after which a server on another machine counts as dead."""
+
+
+def status_file(place: Path) -> Path | None:
+    """Return the file of a deployment's state; None for a folder without any.
+
+    Args:
+        place: the folder of an app, or the folder with the file.
+    """
+    project = place / "pyproject.toml"
+    try:
+        settings = tomllib.loads(project.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
+    except (OSError, ValueError, LookupError, TypeError):
+        settings = {}
+    told = Path(str(settings.get("status") or place / FILE))
+    return next((path for path in (told, place / FILE) if path.is_file()), None)
+
+
+def write_status(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the state of a deployment in one step, with time, process and host.
+
+    Args:
+        path: the file.
+        content: the state, as `DeploymentStatus` has it.
+    """
+    own = {"written": time.time(), "process": os.getpid(), "host": socket.gethostname()}
+    with replacing(path) as partial:
+        partial.write_text(json.dumps({**content, **own}, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class DeploymentStatus:
+    """The state of a deployment according to its file.
+
+    Args:
+        path: the file.
+    """
+
+    path: Path
+
+    @cached_property
+    def told(self) -> Mapping[str, Any]:
+        """The content of the file; empty if it can't be read."""
+        try:
+            told = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return told if isinstance(told, dict) else {}
+
+    @property
+    def state(self) -> str:
+        """``waiting`` for sites, ``running``, ``finished``, ``stopped``, ``failed``, or ``dead`` without a word."""
+        state = str(self.told.get("state", "dead"))
+        if state not in ("waiting", "running"):
+            return state
+        here = self.told.get("host") == socket.gethostname()
+        lives = is_alive(int(self.told["process"])) if here else time.time() - self.told["written"] < SILENT
+        return state if lives else "dead"
+
+    @property
+    def exit_code(self) -> int:
+        """0 for a deployment that has finished or goes on, else 1."""
+        return 0 if self.state in ("waiting", "running", "finished") else 1
