@@ -85,11 +85,12 @@ class Sharded(Engine):
         """Return states in which those of other ranks' clients are replaced by the rank's name."""
         if not self.keeps_states:
             return dict(states)
-        return {client: self._named(client, state) for client, state in states.items()}
+        ranks = {client: self.rank_of(client) for client in states}
+        return {k: state if ranks[k] == self.rank else self._name_of(state, ranks[k]) for k, state in states.items()}
 
-    def _named(self, client: int, state: ClientState) -> ClientState:
-        rank = self.rank_of(client)
-        return state if rank == self.rank else ClientState(kept=f"rank {rank}")
+    def _name_of(self, state: ClientState, rank: int) -> ClientState:
+        # An empty state is the same everywhere, and clients with the same are evaluated together.
+        return state if state == ClientState() else ClientState(kept=f"rank {rank}")
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
         """Evaluate each job's client on one of the ranks."""
@@ -137,8 +138,7 @@ class Sharded(Engine):
         results = [result for part in parts if isinstance(part, list) for result in part]
         if not (phase == "training" and self.keeps_states):
             return results
-        named = [(result, self._named(result.client, states.get(result.client, result.state))) for result in results]
-        return [result._replace(state=state) for result, state in named]
+        return [result._replace(state=states.get(result.client, result.state)) for result in results]
 
     def _trained(self, own: Iterable[Job], states: dict[int, ClientState]) -> list[Outcome]:
         """Return this rank's outcomes without states, and with ``sums`` their mean in the place of each update.
@@ -151,7 +151,7 @@ class Sharded(Engine):
         results = self.engine.complete("training", own)
         while block := list(islice(results, TOGETHER)):
             states |= {outcome.client: outcome.state for outcome in block}
-            block = [outcome._replace(state=ClientState()) for outcome in block]
+            block = [outcome._replace(state=self._name_of(outcome.state, self.rank)) for outcome in block]
             # block by block, so that a rank never holds the updates of all of its clients
             outcomes += block if self.weighting is None else averaged(block, self.weighting == "samples")
         return outcomes if self.weighting is None else averaged(outcomes, self.weighting == "samples")
