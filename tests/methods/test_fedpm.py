@@ -98,7 +98,7 @@ def test_a_bit_a_weight_travels_up_and_the_scores_down():
 
 def test_it_learns_and_predicts_by_a_mask_or_by_the_mean():
     for predict in ("sample", "mean"):
-        run = fit(make_client(FedPM, optimizer=LARGE, predict=predict), max_rounds=8, local_epochs=3)
+        run = fit(make_client(FedPM, optimizer=LARGE, predict=predict), max_rounds=5, local_epochs=2)
         assert run.rows[-1]["val/loss"] < run.rows[0]["val/loss"]
         x = points(9, seed=1)[0]
         model = run.model.eval()

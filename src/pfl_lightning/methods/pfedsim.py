@@ -32,11 +32,11 @@ class PFedSim(WeightedAverage):
     :math:`\sum_j a_{kj} \theta_j` over the last bodies of all clients, and its own head. After the warm-up all clients'
     models are the global one. A similarity is computed anew where both clients take part in a round, and is 0 before
     the first such round, so that a client which has met nobody receives its own model. The server keeps every client's
-    model. The body is all that is shared outside ``net.classifier``, with buffers.
+    model; a new client receives the warm-up's. The body is all that is shared outside ``net.classifier``, with buffers.
 
     Here similarities are at most 0.9999; in FL-bench equal heads give an infinite weight. There a client is scored by
     its model after local training, which is ``trainer.evaluate=after``.
-    Source: Tan et al., 2023 (https://arxiv.org/abs/2305.15706); KarhouTam/FL-bench@06e658b, by the paper's author.
+    Source: Tan et al., 2023 (https://arxiv.org/abs/2305.15706); KarhouTam/FL-bench@06e658b.
 
     Args:
         warmup: share of the planned rounds in the warm-up, in [0, 1], rounded down; with 1 it is `WeightedAverage`.
