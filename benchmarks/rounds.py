@@ -3,6 +3,7 @@
     python benchmarks/rounds.py [--engines sequential processes vectorised compiled auto] [--workloads W1 W5]
     python benchmarks/rounds.py --engines sequential vectorised --workloads U1 U2 U3 --cpu    # clients as they are
     python benchmarks/rounds.py --scale          # rounds a second against the number of clients
+    python benchmarks/rounds.py --evaluation     # evaluation of all clients in each round, and of 100 of them
     python benchmarks/rounds.py --accelerator gpu --precision bf16-mixed
 
 Both run in one process and take turns, round by round: what else the machine does hits both. A round of ours is all
@@ -60,11 +61,16 @@ class Noise(FederatedDataModule):
 
     num_classes = 10
 
-    def __init__(self, num_clients: int, samples: int | Sequence[int], input_shape: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        num_clients: int,
+        samples: int | Sequence[int],
+        input_shape: tuple[int, ...],
+        held_out: float = 0.0,
+    ) -> None:
         partitioner = IID() if isinstance(samples, int) else Sizes(samples)
-        super().__init__(
-            num_clients=num_clients, partitioner=partitioner, batch_size=BATCH, test_fraction=0, val_fraction=0
-        )
+        fractions = {"test_fraction": held_out, "val_fraction": held_out}
+        super().__init__(num_clients=num_clients, partitioner=partitioner, batch_size=BATCH, **fractions)
         self.input_shape = input_shape
         self.pool_size = num_clients * samples if isinstance(samples, int) else sum(samples)
 
@@ -277,6 +283,46 @@ def scale(args: argparse.Namespace) -> None:
         print(f"{clients:<28} " + " ".join(f"{speed:>9.2f}/s" for speed in speeds), flush=True)
 
 
+class Parts(Callback):
+    """Keeps the seconds of each round: training and aggregation, and evaluation."""
+
+    def __init__(self) -> None:
+        self.seconds: list[tuple[float, float]] = []
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reads the round's row."""
+        row = pl_module.metrics
+        self.seconds.append((row["time/train"] + row["time/aggregate"], row["time/evaluate"]))
+
+
+def evaluation(args: argparse.Namespace) -> None:
+    """Prints the CPU seconds of evaluation beside those of the round proper, for growing numbers of clients."""
+    print(f"{'50 of n clients x 20, MLP 64-64-10':<36} {'engine':<11} {'round':>9} {'evaluation':>11} {'of 100':>9}")
+    for clients in (100, 1000, 10_000):
+        for engine in args.engines:
+            medians = []
+            for part in (1.0, 100):
+                seed_everything(0, verbose=False)
+                data, parts = Noise(clients, 20, (1, 8, 8), held_out=0.1), Parts()
+                trainer = FederatedTrainer(
+                    max_rounds=args.rounds + 2,
+                    clients_per_round=50,
+                    evaluate_clients=part,
+                    engine=engine,
+                    callbacks=[parts],
+                    accelerator=args.accelerator,
+                    logger=False,
+                    enable_checkpointing=False,
+                    enable_progress_bar=False,
+                    enable_model_summary=False,
+                )
+                net = partial(MLP, hidden=(64,))
+                trainer.fit(FedAvg(net, (1, 8, 8), 10, optimizer=partial(SGD, lr=LR)), datamodule=data)
+                medians.append([statistics.median(times) for times in zip(*parts.seconds[2:], strict=True)])
+            (proper, everybody), (_, some) = medians
+            print(f"n = {clients:<32} {engine:<11} {proper:>7.3f} s {everybody:>9.3f} s {some:>7.3f} s", flush=True)
+
+
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -289,13 +335,14 @@ def main() -> None:
     parser.add_argument("--channels_last", action="store_true", help="in the federation, not in the plain loop")
     parser.add_argument("--cpu", action="store_true", help="seconds of the process in place of the clock's")
     parser.add_argument("--scale", action="store_true", help="rounds a second against the number of clients")
+    parser.add_argument("--evaluation", action="store_true", help="seconds of evaluation against those of the round")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     place = torch.cuda.get_device_name() if args.accelerator == "gpu" else f"{cores()} cores, {args.threads} thread(s)"
     print(f"torch {torch.__version__}, {place}, batch {BATCH}, medians of {args.rounds} rounds")
-    (scale if args.scale else table)(args)
+    (scale if args.scale else evaluation if args.evaluation else table)(args)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"peak memory of the process: {peak:,.0f} MiB")
     if args.accelerator == "gpu":

@@ -1,6 +1,7 @@
 """What is answered without torch, and that the answers are the parser's."""
 
 import re
+import shlex
 import subprocess
 import sys
 
@@ -19,6 +20,21 @@ from pfl_lightning.cli.trainer_commands import PflCLI
 from pfl_lightning.cli.usage import UsageError
 from pfl_lightning.internals.of_jsonargparse import commands_of
 from pfl_lightning.internals.of_jsonargparse import options_of as actions_of
+
+OWN = {
+    "fit -c quickstart": [],
+    "fit --config methods/fedawa --config protocols/digits_iid --model.optimizer.lr 0.1": [],
+    "fit --model mine.Confident --data pfl_lightning.data.Digits": ["mine.Confident"],
+    "fit '--trainer.callbacks+={class_path: mine.Own, init_args: {a: torch.nn.ReLU}}'": ["mine.Own"],
+}
+"""Command lines, and the classes of other packages that they name."""
+
+
+@pytest.mark.parametrize("line", OWN)
+def test_classes_of_others_are_seen(line):
+    # for these, torchmetrics is imported with all that it finds
+    assert CommandLine(shlex.split(line)).foreign == OWN[line]
+
 
 PROGRAM = """
 import sys

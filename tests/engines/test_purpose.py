@@ -42,7 +42,8 @@ def test_a_download_is_told_its_purpose(engine, method, evaluate, trained, evalu
     extra = ROUNDS * COHORT if trained == evaluated else 0
     assert set(purposes) == {trained, evaluated}
     assert purposes.count(trained) == ROUNDS * COHORT + extra
-    assert purposes.count(evaluated) >= ROUNDS * CLIENTS
+    # one download serves the evaluation of all clients with the same model
+    assert purposes.count(evaluated) >= ROUNDS
 
 
 def test_outside_a_federation_both_may_follow():

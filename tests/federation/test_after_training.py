@@ -128,7 +128,8 @@ def test_a_client_that_diverges_keeps_its_metrics():
         run = fit(make_client(FedPer), blobs(data=Poisoned), callbacks=[poison, spy], evaluate="after")
     assert spy.by_round[0][0] == before[0] and spy.by_round[1][1] == spy.by_round[0][1]
     for row, last in zip(run.rows, spy.by_round, strict=True):
-        assert row["val/loss"] == summary(run, last, "val")["loss"]
+        # clients that have not trained have the same model, and are evaluated together
+        assert row["val/loss"] == pytest.approx(summary(run, last, "val")["loss"], rel=1e-6)
 
 
 def test_clients_that_never_trained_are_evaluated_with_the_initial_model_as_they_received_it():

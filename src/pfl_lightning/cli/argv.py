@@ -5,6 +5,7 @@ a command line before the parser looks at this object.
 """
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,8 @@ from pfl_lightning.cli.yaml_text import load
 CONFIG = ("--config", "-c")
 """Options that take a configuration."""
 MEAN = "--aggregator.mean"
+FOREIGN = re.compile(r"(?<![\w./])(?!(?:pfl_lightning|lightning|torch)\.)[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
+"""Dotted names of other packages than this one, Lightning and torch."""
 PAIR = ("local_epochs", "local_steps")
 """The two settings of the Trainer that exclude each other."""
 
@@ -92,6 +95,16 @@ class CommandLine:
         self.command = words[0] if words and not words[0].startswith("-") else ""
         self.arguments = list(arguments_in(words[1:] if self.command else words))
 
+    @property
+    def foreign(self) -> list[str]:
+        """Names of classes and functions of other packages than this one, Lightning and torch, also in configurations.
+
+        >>> CommandLine(["fit", "--model", "mine.Confident", "--data", "pfl_lightning.data.Digits"]).foreign
+        ['mine.Confident']
+        """
+        given = [argument.settings or argument.value for argument in self.arguments]
+        return [name for text in texts_in(given) for name in FOREIGN.findall(text)]
+
     def completed(self, own_server: Callable[[str], str]) -> list[str]:
         """Return the words for the parser, which takes paths of configurations and classes by name alone.
 
@@ -124,6 +137,15 @@ class CommandLine:
                 (other,) = set(PAIR) - set(argument.budget)
                 result += [f"--trainer.{other}", "null"]
         return result
+
+
+def texts_in(record: Any) -> Iterator[str]:
+    """Yield the texts in nested lists and dicts."""
+    if isinstance(record, str):
+        yield record
+    elif isinstance(record, (list, dict)):
+        for value in record.values() if isinstance(record, dict) else record:
+            yield from texts_in(value)
 
 
 def arguments_in(words: Sequence[str]) -> Iterator[Argument]:

@@ -19,6 +19,7 @@ from pfl_lightning.cli.earlier_run import with_run
 from pfl_lightning.cli.refusals import refuse_at_sight
 from pfl_lightning.cli.silence import silence
 from pfl_lightning.cli.usage import UsageError, fail
+from pfl_lightning.internals.light_start import import_torchmetrics
 from pfl_lightning.stopping import RankLost, Stopped, ending_at_once, stoppable
 
 MODULES = {
@@ -58,6 +59,9 @@ def main(args: list[str] | None = None) -> None:
             other = line.command in OTHERS
             # A signal ends the process at once here: an exception within an import would surface as another error.
             with ending_at_once(partial(tell, words)):
+                # Metrics of a user's own module may need what this leaves out of torchmetrics.
+                if not other and not line.foreign:
+                    import_torchmetrics()
                 command = import_module(MODULES[line.command] if other else "pfl_lightning.cli.trainer_commands")
             if other:
                 sys.exit(command.main(words[1:]))

@@ -93,7 +93,7 @@ class Alike:
         """Load the model that the job's clients have in common, as `Engine.become` loads a client's."""
         engine, module = self.engine, self.module
         engine.set_turn(job)
-        engine._seed(job.seed)
+        engine.seed_generators(job.seed)
         engine.set_mode(training=False)
         before = engine.random_states()
         taken = {name: vars(module).pop(name) for name in ("client_id", "steps_done")}

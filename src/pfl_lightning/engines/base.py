@@ -386,7 +386,7 @@ class Engine(ABC):
         module = self.module
         self.set_turn(job)
         data = self.data_of(job)
-        self._seed(job.seed)
+        self.seed_generators(job.seed)
         self.set_mode(training=False)
         vars(module).update(
             training_follows=training or overrides(module, "evaluation_phases"),
@@ -434,7 +434,7 @@ class Engine(ABC):
         for module, trained in modes:
             vars(module)["training"] = training and trained
 
-    def _seed(self, seed: int) -> None:
+    def seed_generators(self, seed: int) -> None:
         """Seed the generators of dropout; `torch.manual_seed` would also queue seeds for missing devices."""
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":

@@ -431,7 +431,7 @@ def states_of_samples(metric: Metric, outputs: Tensor, target: Tree) -> StateDic
 
     try:
         rows = {name: zero.expand(len(outputs), *zero.shape).clone() for name, zero in zeros.items()}
-        return cast(StateDict, vmap(updated)(rows, outputs, target))
+        return vmap(updated)(rows, outputs, target)
     except RuntimeError:
         return None
     finally:

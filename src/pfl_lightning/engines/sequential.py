@@ -234,7 +234,7 @@ class Sequential(Engine):
         gradients = ExampleGradients(self.module, slots, list(parameters), privacy, self.forward_context)
         if privacy.is_secure:
             # dropout's masks go by places in the batch, so that one sample more would change the others' known masks
-            self._seed(secure_seed())
+            self.seed_generators(secure_seed())
         # Views of the parameters' memory, so each step sees the optimizer's changes.
         entries = slots.current()
         steps: list[Step] = []

@@ -228,9 +228,9 @@ def alike(sizes: Mapping[int, int], splits: tuple[Split, ...], job_of: JobOf, re
     """
     # The key is by identity, for which the first client's job keeps the objects alive: a new object may get the number
     # of one that is gone.
-    groups: dict[tuple[str | int, ...], tuple[Job, list[int], list[int]]] = {}
+    groups: dict[tuple[object, ...], tuple[Job, list[int], list[int]]] = {}
 
-    def closed(key: tuple[str | int, ...]) -> Job:
+    def closed(key: tuple[object, ...]) -> Job:
         job, clients, _ = groups.pop(key)
         others = tuple(clients[1:])
         return job._replace(alike=others, job_of=lambda client: job_of(client, splits)) if others else job
@@ -243,7 +243,7 @@ def alike(sizes: Mapping[int, int], splits: tuple[Split, ...], job_of: JobOf, re
         if key in groups and groups[key][2][0] + size > CHUNK:
             yield closed(key)
         # Taken out and put in again, so that the groups are in the order of their last clients.
-        job, clients, rows = groups.pop(key, None) or (job_of(client, splits, received), [], [0])
+        job, clients, rows = groups.pop(key) if key in groups else (job_of(client, splits, received), [], [0])
         clients.append(client)
         rows[0] += size
         groups[key] = job, clients, rows

@@ -946,7 +946,8 @@ class Federation(LightningModule):
 
     def _advise(self) -> None:
         """Say once how evaluations would take less time, if they take more than half of the rounds' time."""
-        of_round = [self.metrics[f"time/{part}"] for part in ("evaluate", "train", "aggregate")]
+        # Lightning's sanity check evaluates before the first round.
+        of_round = [self.metrics.get(f"time/{part}", 0.0) for part in ("evaluate", "train", "aggregate")]
         self._times = [*map(sum, zip(self._times, of_round, strict=True))]
         evaluating, total = self._times[0], sum(self._times)
         if self._advised or self.options.evaluate == "after" or not WORTH_ADVICE < evaluating > total / 2:

@@ -156,7 +156,9 @@ class Area(Metric):
             scores, target = dim_zero_cat(self.scores), dim_zero_cat(self.target)
             return self._of_scores(scores, target, torch.zeros_like(target), 1)[0]
         owners = self.counts.new_zeros(self.bins)
-        return torch.stack([self._areas(*self.counts[k], owners, 1) for k in self._classes]).nanmean()
+        return torch.stack(
+            [self._areas(self.counts[k, 0], self.counts[k, 1], owners, 1) for k in self._classes]
+        ).nanmean()
 
     def values_of_clients(self, outputs: Tensor, target: Tensor, owners: Tensor, clients: int) -> Tensor:
         """Return the areas of several clients' samples ``[clients]``.

@@ -793,11 +793,11 @@ def test_memory_that_is_short_in_evaluation_halves_what_is_scored_at_once(monkey
 def test_memory_that_was_short_in_evaluation_does_not_end_scoring_at_once(monkeypatch):
     most = [0]
     tried = short_of_memory(monkeypatch, evaluator.BlockEvaluator, "_forward", most, rows_of)
-    _, run = compare(max_rounds=2)
+    _, run = compare(FedPer, max_rounds=2)
     assert run.federation.engines[0].evaluator.usable
     most[0] = 5
     tried.clear()
-    compare(max_rounds=2)
+    compare(FedPer, max_rounds=2)
     assert set(tried) > {1}
 
 
