@@ -121,7 +121,7 @@ class Auto(Engine):
             self._take_one_by_one(f"of a round's {len(jobs)} clients {together:.1f} on average take a step together")
             # Other rounds may have more clients, or clients of other sizes.
             self._engine, self._alone = engine, self._engine
-        return cast(Engine, self._alone)
+        return self._alone
 
     @torch.no_grad()
     def _outputs(self, part: Samples) -> int:
