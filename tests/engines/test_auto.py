@@ -1,5 +1,6 @@
 """The engine that is taken where the choice is left open."""
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -79,6 +80,36 @@ def test_one_core_keeps_nets_vectorised_that_several_would_share_out(taken, monk
     monkeypatch.setattr(auto, limit, 10)
     fit(make_client(), engine="auto", workers=1)
     assert taken == [engine]
+
+
+def test_rounds_of_too_unequal_clients_are_not_vectorised(taken, caplog):
+    # a client of twelve batches and three of one: 15 batches in 12 steps
+    unequal = {"val_fraction": 0.0, "test_fraction": 0.0}
+    runs = [fit(make_client(), blobs(60, 5, 4, 3, **unequal), engine=e, workers=1) for e in ("sequential", "auto")]
+    assert same_end(*runs) and taken == ["Sequential"]
+    assert "takes sequential: of a round's 4 clients 1.2 on average take a step together" in lines(caplog)[-1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings", "smallest", "expected"),
+    [
+        ((30, 30, 30), {}, 1, 3.0),
+        # three of four batches are full, and the rest is of one size or of two
+        ((20, 15), {}, 1, 2.0),
+        ((20, 15), {}, 2, 4 / 3),
+        ((20, 11), {}, 2, 3 / 2),
+        ((20, 0, 5), {}, 1, 3 / 2),
+        ((0, 0), {}, 1, 0.0),
+        ((20, 15, 5), {"last_batch": "drop"}, 2, 4 / 3),
+        ((20, 15, 5), {"last_batch": "wrap"}, 2, 5 / 2),
+        ((100, 10, 10), {"limit": 2}, 1, 4 / 2),
+        ((100, 10, 10), {"limit": 0.1}, 1, 3.0),
+        ((100, 10, 0), {"epochs": None, "steps": 5}, 1, 2.0),
+    ],
+)
+def test_clients_of_a_step(sizes, settings, smallest, expected):
+    work = LocalWork(**{"batch_size": 10, **settings})
+    assert auto.clients_a_step(np.array(sizes), work, smallest) == pytest.approx(expected)
 
 
 def test_cores_are_counted_where_nobody_says(taken, monkeypatch):

@@ -6,6 +6,7 @@ from itertools import chain
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import Precision
 from test_engine import RAGGED, client_modules, compare
 from torch import nn
 from torch._dynamo import lookup_backend
@@ -232,3 +233,11 @@ def test_engines_that_cannot_refuse(engine):
 def test_auto_passes_it_on():
     run = fit(make_client(), engine="auto", compile=True)
     assert run.federation.engines[0]._engine.trainer.compiled.trusted
+
+
+def test_steps_are_compiled_for_few_numbers_of_rows():
+    compiled = Compiled(make_client(), Precision())
+    assert [compiled.rows("train", 100, needed) for needed in (100, 26, 25, 9, 8, 1)] == [100, 100, 25, 25, 8, 8]
+    assert [compiled.rows("train", 6, needed) for needed in (6, 1)] == [6, 6]
+    # the compiler has room for so many versions alone
+    assert [compiled.rows("head", 100, needed) for needed in (100, 1, 20)] == [100, 8, 100]

@@ -179,7 +179,33 @@ class Logged(FedAvg):
         return values | {"largest": batch[0].amax().to(values["loss"])}
 
 
-@pytest.mark.parametrize("method", [Spread, Apart, Tiny, Logged])
+class Later(FedAvg):
+    """Its loss has a term across samples in later batches of a round."""
+
+    def training_step(self, batch, batch_idx):
+        values = super().training_step(batch, batch_idx)
+        return values if batch_idx < 5 else {"loss": values["loss"] + self.net(batch[0]).mean(0).square().sum()}
+
+
+class Counting(FedAvg):
+    """Counts its steps in a buffer, and has another mean over samples in later batches of a round."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        values = super().training_step(batch, batch_idx)
+        self.steps.add_(1)
+        return values if batch_idx < 5 else {"loss": values["loss"] + self.net(batch[0]).square().mean()}
+
+
+def test_other_means_in_later_batches_stay_at_once(used):
+    compare(Counting)
+    assert used["mapped_by_sample"] and not used["padding"].refused
+
+
+@pytest.mark.parametrize("method", [Spread, Apart, Tiny, Logged, Later])
 def test_what_isn_t_a_mean_over_samples_is_found(used, method):
     compare(method, max_rounds=3)
     assert used["padding"].refused == {"train"}

@@ -298,7 +298,7 @@ class Differentiator:
         entries.update({name: entries[name].clone() for name in self._moving})
         buffers = [entry for name, entry in entries.items() if name not in self.trained and name not in self._moving]
         before = list(map(version, buffers))
-        factors = None if self.scales is None else self.scales.of(rows)[:, None]
+        factors: Tensor | float | None = None if self.scales is None else self.scales.of(rows)[:, None]
         if self.share != 1:
             factors = self.share if factors is None else factors * self.share
         members, of_rows = self.block.of(rows), cast("NDArray[np.int64]", sizes).tolist()
