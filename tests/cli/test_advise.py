@@ -336,7 +336,7 @@ def test_validation_chooses_and_test_rows_only_report(made):
     assert all(f"{gain:+.2f} [" in page for page in pages for gain in gains)
     # clear on test rows too: FedAvg's gain and Ditto's loss
     (said,) = [line for line in pages[0].splitlines() if line.startswith("On test rows")]
-    assert re.search(r"better than Local are FedAvg \(\+\d.*; worse than Local are Ditto \(-\d", said)
+    assert re.search(r"better than Local: FedAvg \(\+\d.*; worse than Local: Ditto \(-\d", said)
     assert Path("out/advice.png").stat().st_size > 0 and Path("out/report.html").is_file()
 
 

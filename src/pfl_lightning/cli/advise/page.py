@@ -301,13 +301,13 @@ class Advice:
         if losses := self.clear("val", -1):
             found.append(f"Worse than {self.reference} on validation rows: {listed(losses)}.")
         tested = [
-            f"{words} than {self.reference} are {listed(methods)}"
+            f"{words} than {self.reference}: {listed(methods)}"
             for words, sign in (("better", 1), ("worse", -1))
             if (methods := self.clear("test", sign))
         ]
         if tested:
-            of = "" if self.overlap["test"] else ", the same ones at all seeds"
-            found.append(f"On test rows, which had no part in the choice{of}, {'; '.join(tested)}.")
+            stay = "" if self.overlap["test"] else " and are the same at all seeds"
+            found.append(f"On test rows, which had no part in the choice{stay}, {'; '.join(tested)}.")
         mixed: Clients = {}
         for pick in self.picks:
             mixed |= {key: value for key, value in test.get(pick.method, {}).items() if key[1] == pick.site}
