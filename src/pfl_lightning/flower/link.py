@@ -238,9 +238,9 @@ class Link:
         self.took.clear()
         begun = time.monotonic()
         enough, until = self.quorum.enough(len(jobs), self.cohort), begun + self.timeout
-        for client, reply in self._late_answers(kind, round, open_):
+        for client, late in self._late_answers(kind, round, open_):
             self._answered(client, open_, begun)
-            yield client, reply
+            yield client, late
         while True:
             # at each look, so that a site can come back, or turn up as a new node, in the middle of a phase
             alive = self._look()
