@@ -82,6 +82,7 @@ def test_an_app_runs_as_it_is_written(app, tmp_path):
     assert equal(dict(exported.state_dict()), dict(whole.state_dict()))
 
 
+@pytest.mark.exhaustive
 def test_a_tracker_at_the_server_is_one_of_the_app_and_status_shows_the_run(app, tmp_path, capsys):
     run = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     assert run["status"] == str((app / "deployment.status").resolve())

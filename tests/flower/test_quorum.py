@@ -16,6 +16,7 @@ from federations import Pause, blobs, equal, fit, load, make_client, noisy
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.flower import link, progress
 from pfl_lightning.flower.link import Quorum
+from pfl_lightning.flower.wire import pack
 from pfl_lightning.methods import FedAvg, FedDyn, FedPer
 from pfl_lightning.privacy import DPAverage, SecureSum
 from pfl_lightning.runs.deployment_status import DeploymentStatus
@@ -268,6 +269,20 @@ def test_a_client_leaves_where_its_site_comes_back_without_it(tmp_path):
     callback = Restarts(grid, 12, 13, grid.nodes[12] | {"clients": "1"})
     run = deploy(grid, make, max_rounds=2, callbacks=[callback])
     assert [row["absent"] for row in run.rows] == ["", "3"]
+
+
+def test_a_client_that_leaves_in_a_round_has_a_last_node(tmp_path):
+    made = link.Link(grid_of(make, tmp_path), 4, "0" * 16)
+
+    def greets(*clients):
+        sizes = {client: {"train": 8, "val": 0, "test": 4} for client in clients}
+        hello = {"version": link.VERSION, "initial": "0" * 16, "inputs": "", "secret": "s", "clients": sizes}
+        made._heard(11, pack({"hello": hello}))
+
+    greets(0, 2)
+    made._sent["message"] = link.Sent(11, [0, 2], "train", 1)
+    greets(0)
+    assert made.present == [0] and made.node(2) == 11 and made._sent["message"].clients == [0]
 
 
 def test_a_site_without_state_dir_has_the_same_folder_after_a_restart(tmp_path, monkeypatch):

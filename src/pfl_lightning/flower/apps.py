@@ -200,8 +200,9 @@ def quorum_in(run: Mapping[str, Any]) -> Quorum:
     Args:
         run: Flower's ``run_config``.
     """
-    seconds = {name: float(run[key]) for key, name in SECONDS.items() if key in run}
-    return Quorum(**{name: run[key] for key, name in COUNTS.items() if key in run}, **seconds)
+    given: dict[str, Any] = {name: run[key] for key, name in COUNTS.items() if key in run}
+    given |= {name: float(run[key]) for key, name in SECONDS.items() if key in run}
+    return Quorum(**given)
 
 
 def status_in(run: Mapping[str, Any], root: Path) -> Path:

@@ -163,6 +163,8 @@ class Link:
         self.on_look: Callable[[], None] = lambda: None
         """Called at each look for replies, in the thread of the server."""
         self._node_of: dict[int, int] = {}
+        # also of clients that have left, whose answers of before still count
+        self._last_node: dict[int, int] = {}
         self._key_of: dict[int, str] = {}
         self._secret_of: dict[int, str] = {}
         self._lost: dict[int, float] = {}
@@ -238,9 +240,9 @@ class Link:
         self.took.clear()
         begun = time.monotonic()
         enough, until = self.quorum.enough(len(jobs), self.cohort), begun + self.timeout
-        for client, reply in self._late_answers(kind, round, open_):
+        for client, late in self._late_answers(kind, round, open_):
             self._answered(client, open_, begun)
-            yield client, reply
+            yield client, late
         while True:
             # at each look, so that a site can come back, or turn up as a new node, in the middle of a phase
             alive = self._look()
@@ -292,7 +294,7 @@ class Link:
 
     def node(self, client: int) -> int:
         """Return the id of a client's last known node; a KeyError means that no node has claimed the client."""
-        return self._node_of[client]
+        return self._last_node[client]
 
     def sites(self) -> list[dict[str, Any]]:
         """Return the nodes with clients: id, clients, whether connected, and the time of the last connection."""
@@ -418,18 +420,19 @@ class Link:
         # a restarted site may have fewer clients than before, and the others may turn up at another site
         for client in [client for client, other in self._node_of.items() if other == node]:
             if client not in hello["clients"]:
+                self._forget_messages(client)
                 del self._node_of[client]
                 rank_zero_info(f"node {node} has client {self.label(client)} no longer.")
         for client, sizes in hello["clients"].items():
             if self._node_of.get(client) != node:
                 self._forget_messages(client)
             self._node_of[client], self._key_of[client], self._secret_of[client] = node, key, secret
-            self.sizes[client] = sizes
+            self.sizes[client], self._last_node[client] = sizes, node
             self._lost.pop(client, None)
         rank_zero_info(f"node {node} has clients {', '.join(map(self.label, sorted(hello['clients'])))}.")
 
     def _forget_messages(self, client: int) -> None:
-        """Forget messages about a client at a former node, so that the client is asked again at the new one."""
+        """Forget messages about a client at a former node, where nobody will answer them."""
         for sent in self._sent.values():
             if client in sent.clients:
                 sent.clients.remove(client)
