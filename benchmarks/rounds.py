@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.optim import SGD
 
