@@ -1,6 +1,7 @@
 """What a release is made of."""
 
 import re
+import shutil
 from configparser import ConfigParser
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -73,7 +74,10 @@ def test_forms_and_workflows_can_be_read(path, settings):
     content = yaml.safe_load(path.read_text())
     if path.parent.name == "workflows":
         commands = [step["run"] for job in content["jobs"].values() for step in job["steps"] if "run" in step]
-        assert commands and all((ROOT / command.split()[0]).stat().st_mode & 0o100 for command in commands)
+        programs = [command.split()[0] for command in commands]
+        files = [word for command in commands for word in command.split() if word.endswith(".py")]
+        assert programs and all(shutil.which(program) or shutil.which(ROOT / program) for program in programs)
+        assert all((ROOT / file).is_file() for file in files)
     elif path.stem == "config":
         assert all(link["url"].startswith(settings["metadata"]["url"]) for link in content["contact_links"])
     else:

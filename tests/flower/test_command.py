@@ -6,13 +6,14 @@ import io
 import logging
 import re
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
+
+import tomllib
 
 from flwr.app import Context, Message, RecordDict
 from local_grid import LocalGrid

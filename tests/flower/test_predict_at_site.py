@@ -1,7 +1,6 @@
 """Predictions at a site of a deployment, for raw rows of a table with gaps and texts."""
 
 import csv
-import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +8,8 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
 pytest.importorskip("pandas", reason="needs the extra tables")
+
+import tomllib
 
 import pandas as pd
 from flwr.app import Context, RecordDict

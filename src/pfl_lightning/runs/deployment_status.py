@@ -3,8 +3,8 @@
 import json
 import os
 import socket
+import sys
 import time
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +13,11 @@ from typing import Any
 
 from pfl_lightning.runs.locks import is_alive
 from pfl_lightning.runs.whole_files import replacing
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 FILE = "deployment.status"
 """The file's name; without the suffix of JSON, with which Flower would pack the file into the app."""
@@ -28,6 +33,7 @@ def status_file(place: Path) -> Path | None:
         place: the folder of an app, or the folder with the file.
     """
     project = place / "pyproject.toml"
+    # an app without such a setting, or that another tool has made, has its file under the default name
     try:
         settings = tomllib.loads(project.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
     except (OSError, ValueError, LookupError, TypeError):
@@ -73,6 +79,7 @@ class DeploymentStatus:
         state = str(self.told.get("state", "dead"))
         if state not in ("waiting", "running"):
             return state
+        # a process that was killed has had no time to write how it ended; those of other machines can't be asked
         here = self.told.get("host") == socket.gethostname()
         lives = is_alive(int(self.told["process"])) if here else time.time() - self.told["written"] < SILENT
         return state if lives else "dead"
