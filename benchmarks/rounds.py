@@ -284,15 +284,22 @@ def scale(args: argparse.Namespace) -> None:
 
 
 class Parts(Callback):
-    """Keeps the seconds of each round: training and aggregation, and evaluation."""
+    """Keeps the CPU seconds of each round: the round proper, and its evaluation."""
 
     def __init__(self) -> None:
         self.seconds: list[tuple[float, float]] = []
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reads the round's row."""
-        row = pl_module.metrics
-        self.seconds.append((row["time/train"] + row["time/aggregate"], row["time/evaluate"]))
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the clock of the round proper."""
+        self._start = time.process_time()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the clock of the evaluation."""
+        self._middle = time.process_time()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stops it."""
+        self.seconds.append((self._middle - self._start, time.process_time() - self._middle))
 
 
 def evaluation(args: argparse.Namespace) -> None:
