@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,10 +13,11 @@ from typing import Any
 from pfl_lightning.runs.locks import is_alive
 from pfl_lightning.runs.whole_files import replacing
 
-if sys.version_info >= (3, 11):
+try:
     import tomllib
-else:
-    import tomli as tomllib
+# Python 3.10
+except ModuleNotFoundError:
+    import tomli as tomllib  # type: ignore[no-redef]
 
 FILE = "deployment.status"
 """The file's name; without the suffix of JSON, with which Flower would pack the file into the app."""
