@@ -3,8 +3,8 @@
     python benchmarks/servers.py [--clients 20 100 400] [--parameters 1000000] [--threads 1]
 
 Uploads are of a linear layer with 10 classes and that many parameters. An aggregation has in it every client's payload,
-one after another. Peak memory is resident memory (``ru_maxrss``) above the process without uploads, as a ratio to the
-uploads' own. A Gram product is ``x @ x.T`` of all uploads as one matrix, in float32.
+one after another. Memory is the growth of the peak (``ru_maxrss``) beyond the process with all
+uploads, as a ratio to the uploads' own. A Gram product is ``x @ x.T`` of all uploads as one matrix, in float32.
 """
 
 import argparse
@@ -32,9 +32,11 @@ def server_of(name: str) -> Aggregator:
     """Return a server side by its name."""
     if name in RULES:
         return WeightedAverage(mean=getattr(means, name)())
-    return CwFedAvg(layers="all") if name == "CwFedAvg" else {"FedAWA": FedAWA, "FedAMP": FedAMP}.get(
-        name, WeightedAverage
-    )()
+    return (
+        CwFedAvg(layers="all")
+        if name == "CwFedAvg"
+        else {"FedAWA": FedAWA, "FedAMP": FedAMP}.get(name, WeightedAverage)()
+    )
 
 
 def peak() -> int:
@@ -43,11 +45,10 @@ def peak() -> int:
 
 
 def measure(name: str, clients: int, parameters: int) -> dict[str, float]:
-    """Return the seconds of an aggregation with all payloads, and the peak memory to the uploads' own."""
+    """Return the seconds of an aggregation with all payloads, and the further memory to the uploads' own."""
     module = FedAvg(lambda shape, k: Net(nn.Identity(), nn.Linear(*shape, k)), (parameters // CLASSES,), CLASSES)
     weights = {entry: tensor.clone() for entry, tensor in module.state_dict().items()}
     aggregator = server_of(name) if name != "Gram" else None
-    before = peak()
     updates: Updates = {
         client: {
             "weights": {entry: tensor + 0.01 * torch.randn_like(tensor) for entry, tensor in weights.items()},
@@ -55,6 +56,7 @@ def measure(name: str, clients: int, parameters: int) -> dict[str, float]:
         }
         for client in range(clients)
     }
+    before = peak()
     start = time.process_time()
     if aggregator is None:
         models = torch.stack([next(iter(update["weights"].values())).flatten() for update in updates.values()])
@@ -83,7 +85,7 @@ def main() -> None:
     if args.one:
         print(json.dumps(measure(args.servers[0], args.clients[0], args.parameters)))
         return
-    print(f"{args.parameters:,} parameters, threads {args.threads}: CPU seconds, peak memory to the uploads' own")
+    print(f"{args.parameters:,} parameters, threads {args.threads}: CPU seconds, further memory to the uploads' own")
     print(f"{'clients':17}" + "".join(f"{clients:>16}" for clients in args.clients))
     for name in args.servers:
         cells = []

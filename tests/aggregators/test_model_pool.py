@@ -7,8 +7,8 @@ from torch.nn import functional as F
 from federations import Blobs, make_client, points
 from pfl_lightning import Server
 from pfl_lightning.aggregators import ModelPool, inner_products, mean_loss
-from pfl_lightning.messages import COLUMNS
 from pfl_lightning.data import CHUNK, Samples
+from pfl_lightning.messages import COLUMNS
 from pfl_lightning.tasks import Classification
 
 
@@ -30,6 +30,14 @@ def test_products_with_an_origin_are_of_differences_and_of_itself_last():
     products = inner_products(models, "abc", origin)
     torch.testing.assert_close(products.diagonal(), rows.square().sum(1), rtol=1e-12, atol=0)
     torch.testing.assert_close(products, rows @ rows.T, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 60, 61, 133])
+def test_halves_of_many_models_are_put_together(count):
+    rows = torch.randn(count, 40, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
+    products = inner_products([{"w": row} for row in rows], ["w"])
+    torch.testing.assert_close(products, rows @ rows.T, rtol=1e-12, atol=1e-12)
+    assert torch.equal(products, products.T)
 
 
 def test_the_loss_is_a_mean_over_samples_however_many_go_through_at_once():

@@ -9,9 +9,8 @@ from lightning.pytorch.callbacks import Callback
 from matplotlib.figure import Figure
 
 from federations import blobs, equal, fit, load, make_client, noisy, read_csv, same_end
-from pfl_lightning import Aggregator, WeightedAverage
+from pfl_lightning import Aggregator, WeightedAverage, messages
 from pfl_lightning.aggregators import AggregatorList
-from pfl_lightning import messages
 from pfl_lightning.aggregators.means import CoordinateMedian
 from pfl_lightning.callbacks import AggregationPictures
 from pfl_lightning.callbacks import aggregation_pictures as module

@@ -336,6 +336,28 @@ def test_clients_that_never_took_part_are_mixed_by_the_initial_distribution():
         assert torch.equal(aggregator.distributions()[0], aggregator.state["prior"])
 
 
+def test_with_fewer_classes_than_uploads_the_class_models_alone_are_kept(monkeypatch):
+    aggregator = server(random_updates(), layers="all")
+    assert len(aggregator.state["sources"]) == K
+    few = server(random_updates(clients=2), layers="all")
+    assert len(few.state["sources"]) == 2
+    together = starts(aggregator)
+    monkeypatch.setattr("pfl_lightning.methods.cwfedavg.TOGETHER", 1)
+    aggregator.state["mix"] = aggregator.state["mix"].clone()
+    assert all(close(one, other) for one, other in zip(starts(aggregator), together, strict=True))
+
+
+def test_a_checkpoint_of_uploads_goes_on():
+    updates = random_updates()
+    aggregator = server(updates, layers="all")
+    expected = starts(aggregator)
+    # as earlier versions kept them
+    del aggregator.state["basis"]
+    aggregator.state["sources"] = [update["weights"] for update in updates.values()]
+    aggregator.state["mix"] = aggregator.state["mix"].clone()
+    assert all(close(one, other) for one, other in zip(starts(aggregator), expected, strict=True))
+
+
 def test_nobody_takes_part():
     aggregator = server(random_updates())
     before = starts(aggregator)

@@ -12,9 +12,8 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam
 
 from federations import Shuffled, Spy, equal, fit, load, make_client, noisy, plain, same_end
-from pfl_lightning import Server, WeightedAverage
+from pfl_lightning import Server, WeightedAverage, messages
 from pfl_lightning.aggregators import client_weights
-from pfl_lightning import messages
 from pfl_lightning.messages import detached, weighted_mean
 from pfl_lightning.methods import WDR, FedAvg, FedPer, FedProx, Local, fedawa
 from pfl_lightning.methods.fedawa import FedAWA

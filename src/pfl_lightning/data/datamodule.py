@@ -34,8 +34,8 @@ from pfl_lightning.data.trees import Tree, take
 from pfl_lightning.messages import tree_map
 from pfl_lightning.settings import as_call
 from pfl_lightning.tasks import Classification, Task
-from pfl_lightning.tasks.plain import plain
 from pfl_lightning.tasks.base import number_of_classes
+from pfl_lightning.tasks.plain import plain
 
 LONG = 100
 """A list of this many entries or more is data and not a setting."""

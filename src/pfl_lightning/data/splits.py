@@ -11,7 +11,6 @@ from torch import Tensor
 
 from pfl_lightning.data.samples import Split
 
-
 MASK, STEP = 2**128 - 1, 0x2360ED051FC65DA44385DF649FCCF645
 """PCG64 computes modulo 2 ** 128, and multiplies by this number in each step."""
 

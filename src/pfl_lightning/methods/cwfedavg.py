@@ -15,7 +15,6 @@ from pfl_lightning.aggregators import Server, WeightedAverage
 from pfl_lightning.messages import Message, StateDict, Updates, num_bytes, weighted_means
 from pfl_lightning.nets import find_output_layer
 
-
 TOGETHER = 32 * 2**20
 """Bytes of the clients' starts that are computed together."""
 
