@@ -184,8 +184,8 @@ def generators(seed: int, first: int, count: int) -> Iterator[np.random.Generato
 
     To make a generator takes NumPy some 50 microseconds, nearly all of a small client's set-up. Here the states of all
     are computed as columns, and one generator passes through them: each is valid until the next.
-    Source: NumPy's documentation of ``SeedSequence`` and ``PCG64``, whose streams NEP 19 fixes for all versions; O'Neill,
-    2014, for the step of the generator.
+    Source: NumPy's ``SeedSequence`` and ``PCG64``, whose streams NEP 19 fixes for all versions; O'Neill, 2014, for the
+    step of the generator.
 
     Args:
         seed: 0 or more.

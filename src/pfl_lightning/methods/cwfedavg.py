@@ -48,8 +48,9 @@ class CwFedAvg(WeightedAverage):
         \tilde w_i = \sum_j P_{ij} w^G_j
 
     over the clients of the round; in one matrix, :math:`\tilde W = P Q^\top W`, computed by way of the class models if
-    there are fewer classes than uploads, else without them. The server keeps each client's last distribution, and the class models without a client in the round. A client that
-    never took part gets a mix by the initial model's distribution.
+    there are fewer classes than uploads, else without them. The server keeps each client's last distribution, and the
+    class models without a client in the round. A client that never took part gets a mix by the initial model's
+    distribution.
 
     Args:
         layers: the part that is averaged by class: the ``output`` layer alone, ``all`` of the model, or a list of names
