@@ -282,16 +282,71 @@ def weighted_mean(
 
 
 @torch.no_grad()
-def weighted_means(states: Sequence[Mapping[str, Tensor]], weights: Sequence[Sequence[float]]) -> list[StateDict]:
+def weighted_means(
+    states: Sequence[Mapping[str, Tensor]], weights: Sequence[Sequence[float]], names: Iterable[str] | None = None
+) -> list[StateDict]:
     r"""Return several weighted means of the same state dicts: :math:`\sum_k A_{ik} w_k` for each i.
 
     Args:
         states: n state dicts, at least one.
         weights: A, m lists of n weights.
+        names: the entries to average; all by default.
     """
     if all(type(state) is Row for state in states):
-        return rows_of(means_of_rows(cast(Sequence[Row], states), weights), len(weights), CPU)
-    return [weighted_mean(states, row) for row in weights]
+        return rows_of(means_of_rows(cast(Sequence[Row], states), weights, names), len(weights), CPU)
+    if len(weights) == 1:
+        return [weighted_mean(states, weights[0], names)]
+    means: list[StateDict] = [{} for _ in weights]
+    factors = torch.tensor(weights, dtype=torch.float64).view(len(weights), len(states))
+    for name in states[0] if names is None else names:
+        tensors = [state[name] for state in states]
+        first = tensors[0]
+        if not first.is_floating_point():
+            largest = torch.stack(tensors).amax(0)
+            for mean in means:
+                mean[name] = largest.clone()
+            continue
+        # a tensor for each mean, since a kept row would keep the memory of all
+        results = [torch.empty_like(first, memory_format=torch.contiguous_format) for _ in means]
+        start = 0
+        for block in blocks(tensors):
+            # a product over few parameters at once: m running sums would read all models m times
+            rows = factors.to(block.device, promoted(first)) @ block.to(promoted(first))
+            end = start + block.shape[1]
+            for result, row in zip(results, rows, strict=True):
+                result.view(-1)[start:end] = row
+            start = end
+        for mean, result in zip(means, results, strict=True):
+            mean[name] = result
+    return means
+
+
+COLUMNS, ELEMENTS = 20_000, 2_000_000
+"""Most columns and elements of a block of models: they bound memory, and the block stays in the processor's cache."""
+
+
+def block_width(rows: int) -> int:
+    """Return the number of columns of a block.
+
+    Args:
+        rows: number of the block's rows.
+    """
+    return max(1, min(COLUMNS, ELEMENTS // max(rows, 1)))
+
+
+def blocks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield tensors of one shape as rows of matrices with few columns, `block_width`.
+
+    Args:
+        tensors: n tensors of one shape.
+    """
+    width, size = block_width(len(tensors)), tensors[0].numel()
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    if size <= width:
+        yield torch.stack(flat)
+        return
+    for start in range(0, size, width):
+        yield torch.stack([tensor[start : start + width] for tensor in flat])
 
 
 def means_of_rows(

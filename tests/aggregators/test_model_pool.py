@@ -7,13 +7,13 @@ from torch.nn import functional as F
 from federations import Blobs, make_client, points
 from pfl_lightning import Server
 from pfl_lightning.aggregators import ModelPool, inner_products, mean_loss
-from pfl_lightning.aggregators.model_pool import BLOCK
 from pfl_lightning.data import CHUNK, Samples
+from pfl_lightning.messages import COLUMNS
 from pfl_lightning.tasks import Classification
 
 
 def test_inner_products_are_those_of_the_long_vectors():
-    sizes = {"a": (3, BLOCK), "b": (7,), "c": (), "left out": (5,)}
+    sizes = {"a": (3, COLUMNS), "b": (7,), "c": (), "left out": (5,)}
     generator = torch.Generator().manual_seed(0)
     models = [{name: torch.randn(size, generator=generator) for name, size in sizes.items()} for _ in range(3)]
     rows = torch.stack([torch.cat([model[name].flatten() for name in "abc"]) for model in models]).double()
@@ -21,7 +21,7 @@ def test_inner_products_are_those_of_the_long_vectors():
 
 
 def test_products_with_an_origin_are_of_differences_and_of_itself_last():
-    sizes = {"a": (3, BLOCK), "b": (7,), "c": ()}
+    sizes = {"a": (3, COLUMNS), "b": (7,), "c": ()}
     generator = torch.Generator().manual_seed(0)
     origin, *steps = [{name: torch.randn(size, generator=generator) for name, size in sizes.items()} for _ in range(4)]
     models = [{name: origin[name] + 1e-4 * step[name] for name in sizes} for step in steps]
@@ -30,6 +30,14 @@ def test_products_with_an_origin_are_of_differences_and_of_itself_last():
     products = inner_products(models, "abc", origin)
     torch.testing.assert_close(products.diagonal(), rows.square().sum(1), rtol=1e-12, atol=0)
     torch.testing.assert_close(products, rows @ rows.T, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 60, 61, 133])
+def test_halves_of_many_models_are_put_together(count):
+    rows = torch.randn(count, 40, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
+    products = inner_products([{"w": row} for row in rows], ["w"])
+    torch.testing.assert_close(products, rows @ rows.T, rtol=1e-12, atol=1e-12)
+    assert torch.equal(products, products.T)
 
 
 def test_the_loss_is_a_mean_over_samples_however_many_go_through_at_once():

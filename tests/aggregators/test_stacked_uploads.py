@@ -21,7 +21,7 @@ from pfl_lightning.methods.ldawa import LDAWA
 
 CLIENTS = 7
 HEAD = {"net.classifier.weight", "net.classifier.bias"}
-LOOKED_AT = {CwFedAvg: HEAD, FedReMa: HEAD}
+LOOKED_AT = {CwFedAvg: {"net.classifier.weight"}, FedReMa: HEAD}
 """What a server needs on the CPU, a client at a time; others look at nothing before they keep something."""
 
 RULES = [

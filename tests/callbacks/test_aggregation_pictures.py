@@ -9,9 +9,8 @@ from lightning.pytorch.callbacks import Callback
 from matplotlib.figure import Figure
 
 from federations import blobs, equal, fit, load, make_client, noisy, read_csv, same_end
-from pfl_lightning import Aggregator, WeightedAverage
+from pfl_lightning import Aggregator, WeightedAverage, messages
 from pfl_lightning.aggregators import AggregatorList
-from pfl_lightning.aggregators import model_pool as pool
 from pfl_lightning.aggregators.means import CoordinateMedian
 from pfl_lightning.callbacks import AggregationPictures
 from pfl_lightning.callbacks import aggregation_pictures as module
@@ -190,7 +189,7 @@ def test_vectors_longer_than_a_block_are_whole(monkeypatch):
             for update in updates.values()
         ]
     )
-    monkeypatch.setattr(pool, "BLOCK", 4)
+    monkeypatch.setattr(messages, "COLUMNS", 4)
     torch.testing.assert_close(module.gram_matrix(updates, theta_g), tau @ tau.T)
 
 

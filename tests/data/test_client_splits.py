@@ -7,7 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from test_natural import OWNERS, SPLITS, Owned, numbers, ready, rows_of
 
 from pfl_lightning.data.client_splits import given_split, stratified_split, time_split
-from pfl_lightning.data.splits import split_client
+from pfl_lightning.data.splits import generators, split_client, split_clients
 from pfl_lightning.tasks import Classification
 
 ROWS = torch.arange(40) * 2
@@ -143,3 +143,18 @@ def test_the_data_say_what_clients_are_tested_on_but_once():
 
 def test_what_is_not_looked_at_may_be_missing():
     assert ready(time=[None] * 60, split=[None] * 60, client_split="random").num_clients == 3
+
+
+@pytest.mark.parametrize("seed", [0, 5, 2**32, 2**70 + 3, 2**160 + 1])
+def test_generators_made_together_draw_the_bits_of_numpy_s_own(seed):
+    for client, generator in enumerate(generators(seed, 1, 20), 1):
+        own = np.random.default_rng((seed, client))
+        assert generator.permutation(13).tolist() == own.permutation(13).tolist()
+        assert generator.integers(2**50) == own.integers(2**50)
+
+
+def test_clients_split_together_are_those_split_one_by_one():
+    shares = torch.split(torch.randperm(60, generator=torch.Generator().manual_seed(0)), [3, 20, 30, 7])
+    for client, parts in enumerate(split_clients(shares, 0.25, 0.1, seed=4)):
+        alone = split_client(shares[client], client, 0.25, 0.1, seed=4)
+        assert all(parts[split].equal(alone[split]) for split in ("train", "val", "test"))

@@ -331,9 +331,31 @@ def test_clients_that_never_took_part_are_mixed_by_the_initial_distribution():
     many = server({client: updates[client] for client in (1, 2, 3, 4)}, clients=M)
     for aggregator in (few, many):  # one computes rows when they are asked for, one all at once
         for client in range(M):
-            by_row = aggregator._mixed(aggregator.distributions()[[client]])[HEAD][0]
+            by_row = aggregator._mixed(aggregator.distributions()[[client]])[0][HEAD]
             assert torch.allclose(aggregator.download(client)["weights"][HEAD], by_row, rtol=0, atol=1e-14)
         assert torch.equal(aggregator.distributions()[0], aggregator.state["prior"])
+
+
+def test_with_fewer_classes_than_uploads_the_class_models_alone_are_kept(monkeypatch):
+    aggregator = server(random_updates(), layers="all")
+    assert len(aggregator.state["sources"]) == K
+    few = server(random_updates(clients=2), layers="all")
+    assert len(few.state["sources"]) == 2
+    together = starts(aggregator)
+    monkeypatch.setattr("pfl_lightning.methods.cwfedavg.TOGETHER", 1)
+    aggregator.state["mix"] = aggregator.state["mix"].clone()
+    assert all(close(one, other) for one, other in zip(starts(aggregator), together, strict=True))
+
+
+def test_a_checkpoint_of_uploads_goes_on():
+    updates = random_updates()
+    aggregator = server(updates, layers="all")
+    expected = starts(aggregator)
+    # as earlier versions kept them
+    del aggregator.state["basis"]
+    aggregator.state["sources"] = [update["weights"] for update in updates.values()]
+    aggregator.state["mix"] = aggregator.state["mix"].clone()
+    assert all(close(one, other) for one, other in zip(starts(aggregator), expected, strict=True))
 
 
 def test_nobody_takes_part():

@@ -12,9 +12,8 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam
 
 from federations import Shuffled, Spy, equal, fit, load, make_client, noisy, plain, same_end
-from pfl_lightning import Server, WeightedAverage
+from pfl_lightning import Server, WeightedAverage, messages
 from pfl_lightning.aggregators import client_weights
-from pfl_lightning.aggregators import model_pool as pool
 from pfl_lightning.messages import detached, weighted_mean
 from pfl_lightning.methods import WDR, FedAvg, FedPer, FedProx, Local, fedawa
 from pfl_lightning.methods.fedawa import FedAWA
@@ -123,7 +122,7 @@ def test_gram_matrices_are_of_parameters_alone_and_don_t_depend_on_how_they_are_
     theta = flat(aggregator, aggregator.state["weights"])
     rows = torch.stack([*(flat(aggregator, u["weights"]) - theta for u in updates.values()), theta])
     assert torch.allclose(whole[0], rows @ rows.T, rtol=0, atol=1e-12)
-    monkeypatch.setattr(pool, "BLOCK", 7)
+    monkeypatch.setattr(messages, "COLUMNS", 7)
     assert torch.allclose(aggregator.grams(updates), whole, rtol=0, atol=1e-12)
     updates[2]["weights"][MEAN] += 1
     assert torch.allclose(aggregator.grams(updates), whole, rtol=0, atol=1e-12)

@@ -1,7 +1,7 @@
 """A pool of all clients' models, and comparisons of models: inner products and losses."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from pfl_lightning.aggregators.base import Aggregator, Server
 from pfl_lightning.data import Samples
-from pfl_lightning.messages import CPU, Message, Updates, column
+from pfl_lightning.messages import CPU, Message, Updates, block_width, column
 from pfl_lightning.tasks import Task
 
-BLOCK = 20_000
-"""Columns of the matrices that `inner_products` sums over: they bound its memory and fit the processor's cache."""
 DOZEN = 12
 """`inner_products` rounds the number of rows up to a multiple of this: measured up to twice as fast as one row more."""
+TRIANGLE = 60
+"""`add_products` computes both triangles of at most this many rows: smaller products take longer than they save."""
 
 
 class ModelPool(Aggregator):
@@ -59,40 +59,48 @@ def inner_products(
             \theta_g`, followed by :math:`\theta_g` itself.
 
     Returns:
-        ``[n, n]``, in the order of the models, on the CPU; ``[n + 1, n + 1]`` with an origin.
+        ``[n, n]``, symmetric, in the order of the models, on the CPU; ``[n + 1, n + 1]`` with an origin.
     """
     columns = [column(models, name) for name in names]
     if origin is not None:
         for name, tensors in zip(names, columns, strict=True):
             tensors.append(origin[name].to(tensors[0].device))
     size = len(models) + (origin is not None)
-    width = min(BLOCK, max((tensors[0].numel() for tensors in columns), default=0))
+    width = min(block_width(size), max((tensors[0].numel() for tensors in columns), default=0))
     device = columns[0][0].device if columns else CPU
     # one buffer for all blocks: to get new memory each time takes longer than the product
     buffer = torch.zeros(DOZEN * math.ceil(size / DOZEN), width, dtype=torch.float64, device=device)
     products = buffer.new_zeros(len(buffer), len(buffer))
     for tensors in columns:
-        for block in blocks(tensors):
-            rows = buffer[:, : block.shape[1]]
-            rows[:size] = block
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        for start in range(0, len(flat[0]), max(width, 1)):
+            rows = buffer[:, : len(flat[0]) - start]
+            # row by row: a stack would be one more pass over all models
+            for row, tensor in zip(rows, flat, strict=False):
+                row.copy_(tensor[start : start + width])
             if origin is not None:
                 # subtracted in float64, since differences are small beside the models
                 rows[: size - 1] -= rows[size - 1]
-            products.addmm_(rows, rows.T)
-    return products[:size, :size].cpu()
+            add_products(products, rows)
+    products = products.tril()
+    return (products + products.tril(-1).T)[:size, :size].cpu()
 
 
-def blocks(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Yield tensors of one shape as rows of matrices with at most `BLOCK` columns.
+def add_products(products: Tensor, rows: Tensor) -> None:
+    """Add the inner products of rows to the lower triangle of a matrix in float64, in about half the time of all.
 
     Args:
-        tensors: n tensors of one shape.
+        products: ``[n, n]``, changed in place; the rest above the diagonal is undefined.
+        rows: ``[n, w]``.
     """
-    if tensors[0].numel() <= BLOCK:
-        yield torch.stack(tensors).reshape(len(tensors), tensors[0].numel())
+    n = len(rows)
+    if n <= TRIANGLE:
+        products.addmm_(rows, rows.T)
         return
-    for parts in zip(*(torch.split(tensor.flatten(), BLOCK) for tensor in tensors), strict=True):
-        yield torch.stack(parts)
+    half = DOZEN * math.ceil(n / (2 * DOZEN))
+    add_products(products[:half, :half], rows[:half])
+    add_products(products[half:, half:], rows[half:])
+    products[half:, :half].addmm_(rows[half:], rows[:half].T)
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Ways to split one client's samples into train, val and test."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast, get_args
 
 import numpy as np
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from pfl_lightning.data.checks import ClientSplit
 from pfl_lightning.data.samples import Split
-from pfl_lightning.data.splits import in_proportion, part_sizes, shuffled, split_client
+from pfl_lightning.data.splits import in_proportion, part_sizes, shuffled, split_client, split_clients
 
 Parts: TypeAlias = dict[Split, Tensor]
-Cut: TypeAlias = Callable[[Tensor, int], Parts]
-"""Splits the pool positions of a client, given the positions and the client's id."""
+Cut: TypeAlias = Callable[[Sequence[Tensor]], list[Parts]]
+"""Splits the pool positions of each client, given the positions by client id."""
 
 
 def cut_of(
@@ -28,7 +28,7 @@ def cut_of(
     val_fraction: float,
     seed: int,
 ) -> Cut:
-    """Return the function that splits each client's samples.
+    """Return the function that splits all clients' samples.
 
     Args:
         kind: the way to split, see `FederatedDataModule`.
@@ -51,17 +51,19 @@ def cut_of(
     if kind in lacking and lacking[kind][0] is None:
         raise MisconfigurationException(f"data.client_split={kind}: {lacking[kind][1]}; take {lacking[kind][2]}")
     if kind == "stratified":
-        return lambda rows, client: stratified_split(
-            rows, client, cast(Tensor, strata), test_fraction, val_fraction, seed
-        )
+        groups = cast(Tensor, strata)
+        return lambda shares: [
+            stratified_split(rows, client, groups, test_fraction, val_fraction, seed)
+            for client, rows in enumerate(shares)
+        ]
     if kind == "time":
-        return lambda rows, client: time_split(rows, cast(Tensor, times), test_fraction, val_fraction)
+        return lambda shares: [time_split(rows, cast(Tensor, times), test_fraction, val_fraction) for rows in shares]
     if kind == "given":
         named = cast(NDArray[Any], given).astype(str)
         # a data set that names val samples anywhere means them: no client gets drawn ones beside
         share = 0.0 if bool((named == "val").any()) else val_fraction
-        return lambda rows, client: given_split(rows, client, named, share, seed)
-    return lambda rows, client: split_client(rows, client, test_fraction, val_fraction, seed)
+        return lambda shares: [given_split(rows, client, named, share, seed) for client, rows in enumerate(shares)]
+    return lambda shares: split_clients(shares, test_fraction, val_fraction, seed)
 
 
 def stratified_split(
@@ -70,7 +72,7 @@ def stratified_split(
     """Split at random; each split has the client's mix of groups as far as numbers allow.
 
     Args:
-        rows: pool positions of the client's samples; the splits have the sizes of `split_client`.
+        rows: pool positions of the client's samples; the splits have the sizes of `split_clients`.
         client: client id.
         strata: group of each sample of the pool, shape [N], in [0, K).
         test_fraction: share of test in all samples, in [0, 1).
@@ -100,7 +102,7 @@ def time_split(rows: Tensor, times: Tensor, test_fraction: float, val_fraction: 
     Samples of equal times are ordered by pool position.
 
     Args:
-        rows: pool positions of the client's samples; the splits have the sizes of `split_client`.
+        rows: pool positions of the client's samples; the splits have the sizes of `split_clients`.
         times: a number for each sample's time, shape [N].
         test_fraction: share of test in all samples, in [0, 1).
         val_fraction: share of val in the samples outside test, in [0, 1).

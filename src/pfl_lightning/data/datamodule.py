@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, TypedDict
+from typing import Any, Literal, NoReturn, TypedDict, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -34,6 +34,7 @@ from pfl_lightning.data.trees import Tree, take
 from pfl_lightning.messages import tree_map
 from pfl_lightning.settings import as_call
 from pfl_lightning.tasks import Classification, Task
+from pfl_lightning.tasks.base import number_of_classes
 from pfl_lightning.tasks.plain import plain
 
 LONG = 100
@@ -759,6 +760,15 @@ class FederatedDataModule(LightningDataModule, ABC):
         Raises:
             MisconfigurationException: if the samples have no class.
         """
+        if type(self).counts_of is FederatedDataModule.counts_of:
+            held = [parts[split] for parts in self.division.clients[: self.num_clients]]
+            rows, classes = torch.cat(held), number_of_classes(self.task, "a count of classes")
+            found = cast(Tensor, self.task.classes(take(self._ready().samples.y, rows)))
+            if len(found) == len(rows):
+                # all clients at once: a count of their own takes 10 microseconds each
+                owners = torch.repeat_interleave(torch.tensor([len(part) for part in held]))
+                counts = torch.bincount(owners * classes + found, minlength=len(held) * classes)
+                return counts.view(len(held), classes)
         return torch.stack([self.counts_of(client, split) for client in range(self.num_clients)])
 
     def counts_of(self, client: int, split: Split) -> Tensor:

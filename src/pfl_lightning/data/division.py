@@ -62,7 +62,7 @@ def divide(
         y: labels of the pool, shape [N], in [0, num_classes).
         is_test: whether each sample belongs to the original test half, bool [N].
         partitioner: divides the rest among the clients.
-        cut: splits a client's samples.
+        cut: splits all clients' samples.
         owners: names of all owners, and the owner's number for each sample; None divides by labels.
         num_clients: number of clients M; None takes all owners.
         num_classes: number of classes K.
@@ -94,7 +94,8 @@ def divide(
     least = 1 if is_given else 1 + (own_fraction > 0) + (val_fraction > 0)
     check_partition(shares, partitioner, num_clients, len(free), least)
     names = [] if owners is None else [owners[0][int(labels[rows[0]])] for rows in shares]
-    clients = [cut(free[rows], client) for client, rows in enumerate(shares)]
+    held = torch.split(free[torch.cat([*shares])], [rows.shape[0] for rows in shares])
+    clients = cut(held)
     if is_given:
         check_parts(clients, names, val_fraction)
     if client_test == "original" and test_fraction > 0:

@@ -12,8 +12,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.aggregators import Server, WeightedAverage
-from pfl_lightning.messages import Message, StateDict, Updates
+from pfl_lightning.messages import Message, StateDict, Updates, num_bytes, weighted_means
 from pfl_lightning.nets import find_output_layer
+
+TOGETHER = 32 * 2**20
+"""Bytes of the clients' starts that are computed together."""
 
 
 def row_distribution(rows: Tensor) -> Tensor:
@@ -44,9 +47,10 @@ class CwFedAvg(WeightedAverage):
         w^G_j = \sum_i q_{ij} w_i, \qquad
         \tilde w_i = \sum_j P_{ij} w^G_j
 
-    over the clients of the round; in one matrix, :math:`\tilde W = P Q^\top W`, so that class models needn't be made.
-    The server keeps each client's last distribution, and the class models without a client in the round. A client that
-    never took part gets a mix by the initial model's distribution.
+    over the clients of the round; in one matrix, :math:`\tilde W = P Q^\top W`, computed by way of the class models if
+    there are fewer classes than uploads, else without them. The server keeps each client's last distribution, and the
+    class models without a client in the round. A client that never took part gets a mix by the initial model's
+    distribution.
 
     Args:
         layers: the part that is averaged by class: the ``output`` layer alone, ``all`` of the model, or a list of names
@@ -76,7 +80,7 @@ class CwFedAvg(WeightedAverage):
         self.output_layer = output_layer
         if distribution == "counts":
             self.needs = self.needs | {"class_counts"}
-        self._starts: tuple[Tensor, StateDict] | None = None
+        self._starts: tuple[Tensor, int, list[StateDict]] | None = None
 
     def setup(self, server: Server) -> None:
         """Start from the common initial model for every class."""
@@ -101,6 +105,7 @@ class CwFedAvg(WeightedAverage):
             "sources": [{name: server.weights[name] for name in self.names}],
             "mix": torch.ones(classes, 1, dtype=torch.float64),
         }
+        self.state["basis"] = self.state["mix"]
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
         """Take the uploads as sources of the class models; log the number of classes with samples in the round."""
@@ -115,13 +120,19 @@ class CwFedAvg(WeightedAverage):
         fed = mass.sum(0) > 0
         # a class without mass in the round has no q, and keeps its last class model below
         q = torch.where(fed, mass / mass.sum(0), 0.0)
-        unfed = int((~fed).sum())
-        # only if needed: even an empty mix would stack all of the last round's sources
-        kept = self._mixed(torch.eye(len(fed), dtype=torch.float64)[~fed]) if unfed else {}
-        self.state["sources"] = [{name: update["weights"][name] for name in self.names} for update in updates.values()]
-        self.state["sources"] += [{name: kept[name][i] for name in self.names} for i in range(unfed)]
+        each = torch.eye(len(fed), dtype=torch.float64)
+        kept = self._mixed(each[~fed])
+        sent = [update["weights"] for update in updates.values()]
         # columns: the round's uploads, then the kept class models, each the source of its own class
-        self.state["mix"] = torch.cat([q.T, torch.eye(len(fed), dtype=torch.float64)[:, ~fed]], 1)
+        self.state["mix"] = torch.cat([q.T, each[:, ~fed]], 1)
+        if len(sent) <= len(fed):
+            self.state["sources"] = [{name: weights[name] for name in self.names} for weights in sent] + kept
+            self.state["basis"] = self.state["mix"]
+        else:
+            # fewer class models than uploads: N starts cost 2 N K P operations by them, and 2 N N P by the uploads
+            new, old = iter(weighted_means(sent, q.T[fed].tolist(), self.names)), iter(kept)
+            self.state["sources"] = [next(new if has_mass else old) for has_mass in fed.tolist()]
+            self.state["basis"] = each
         return {"classes_fed": float(fed.sum())}
 
     def _distribution_of(self, update: Message) -> Tensor:
@@ -150,21 +161,18 @@ class CwFedAvg(WeightedAverage):
 
     def class_models(self) -> StateDict:
         """Return the class models' entries, ``[K, ...]`` each."""
-        return self._mixed(torch.eye(len(self.state["mix"]), dtype=torch.float64))
+        models = self._mixed(torch.eye(len(self.state["mix"]), dtype=torch.float64))
+        return {name: torch.stack([model[name] for model in models]) for name in self.names}
 
-    def _mixed(self, distributions: Tensor) -> StateDict:
-        """Return one model for each row of class distributions, by one matrix product an entry.
+    def _mixed(self, distributions: Tensor) -> list[StateDict]:
+        """Return one model for each row of class distributions.
 
         Args:
             distributions: ``[n, K]``.
         """
-        shares = distributions @ self.state["mix"]
-        mixed = {}
-        for name in self.names:
-            entries = torch.stack([source[name] for source in self.state["sources"]])
-            wide = entries.flatten(1).to(torch.promote_types(entries.dtype, torch.float32))
-            mixed[name] = (shares.to(wide.dtype) @ wide).to(entries.dtype).view(len(shares), *entries.shape[1:])
-        return mixed
+        # earlier versions kept no basis, and the last round's uploads as sources
+        shares = distributions @ self.state.get("basis", self.state["mix"])
+        return weighted_means(self.state["sources"], shares.tolist(), self.names)
 
     def download(self, client: int) -> Message:
         """Return the client's mix of the class models, over the global model."""
@@ -173,15 +181,21 @@ class CwFedAvg(WeightedAverage):
     def welcome(self, client: int, update: Message | None) -> Message:
         """Return the mix by the newcomer's own distribution; by the initial model's before the first update."""
         own = self.state["prior"] if update is None else self._distribution_of(update)
-        return {"weights": self.state["weights"] | {name: rows[0] for name, rows in self._mixed(own[None]).items()}}
+        return {"weights": self.state["weights"] | self._mixed(own[None])[0]}
 
     def _start(self, client: int) -> StateDict:
-        if self.num_clients > 2 * len(self.state["sources"]):
-            # few sources: all clients' starts together would be far larger than the sources
-            return {name: rows[0] for name, rows in self._mixed(self.distributions()[[client]]).items()}
-        if self._starts is None or self._starts[0] is not self.state["mix"]:
-            self._starts = self.state["mix"], self._mixed(self.distributions())
-        return {name: rows[client] for name, rows in self._starts[1].items()}
+        mix = self.state["mix"]
+        # neighbours together, as one product; one by one where most clients aren't in a round
+        size = num_bytes(self.state["sources"][0])
+        count = 1 if self.num_clients > 2 * mix.shape[1] else max(1, TOGETHER // max(size, 1))
+        first = client - client % count
+        if self._starts is None or self._starts[0] is not mix or self._starts[1] != first:
+            # dropped first: its memory then serves the next ones, and new memory takes longer than the product
+            self._starts = None
+            known, prior = self.state["distributions"], self.state["prior"]
+            clients = range(first, min(first + count, self.num_clients))
+            self._starts = mix, first, self._mixed(torch.stack([known.get(each, prior) for each in clients]))
+        return self._starts[2][client - first]
 
 
 def class_wise_entries(weights: StateDict, layers: Sequence[str] | Literal["all"]) -> list[str]:

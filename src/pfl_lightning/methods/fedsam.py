@@ -65,17 +65,10 @@ class FedSAM(FedAvg):
             w: parameters, by name.
             g: their gradients, by name.
         """
-        scales = {name: self.scale(name, weight.detach()) for name, weight in w.items()}
-        lengths = [torch.linalg.vector_norm(scales[name] * g[name]) for name in w]
+        # T is 1 where it isn't here: a product with ones would take time
+        scales = {n: weight.detach().abs() + self.eta for n, weight in w.items() if self.adaptive and "weight" in n}
+        scaled = {name: scales[name] * g[name] if name in scales else g[name] for name in w}
+        lengths = [torch.linalg.vector_norm(each) for each in scaled.values()]
         # the official code's 1e-16 keeps a zero gradient from 0 / 0
-        length = torch.linalg.vector_norm(torch.stack(lengths)) + 1e-16
-        return {name: self.rho * scales[name] ** 2 * g[name] / length for name in w}
-
-    def scale(self, name: str, weight: Tensor) -> Tensor:
-        """Return T for one parameter.
-
-        Args:
-            name: name of the parameter.
-            weight: the parameter.
-        """
-        return weight.abs() + self.eta if self.adaptive and "weight" in name else torch.ones_like(weight)
+        way = self.rho / (torch.linalg.vector_norm(torch.stack(lengths)) + 1e-16)
+        return {name: way * (scales[name] * each if name in scales else each) for name, each in scaled.items()}

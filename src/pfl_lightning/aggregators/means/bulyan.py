@@ -3,11 +3,12 @@
 Source: El Mhamdi, Guerraoui and Rouault, 2018 (https://arxiv.org/abs/1802.07927).
 """
 
+import torch
 from torch import Tensor
 
 from pfl_lightning.aggregators.means.base import Assumed, Mean
 from pfl_lightning.aggregators.means.krum import by_score
-from pfl_lightning.aggregators.means.vectors import Sum, Vectors, median
+from pfl_lightning.aggregators.means.vectors import Sum, Vectors, middle_of, ordered_columns
 
 
 class Bulyan(Mean):
@@ -59,18 +60,29 @@ def picks(squared: Tensor, f: int, count: int) -> list[int]:
 
 
 def mean_near_median(rows: Tensor, count: int) -> Tensor:
-    """Return, column by column, the mean of the values nearest to the median.
+    """Return, column by column, the mean of the values nearest to the median, in float64.
+
+    Of two values equally far on both sides, the value of the lower row is nearer.
 
     >>> import torch
     >>> mean_near_median(torch.tensor([[0.0], [1.0], [2.0], [4.0], [50.0]]), 3)
-    tensor([1.])
+    tensor([1.], dtype=torch.float64)
 
     Args:
         rows: ``[n, w]``.
         count: number of values in the mean, at most n.
     """
-    middle = median(rows)
+    ordered = ordered_columns(rows)
+    middle, left_out = middle_of(ordered), len(rows) - count
+    # in order, the nearest values are neighbours: they begin where the first value is no further than the next after
+    # the last one
+    below, above = middle - ordered[:left_out].double(), ordered[count:].double() - middle
+    start = (below > above).sum(0)
+    near = ordered.gather(0, start + torch.arange(count, device=rows.device)[:, None]).double()
     # by differences to the median: equal values then are their own mean to the last bit
-    near = rows - middle
-    kept = near.gather(0, near.abs().argsort(dim=0, stable=True)[:count])
-    return middle + kept.mean(0)
+    result = middle + (near - middle).mean(0)
+    tied = ((below == above) & (below != 0)).any(0)
+    if bool(tied.any()):
+        off = rows[:, tied].double() - middle[tied]
+        result[tied] = middle[tied] + off.gather(0, off.abs().argsort(dim=0, stable=True)[:count]).mean(0)
+    return result

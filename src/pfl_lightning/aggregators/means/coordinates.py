@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from pfl_lightning.aggregators.means.base import Assumed, Mean
-from pfl_lightning.aggregators.means.vectors import Sum, Vectors, median
+from pfl_lightning.aggregators.means.vectors import Sum, Vectors, median, ordered_columns
 
 
 class CoordinateMedian(Mean):
@@ -53,12 +53,12 @@ class TrimmedMean(Mean):
 
 
 def trimmed_mean(rows: Tensor, k: int) -> Tensor:
-    """Return the mean of each column without the k lowest and k highest values.
+    """Return the mean of each column without the k lowest and k highest values, in float64.
 
     Args:
         rows: ``[n, w]``.
         k: below n / 2.
     """
-    kept = rows.sort(0).values[k : len(rows) - k]
+    kept = ordered_columns(rows)[k : len(rows) - k].double()
     # by differences: of equal values that is exact
     return kept[0] + (kept - kept[0]).mean(0)

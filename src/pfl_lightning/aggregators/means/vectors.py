@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pfl_lightning.aggregators.model_pool import blocks, inner_products
-from pfl_lightning.messages import CPU, StateDict, column
+from pfl_lightning.aggregators.model_pool import inner_products
+from pfl_lightning.messages import CPU, StateDict, blocks, column, promoted
 from pfl_lightning.transfers import moved
 
 
@@ -120,7 +120,7 @@ class Vectors:
         """Return a rule's result coordinate by coordinate, in blocks of bounded memory.
 
         Args:
-            rule: returns ``[w]`` for ``[m, w]``, in float64.
+            rule: returns ``[w]`` in float64 for ``[m, w]`` in float32 or better, which hold the uploads exactly.
         """
         entries = {}
         for name in self.sent[0]:
@@ -129,7 +129,7 @@ class Vectors:
             if (self.mixing is not None and name in self.buffers) or not tensors[0].is_floating_point():
                 entries[name] = median_of_buffer(name, tensors)
                 continue
-            parts = [rule(self._mixed_rows(rows.double())) for rows in blocks(tensors)]
+            parts = [rule(self._mixed_rows(rows.to(promoted(rows)))) for rows in blocks(tensors)]
             result = torch.cat(parts).view(tensors[0].shape).to(tensors[0].dtype)
             entries[name] = within_range(name, result) if name in self.buffers else result
         return Sum(on_cpu(entries), None)
@@ -138,6 +138,7 @@ class Vectors:
         if self.mixing is None:
             return rows
         # by differences, as in `combined`
+        rows = rows.double()
         middle = rows.median(0).values
         return middle + self.mixing.to(rows.device) @ (rows - middle)
 
@@ -159,7 +160,7 @@ def median_of_buffer(name: str, tensors: list[Tensor]) -> Tensor:
     """
     if not tensors[0].is_floating_point():
         return lower_median(tensors)
-    parts = [median(rows.double()) for rows in blocks(tensors)]
+    parts = [median(rows.to(promoted(rows))) for rows in blocks(tensors)]
     return within_range(name, torch.cat(parts).view(tensors[0].shape).to(tensors[0].dtype))
 
 
@@ -170,19 +171,44 @@ def within_range(name: str, buffer: Tensor) -> Tensor:
 
 
 def median(rows: Tensor) -> Tensor:
-    """Return the median of each column; of an even number of rows the mean of the middle two.
+    """Return the median of each column, in float64; of an even number of rows the mean of the middle two.
 
     >>> import torch
     >>> median(torch.tensor([[1.0, 5.0], [9.0, 5.0], [3.0, 7.0], [2.0, 8.0]]))
-    tensor([2.5000, 6.0000])
+    tensor([2.5000, 6.0000], dtype=torch.float64)
 
     Args:
         rows: ``[n, w]``.
     """
     # torch.median takes the lower one of the middle two
-    ordered, n = rows.sort(0).values, len(rows)
-    low, high = ordered[(n - 1) // 2], ordered[n // 2]
+    return middle_of(ordered_columns(rows))
+
+
+def middle_of(ordered: Tensor) -> Tensor:
+    """Return the median of each column in float64.
+
+    Args:
+        ordered: ``[n, w]``, each column ascending.
+    """
+    n = len(ordered)
+    low, high = ordered[(n - 1) // 2].double(), ordered[n // 2].double()
     return low + (high - low) / 2
+
+
+def ordered_columns(rows: Tensor) -> Tensor:
+    """Return the values of each column in ascending order.
+
+    Args:
+        rows: ``[n, w]``, float32 or float64.
+    """
+    if rows.device.type != "cpu":
+        return rows.sort(0).values
+    # NumPy sorts contiguous numbers with vector instructions: 100 of them in an eighth of the time of selecting the
+    # middle two, and in a twentieth of PyTorch's time
+    # a clone, since a single row is contiguous both ways, and the sort is in place
+    columns = rows.T.clone(memory_format=torch.contiguous_format)
+    columns.numpy().sort(axis=1)
+    return columns.T
 
 
 def lower_median(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,102 @@
+"""Seconds and peak memory of servers for one round of uploads, each in a process of its own.
+
+    python benchmarks/servers.py [--clients 20 100 400] [--parameters 1000000] [--threads 1]
+
+Uploads are of a linear layer with 10 classes and that many parameters. An aggregation has in it every client's payload,
+one after another. Memory is the growth of the peak (``ru_maxrss``) beyond the process with all
+uploads, as a ratio to the uploads' own. A Gram product is ``x @ x.T`` of all uploads as one matrix, in float32.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+
+import torch
+from torch import nn
+
+from pfl_lightning import Server, WeightedAverage
+from pfl_lightning.aggregators import Aggregator, CwFedAvg, FedAMP, FedAWA, means
+from pfl_lightning.messages import Updates
+from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.nets import Net
+
+RULES = ("Krum", "GeometricMedian", "TrimmedMean", "CoordinateMedian", "Bulyan")
+SERVERS = ("WeightedAverage", "CwFedAvg", "FedAWA", "FedAMP", *RULES)
+CLASSES = 10
+
+
+def server_of(name: str) -> Aggregator:
+    """Return a server side by its name."""
+    if name in RULES:
+        return WeightedAverage(mean=getattr(means, name)())
+    return (
+        CwFedAvg(layers="all")
+        if name == "CwFedAvg"
+        else {"FedAWA": FedAWA, "FedAMP": FedAMP}.get(name, WeightedAverage)()
+    )
+
+
+def peak() -> int:
+    """Return the bytes of resident memory that this process has had at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def measure(name: str, clients: int, parameters: int) -> dict[str, float]:
+    """Return the seconds of an aggregation with all payloads, and the further memory to the uploads' own."""
+    module = FedAvg(lambda shape, k: Net(nn.Identity(), nn.Linear(*shape, k)), (parameters // CLASSES,), CLASSES)
+    weights = {entry: tensor.clone() for entry, tensor in module.state_dict().items()}
+    aggregator = server_of(name) if name != "Gram" else None
+    updates: Updates = {
+        client: {
+            "weights": {entry: tensor + 0.01 * torch.randn_like(tensor) for entry, tensor in weights.items()},
+            "num_samples": torch.tensor(100 + client),
+        }
+        for client in range(clients)
+    }
+    before = peak()
+    start = time.process_time()
+    if aggregator is None:
+        models = torch.stack([next(iter(update["weights"].values())).flatten() for update in updates.values()])
+        start = time.process_time()
+        models @ models.T
+    else:
+        aggregator.setup(Server(clients, weights, module, None, seed=0))  # type: ignore[arg-type]
+        aggregator.aggregate(updates, round=0)
+        for client in range(clients):
+            aggregator.download(client)
+    seconds = time.process_time() - start
+    own = 4 * parameters * clients
+    return {"seconds": seconds, "ratio": (peak() - before) / own}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, nargs="+", default=[20, 100, 400])
+    parser.add_argument("--parameters", type=int, default=1_000_000)
+    parser.add_argument("--threads", type=int, default=1, help="intra-op threads")
+    parser.add_argument("--servers", nargs="+", default=["Gram", *SERVERS])
+    parser.add_argument("--one", action="store_true", help="one server in this process, as JSON")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.one:
+        print(json.dumps(measure(args.servers[0], args.clients[0], args.parameters)))
+        return
+    print(f"{args.parameters:,} parameters, threads {args.threads}: CPU seconds, further memory to the uploads' own")
+    print(f"{'clients':17}" + "".join(f"{clients:>16}" for clients in args.clients))
+    for name in args.servers:
+        cells = []
+        for clients in args.clients:
+            command = [sys.executable, __file__, "--one", "--servers", name, "--clients", str(clients)]
+            command += ["--parameters", str(args.parameters), "--threads", str(args.threads)]
+            line = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
+            found = json.loads(line)
+            cells.append(f"{found['seconds']:9.2f} {found['ratio']:6.2f}")
+        print(f"{name:17}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()
