@@ -209,8 +209,9 @@ def generators(seed: int, first: int, count: int) -> Iterator[np.random.Generato
         return values ^ (values >> np.uint32(16))
 
     def mixed(one: NDArray[np.uint32], other: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        result = one * np.uint32(0xCA01F9DD) - other * np.uint32(0x4973F715)
-        return result ^ (result >> np.uint32(16))
+        result: NDArray[np.uint32] = one * np.uint32(0xCA01F9DD) - other * np.uint32(0x4973F715)
+        result ^= result >> np.uint32(16)
+        return result
 
     pool = [hashed(values, 0x931E8875) for values in entropy[:4]]
     for source in range(4):

@@ -77,6 +77,7 @@ class Sharded(Engine):
         if not self.keeps_states:
             return states
         own = {client: state for client, state in states.items() if self.rank_of(client) == self.rank}
+        # To the first rank alone, which writes the checkpoint: the others never hold all states.
         parts: list[dict[int, ClientState]] | None = [{}] * self.ranks if self.rank == 0 else None
         distributed.gather_object(own, parts, dst=0, group=self._group)
         return states if parts is None else {client: state for part in parts for client, state in part.items()}
@@ -172,6 +173,7 @@ def averaged(outcomes: list[Outcome], weighted: bool) -> list[Outcome]:
         outcomes: outcomes of one rank.
         weighted: whether clients count by ``num_samples``; else all alike.
     """
+    # One NaN would spoil the mean of all; such outcomes are left out of the aggregation by everybody.
     usable = [outcome for outcome in outcomes if outcome.finite and not outcome.refused]
     if len(usable) < 2:
         return outcomes
@@ -207,6 +209,7 @@ def mean_of(parts: list[Any], weights: list[float], name: str) -> Any:
         Uneven: if integers outside ``weights``, numbers or structures differ between clients.
     """
     first = parts[0]
+    # Servers take the largest of counters in models, such as the batches that BatchNorm has seen.
     if name == "weights" and isinstance(first, Mapping):
         return weighted_mean(parts, weights)
     if isinstance(first, Tensor):

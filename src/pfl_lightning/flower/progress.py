@@ -48,6 +48,7 @@ class Progress(FederatedCallback):
             stopped = isinstance(error, (Stopped, KeyboardInterrupt, SystemExit))
             self._write(state="stopped" if stopped else "failed", reason=" ".join(str(error).split())[:500])
             raise
+        # not in a `finally`: a run that ends early has another state
         self._write(state="finished")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -62,6 +62,7 @@ class Resident:
 
     def watch(self, parent: int, address: Path) -> None:
         """End this process when the node's process has ended, or after a time without messages."""
+        # polled, since a process can't wait for the end of one that isn't its child
         while runs(parent) and (self.busy or time.monotonic() - self.used < IDLE):
             time.sleep(PAUSE)
         address.unlink(missing_ok=True)

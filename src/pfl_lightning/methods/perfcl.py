@@ -61,6 +61,7 @@ class PerFCL(FENDA):
         self.contrasts = mu > 0 or gamma > 0
         if self.contrasts:
             common = common_parameters(self).values()
+            # `old` belongs to the client and is kept with its state; `received` is made anew in each round
             self.received = FrozenModule(self.net.features, common=common)
             self.old = FrozenModule(self.net.features, persistent=True, common=common)
             self.old_local = FrozenModule(self.net.local, persistent=True, common=common)
