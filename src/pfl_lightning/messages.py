@@ -308,14 +308,18 @@ def weighted_means(
             continue
         # a tensor for each mean, since a kept row would keep the memory of all
         results = [torch.empty_like(first, memory_format=torch.contiguous_format) for _ in means]
-        start = 0
-        for block in blocks(tensors):
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        size, wide = first.numel(), factors.to(first.device, promoted(first))
+        width = max(1, min(block_width(len(tensors)), size))
+        # one buffer for all blocks: to get new memory each time takes longer than the product
+        buffer = first.new_empty(len(tensors), width)
+        for start in range(0, size, width):
+            end = min(start + width, size)
+            torch.stack([tensor[start:end] for tensor in flat], out=buffer[:, : end - start])
             # a product over few parameters at once: m running sums would read all models m times
-            rows = factors.to(block.device, promoted(first)) @ block.to(promoted(first))
-            end = start + block.shape[1]
+            rows = wide @ buffer[:, : end - start].to(wide.dtype)
             for result, row in zip(results, rows, strict=True):
                 result.view(-1)[start:end] = row
-            start = end
         for mean, result in zip(means, results, strict=True):
             mean[name] = result
     return means

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.aggregators import Server, WeightedAverage
-from pfl_lightning.messages import Message, StateDict, Updates, num_bytes, weighted_means
+from pfl_lightning.messages import Message, StateDict, Updates, num_bytes, promoted, weighted_means
 from pfl_lightning.nets import find_output_layer
 
 TOGETHER = 32 * 2**20
@@ -65,7 +65,7 @@ class CwFedAvg(WeightedAverage):
 
     requires = frozenset({"classes"})
 
-    caches = frozenset({"_starts"})
+    caches = frozenset({"_starts", "_stacked"})
     meets_newcomers = True
 
     def __init__(
@@ -80,7 +80,8 @@ class CwFedAvg(WeightedAverage):
         self.output_layer = output_layer
         if distribution == "counts":
             self.needs = self.needs | {"class_counts"}
-        self._starts: tuple[Tensor, int, list[StateDict]] | None = None
+        self._starts: tuple[Tensor, int, StateDict] | None = None
+        self._stacked: tuple[Tensor, StateDict] | None = None
 
     def setup(self, server: Server) -> None:
         """Start from the common initial model for every class."""
@@ -194,8 +195,25 @@ class CwFedAvg(WeightedAverage):
             self._starts = None
             known, prior = self.state["distributions"], self.state["prior"]
             clients = range(first, min(first + count, self.num_clients))
-            self._starts = mix, first, self._mixed(torch.stack([known.get(each, prior) for each in clients]))
-        return self._starts[2][client - first]
+            self._starts = mix, first, self._rows(torch.stack([known.get(each, prior) for each in clients]))
+        return {name: rows[client - first] for name, rows in self._starts[2].items()}
+
+    def _rows(self, distributions: Tensor) -> StateDict:
+        """Return one model for each row of class distributions, as ``[n, ...]`` by name.
+
+        Args:
+            distributions: ``[n, K]``.
+        """
+        mix, sources = self.state["mix"], self.state["sources"]
+        if self._stacked is None or self._stacked[0] is not mix:
+            self._stacked = mix, {name: torch.stack([source[name] for source in sources]) for name in self.names}
+        shares = distributions @ self.state.get("basis", mix)
+        rows = {}
+        for name, stack in self._stacked[1].items():
+            wide = promoted(stack)
+            mixed = shares.to(stack.device, wide) @ stack.reshape(len(stack), -1).to(wide)
+            rows[name] = mixed.to(stack.dtype).view(len(shares), *stack.shape[1:])
+        return rows
 
 
 def class_wise_entries(weights: StateDict, layers: Sequence[str] | Literal["all"]) -> list[str]:

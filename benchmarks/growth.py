@@ -1,10 +1,10 @@
-"""Seconds and peak memory of servers for one round of uploads, each in a process of its own.
+"""How servers grow with clients: seconds and peak memory for one round of uploads, each in a process of its own.
 
-    python benchmarks/servers.py [--clients 20 100 400] [--parameters 1000000] [--threads 1]
+    python benchmarks/growth.py [--clients 20 100 400] [--parameters 1000000] [--threads 1]
 
-Uploads are of a linear layer with 10 classes and that many parameters. An aggregation has in it every client's payload,
-one after another. Memory is the growth of the peak (``ru_maxrss``) beyond the process with all
-uploads, as a ratio to the uploads' own. A Gram product is ``x @ x.T`` of all uploads as one matrix, in float32.
+Uploads are of a square linear layer with about that many parameters, and a classifier of 10 classes. An aggregation has
+in it every client's payload, one after another. Memory is the growth of the peak (``ru_maxrss``) beyond the process with
+all uploads, as a ratio to the uploads' own. A Gram product is ``x @ x.T`` of all uploads as one matrix, in float32.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from torch import nn
 
 from pfl_lightning import Server, WeightedAverage
 from pfl_lightning.aggregators import Aggregator, CwFedAvg, FedAMP, FedAWA, means
-from pfl_lightning.messages import Updates
+from pfl_lightning.messages import Updates, num_bytes
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import Net
 
@@ -46,7 +46,8 @@ def peak() -> int:
 
 def measure(name: str, clients: int, parameters: int) -> dict[str, float]:
     """Return the seconds of an aggregation with all payloads, and the further memory to the uploads' own."""
-    module = FedAvg(lambda shape, k: Net(nn.Identity(), nn.Linear(*shape, k)), (parameters // CLASSES,), CLASSES)
+    width = round(parameters**0.5)
+    module = FedAvg(lambda shape, k: Net(nn.Linear(*shape, width), nn.Linear(width, k)), (width,), CLASSES)
     weights = {entry: tensor.clone() for entry, tensor in module.state_dict().items()}
     aggregator = server_of(name) if name != "Gram" else None
     updates: Updates = {
@@ -68,7 +69,7 @@ def measure(name: str, clients: int, parameters: int) -> dict[str, float]:
         for client in range(clients):
             aggregator.download(client)
     seconds = time.process_time() - start
-    own = 4 * parameters * clients
+    own = num_bytes([update["weights"] for update in updates.values()])
     return {"seconds": seconds, "ratio": (peak() - before) / own}
 
 
