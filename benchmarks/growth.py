@@ -3,8 +3,8 @@
     python benchmarks/growth.py [--clients 20 100 400] [--parameters 1000000] [--threads 1]
 
 Uploads are of a square linear layer with about that many parameters, and a classifier of 10 classes. An aggregation has
-in it every client's payload, one after another. Memory is the growth of the peak (``ru_maxrss``) beyond the process with
-all uploads, as a ratio to the uploads' own. A Gram product is ``x @ x.T`` of all uploads as one matrix, in float32.
+in it every client's payload, one after another. Memory is the growth of the peak (``ru_maxrss``) beyond the process
+with all uploads, as a ratio to the uploads' own. A Gram product is ``x @ x.T`` of all uploads as a matrix, in float32.
 """
 
 import argparse

@@ -18,6 +18,7 @@ from federations import Spy, check_order_and_resume, drawn_update, equal, fit, m
 from pfl_lightning.aggregators import (
     CFL,
     SCAFFOLD,
+    AdaptiveProximal,
     Aggregator,
     ClassMeans,
     ClusterModels,
@@ -46,7 +47,7 @@ from pfl_lightning.callbacks import BufferAttack
 from pfl_lightning.cli.class_names import subclasses
 from pfl_lightning.data import IID, Digits
 from pfl_lightning.engines import Sequential, Vectorised
-from pfl_lightning.methods import IFCA, ControlVariates, FedAvg, FedDBE, FedProto
+from pfl_lightning.methods import IFCA, AdaptiveFedProx, ControlVariates, FedAvg, FedDBE, FedProto
 from pfl_lightning.methods.fedas import FisherAverage
 from pfl_lightning.methods.fedcac import CriticalAverage
 from pfl_lightning.methods.fednova import NormalizedAverage
@@ -66,6 +67,7 @@ SERVERS = {
     "clusters": (IFCA, ClusterModels),
     "cfl": (FedAvg, CFL),
     "prototypes": (FedProto, ClassMeans),
+    "adaptive": (AdaptiveFedProx, AdaptiveProximal),
 }
 SWEPT = pytest.mark.parametrize("name", swept(SERVERS, {"weighted", "scaffold", "prototypes"}, name=str))
 
