@@ -1,6 +1,7 @@
 """Small federations, and what tests ask of them."""
 
 import csv
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -253,6 +254,19 @@ def equal(a: Any, b: Any) -> bool:
         return isinstance(b, Mapping) and list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def near(a: Any, b: Any, atol: float = 1e-5) -> bool:
+    """Whether two trees are equal up to rounding."""
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and torch.allclose(a.double(), b.double(), atol=atol)
+    if isinstance(a, Mapping):
+        return list(a) == list(b) and all(near(a[key], b[key], atol) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(near(x, y, atol) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-6, abs_tol=atol) or (math.isnan(a) and math.isnan(b))
     return bool(a == b)
 
 

@@ -1,13 +1,12 @@
 """Clients' states that stay with their rank, and sums in the place of updates."""
 
-from collections.abc import Mapping
 from functools import partial
 
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from federations import equal, fit, load, make_client, noisy, read_csv, same_end, untimed
+from federations import equal, fit, load, make_client, near, noisy, read_csv, same_end, untimed
 from pfl_lightning.aggregators import FedReMa
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.engines.base import ClientState, Outcome
@@ -22,17 +21,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def near(a, b, atol=1e-5):
-    """Whether two trees are equal up to rounding."""
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.allclose(a.double(), b.double(), atol=atol)
-    if isinstance(a, Mapping):
-        return list(a) == list(b) and all(near(a[key], b[key], atol) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(near(x, y, atol) for x, y in zip(a, b, strict=True))
-    return a == pytest.approx(b, abs=atol) if isinstance(a, float) else a == b
 
 
 def on(ranks, make, root, **settings):

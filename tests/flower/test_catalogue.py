@@ -9,7 +9,7 @@ pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or n
 
 from deployments import NODES, deploy, grid_of
 
-from federations import Pause, equal, fit, make_client, noisy, untimed
+from federations import Pause, equal, fit, make_client, near, noisy, untimed
 from pfl_lightning.flower.states import StateVersions
 from pfl_lightning.methods.registry import METHODS
 from sweeps import swept
@@ -39,8 +39,9 @@ def test_a_deployment_equals_the_simulation(method, tmp_path):
     assert equal(one.state_dict(), other.state_dict())
     assert equal(one.aggregator.state, other.aggregator.state)
     assert all(equal(one.aggregator.download(client), other.aggregator.download(client)) for client in range(4))
-    assert untimed(alone.rows) == untimed(run.rows)
-    assert alone.test() == run.test()
+    # up to rounding: a simulation evaluates clients with the same model in one pass
+    assert near(untimed(alone.rows), untimed(run.rows))
+    assert near(alone.test(), run.test())
     for node, config in NODES.items():
         states = StateVersions(tmp_path / "sites" / str(node))
         for client in map(int, config["clients"].split()):

@@ -163,8 +163,7 @@ def draw_class_models(aggregator: CwFedAvg) -> "Figure":
     Args:
         aggregator: the cwFedAvg server.
     """
-    # the output layer alone: `class_models` would make K copies of all layers
-    rows = torch.stack([source[aggregator.rows] for source in aggregator.state["sources"]]).double()
-    models = torch.tensordot(aggregator.state["mix"].double(), rows, dims=1)
-    norms = torch.linalg.vector_norm(models, dim=2)
+    # the output layer alone: K copies of all layers would be large
+    models = aggregator.class_models([aggregator.rows])[aggregator.rows]
+    norms = torch.linalg.vector_norm(models.double(), dim=2)
     return plot_class_heatmaps({"Class models": norms}, "norm of the class's row", rows="class model")

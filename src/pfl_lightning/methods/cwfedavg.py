@@ -160,20 +160,26 @@ class CwFedAvg(WeightedAverage):
         mix: Tensor = self.state["mix"]
         return self.distributions() @ mix
 
-    def class_models(self) -> StateDict:
-        """Return the class models' entries, ``[K, ...]`` each."""
-        models = self._mixed(torch.eye(len(self.state["mix"]), dtype=torch.float64))
-        return {name: torch.stack([model[name] for model in models]) for name in self.names}
+    def class_models(self, names: Sequence[str] | None = None) -> StateDict:
+        """Return the class models' entries, ``[K, ...]`` each.
 
-    def _mixed(self, distributions: Tensor) -> list[StateDict]:
+        Args:
+            names: the entries, among those averaged by class; None returns all.
+        """
+        names = self.names if names is None else names
+        models = self._mixed(torch.eye(len(self.state["mix"]), dtype=torch.float64), names)
+        return {name: torch.stack([model[name] for model in models]) for name in names}
+
+    def _mixed(self, distributions: Tensor, names: Sequence[str] | None = None) -> list[StateDict]:
         """Return one model for each row of class distributions.
 
         Args:
             distributions: ``[n, K]``.
+            names: the entries; None takes all that are averaged by class.
         """
         # earlier versions kept no basis, and the last round's uploads as sources
         shares = distributions @ self.state.get("basis", self.state["mix"])
-        return weighted_means(self.state["sources"], shares.tolist(), self.names)
+        return weighted_means(self.state["sources"], shares.tolist(), self.names if names is None else names)
 
     def download(self, client: int) -> Message:
         """Return the client's mix of the class models, over the global model."""
