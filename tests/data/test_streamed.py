@@ -5,7 +5,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from federations import CLASSES, FEATURES, fit, make_client, plain, same_end
+from federations import CLASSES, FEATURES, equal, fit, make_client, near, plain, untimed
 from pfl_lightning.data import Natural, TensorData
 from pfl_lightning.data.samples import Samples
 from pfl_lightning.data.streamed import Streamed
@@ -46,7 +46,10 @@ def test_the_numbers_are_those_of_clients_in_memory(method, engine, monkeypatch)
         fit(make_client(method, net=plain), data(resident, Leaf()), engine=engine_of)
         for resident, engine_of in ((True, "sequential"), (False, engine))
     ]
-    assert same_end(*runs)
+    memory, streamed = runs
+    assert equal(memory.federation.federation_state(), streamed.federation.federation_state())
+    # up to rounding: clients in memory with the same model are evaluated in one pass
+    assert near(untimed(memory.rows), untimed(streamed.rows))
 
 
 def test_no_more_is_read_at_once_than_goes_through_the_net():
@@ -78,4 +81,5 @@ def test_the_vectorised_engine_is_refused():
 def test_a_run_goes_on_with_clients_read_otherwise(tmp_path):
     whole = fit(make_client(net=plain), data(True, Leaf()))
     fit(make_client(net=plain), data(True, Leaf()), tmp_path, max_rounds=2)
-    assert same_end(whole, fit(make_client(net=plain), data(False, Leaf()), tmp_path, ckpt_path="last"))
+    resumed = fit(make_client(net=plain), data(False, Leaf()), tmp_path, ckpt_path="last")
+    assert equal(whole.federation.federation_state(), resumed.federation.federation_state())

@@ -11,7 +11,7 @@ from torchmetrics import MeanSquaredError, MetricCollection
 from federations import Altered, blobs, equal, fit, make_client, noisy
 from pfl_lightning.engines import Sequential, evaluation
 from pfl_lightning.engines.evaluation import POOLED, computed_on, evaluate_outputs, mean_of
-from pfl_lightning.methods import IFCA, SCAFFOLD, FedAvg, FedBABU, FedBN, FedPer, FedProx, Local
+from pfl_lightning.methods import IFCA, ControlVariates, FedAvg, FedBABU, FedBN, FedPer, FedProx, Local
 from pfl_lightning.nets import Net
 from pfl_lightning.tasks import (
     Classification,
@@ -137,7 +137,7 @@ def results(run):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised", "processes", "auto"])
-@pytest.mark.parametrize("method", [FedAvg, FedProx, SCAFFOLD, FedPer, FedBN, Local, FedBABU, IFCA])
+@pytest.mark.parametrize("method", [FedAvg, FedProx, ControlVariates, FedPer, FedBN, Local, FedBABU, IFCA])
 @pytest.mark.by_default(
     "FedAvg-sequential", "FedAvg-vectorised", "FedAvg-processes", "FedAvg-auto", "FedPer-sequential"
 )

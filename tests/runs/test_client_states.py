@@ -255,6 +255,6 @@ def test_a_damaged_checkpoint_is_refused_as_in_memory(tmp_path):
 
 def test_a_place_that_is_neither_is_refused():
     with pytest.raises(
-        MisconfigurationException, match="client_states='tape' must be one of memory, device, disk, auto"
+        MisconfigurationException, match="client_states='tape' must be one of memory, device, disk, rank, auto"
     ):
         make_trainer(client_states="tape")
