@@ -113,7 +113,7 @@ class FedSR(FedAvg):
 def normal_divergence(mean: Tensor, deviation: Tensor, other_mean: Tensor, other_deviation: Tensor) -> Tensor:
     r"""Return the KL divergence of normal distributions with independent units, ``[n]``.
 
-    .. math:: \sum_d \ln\frac{\rho_d}{\sigma_d} + \frac{\sigma_d^2 + (\mu_d - r_d)^2}{2 \rho_d^2} - \frac12
+    .. math:: \sum_d \ln\frac{\rho_d}{\sigma_d} + \frac{\sigma_d^2 + (\mu_d - r_d)^2}{2 \rho_d^2} - \frac{1}{2}
 
     >>> one, two = torch.ones(1, 3), 2 * torch.ones(1, 3)
     >>> normal_divergence(one, two, one, two), normal_divergence(one, one, two, one)
