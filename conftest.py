@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-FLOWER = Path(__file__).parent / "src" / "pfl_lightning" / "flower"
+PACKAGE = Path(__file__).parent / "src" / "pfl_lightning"
+FLOWER = {PACKAGE / "flower", PACKAGE / "resident.py"}
+"""The modules that import Flower."""
 
 
 class Unavailable(pytest.File):
@@ -21,8 +23,8 @@ class Unavailable(pytest.File):
 def pytest_collect_file(
     file_path: Path, parent: pytest.Collector
 ) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
-    """Skip doctests of ``pfl_lightning.flower`` where Flower isn't installed."""
+    """Skip doctests of modules that import Flower where it isn't installed."""
     collectors = yield
-    if FLOWER in file_path.parents and find_spec("flwr") is None:
+    if not FLOWER.isdisjoint({file_path, *file_path.parents}) and find_spec("flwr") is None:
         return [Unavailable.from_parent(parent, path=file_path) for _ in collectors]
     return collectors

@@ -401,7 +401,7 @@ def parts_of_dates(values: Any, parts: Sequence[str], since: str, owner: str) ->
 
     Args:
         values: a pandas series of dates, or of texts such as 2024-05-31.
-        parts: the numbers, each one of `Part`.
+        parts: the numbers, each one of `~pfl_lightning.data.preprocessing.Part`.
         since: the date from which ``days`` counts.
         owner: name of the column for messages.
 
