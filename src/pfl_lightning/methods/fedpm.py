@@ -34,9 +34,8 @@ class FedPM(FedAvg):
     that the net has frozen have no score, and buffers, such as running statistics, stay with the client.
 
     Scores need a larger learning rate than weights: the official code trains them by Adam with 0.1. Where classes are
-    skewed and clients few, it stays far below `FedAvg`: on the digits, with ten clients and 50 rounds, 58 % of
-    predictions by a mask and 77 % by the mean are right, of FedAvg's 85 %. The mean of ten masks has eleven values and
-    nothing of the rounds before, and a single mask adds its own chance to each prediction.
+    skewed and clients few, it stays far below `FedAvg` (docs/results.md, "Newer methods"): the mean of ten masks has
+    eleven values and nothing of the rounds before, and a single mask adds its own chance to each prediction.
     Source: Isik et al., 2023 (https://arxiv.org/abs/2209.15328); BerivanIsik/sparse-random-networks@cf6b549.
 
     Args:
