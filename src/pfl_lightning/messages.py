@@ -308,18 +308,13 @@ def weighted_means(
             continue
         # a tensor for each mean, since a kept row would keep the memory of all
         results = [torch.empty_like(first, memory_format=torch.contiguous_format) for _ in means]
-        flat = [tensor.reshape(-1) for tensor in tensors]
-        size, wide = first.numel(), factors.to(first.device, promoted(first))
-        width = max(1, min(block_width(len(tensors)), size))
-        # one buffer for all blocks: to get new memory each time takes longer than the product
-        buffer = first.new_empty(len(tensors), width)
-        for start in range(0, size, width):
-            end = min(start + width, size)
-            torch.stack([tensor[start:end] for tensor in flat], out=buffer[:, : end - start])
+        wide, start = factors.to(first.device, promoted(first)), 0
+        for block in blocks(tensors, reuse=True):
             # a product over few parameters at once: m running sums would read all models m times
-            rows = wide @ buffer[:, : end - start].to(wide.dtype)
+            rows, end = wide @ block.to(wide.dtype), start + block.shape[1]
             for result, row in zip(results, rows, strict=True):
                 result.view(-1)[start:end] = row
+            start = end
         for mean, result in zip(means, results, strict=True):
             mean[name] = result
     return means
@@ -338,19 +333,20 @@ def block_width(rows: int) -> int:
     return max(1, min(COLUMNS, ELEMENTS // max(rows, 1)))
 
 
-def blocks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+def blocks(tensors: Sequence[Tensor], reuse: bool = False) -> Iterator[Tensor]:
     """Yield tensors of one shape as rows of matrices with few columns, `block_width`.
 
     Args:
         tensors: n tensors of one shape.
+        reuse: whether each matrix takes the memory of the one before, which saves the time to get new memory.
     """
     width, size = block_width(len(tensors)), tensors[0].numel()
     flat = [tensor.reshape(-1) for tensor in tensors]
-    if size <= width:
-        yield torch.stack(flat)
-        return
-    for start in range(0, size, width):
-        yield torch.stack([tensor[start : start + width] for tensor in flat])
+    buffer = tensors[0].new_empty(len(tensors), min(width, size)) if reuse else None
+    # one matrix for tensors without entries, too
+    for start in range(0, max(size, 1), width):
+        parts = [tensor[start : start + width] for tensor in flat]
+        yield torch.stack(parts, out=None if buffer is None else buffer[:, : len(parts[0])])
 
 
 def means_of_rows(

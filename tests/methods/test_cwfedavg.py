@@ -331,7 +331,7 @@ def test_clients_that_never_took_part_are_mixed_by_the_initial_distribution():
     many = server({client: updates[client] for client in (1, 2, 3, 4)}, clients=M)
     for aggregator in (few, many):  # one computes rows when they are asked for, one all at once
         for client in range(M):
-            by_row = aggregator._mixed(aggregator.distributions()[[client]])[0][HEAD]
+            by_row = aggregator._mixed(aggregator.distributions()[[client]])[HEAD][0]
             assert torch.allclose(aggregator.download(client)["weights"][HEAD], by_row, rtol=0, atol=1e-14)
         assert torch.equal(aggregator.distributions()[0], aggregator.state["prior"])
 

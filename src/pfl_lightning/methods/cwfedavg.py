@@ -122,7 +122,10 @@ class CwFedAvg(WeightedAverage):
         # a class without mass in the round has no q, and keeps its last class model below
         q = torch.where(fed, mass / mass.sum(0), 0.0)
         each = torch.eye(len(fed), dtype=torch.float64)
-        kept = self._mixed(each[~fed])
+        unfed = each[~fed]
+        # only if needed, as it reads all sources; copies, since a kept row would keep the memory of all
+        kept_rows = self._mixed(unfed) if len(unfed) else {}
+        kept = [{name: rows[i].clone() for name, rows in kept_rows.items()} for i in range(len(unfed))]
         sent = [update["weights"] for update in updates.values()]
         # columns: the round's uploads, then the kept class models, each the source of its own class
         self.state["mix"] = torch.cat([q.T, each[:, ~fed]], 1)
@@ -166,20 +169,29 @@ class CwFedAvg(WeightedAverage):
         Args:
             names: the entries, among those averaged by class; None returns all.
         """
-        names = self.names if names is None else names
-        models = self._mixed(torch.eye(len(self.state["mix"]), dtype=torch.float64), names)
-        return {name: torch.stack([model[name] for model in models]) for name in names}
+        return self._mixed(torch.eye(len(self.state["mix"]), dtype=torch.float64), names)
 
-    def _mixed(self, distributions: Tensor, names: Sequence[str] | None = None) -> list[StateDict]:
-        """Return one model for each row of class distributions.
+    def _mixed(self, distributions: Tensor, names: Sequence[str] | None = None) -> StateDict:
+        """Return one model for each row of class distributions, as ``[n, ...]`` by name.
 
         Args:
             distributions: ``[n, K]``.
             names: the entries; None takes all that are averaged by class.
         """
+        mix, sources = self.state["mix"], self.state["sources"]
+        if self._stacked is None or self._stacked[0] is not mix:
+            self._stacked = mix, {}
+        stacked = self._stacked[1]
         # earlier versions kept no basis, and the last round's uploads as sources
-        shares = distributions @ self.state.get("basis", self.state["mix"])
-        return weighted_means(self.state["sources"], shares.tolist(), self.names if names is None else names)
+        shares = distributions @ self.state.get("basis", mix)
+        mixed = {}
+        for name in self.names if names is None else names:
+            if name not in stacked:
+                stacked[name] = torch.stack([source[name] for source in sources])
+            wide = promoted(stacked[name])
+            rows = shares.to(stacked[name].device, wide) @ stacked[name].flatten(1).to(wide)
+            mixed[name] = rows.to(stacked[name].dtype).view(len(shares), *stacked[name].shape[1:])
+        return mixed
 
     def download(self, client: int) -> Message:
         """Return the client's mix of the class models, over the global model."""
@@ -188,7 +200,7 @@ class CwFedAvg(WeightedAverage):
     def welcome(self, client: int, update: Message | None) -> Message:
         """Return the mix by the newcomer's own distribution; by the initial model's before the first update."""
         own = self.state["prior"] if update is None else self._distribution_of(update)
-        return {"weights": self.state["weights"] | self._mixed(own[None])[0]}
+        return {"weights": self.state["weights"] | {name: rows[0] for name, rows in self._mixed(own[None]).items()}}
 
     def _start(self, client: int) -> StateDict:
         mix = self.state["mix"]
@@ -201,25 +213,8 @@ class CwFedAvg(WeightedAverage):
             self._starts = None
             known, prior = self.state["distributions"], self.state["prior"]
             clients = range(first, min(first + count, self.num_clients))
-            self._starts = mix, first, self._rows(torch.stack([known.get(each, prior) for each in clients]))
+            self._starts = mix, first, self._mixed(torch.stack([known.get(each, prior) for each in clients]))
         return {name: rows[client - first] for name, rows in self._starts[2].items()}
-
-    def _rows(self, distributions: Tensor) -> StateDict:
-        """Return one model for each row of class distributions, as ``[n, ...]`` by name.
-
-        Args:
-            distributions: ``[n, K]``.
-        """
-        mix, sources = self.state["mix"], self.state["sources"]
-        if self._stacked is None or self._stacked[0] is not mix:
-            self._stacked = mix, {name: torch.stack([source[name] for source in sources]) for name in self.names}
-        shares = distributions @ self.state.get("basis", mix)
-        rows = {}
-        for name, stack in self._stacked[1].items():
-            wide = promoted(stack)
-            mixed = shares.to(stack.device, wide) @ stack.reshape(len(stack), -1).to(wide)
-            rows[name] = mixed.to(stack.dtype).view(len(shares), *stack.shape[1:])
-        return rows
 
 
 def class_wise_entries(weights: StateDict, layers: Sequence[str] | Literal["all"]) -> list[str]:
