@@ -7,7 +7,6 @@ import traceback
 from functools import partial
 
 import pytest
-import torch
 
 from federations import fit, make_client
 from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised, processes, sequential
@@ -22,14 +21,6 @@ ENGINES = ["sequential", "vectorised", "processes", "auto"]
 
 def on_ranks(model, **settings):
     return fit(model, devices=2, strategy=ClientParallel(start_method="fork"), **settings)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

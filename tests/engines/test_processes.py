@@ -43,14 +43,6 @@ def clock(monkeypatch):
     return clock
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("workers", swept([1, 2, 4], ("2",), str))
 @pytest.mark.parametrize("method", [FedAvg, FedPer, FedBABU, WDR])
 @pytest.mark.by_default("FedPer-2")

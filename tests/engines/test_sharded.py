@@ -7,7 +7,6 @@ import sys
 from functools import partial
 
 import pytest
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from command import QUIET, pfl
@@ -19,14 +18,6 @@ from pfl_lightning.engines.sharded import deal
 from pfl_lightning.methods import FedAvg, FedBABU, FedPer, Local
 
 MAKE = partial(make_client, FedPer, net=noisy, optimizer_lifetime="run")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def on(ranks, make, root, **settings):

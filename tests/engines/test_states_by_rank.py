@@ -15,14 +15,6 @@ from pfl_lightning.engines.sharded import averaged
 from pfl_lightning.methods import APFL, ControlVariates, Ditto, FedAvg, FedPer
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def on(ranks, make, root, **settings):
     """The checkpoint and the rounds of a run on some ranks, each with its own clients' states."""
     if ranks > 1:
