@@ -28,6 +28,7 @@ import time
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from rounds import Noise
@@ -71,29 +72,45 @@ class Peaks(Callback):
         (self.folder / f"peak-{trainer.global_rank}").write_text(str(peak() - self.start))
 
 
-def on_ranks(method: str, states: str, args: argparse.Namespace) -> dict[str, float]:
-    """Runs a federation on several ranks; gives the smallest and the largest peak of a rank, and seconds."""
+def noise(args: argparse.Namespace) -> Noise:
+    """Silences Lightning, and gives the clients' samples."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     seed_everything(0, verbose=False)
     data = Noise(args.clients, SAMPLES, (3, 32, 32))
     data.setup()
+    return data
+
+
+def quiet_trainer(args: argparse.Namespace, states: str, folder: str, **settings: Any) -> FederatedTrainer:
+    """Gives a trainer on the CPU that evaluates nobody."""
+    return FederatedTrainer(
+        max_rounds=args.rounds,
+        clients_per_round=args.participation,
+        client_states=states,  # type: ignore[arg-type]
+        accelerator="cpu",
+        limit_val_batches=0,
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+
+
+def on_ranks(method: str, states: str, args: argparse.Namespace) -> dict[str, float]:
+    """Runs a federation on several ranks; gives the smallest and the largest peak of a rank, and seconds."""
+    data = noise(args)
     client = ON_RANKS[method](NETS[args.net], data.input_shape, data.num_classes, optimizer=partial(SGD, lr=0.01))
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        trainer = FederatedTrainer(
-            max_rounds=args.rounds,
-            clients_per_round=args.participation,
-            client_states=states,  # type: ignore[arg-type]
-            accelerator="cpu",
+        trainer = quiet_trainer(
+            args,
+            states,
+            folder,
             devices=args.ranks,
             strategy=ClientParallel(start_method="fork"),
             callbacks=[Peaks(Path(folder))],
-            limit_val_batches=0,
-            default_root_dir=folder,
             logger=False,
             enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
         start = time.perf_counter()
         trainer.fit(client, datamodule=data)
@@ -103,26 +120,17 @@ def on_ranks(method: str, states: str, args: argparse.Namespace) -> dict[str, fl
 
 def measure(method: str, states: str, args: argparse.Namespace) -> dict[str, float]:
     """Runs a federation; gives the bytes of its peak and of its states, and its seconds."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
-    seed_everything(0, verbose=False)
-    data = Noise(args.clients, SAMPLES, (3, 32, 32))
-    data.setup()
+    data = noise(args)
     optimizer = partial(SGD, lr=0.01, momentum=0.9)
     client = METHODS[method](
         NETS[args.net], data.input_shape, data.num_classes, optimizer=optimizer, optimizer_lifetime=args.optimizer
     )
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        trainer = FederatedTrainer(
-            max_rounds=args.rounds,
-            clients_per_round=args.participation,
-            client_states=states,  # type: ignore[arg-type]
-            accelerator="cpu",
-            limit_val_batches=0,
-            default_root_dir=folder,
+        trainer = quiet_trainer(
+            args,
+            states,
+            folder,
             enable_checkpointing=args.checkpoints,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
         before, start = peak(), time.perf_counter()
         trainer.fit(client, datamodule=data)
