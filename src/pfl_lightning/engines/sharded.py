@@ -13,12 +13,10 @@ from pfl_lightning.data import ClientData
 from pfl_lightning.engines.base import ClientState, Engine, Evaluated, Job, Outcome
 from pfl_lightning.engines.errors import Failure
 from pfl_lightning.messages import Message, weighted_mean
+from pfl_lightning.privacy.secure_sum import COUNT
 
 TOGETHER = 32
 """Clients whose updates a rank averages at a time."""
-
-COUNT = "num_samples"
-"""Entry of updates by which a server weights clients."""
 
 
 class Sharded(Engine):

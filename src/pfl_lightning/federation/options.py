@@ -24,7 +24,8 @@ from pfl_lightning.settings import check_choices, is_count
 from pfl_lightning.tasks import Monitor
 
 ClientStates: TypeAlias = Literal["memory", "device", "disk", "rank", "auto"]
-"""Storage of clients' states between rounds: main memory, training device, files, or the device if a GPU has room."""
+"""Storage of clients' states between rounds: main memory, training device, files, the memory of the rank that trains
+the client, or the device if a GPU has room."""
 
 
 @dataclass(frozen=True)
