@@ -12,9 +12,9 @@ import torch
 from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from federations import fit
+from federations import Sizes, fit
 from pfl_lightning.callbacks import FederatedCallback
-from pfl_lightning.data import IID, FederatedDataModule
+from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.methods import FedProx
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.scaffold import ControlVariates
@@ -30,19 +30,23 @@ STEP = partial(SGD, lr=0.01, foreach=True)
 
 
 class Images(FederatedDataModule):
-    """Clients with so many samples that each makes ``steps`` full batches."""
+    """Clients of given numbers of samples, or with so many that each makes ``steps`` full batches."""
 
     num_classes = 10
 
-    def __init__(self, num_clients, steps, input_shape, batch_size):
+    def __init__(self, num_clients, steps, input_shape, batch_size, sizes=None):
+        sizes = sizes or [steps * batch_size] * num_clients
         super().__init__(
-            num_clients=num_clients, partitioner=IID(), batch_size=batch_size, test_fraction=0, val_fraction=0
+            num_clients=num_clients, partitioner=Sizes(*sizes), batch_size=batch_size, test_fraction=0, val_fraction=0
         )
-        self.input_shape, self.steps = input_shape, steps
+        self.input_shape, self.samples = input_shape, sum(sizes)
 
     def load(self):
-        n = self.num_clients * self.steps * self.batch_size
-        return torch.zeros(n, *self.input_shape, dtype=torch.uint8), torch.arange(n) % 10
+        return torch.zeros(self.samples, *self.input_shape, dtype=torch.uint8), torch.arange(self.samples) % 10
+
+
+# largest first, as log-normal sizes are: 40 steps by the first client, one by most
+UNEQUAL = [max(1, 400 // place) for place in range(1, 101)]
 
 
 class Operations(TorchDispatchMode):
@@ -93,11 +97,12 @@ def counted(method, net, data):
 @pytest.mark.parametrize(
     ("net", "data", "launches", "copies"),
     [
-        # on a CPU the softmax of a step is two operations
+        # on a CPU the softmax of a step is two operations; of the unequal clients a plain loop makes 246 steps
         (CNN, partial(Images, 20, 15, (1, 16, 16), 1), 575, 6),
         (partial(MLP, hidden=(64,)), partial(Images, 100, 3, (1, 8, 8), 10), 90, 6),
+        (partial(MLP, hidden=(64,)), partial(Images, 100, 0, (1, 8, 8), 10, UNEQUAL), 1360, 54),
     ],
-    ids=["20 clients, 15 steps of a CNN", "100 clients, 3 steps of an MLP"],
+    ids=["20 clients, 15 steps of a CNN", "100 clients, 3 steps of an MLP", "100 clients, 1 to 40 steps of an MLP"],
 )
 @pytest.mark.by_default("100 clients, 3 steps of an MLP")
 def test_a_round_s_operations_are_few(net, data, launches, copies):
