@@ -102,12 +102,13 @@ class FederatedTrainer(Trainer):
         steps_continue: whether a client's ``local_steps`` go on where its last round stopped, until its epoch is over,
             as in FLamby; else each round begins with a new order of samples. Phases of a method that are counted in
             epochs, or have samples of their own, begin anew in either case.
-        engine: how the clients of a round are run: ``sequential``, one after another (a small net in one thread, unless
-            ``OMP_NUM_THREADS`` is set); ``vectorised``, many clients in one computation, with the same result up to
-            rounding; ``processes``, several clients at once on the cores of a CPU, with the same result; ``auto``, the
-            one that should be fastest for the device, the net and the cores, which a line reports; or an `Engine`
-            class. Several ``devices`` share the clients, and each uses this engine; ``processes`` needs a single
-            device.
+        engine: how the clients of a round are run: ``auto``, by the engine that should be fastest for the device, the
+            net, the clients and the cores, which a line reports; ``sequential``, one after another (a small net in one
+            thread, unless ``OMP_NUM_THREADS`` is set); ``vectorised``, many clients in one computation, with the same
+            result up to rounding; ``processes``, several clients at once on the cores of a CPU, with the same bits; or
+            an `Engine` class. With the same seed, engine and machine a run has the same bits, also where ``auto``
+            chooses; where another machine makes it choose otherwise, results are equal up to rounding. Several
+            ``devices`` share the clients, and each uses this engine; ``processes`` needs a single device.
         workers: the largest number of processes for the engine ``processes``; None is one per core, fewer for short
             rounds.
         compile: whether the engine ``vectorised`` compiles clients' steps with ``torch.compile``. Compiling takes some
@@ -162,7 +163,7 @@ class FederatedTrainer(Trainer):
         clients_per_round: int | float = 1.0,
         local_epochs: int | None = None,
         local_steps: int | None = None,
-        engine: str | type[Engine] = "sequential",
+        engine: str | type[Engine] = "auto",
         workers: int | None = None,
         compile: bool = False,
         evaluate: Literal["before", "after", "both"] = "before",

@@ -27,7 +27,7 @@ from tasks_and_data import Kind, OfKind, client_of, drawn, flat, kinds
 
 def fit(kind, method=FedAvg, rounds=3, root=None, client=None, data=None, **settings):
     record = RoundLogger()
-    own = {"enable_checkpointing": root is not None, "logger": None if root else False}
+    own = {"enable_checkpointing": root is not None, "logger": None if root else False, "engine": "sequential"}
     trainer = FederatedTrainer(
         max_rounds=rounds,
         enable_progress_bar=False,

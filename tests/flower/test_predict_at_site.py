@@ -150,7 +150,7 @@ def test_raw_rows_at_each_site_give_the_federation_s_test_figures(tmp_path, monk
     assert predict(f"--state-dir {deployment.states(2)} --ckpt_path last") == lines
     # a simulation with all rows in one place predicts the same
     quiet = "--trainer.enable_progress_bar false --trainer.enable_model_summary false --trainer.max_rounds 2"
-    pfl(f"fit --config simulation.yaml --trainer.default_root_dir here {quiet}")
+    pfl(f"fit --config simulation.yaml --trainer.engine sequential --trainer.default_root_dir here {quiet}")
     assert predict("--runs here --ckpt_path last --data raw.csv") == lines
     models = models_in(deployment.states(1), best=False)
     assert list(models) == ["Bremen", "0", "Ulm", "2"]

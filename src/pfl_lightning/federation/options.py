@@ -40,7 +40,7 @@ class FederationOptions:
     local_epochs: int | None = None
     local_steps: int | None = None
     steps_continue: bool = False
-    engine: str | type[Engine] | EngineMaker = "sequential"
+    engine: str | type[Engine] | EngineMaker = "auto"
     workers: int | None = None
     compile: bool = False
     evaluate: Literal["before", "after", "both"] = "before"
