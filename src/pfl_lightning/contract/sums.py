@@ -3,8 +3,8 @@
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.aggregators import Aggregator, WeightedAverage
+from pfl_lightning.aggregators.aggregator_list import parts_of
 from pfl_lightning.client import ClientModule
-from pfl_lightning.contract.aggregator_memory import parts_of
 from pfl_lightning.privacy import DPAverage
 
 SETTING = "trainer.secure_sum"

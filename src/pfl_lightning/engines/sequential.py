@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from pfl_lightning.client import Batch, Phase
 from pfl_lightning.client.hooks import overrides
+from pfl_lightning.contract.attributes import Leaks
 from pfl_lightning.data import ClientData, Samples, epoch_order
 from pfl_lightning.data.batches import batches_of, continued_orders
 from pfl_lightning.data.trees import rows_in
@@ -24,7 +25,6 @@ from pfl_lightning.engines.base import ClientState, Engine, Evaluated, Job, Outc
 from pfl_lightning.engines.errors import computed, during
 from pfl_lightning.engines.examples import Draws, ExampleGradients, noised, releases_of, with_noisy_counts
 from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.state_leaks import Leaks
 from pfl_lightning.engines.steps import Layout, adjusted_gradients, local_optimizer, step_values
 from pfl_lightning.engines.threads import is_for_one_thread, one_thread
 from pfl_lightning.messages import detached, is_finite

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
+from pfl_lightning.aggregators.aggregator_list import parts_of
 from pfl_lightning.aggregators.base import Aggregator, Server, checked_logs
 from pfl_lightning.aggregators.weighted_average import WeightedAverage
 from pfl_lightning.client.common import (
@@ -28,7 +29,7 @@ from pfl_lightning.client.hooks import check_hooks
 from pfl_lightning.client.joined_clients import IDENTITY, joined_models
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.compression import Compression
-from pfl_lightning.contract.aggregator_memory import Remembered, parts_of
+from pfl_lightning.contract.attributes import Remembered
 from pfl_lightning.contract.guarantee import check_example_level, check_guarantee
 from pfl_lightning.contract.messages import check_entries, check_payload, sound_updates
 from pfl_lightning.contract.pairing import (
