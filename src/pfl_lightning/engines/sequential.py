@@ -190,7 +190,10 @@ class Sequential(Engine):
                         values = step_values(module, (x, y), index)
                     if index == taken * self.work.accumulate:
                         forget_gradients(trained)
-                    self._backward(values["loss"], scaler)
+                    loss = values["loss"] if self.work.accumulate == 1 else values["loss"] / self.work.accumulate
+                    torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
+                    if self._calls_after_backward:
+                        module.on_after_backward()
                     if ends:
                         self._step(optimizer, scaler, parameters)
                         taken += 1
@@ -319,14 +322,6 @@ class Sequential(Engine):
         if state:
             scaler.load_state_dict(state)
         return scaler
-
-    def _backward(self, loss: Tensor, scaler: torch.amp.GradScaler | None) -> None:
-        """Add a batch's gradients to those of the step's batches before."""
-        if self.work.accumulate > 1:
-            loss = loss / self.work.accumulate
-        torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
-        if self._calls_after_backward:
-            self.module.on_after_backward()
 
     def _step(
         self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None, parameters: dict[str, nn.Parameter]

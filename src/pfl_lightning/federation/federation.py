@@ -31,7 +31,7 @@ from pfl_lightning.client.joined_clients import IDENTITY, joined_models
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.compression import Compression
 from pfl_lightning.contract.attributes import Remembered
-from pfl_lightning.contract.guarantee import check_example_level, check_guarantee
+from pfl_lightning.contract.guarantee import check_example_level, check_guarantee, check_sums
 from pfl_lightning.contract.pairing import (
     check_common,
     check_finite,
@@ -41,7 +41,6 @@ from pfl_lightning.contract.pairing import (
     check_tells,
     check_tied,
 )
-from pfl_lightning.contract.sums import check_sums
 from pfl_lightning.contract.task import check_requirements, check_task
 from pfl_lightning.data import ClientData, FederatedDataModule, Split
 from pfl_lightning.data.description import fingerprint
