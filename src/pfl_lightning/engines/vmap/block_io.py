@@ -64,12 +64,6 @@ class BlockIO:
         Raises:
             Unvectorisable: if the clients can't share one block.
         """
-        if training and any(overrides(self.module, hook) for hook in ("on_after_backward", "on_before_optimizer_step")):
-            raise Unvectorisable(
-                self.module,
-                "its on_after_backward or on_before_optimizer_step needs the gradients of a single client, while "
-                "adjust_gradients works for all clients at once",
-            )
         # Each block finds its own caches that differ between clients.
         self.attributes.differing = frozenset()
         self.attributes.refuse_references(slots)

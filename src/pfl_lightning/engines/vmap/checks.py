@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from pfl_lightning.client.hooks import overrides
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.contract.attributes import Leaks, Look, content
@@ -221,6 +222,20 @@ def looked_at(caches: Mapping[str, Any]) -> Look:
 def part(look: Look, name: str) -> Look:
     """Return one attribute's part of a look."""
     return {name: look[name]} if name in look else {}
+
+
+def refuse_gradients_of_one(module: ClientModule) -> None:
+    """Refuse hooks on the gradients of a single client.
+
+    Raises:
+        Unvectorisable: if the module has such a hook.
+    """
+    if overrides(module, "on_after_backward") or overrides(module, "on_before_optimizer_step"):
+        raise Unvectorisable(
+            module,
+            "its on_after_backward or on_before_optimizer_step needs the gradients of a single client, while "
+            "adjust_gradients works for all clients at once",
+        )
 
 
 def vectorised(

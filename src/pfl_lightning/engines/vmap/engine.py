@@ -19,7 +19,7 @@ from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import Layout
 from pfl_lightning.engines.vmap.block import Block
 from pfl_lightning.engines.vmap.block_io import BlockIO
-from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable
+from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, refuse_gradients_of_one
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
 from pfl_lightning.engines.vmap.training import BlockTrainer
 from pfl_lightning.messages import num_bytes
@@ -153,6 +153,7 @@ class Vectorised(Engine):
             return
         try:
             start = time.perf_counter()
+            refuse_gradients_of_one(self.module)
             block = Block.of_members(*self.block_io.receive(jobs, layout, slots, training=True))
             self.trainer.train(block, layout, slots)
             block.seconds = (time.perf_counter() - start) / len(jobs)
