@@ -76,9 +76,18 @@ class Stack:
         entries = {name: self.entries[name] for name in names}
         if rows != list(range(len(next(iter(self.entries.values()))))):
             entries = {name: stack[torch.tensor(rows, device=stack.device)] for name, stack in entries.items()}
-        kinds = {(promoted(stack), stack.device) for stack in entries.values() if stack.is_floating_point()}
-        factors = {(wide, device): torch.tensor(columns, dtype=wide, device=device).T for wide, device in kinds}
-        return {name: product(factors, stack, len(columns[0])) for name, stack in entries.items()}
+        sums: StateDict = {}
+        factors: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        for name, stack in entries.items():
+            m, shape = len(columns[0]), stack.shape[1:]
+            if not stack.is_floating_point():
+                sums[name] = stack.amax(0).expand(m, *shape)
+                continue
+            kind = wide, device = promoted(stack), stack.device
+            if kind not in factors:
+                factors[kind] = torch.tensor(columns, dtype=wide, device=device).T
+            sums[name] = (factors[kind] @ stack.reshape(len(stack), -1).to(wide)).view(m, *shape)
+        return sums
 
 
 class Row(Mapping[str, Tensor]):
@@ -380,23 +389,6 @@ def together(parts: list[Tensor]) -> Tensor:
     # one stack may have moved to the CPU, where somebody read a row of it
     stack = torch.stack([part.to(parts[0].device) for part in parts])
     return stack.sum(0) if stack.is_floating_point() else stack.amax(0)
-
-
-def product(factors: Mapping[tuple[torch.dtype, torch.device], Tensor], stack: Tensor, count: int) -> Tensor:
-    """Return weighted sums of a floating stack's rows, in float32 or better; of integers the maximum, ``count`` times.
-
-    Args:
-        factors: the weights ``[m, clients]``, by type of the sums and device.
-        stack: ``[clients, ...]``.
-        count: m.
-
-    Returns:
-        ``[m, ...]``.
-    """
-    if not stack.is_floating_point():
-        return stack.amax(0).expand(count, *stack.shape[1:])
-    wide = promoted(stack)
-    return (factors[wide, stack.device] @ stack.reshape(len(stack), -1).to(wide)).view(count, *stack.shape[1:])
 
 
 def promoted(tensor: Tensor) -> torch.dtype:

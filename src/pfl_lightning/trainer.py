@@ -818,7 +818,9 @@ def fill_defaults(arguments: dict[str, Any], root: str, client_states: str) -> N
         client_states: as for `FederatedTrainer`.
     """
     callbacks = list(as_list(arguments.get("callbacks")))
-    kinds: list[type[Callback]] = [RoundLogger, RoundProgress, *REPORTS]
+    kinds: list[type[Callback]] = [RoundLogger, *REPORTS]
+    if arguments.get("enable_progress_bar") is not False:
+        kinds.insert(1, RoundProgress)
     # The bar must close before the final table is printed, so it comes first.
     if wants(arguments, "enable_progress_bar", ProgressBar):
         kinds.insert(0, RunBar)

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from federations import Spy, blobs, equal, fit, load, make_client, make_trainer, noisy, read_csv, same_end
 from pfl_lightning.engines import Sequential
+from pfl_lightning.federation.evaluation import over_clients
 from pfl_lightning.federation.final_test import metrics_at
-from pfl_lightning.federation.summary import over_clients
 from pfl_lightning.methods import FedBABU, FedPer
 from sweeps import all_but
 

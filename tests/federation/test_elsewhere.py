@@ -23,7 +23,7 @@ from federations import (
 )
 from pfl_lightning.data.samples import Parts
 from pfl_lightning.engines import ClientState, Sequential
-from pfl_lightning.federation.accepted_updates import TrainingDiverged
+from pfl_lightning.federation.messages import TrainingDiverged
 from pfl_lightning.methods import FedAvg, FedPer, LGFedAvg
 
 

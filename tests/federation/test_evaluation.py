@@ -15,7 +15,7 @@ from pfl_lightning.callbacks import RoundLogger
 from pfl_lightning.data import CHUNK, Samples
 from pfl_lightning.engines.evaluation import evaluate
 from pfl_lightning.federation import federation
-from pfl_lightning.federation.summary import margin, over_clients
+from pfl_lightning.federation.evaluation import margin, over_clients
 from pfl_lightning.methods import FedPer
 
 

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from federations import Altered, Spy, blobs, equal, fit, load, make_client, noisy, plain, same_end
 from pfl_lightning.callbacks import FederatedCallback
-from pfl_lightning.federation.accepted_updates import TrainingDiverged
+from pfl_lightning.federation.messages import TrainingDiverged
 from pfl_lightning.messages import detached
 from pfl_lightning.methods import FedAvg, FedPer, Local
 from pfl_lightning.seeds import derive_seed

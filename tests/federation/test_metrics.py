@@ -11,7 +11,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, M
 
 from federations import CLASSES, blobs, fit, make_client, read_csv
 from pfl_lightning.callbacks import FederatedCallback
-from pfl_lightning.federation.summary import over_clients
+from pfl_lightning.federation.evaluation import over_clients
 from pfl_lightning.methods.fedavg import FedAvg
 
 ENGINES = ["sequential", "vectorised"]

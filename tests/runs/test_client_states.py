@@ -30,9 +30,8 @@ from federations import (
 )
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.engines import ClientState
-from pfl_lightning.federation import client_state_location
-from pfl_lightning.federation.client_state_location import stay_on_device
-from pfl_lightning.federation.options import FederationOptions
+from pfl_lightning.federation import options
+from pfl_lightning.federation.options import FederationOptions, stay_on_device
 from pfl_lightning.methods import FedPer, Local
 from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.runs.client_states import DiskStates, MappedCheckpointIO
@@ -100,7 +99,7 @@ def test_clients_stay_on_a_gpu_that_has_room_for_all_of_them(lifetime, monkeypat
     if lifetime == "run":
         kept += 2 * sum(parameter.nbytes for parameter in module.parameters())
     free = [4 * 7 * kept]
-    monkeypatch.setattr(client_state_location, "free_memory", lambda device: free[0])
+    monkeypatch.setattr(options, "free_memory", lambda device: free[0])
     with caplog.at_level("INFO"):
         assert stay_on_device("auto", [module], clients=7, ranks=1)
         assert not stay_on_device("auto", [module], clients=8, ranks=1)

@@ -7,7 +7,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import Spy, blobs, equal, fit, make_client, noisy, same_end
-from pfl_lightning.federation.accepted_updates import TrainingDiverged
+from pfl_lightning.federation.messages import TrainingDiverged
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import FedAvg, FedPer, PerFedAvg
 from pfl_lightning.selection import PowerOfChoice, RoundStart, Selection

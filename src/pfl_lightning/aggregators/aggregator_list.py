@@ -1,6 +1,6 @@
 """Run several aggregators as one server side."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -100,3 +100,16 @@ class AggregatorList(Aggregator):
     def find(self, kind: type[AnyAggregator]) -> AnyAggregator | None:
         """Return the first aggregator of a class, or None."""
         return super().find(kind) or next((found for a in self.aggregators if (found := a.find(kind))), None)
+
+
+def parts_of(aggregator: Aggregator) -> Iterator[Aggregator]:
+    """Yield an aggregator, or the parts of an `AggregatorList`, at any depth.
+
+    Args:
+        aggregator: the aggregator.
+    """
+    if isinstance(aggregator, AggregatorList):
+        for part in aggregator.aggregators:
+            yield from parts_of(part)
+    else:
+        yield aggregator

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.cli.usage import one_line
 from pfl_lightning.engines.errors import ClientsLost
-from pfl_lightning.federation.accepted_updates import TrainingDiverged
+from pfl_lightning.federation.messages import TrainingDiverged
 
 OF_SETTINGS = {
     "lightning.fabric.utilities.seed": "seed_everything",

@@ -744,28 +744,6 @@ def frozen_names(module: nn.Module, path: str) -> frozenset[str]:
     return frozenset(f"{path}.{name}" for name, parameter in parameters if not parameter.requires_grad)
 
 
-def copy_entries(entries: Mapping[str, Tensor], own: StateDict, client: str) -> None:
-    """Copy tensors into the entries of the same names.
-
-    Args:
-        entries: the tensors from the server, by name.
-        own: the client module's ``state_dict``; changed in place.
-        client: name of the client and its class, for the error.
-
-    Raises:
-        MisconfigurationException: if an entry doesn't exist or has another shape.
-    """
-    for name, tensor in entries.items():
-        # checked here, since `copy_` would broadcast a smaller tensor in silence
-        if name not in own or own[name].shape != tensor.shape:
-            is_there = f"of shape {tuple(own[name].shape)}" if name in own else f"not in {sorted(own)}"
-            raise MisconfigurationException(
-                f"{client}.on_download: the server sent {name!r} of shape {tuple(tensor.shape)}, which is {is_there} "
-                "in the client's state_dict; let the aggregator send what upload gave it, by the same names."
-            )
-        own[name].copy_(tensor)
-
-
 class Forward(nn.Module):
     """A client module's outputs alone, without what else a LightningModule is.
 

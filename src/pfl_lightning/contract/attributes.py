@@ -1,21 +1,29 @@
-"""Snapshots of objects' plain attributes, to find changes in them.
+"""Find memory in plain attributes, which is neither in checkpoints nor apart for each client, and end the run.
 
-Plain attributes are neither saved in checkpoints nor kept apart for each client, so a change of one is a mistake.
+A client module's would leak to the next client, and an aggregator's would be lost with the process.
 """
 
 import random
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from enum import Enum
 from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.aggregators.aggregator_list import parts_of
+from pfl_lightning.client import ClientModule
+from pfl_lightning.client.common import common_parameters
+from pfl_lightning.internals.of_lightning import KEPT_ARGUMENTS
 from pfl_lightning.internals.of_torch import version
 
 Look: TypeAlias = dict[str, Any]
@@ -143,3 +151,131 @@ def drawn(value: Any) -> Any:
     if isinstance(value, random.Random):
         return value.getstate()
     return set(value) if isinstance(value, set) else (value.shape, zlib.crc32(np.ascontiguousarray(value).data))
+
+
+# Client modules
+
+ENGINES_OWN = {
+    *vars(LightningModule()),
+    *KEPT_ARGUMENTS,
+    *(
+        "_made_with",
+        "_architecture",
+        "_given_modes",
+        "_logged",
+        "client_id",
+        "learning_rate",
+        "phase",
+        "relied_on",
+        "round",
+        "steps_done",
+    ),
+    *("training_follows", "evaluation_follows"),
+}
+"""Attributes of client modules that Lightning, constructors or engines set, and so may change."""
+
+CLOSELY = 2
+"""Number of first rounds in which each hook of each client is compared; later rounds are compared as a whole."""
+
+
+class Leaks(Attributes):
+    """The plain attributes of a client module and its submodules, which must not keep one client's data for the next.
+
+    Args:
+        module: the client module.
+    """
+
+    def __init__(self, module: ClientModule) -> None:
+        self.module = module
+        self.method = type(module).__name__
+        # torch's own layers store no client data in attributes.
+        owners = {
+            f"{self.method}.{path}".rstrip("."): m
+            for path, m in module.named_modules()
+            if not type(m).__module__.startswith("torch.")
+        }
+        super().__init__(owners, ENGINES_OWN, self._is_entry)
+        self._common = common_parameters(module)
+        self._caches = {f"{self.method}.{path}" for path in module.caches}
+        self._rounds = 0
+
+    def _is_entry(self, tensor: Tensor) -> bool:
+        """Return True for parameters and buffers, to which an attribute may refer, and which may change."""
+        return any(entry is tensor for entry in chain(self.module.parameters(), self.module.buffers()))
+
+    @contextmanager
+    def of(self, hook: str, whole_round: bool = False) -> Iterator[None]:
+        """Compare attributes and frozen parameters before and after this context, and stop the run if one has changed.
+
+        In the first rounds each hook of each client is compared, and later only each round as a whole.
+
+        Args:
+            hook: the hook's name, for the error.
+            whole_round: whether the context is a round, and not one client's hook.
+        """
+        self._rounds += whole_round
+        if whole_round == (self._rounds <= CLOSELY):
+            yield
+            return
+        # The version counter of a tensor rises with each change in place; reading it costs less than comparing values.
+        before, versions = self.look(), list(map(version, self._common.values()))
+        yield
+        now, method = self.look(), self.method
+        if list(map(version, self._common.values())) != versions:
+            counts = zip(self._common.items(), versions, strict=True)
+            moved = next(name for (name, parameter), count in counts if version(parameter) != count)
+            raise MisconfigurationException(
+                f"{method}: {hook} changes {moved}, which the net has frozen (requires_grad=False) and all clients "
+                "share; make it trainable in the net, or a buffer."
+            )
+        if name := self.changed(before, now, self._caches):
+            attribute = name.removeprefix(f"{method}.")
+            raise MisconfigurationException(
+                f"{method}: {hook} changes the attribute {attribute}, which would leak to the next client and be lost "
+                f"with the process; keep it in a buffer (register_buffer), with persistent=False if each round makes "
+                f"it anew; in that case, and under engine=vectorised if no step reads it, {attribute!r} may also go "
+                f"into {method}.caches."
+            )
+
+
+# Aggregators
+
+
+class Remembered:
+    """Ends a run whose aggregator keeps memory outside ``state``, as a checkpoint would lose such memory.
+
+    Args:
+        aggregator: the aggregator, after `Aggregator.setup`.
+        modules: the client modules; an aggregator may refer to their parameters, which engines change.
+    """
+
+    def __init__(self, aggregator: Aggregator, modules: Iterable[nn.Module]) -> None:
+        self._modules = list(modules)
+        # each part of a list by itself, so that an error names the part
+        self._parts = [(a, Attributes({a.name: a}, {"state", *a.caches}, self._is_entry)) for a in parts_of(aggregator)]
+        self._looks = [attributes.look() for _, attributes in self._parts]
+
+    def _is_entry(self, tensor: Tensor) -> bool:
+        # engines train in the module, so its parameters change without the aggregator's doing
+        entries = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in self._modules)
+        return any(entry is tensor for entry in entries)
+
+    def check(self, hook: str) -> None:
+        """Compare the aggregator's attributes with those of the last call.
+
+        Args:
+            hook: the hooks that the federation has called since then, for the error.
+
+        Raises:
+            MisconfigurationException: if an attribute changed.
+        """
+        # compared by version numbers, not by copies: a look costs no memory of the size of the state
+        for place, (aggregator, attributes) in enumerate(self._parts):
+            before, self._looks[place] = self._looks[place], attributes.look()
+            if name := attributes.changed(before, self._looks[place]):
+                attribute = name.removeprefix(f"{aggregator.name}.")
+                raise MisconfigurationException(
+                    f"{aggregator.name}: {hook} changes the attribute {attribute}, which no checkpoint would have; "
+                    f"keep what a server remembers in self.state, or name it in {type(aggregator).__name__}.caches if "
+                    "it is made from state alone."
+                )

@@ -12,6 +12,7 @@ from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import personal_entries, shared_entries
 from pfl_lightning.messages import StateDict
+from pfl_lightning.selection import Selection
 from pfl_lightning.settings import kept_arguments, parameters_of
 
 
@@ -116,6 +117,23 @@ def check_pair(client: ClientModule, aggregator: Aggregator) -> None:
                 f"{one} needs {' and '.join(missing)}, which {other} does not send; choose another aggregator for "
                 f"model {names[0]}, or leave it out to take {client.configure_aggregator().name}."
             )
+
+
+def check_tells(client: ClientModule, selection: Selection) -> None:
+    """Refuse a selection based on reports missing from the client module's ``tells``.
+
+    Args:
+        client: the client module.
+        selection: the rule that chooses each round's clients.
+
+    Raises:
+        MisconfigurationException: if a report is missing from the client module's ``tells``.
+    """
+    if missing := sorted(selection.asks - client.tells):
+        raise MisconfigurationException(
+            f"trainer.cohort={type(selection).__name__} asks clients for {' and '.join(missing)}, which "
+            f"{type(client).__name__} doesn't tell; add to its `tells`, or take Uniform."
+        )
 
 
 def check_tied(client: ClientModule) -> None:

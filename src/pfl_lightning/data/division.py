@@ -1,4 +1,4 @@
-"""The division of a pool: pool positions of each client, of the server and of the central test set."""
+"""A pool of samples, and its division: positions of each client, of the server and of the central test set."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,10 +11,13 @@ from torch import Tensor
 
 from pfl_lightning.data.checks import ClientTest, check_partition
 from pfl_lightning.data.client_splits import Cut, check_parts
+from pfl_lightning.data.memory import free_memory
 from pfl_lightning.data.partitioners.base import rows_of
 from pfl_lightning.data.partitioners.natural import Natural
-from pfl_lightning.data.samples import Split
+from pfl_lightning.data.samples import Samples, Split
 from pfl_lightning.data.splits import draw_alike, hold_out
+from pfl_lightning.data.trees import leaves_of
+from pfl_lightning.messages import num_bytes
 from pfl_lightning.seeds import derive_seed
 
 
@@ -157,3 +160,38 @@ def redivided(
             # `draw_alike` repeats samples of a class with fewer than the client's share; each counts once in a test
             parts[split] = torch.unique(draw_alike(labels, classes, size, client, own_seed)) if size else theirs
     return replace(division, clients=[*clients, *division.clients[count:]])
+
+
+class Pool:
+    """All samples as loaded, and one copy on each GPU with room for them.
+
+    With a copy on the GPU, clients' samples need not be gathered and transformed on the CPU and sent to the GPU in
+    every round.
+
+    Args:
+        samples: all samples, on the CPU.
+        division: the pool positions of each client's samples.
+        strata: group of each sample, int64 [N]; zeros without groups.
+    """
+
+    def __init__(self, samples: Samples, division: Division, strata: Tensor) -> None:
+        self.samples = samples
+        self.strata = strata
+        self.division = division
+        self.copies: dict[torch.device, Samples] = {}
+        # memory maps and readers are read one client at a time; a copy on a GPU would read them as a whole
+        self._in_memory = all(isinstance(leaf, Tensor) for leaf in leaves_of(samples.x))
+
+    def on(self, device: torch.device) -> Samples:
+        """Return the samples, on the device if all are in memory and fit into a quarter of the device's free memory.
+
+        Args:
+            device: the device of the clients' training.
+        """
+        if device.type == "cpu" or not self._in_memory:
+            return self.samples
+        if device not in self.copies:
+            # a quarter, since gathered samples, nets, gradients and optimizer states of the clients need the rest
+            fits = 4 * num_bytes((self.samples.x, self.samples.y)) <= free_memory(device)
+            self.copies[device] = self.samples.to(device) if fits else self.samples
+        return self.copies[device]

@@ -385,7 +385,7 @@ class Engine(ABC):
         """
         module = self.module
         self.set_turn(job)
-        data = self.data_of(job)
+        data = job.data.to(self.device, cast(torch.dtype, module.dtype))
         self.seed_generators(job.seed)
         self.set_mode(training=False)
         vars(module).update(
@@ -410,10 +410,6 @@ class Engine(ABC):
         # Written to __dict__, as nn.Module.__setattr__ searches parameters and buffers first, once per client and
         # attribute.
         vars(self.module).update(client_id=job.client, round=job.round, steps_done=steps_done)
-
-    def data_of(self, job: Job) -> ClientData:
-        """Return the data of a job's client, on the training device."""
-        return job.data.to(self.device, cast(torch.dtype, self.module.dtype))
 
     def set_mode(self, training: bool) -> None:
         """Set training or evaluation mode on the module and all submodules.

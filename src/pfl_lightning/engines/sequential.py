@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from pfl_lightning.client import Batch, Phase
 from pfl_lightning.client.hooks import overrides
+from pfl_lightning.contract.attributes import Leaks
 from pfl_lightning.data import ClientData, Samples, epoch_order
 from pfl_lightning.data.batches import batches_of, continued_orders
 from pfl_lightning.data.trees import rows_in
@@ -24,7 +25,6 @@ from pfl_lightning.engines.base import ClientState, Engine, Evaluated, Job, Outc
 from pfl_lightning.engines.errors import computed, during
 from pfl_lightning.engines.examples import Draws, ExampleGradients, noised, releases_of, with_noisy_counts
 from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.state_leaks import Leaks
 from pfl_lightning.engines.steps import Layout, adjusted_gradients, local_optimizer, step_values
 from pfl_lightning.engines.threads import is_for_one_thread, one_thread
 from pfl_lightning.messages import detached, is_finite
@@ -190,7 +190,10 @@ class Sequential(Engine):
                         values = step_values(module, (x, y), index)
                     if index == taken * self.work.accumulate:
                         forget_gradients(trained)
-                    self._backward(values["loss"], scaler)
+                    loss = values["loss"] if self.work.accumulate == 1 else values["loss"] / self.work.accumulate
+                    torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
+                    if self._calls_after_backward:
+                        module.on_after_backward()
                     if ends:
                         self._step(optimizer, scaler, parameters)
                         taken += 1
@@ -319,14 +322,6 @@ class Sequential(Engine):
         if state:
             scaler.load_state_dict(state)
         return scaler
-
-    def _backward(self, loss: Tensor, scaler: torch.amp.GradScaler | None) -> None:
-        """Add a batch's gradients to those of the step's batches before."""
-        if self.work.accumulate > 1:
-            loss = loss / self.work.accumulate
-        torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
-        if self._calls_after_backward:
-            self.module.on_after_backward()
 
     def _step(
         self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None, parameters: dict[str, nn.Parameter]

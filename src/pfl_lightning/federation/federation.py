@@ -1,6 +1,7 @@
 """A federation as a LightningModule: one epoch of Lightning's loop is one round."""
 
 import math
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
@@ -15,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
+from pfl_lightning.aggregators.aggregator_list import parts_of
 from pfl_lightning.aggregators.base import Aggregator, Server, checked_logs
 from pfl_lightning.aggregators.weighted_average import WeightedAverage
 from pfl_lightning.client.common import (
@@ -28,18 +30,17 @@ from pfl_lightning.client.hooks import check_hooks
 from pfl_lightning.client.joined_clients import IDENTITY, joined_models
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.compression import Compression
-from pfl_lightning.contract.aggregator_memory import Remembered, parts_of
-from pfl_lightning.contract.guarantee import check_example_level, check_guarantee
-from pfl_lightning.contract.messages import check_entries, check_payload, sound_updates
+from pfl_lightning.contract.attributes import Remembered
+from pfl_lightning.contract.guarantee import check_example_level, check_guarantee, check_sums
 from pfl_lightning.contract.pairing import (
     check_common,
     check_finite,
     check_pair,
     check_pools,
     check_split,
+    check_tells,
     check_tied,
 )
-from pfl_lightning.contract.sums import check_sums
 from pfl_lightning.contract.task import check_requirements, check_task
 from pfl_lightning.data import ClientData, FederatedDataModule, Split
 from pfl_lightning.data.description import fingerprint
@@ -48,11 +49,10 @@ from pfl_lightning.engines.base import given_modes, release
 from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.engines.examples import releases_of
 from pfl_lightning.engines.threads import threads_for
-from pfl_lightning.federation.accepted_updates import sound, summed
 from pfl_lightning.federation.checkpoint import check_same, is_storable, pair_clients, saved_states, storable, subject
-from pfl_lightning.federation.evaluation import Evaluations, undisturbed
+from pfl_lightning.federation.evaluation import Evaluations, over_clients, undisturbed
+from pfl_lightning.federation.messages import accepted, check_entries, check_payload, summed
 from pfl_lightning.federation.options import FederationOptions
-from pfl_lightning.federation.participation import Participation, check_tells
 from pfl_lightning.federation.prediction import (
     Batch,
     Predictions,
@@ -72,7 +72,6 @@ from pfl_lightning.federation.resuming import (
     rounds_of,
     settings_of,
 )
-from pfl_lightning.federation.summary import over_clients
 from pfl_lightning.messages import Message, StateDict, detached, is_finite, keep_own, num_bytes
 from pfl_lightning.methods.registry import method_of
 from pfl_lightning.privacy import DPAverage, Release, SecureSum
@@ -81,9 +80,12 @@ from pfl_lightning.privacy.secure_sum import NoiseShare, drawn_share
 from pfl_lightning.runs.client_states import DiskStates
 from pfl_lightning.runs.folder import STATES, run_folder
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.selection import RoundStart
 
 WORTH_ADVICE = 10.0
 """Seconds of evaluation from which a line says how it would take less time."""
+NUMBER_BYTES = 8
+"""Bytes counted for a number that a client reports to the selection."""
 FEW = 100
 """Number of clients that the line advises to evaluate."""
 
@@ -119,12 +121,13 @@ class Federation(LightningModule):
         self.start: StateDict = {}
         self.clients: MutableMapping[int, ClientState] = {}
         self.metrics: dict[str, Any] = {}
+        # Bytes of the selection of this round's clients, sent down and reported up.
+        self._selection_bytes = [0, 0]
         check_hooks(client)
         self.monitor = options.monitored(client)
         self.evaluations = Evaluations(
             options, self.engines_of, self.job, self.received, self.sizes, client.task, self.monitor
         )
-        self.participation = Participation(options.cohort, self.evaluations.measure, self.job)
         self.settings: Settings = {}
         self.trained: dict[str, Any] = {}
         """Identity of the clients, for pairing with a checkpoint: ``names``, ``sizes``, the ``partition``'s fingerprint
@@ -518,11 +521,7 @@ class Federation(LightningModule):
         there = [client for client in clients if client not in away]
         size = min(self.options.cohort_size(len(clients)), len(there))
         # One client stands for all where one trains on all samples.
-        cohort = (
-            clients[:1]
-            if self.client.pools
-            else self.participation.cohort(there, size, cast(int, self.seed), self.round)
-        )
+        cohort = clients[:1] if self.client.pools else self._cohort(there, size)
         choosing = time.perf_counter() - start
         self.evaluations.results = {}
         # The columns of every round, in their order.
@@ -581,6 +580,58 @@ class Federation(LightningModule):
             self.trainer.optimizers[0].step()
             scheduler.step()  # type: ignore[union-attr]
             self._read_rate()
+
+    def _cohort(self, clients: Sequence[int], size: int) -> list[int]:
+        """Return the sorted client ids of the round's cohort.
+
+        Args:
+            clients: ids of all clients within reach.
+            size: the number of clients to choose.
+
+        Raises:
+            MisconfigurationException: if the selection returns an id twice or an unknown id.
+        """
+        self._selection_bytes = [0, 0]
+        # The stream depends on seed and round alone, so that a resumed run draws the same cohorts.
+        stream = random.Random(derive_seed(cast(int, self.seed), "cohort", self.round))
+        chosen = sorted(self.options.cohort.choose(RoundStart(self.round, clients, size, stream, self._losses)))
+        if len(set(chosen)) < len(chosen) or not set(chosen) <= set(clients):
+            raise MisconfigurationException(
+                f"trainer.cohort={type(self.options.cohort).__name__} chose clients {' '.join(map(str, chosen))} in "
+                f"round {self.round + 1}; its choose() must return ids from 0 to {len(clients) - 1}, each at most once."
+            )
+        return chosen
+
+    def _losses(self, clients: Sequence[int]) -> dict[int, float]:
+        """Return the training losses of the received models, by client id."""
+
+        def job_of(client: int, splits: tuple[Split, ...]) -> Job:
+            job = self.job(client, splits)
+            self._selection_bytes[0] += num_bytes(job.travelling)
+            return job
+
+        measured = self.evaluations.measure(clients, ("train",), job_of)
+        # For a method that trains before evaluation, the received model's own loss is under "train_received".
+        received = {client: metrics.get("train_received", metrics.get("train")) for client, metrics in measured.items()}
+        losses = {client: values["loss"] for client, values in received.items() if values is not None}
+        self._selection_bytes[1] += NUMBER_BYTES * len(losses)
+        # NaN has no place in an order; such clients count as silent.
+        return {client: loss for client, loss in losses.items() if not math.isnan(loss)}
+
+    def _remember(self, taken: Mapping[int, Outcome]) -> None:
+        """Give the selection the reports of the clients whose updates are aggregated.
+
+        Args:
+            taken: their outcomes by id.
+        """
+        asks = sorted(self.options.cohort.asks)
+        told: dict[int, dict[str, float]] = {}
+        for client, outcome in taken.items():
+            values = outcome.metrics | {"seconds": outcome.seconds}
+            # Only finite numbers, whatever a site may report.
+            told[client] = {name: values[name] for name in asks if math.isfinite(values.get(name, math.nan))}
+            self._selection_bytes[1] += NUMBER_BYTES * len(told[client])
+        self.options.cohort.remember(told, self.round)
 
     def _spend(self, cohort: Sequence[int], outcomes: Mapping[int, Outcome], lost: bool = False) -> None:
         """Count the private steps of a round, of each client as often as the engine asked for them.
@@ -677,17 +728,15 @@ class Federation(LightningModule):
             absent: the number of clients out of reach or without an answer.
         """
         round = self.round + 1
-        label = self.data.client_label
         # Under a privacy guarantee the run must not stop because of divergence: stopping would reveal something about
         # the clients.
         private = bool(self.aggregator.guarantee)
         ends = not private and self.options.example_privacy is None
-        left, diverged = sound(outcomes, round, expected if ends else 0, label)
-        updates = {client: outcome.update for client, outcome in left.items()}
         # Read now and not at set-up: the Trainer's precision may have changed the weights' dtype.
         shared = shared_entries(self.client, self.client.state_dict())
-        usable = sound_updates(updates, self.aggregator, type(self.client).__name__, shared, label)
-        taken = {client: left[client] for client in usable}
+        method, label = type(self.client).__name__, self.data.client_label
+        taken, diverged = accepted(outcomes, self.aggregator, method, shared, round, expected if ends else 0, label)
+        refused = len(outcomes) - diverged - len(taken)
         if expected and not private and len(taken) < self.options.min_clients:
             rank_zero_warn(
                 f"round {round} leaves the federation as it is: {len(taken)} updates are fewer than "
@@ -702,7 +751,7 @@ class Federation(LightningModule):
         self.metrics |= {
             "clients": len(taken),
             "clients_diverged": diverged,
-            "clients_refused": len(outcomes) - diverged - len(usable),
+            "clients_refused": refused,
             "clients_absent": absent,
             "bytes/up": num_bytes([outcome.update for outcome in taken.values()]),
             **{f"train/{name}": value for name, value in means.items()},
@@ -740,10 +789,11 @@ class Federation(LightningModule):
             self.clients[client] = state
             if splits_after:
                 self.evaluations.after[client] = outcome.after
-        self.participation.remember(taken, self.round)
+        self._remember(taken)
         self._keep_storable()
-        self.metrics["bytes/down"] += self.participation.sent
-        self.metrics["bytes/up"] += self.participation.told
+        sent, told = self._selection_bytes
+        self.metrics["bytes/down"] += sent
+        self.metrics["bytes/up"] += told
         self.metrics["time/aggregate"] = time.perf_counter() - start
         self.metrics |= {f"server/{name}": value for name, value in logs.items()}
         self.metrics |= {f"privacy/{name}": value for name, value in self.privacy().items()}

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from pfl_lightning.engines import Job
-from pfl_lightning.federation.accepted_updates import enough_to_sum
+from pfl_lightning.federation.messages import enough_to_sum
 from pfl_lightning.flower.link import Link
 from pfl_lightning.flower.masks import unmasked
 from pfl_lightning.flower.template import Refused

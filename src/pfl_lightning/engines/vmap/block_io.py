@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -71,8 +71,8 @@ class BlockIO:
             # An entry of a custom state_dict has no place in the module to stack.
             raise Unvectorisable(self.module, f"{foreign[0]} of its state_dict is no parameter or buffer")
         signature = BlockSignature(self.attributes, layout)
-        device, data_of = self.sequential.device, self.sequential.data_of
-        members = [Member(job, data_of(job), Stream(device, job.seed)) for job in jobs]
+        device, dtype = self.sequential.device, cast(torch.dtype, self.module.dtype)
+        members = [Member(job, job.data.to(device, dtype), Stream(device, job.seed)) for job in jobs]
         put_together([member.data for member in members])
         received = self._receive_at_once(members, signature, slots)
         return members, *(received or self._receive_one_by_one(members, signature, slots, training))
@@ -195,7 +195,10 @@ class BlockIO:
         judged = sent if private else [*sent, *kept.values()]
         recorded = {name: torch.cat([values for *_, values in steps]) for name, steps in block.recorded.items()}
         # One transfer for all metrics and checks, which would otherwise wait for the device once per client.
-        *scalars, sums = moved([*recorded.values(), sums_of_rows(judged, len(jobs))], CPU)
+        # A row is finite if its sum is; `is_finite` judges a single client by such sums, too.
+        sums_of_rows = [stack.reshape(len(jobs), -1).sum(1) for stack in judged if stack.is_floating_point()]
+        sums = torch.stack(sums_of_rows) if sums_of_rows else torch.zeros(1, len(jobs))
+        *scalars, sums = moved([*recorded.values(), sums], CPU)
         means, finite = block.means(dict(zip(recorded, scalars, strict=True))), sums.isfinite().all(0).tolist()
         personal = rows_of(kept, len(jobs), self.sequential.device if work.keeps_on_device else CPU)
         after = self.evaluator.evaluate(block.members, block.entries, slots)
@@ -326,12 +329,3 @@ def take_over(current: StateDict, entries: StateDict) -> None:
     for name, entry in entries.items():
         if name in current and not is_same(current[name], entry):
             entry.copy_(current[name])
-
-
-def sums_of_rows(stacks: list[Tensor], count: int) -> Tensor:
-    """Return the sum of each row of each floating-point stack, ``[stacks, count]``, finite if the row is.
-
-    `is_finite` judges a single client by such sums, too.
-    """
-    sums = [stack.reshape(count, -1).sum(1) for stack in stacks if stack.is_floating_point()]
-    return torch.stack(sums) if sums else torch.zeros(1, count)

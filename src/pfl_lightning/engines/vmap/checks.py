@@ -11,10 +11,9 @@ from torch import Tensor
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.phases import Phase
-from pfl_lightning.contract.attributes import Look, content
+from pfl_lightning.contract.attributes import Leaks, Look, content
 from pfl_lightning.engines.errors import computed, during
 from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.state_leaks import Leaks
 from pfl_lightning.engines.steps import Layout
 from pfl_lightning.engines.vmap.block import Member
 from pfl_lightning.internals.of_torch import entry_tables

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -18,11 +19,20 @@ from pfl_lightning.engines.vmap.block import Block, Member, Part, Rows
 from pfl_lightning.engines.vmap.checks import SharedAttributes, vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled, Values
 from pfl_lightning.engines.vmap.dropout import DeviceStates, Stream, Streams, default_generators
-from pfl_lightning.engines.vmap.mapping import Step, mapped, mapped_by_sample
 from pfl_lightning.engines.vmap.scales import Scales
-from pfl_lightning.internals.of_torch import version
+from pfl_lightning.internals.of_torch import (
+    enter_vmap,
+    leave_vmap,
+    load_decompositions,
+    row_of,
+    stack_of,
+    version,
+)
 from pfl_lightning.messages import StateDict, tensors, tree_map
 from pfl_lightning.tasks import Task
+
+Step = Callable[[StateDict, Batch], dict[str, Tensor]]
+"""A function of a client's entries and batch."""
 
 
 class Trial(NamedTuple):
@@ -186,17 +196,14 @@ class Differentiator:
                 # Each batch size needs its own compilation, and short batches are too rare to pay for one.
                 compiles = self.compiled is not None and self.compiled.trusted and samples.shape[1] == self.size
                 found = self._compiled(rows, samples, index) if compiles else None
-                values, gradients = self._plain(rows, samples, index) if found is None else found
+                if found is None:
+                    members, entries = self.block.of(rows), self._entries(rows)
+                    factors = None if self.scales is None else self.scales.of(rows)
+                    found = self._differentiate(entries, self.block.batch(samples), index, members, factors, self.share)
+                    self._write_back(entries, rows)
+                values, gradients = found
                 done.append((rows, gradients))
                 self.block.record(rows, samples.shape[1], values)
-        return done
-
-    def _plain(self, rows: Rows, samples: Tensor, index: int) -> Values:
-        """Run the uncompiled step of some rows."""
-        entries = self._entries(rows)
-        factors = None if self.scales is None else self.scales.of(rows)
-        done = self._differentiate(entries, self.block.batch(samples), index, self.block.of(rows), factors, self.share)
-        self._write_back(entries, rows)
         return done
 
     def _entries(self, rows: Rows) -> StateDict:
@@ -361,20 +368,14 @@ class Differentiator:
     ) -> Values:
         """Return the values of ``training_step``, and a share of the loss's gradients by the trained entries."""
 
-        def at_once(one: Step, streams: Streams) -> dict[str, Tensor]:
-            return mapped(one, entries, batch, len(members))
-
-        def all_clients() -> dict[str, Tensor]:
-            return self._values(entries, batch, index, members, at_once, trial)
-
         def alone() -> None:
             with self.precision.forward_context():
                 step_values(self.module, tree_map(lambda stack: stack[0], batch), index)
 
-        if trial is None:
-            values = vectorised(self.attributes, self.slots, members[0], entries, all_clients, alone)
-        else:
-            values = all_clients()
+        at_once = partial(self._values, entries, batch, index, members, trial)
+        values = (
+            vectorised(self.attributes, self.slots, members[0], entries, at_once, alone) if trial is None else at_once()
+        )
         loss = values["loss"]
         if factors is not None:
             factors = factors.to(loss.dtype)
@@ -410,14 +411,9 @@ class Differentiator:
         Raises:
             OtherPath: if the step calls other functions than a checked one.
         """
-        width = next(tensors(batch[1])).shape[1]
-
-        def at_once(one: Step, streams: Streams) -> dict[str, Tensor]:
-            streams.sizes = sizes
-            return mapped_by_sample(one, entries, batch, len(members), width)
-
-        of_samples = self._values(entries, batch, index, members, at_once, trial)
+        of_samples = self._values(entries, batch, index, members, trial, sizes)
         loss = of_samples["loss"]
+        width = loss.shape[1]
         own = torch.arange(width, device=counts.device) < counts[:, None]
         weights = own.to(torch.promote_types(loss.dtype, torch.float32)) / counts[:, None]
         values = {name: (value.detach() * weights).sum(1) for name, value in of_samples.items()}
@@ -433,24 +429,25 @@ class Differentiator:
         batch: Batch,
         index: int,
         members: list[Member],
-        at_once: Callable[[Step, Streams], dict[str, Tensor]],
         trial: list[Stream] | None,
+        sizes: list[int] | None = None,
     ) -> dict[str, Tensor]:
-        """Return the values of ``training_step``.
+        """Return the values of ``training_step``, ``[clients]``, or of steps of single samples, ``[clients, width]``.
 
         Args:
             entries: the entries, a row per client.
             batch: inputs and targets, a row per client.
             index: the batch's number.
             members: the clients.
-            at_once: computes a function of one client for all.
             trial: streams to draw from in place of the clients' own, in full precision; None trains.
+            sizes: each client's number of samples, for steps of single samples; None for steps of batches.
         """
         for name in self.trained:
             entries[name].requires_grad_()
         states = DeviceStates([member.stream for member in members] if trial is None else trial)
         # Each client draws dropout from its own stream, as it would alone.
         streams = Streams(default_generators(self.module.device)[-1], states)
+        streams.sizes = sizes
         forward = self.precision.forward_context if trial is None else nullcontext
 
         def one(entries: StateDict, batch: Batch) -> dict[str, Tensor]:
@@ -459,8 +456,11 @@ class Differentiator:
             return self.slots.call(step_values, entries, self.module, batch, index)
 
         with forward(), streams:
-            values = at_once(one, streams)
-        if streams.sizes is not None:
+            if sizes is None:
+                values = mapped(one, entries, batch, len(members))
+            else:
+                values = mapped_by_sample(one, entries, batch, len(members), next(tensors(batch[1])).shape[1])
+        if sizes is not None:
             if trial is not None:
                 self._paths.append(streams.calls)
             elif streams.calls not in self._paths:
@@ -479,6 +479,62 @@ class Differentiator:
         leaves = [entries[name] for name in self.trained]
         gradients = torch.autograd.grad(loss, leaves, outputs, allow_unused=True)
         return {name: g for name, g in zip(self.trained, gradients, strict=True) if g is not None}
+
+
+def mapped(step: Step, entries: StateDict, batch: Batch, count: int) -> dict[str, Tensor]:
+    """Compute ``vmap(step)(entries, batch)`` with a fifth of the overhead, which otherwise equals a small net's layer.
+
+    Args:
+        step: the function of one client.
+        entries: parameters and buffers, a row per client.
+        batch: inputs and targets, a row per client.
+        count: the number of clients.
+    """
+    # Some operations have a rule for vmap only after this call, which does nothing when repeated.
+    load_decompositions()
+    # "error" refuses random functions, apart from those that `Streams` replaces.
+    level = enter_vmap(count, "error")
+
+    def row(stack: Tensor) -> Tensor:
+        return row_of(stack, 0, level)
+
+    try:
+        values = step({name: row(stack) for name, stack in entries.items()}, tree_map(row, batch))
+        # A value without a row per client is repeated for each.
+        return {name: stack_of(value, level, count, 0) for name, value in values.items()}
+    finally:
+        leave_vmap()
+
+
+def mapped_by_sample(step: Step, entries: StateDict, batch: Batch, count: int, size: int) -> dict[str, Tensor]:
+    """Compute a function of one client and a batch of a single sample, for all clients and samples.
+
+    What is computed of a sample can't depend on other samples. Entries are shared by a client's samples, so that
+    gradients of single samples don't exist in memory.
+
+    Args:
+        step: the function of one client.
+        entries: parameters and buffers, a row per client.
+        batch: inputs and targets ``[clients, size, ...]``.
+        count: the number of clients.
+        size: the number of samples of each client.
+
+    Returns:
+        Values ``[clients, size]``.
+    """
+    load_decompositions()
+    level = enter_vmap(count, "error")
+    try:
+        rows = {name: row_of(stack, 0, level) for name, stack in entries.items()}
+        inner = enter_vmap(size, "error")
+        try:
+            values = step(rows, tree_map(lambda t: row_of(row_of(t.unsqueeze(2), 0, level), 0, inner), batch))
+            values = {name: stack_of(value, inner, size, 0) for name, value in values.items()}
+        finally:
+            leave_vmap()
+        return {name: stack_of(value, level, count, 0) for name, value in values.items()}
+    finally:
+        leave_vmap()
 
 
 def in_float64(tensor: Tensor) -> Tensor:

@@ -25,8 +25,14 @@ SKIPPING = (SGD, Adam, AdamW, Adadelta, RMSprop)
 """Optimizers whose step count may differ by row, and whose other states start at zero."""
 
 
-class StackOptimizers:
-    """The optimizers of a stack in a phase: one, or several if clients return with different numbers of steps.
+def rows_optimizers(
+    new: Callable[[int], Optimizer],
+    saved: Sequence[SavedStates],
+    entries: StateDict,
+    names: Mapping[nn.Parameter, str],
+    skips: bool,
+) -> "list[RowsOptimizer]":
+    """Return the optimizers of a stack in a phase: one, or several if clients return with different numbers of steps.
 
     Args:
         new: makes an optimizer with the settings of a row's client.
@@ -35,51 +41,13 @@ class StackOptimizers:
         names: the parameters' names.
         skips: whether single rows may skip steps, so that each row counts its own; needs `can_skip`.
     """
-
-    def __init__(
-        self,
-        new: Callable[[int], Optimizer],
-        saved: Sequence[SavedStates],
-        entries: StateDict,
-        names: Mapping[nn.Parameter, str],
-        skips: bool,
-    ) -> None:
-        self._parts: list[RowsOptimizer] = []
-        first = 0
-        # Neighbouring rows only, as each part is a slice of the stack.
-        for _, alike in groupby(saved, partial(in_common, skips=skips)):
-            self._parts.append(RowsOptimizer(new(first), list(alike), first, entries, names, skips))
-            first += self._parts[-1].rows
-
-    def step(self, gradients: Mapping[str, Tensor], left_out: Tensor | None = None) -> None:
-        """Take a step of the remaining rows.
-
-        Args:
-            gradients: gradients by name, with rows up to the last that takes the step; a parameter without gradient
-                stays.
-            left_out: a mask of rows that skip the step; None if rows never skip.
-        """
-        for part in self._parts:
-            part.step(gradients, left_out)
-
-    def narrow(self, end: int) -> None:
-        """Release rows from the end of the stack.
-
-        Args:
-            end: the first row to release.
-        """
-        for part in self._parts:
-            part.narrow(end)
-
-    def state_dicts(self, end: int, work: LocalWork) -> Iterator[tuple[int, State]]:
-        """Yield the rows to be released by `narrow`, each with the ``state_dict`` of the row's own optimizer.
-
-        Args:
-            end: as for `narrow`.
-            work: the settings of local training, for the storage device.
-        """
-        for part in self._parts:
-            yield from part.state_dicts(end, work)
+    optimizers: list[RowsOptimizer] = []
+    first = 0
+    # Neighbouring rows only, as each optimizer is of a slice of the stack.
+    for _, alike in groupby(saved, partial(in_common, skips=skips)):
+        optimizers.append(RowsOptimizer(new(first), list(alike), first, entries, names, skips))
+        first += optimizers[-1].rows
+    return optimizers
 
 
 class RowsOptimizer:
@@ -126,7 +94,13 @@ class RowsOptimizer:
         optimizer.state.update({leaves[number]: state for number, state in states.items()})
 
     def step(self, gradients: Mapping[str, Tensor], left_out: Tensor | None = None) -> None:
-        """Take a step of the remaining rows, as `StackOptimizers.step` describes."""
+        """Take a step of the remaining rows.
+
+        Args:
+            gradients: gradients by name, with rows up to the last that takes the step; a parameter without gradient
+                stays.
+            left_out: a mask of rows that skip the step; None if rows never skip.
+        """
         if not self.rows:
             return
         rows = slice(self.first, self.first + self.rows)
@@ -157,7 +131,11 @@ class RowsOptimizer:
         return {name: value for name, value in state.items() if of_rows(name, value, self.skips)}
 
     def narrow(self, end: int) -> None:
-        """Release the stack's rows from ``end`` on."""
+        """Release rows from the end of the stack.
+
+        Args:
+            end: the first row to release.
+        """
         rows = min(max(end - self.first, 0), self.rows)
         if rows == self.rows:
             return
@@ -170,7 +148,12 @@ class RowsOptimizer:
         self.rows = rows
 
     def state_dicts(self, end: int, work: LocalWork) -> Iterator[tuple[int, State]]:
-        """Yield states of released rows, as `StackOptimizers.state_dicts` describes."""
+        """Yield the rows to be released by `narrow`, each with the ``state_dict`` of the row's own optimizer.
+
+        Args:
+            end: as for `narrow`.
+            work: the settings of local training, for the storage device.
+        """
         leaving = range(max(end - self.first, 0), self.rows)
         if not leaving:
             return

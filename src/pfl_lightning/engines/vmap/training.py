@@ -25,7 +25,7 @@ from pfl_lightning.engines.vmap.block import Block, Plan
 from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled
 from pfl_lightning.engines.vmap.gradients import Differentiator, Padding
-from pfl_lightning.engines.vmap.optimizers import ELEMENTWISE, SKIPPING, StackOptimizers, can_skip
+from pfl_lightning.engines.vmap.optimizers import ELEMENTWISE, SKIPPING, RowsOptimizer, can_skip, rows_optimizers
 from pfl_lightning.engines.vmap.private import PoissonPlan, PrivateDifferentiator
 from pfl_lightning.engines.vmap.scales import Scales
 from pfl_lightning.messages import StateDict, detached
@@ -87,7 +87,8 @@ class BlockTrainer:
                 gradients = self._adjusted(gradients, block, slots)
             if self.work.clip is not None and gradients:
                 self._clip(gradients, self.work.clip)
-            optimizers.step(gradients, left_out)
+            for optimizer in optimizers:
+                optimizer.step(gradients, left_out)
         self._narrow(optimizers, 0, phase, block)
         if scales is not None:
             for member, state in zip(block.members, scales.state_dicts(), strict=True):
@@ -147,7 +148,9 @@ class BlockTrainer:
             ),
         )
 
-    def _optimizers(self, phase: Phase, block: Block, parameters: list[nn.Parameter], slots: Slots) -> StackOptimizers:
+    def _optimizers(
+        self, phase: Phase, block: Block, parameters: list[nn.Parameter], slots: Slots
+    ) -> list[RowsOptimizer]:
         """Return the stack's optimizers, with the clients' saved states."""
 
         def new(row: int) -> Optimizer:
@@ -174,7 +177,7 @@ class BlockTrainer:
         # A client without a saved state begins with a fresh optimizer's, so that all rows have the same entries.
         begun = {} if fresh is None else detached((new(fresh) if fresh else first).state_dict())
         states = [(state or begun)["state"] for state in saved]
-        return StackOptimizers(new, states, block.entries, names, skips=self._scaled)
+        return rows_optimizers(new, states, block.entries, names, skips=self._scaled)
 
     def _plan(self, phase: Phase, block: Block) -> Plan:
         """Return the batches of each client, in the same order as `Sequential`."""
@@ -213,12 +216,13 @@ class BlockTrainer:
                 orders[row] = torch.cat([orders[row], *more])
         return Plan(orders, np.cumsum(sizes) - sizes, lengths, size, smallest, steps, skipped, accumulate)
 
-    def _narrow(self, optimizers: StackOptimizers, end: int, phase: Phase, block: Block) -> None:
+    def _narrow(self, optimizers: list[RowsOptimizer], end: int, phase: Phase, block: Block) -> None:
         """Release clients after their last step, and keep the optimizers' states with a lifetime of the run."""
-        if self.module.optimizer_lifetime == "run":
-            for row, state in optimizers.state_dicts(end, self.work):
-                block.members[row].optimizers[phase.name] = state
-        optimizers.narrow(end)
+        for optimizer in optimizers:
+            if self.module.optimizer_lifetime == "run":
+                for row, state in optimizer.state_dicts(end, self.work):
+                    block.members[row].optimizers[phase.name] = state
+            optimizer.narrow(end)
 
     @torch.no_grad()
     def _adjusted(self, gradients: StateDict, block: Block, slots: Slots) -> StateDict:

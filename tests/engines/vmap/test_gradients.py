@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.func import vmap
 
-from pfl_lightning.engines.vmap.mapping import mapped
+from pfl_lightning.engines.vmap.gradients import mapped
 
 ENTRIES = {"w": torch.randn(3, 4, 5), "b": torch.randn(3, 4)}
 BATCH = (torch.randn(3, 7, 5), {"y": torch.randn(3, 7, 4)})

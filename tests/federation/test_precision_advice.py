@@ -6,8 +6,9 @@ import pytest
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from federations import fit, make_client
-from pfl_lightning.engines import Auto, LocalWork, Processes, Sequential, Vectorised, precision_advice
-from pfl_lightning.engines.precision_advice import loses
+from pfl_lightning.engines import Auto, LocalWork, Processes, Sequential, Vectorised
+from pfl_lightning.federation import options
+from pfl_lightning.federation.options import loses
 
 BF16 = MixedPrecision("bf16-mixed", "cpu")
 
@@ -21,7 +22,7 @@ def lines(caplog):
 @pytest.mark.parametrize("engine", [Sequential, Processes, Auto, Vectorised])
 @pytest.mark.parametrize(("small", "loss"), [(1_000_000, True), (10, False)])
 def test_small_nets_lose_and_stacks_of_any_size(monkeypatch, engine, small, loss):
-    monkeypatch.setattr(precision_advice, "SMALL", small)
+    monkeypatch.setattr(options, "SMALL", small)
     assert loses(engine(make_client(), LocalWork(), BF16)) == (loss or engine is Vectorised)
     assert not loses(engine(make_client(), LocalWork(), Precision()))
 

@@ -1,0 +1,281 @@
+"""Check each round's payloads and updates, and select the outcomes to aggregate."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Size, Tensor, dtype
+
+from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.engines import Outcome
+from pfl_lightning.messages import Message, Row, StateDict
+from pfl_lightning.privacy.secure_sum import Encoding, NoiseShare, SecureSum, Unsummable
+
+Kinds: TypeAlias = dict[str, tuple[Size, dtype]]
+"""Shape and type of tensors, by name."""
+
+
+class TrainingDiverged(RuntimeError):
+    """The loss or the weights of every client in a round became NaN or infinite."""
+
+
+# Payloads
+
+
+def check_entries(payload: Any, client: int, aggregator: Aggregator, needs: frozenset[str], method: str) -> None:
+    """Check a payload for an entry of the client module's needs, and for weights if the module needs weights.
+
+    Further entries may come in later rounds, such as KT-pFL's targets once clients have answered.
+
+    Args:
+        payload: the result of `Aggregator.download` or `Aggregator.welcome`.
+        client: the client's id.
+        aggregator: the aggregator.
+        needs: entries that the client module needs.
+        method: name of the client module, for errors.
+
+    Raises:
+        MisconfigurationException: if an entry is missing, or the payload is no dict.
+    """
+    if not isinstance(payload, dict):
+        raise MisconfigurationException(
+            f"{aggregator.name} gave client {client} a {type(payload).__name__} and no dict of entries; let download "
+            "return one for every client."
+        )
+    if missing := sorted(needs if not payload else (needs - payload.keys()) & {"weights"}):
+        raise MisconfigurationException(
+            f"{aggregator.name} gave client {client} no {' and '.join(missing)}, which {method} needs; let download "
+            "give every client what `sends` names."
+        )
+
+
+def check_payload(payload: Message, client: int, aggregator: Aggregator, shared: StateDict) -> None:
+    """Refuse a payload with other ``weights`` than the shared entries.
+
+    An entry without a new value would keep that of the last client trained in the module.
+
+    Args:
+        payload: the payload.
+        client: the client's id.
+        aggregator: the aggregator.
+        shared: the entries that clients share.
+
+    Raises:
+        MisconfigurationException: if names, shapes or kinds of types differ.
+    """
+    if "weights" not in payload:
+        return
+    given, kinds = kinds_of(payload["weights"]), kinds_of(shared)
+    if given == kinds:
+        return
+    # a server may send more digits than clients have, such as float64, but no integers for floats
+    rounded: Kinds = {}
+    for name, (shape, kind) in given.items():
+        own = kinds[name][1] if name in kinds else kind
+        rounded[name] = shape, own if own.is_floating_point == kind.is_floating_point else kind
+    if rounded != kinds:
+        raise MisconfigurationException(
+            f"{aggregator.name}.download({client}) gave {difference(rounded, kinds)}; give every entry that upload "
+            "sends, and no other."
+        )
+
+
+# Updates
+
+
+def accepted(
+    outcomes: Mapping[int, Outcome],
+    aggregator: Aggregator,
+    method: str,
+    shared: StateDict,
+    round: int,
+    expected: int,
+    label: Callable[[int], str] = str,
+) -> tuple[dict[int, Outcome], int]:
+    """Return the outcomes to aggregate, by id, and the number of diverged ones.
+
+    Refused, diverged and malformed outcomes are left out with a warning.
+
+    Args:
+        outcomes: the outcomes of the round, by client.
+        aggregator: the aggregator.
+        method: name of the client module, for errors.
+        shared: the entries that clients share. An update's ``weights`` have these names, shapes and types, or, as in
+            methods that send a part of them, the names of the majority of updates.
+        round: the round's number, from 1.
+        expected: the number of clients in the cohort, all of which may not diverge; 0 allows it.
+        label: returns a client's id and name for messages.
+
+    Raises:
+        TrainingDiverged: if all expected clients diverged.
+        MisconfigurationException: if all updates are malformed.
+    """
+    taken: dict[int, Outcome] = {}
+    diverged: list[int] = []
+    # Sorted, because engines finish clients in different orders, and sums of floats depend on the order.
+    for client, outcome in sorted(outcomes.items()):
+        if outcome.refused:
+            rank_zero_warn(f"round {round}: client {label(client)} is left out of the aggregation: {outcome.refused}.")
+        elif outcome.finite:
+            taken[client] = outcome
+        else:
+            diverged.append(client)
+    if diverged and len(diverged) == expected:
+        raise TrainingDiverged(
+            f"round {round}: the loss or the weights of every client became NaN or infinite; "
+            "earlier checkpoints stand; try a smaller learning rate or trainer.gradient_clip_val."
+        )
+    if diverged:
+        rank_zero_warn(
+            f"round {round}: left out of the aggregation, because their loss or weights became NaN or "
+            f"infinite: clients {', '.join(map(label, diverged))}."
+        )
+    updates = {client: outcome.update for client, outcome in taken.items()}
+    kinds = kinds_of(shared)
+    wrong = {client: reason for client, update in updates.items() if (reason := fault(update, aggregator, kinds))}
+    if wrong and "weights" in aggregator.needs:
+        # a method may send a part of the shared entries; the majority tells which part, so that one wrong client can't
+        names = Counter(frozenset(u["weights"]) for u in updates.values() if isinstance(u, Mapping) and "weights" in u)
+        usual = names.most_common(1)[0][0] if names else kinds.keys()
+        part = {name: kind for name, kind in kinds.items() if name in usual}
+        wrong = {client: reason for client, update in updates.items() if (reason := fault(update, aggregator, part))}
+    # all wrong is a mistake in the method's code, and one wrong that of a client
+    if wrong and len(wrong) == len(updates):
+        client, reason = next(iter(wrong.items()))
+        raise MisconfigurationException(
+            f"client {label(client)}: {method}.upload gave {reason}, which {aggregator.name} can't use; let it add to "
+            "super().upload(data), or say in `sends` and `offers` what it gives."
+        )
+    for client, reason in wrong.items():
+        rank_zero_warn(f"client {label(client)} is left out of the aggregation: {method}.upload gave {reason}.")
+        del taken[client]
+    return taken, len(diverged)
+
+
+def fault(update: Any, aggregator: Aggregator, kinds: Kinds) -> str:
+    """Return a description of an update's fault; empty without one.
+
+    Args:
+        update: the update.
+        aggregator: the aggregator, which names the entries that it needs.
+        kinds: shapes and types of the weights, by name.
+    """
+    needs = aggregator.needs
+    if not isinstance(update, (dict, Mapping)):
+        return f"a {type(update).__name__} and no dict of entries"
+    if not update.keys() >= needs:
+        return f"no {' and '.join(sorted(needs - update.keys()))}"
+    if "weights" in needs and (given := kinds_of(update["weights"])) != kinds:
+        return difference(given, kinds)
+    if "num_samples" in needs:
+        count = update["num_samples"]
+        # not negative and not 0 either: both would pass into weights of a mean without a sound
+        whole = isinstance(count, Tensor) and count.dim() == 0 and not count.is_floating_point()
+        if not whole or count < 1:
+            return f"num_samples={count} and no tensor of one integer from 1 up"
+    if "class_counts" in needs:
+        counts = update["class_counts"]
+        if not isinstance(counts, Tensor) or counts.dim() != 1 or bool((counts < 0).any()):
+            return f"class_counts={counts} and no numbers of samples from 0 up, one a class"
+    return ""
+
+
+def kinds_of(weights: Mapping[str, Tensor]) -> Kinds:
+    """Return shapes and types of weights, by name, without a copy from the device.
+
+    Args:
+        weights: a state dict, or a row of a stack.
+    """
+    if type(weights) is Row:
+        return weights.stack.kinds
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
+
+
+def difference(given: Kinds, kinds: Kinds) -> str:
+    """Return a description of the first difference between weights and the shared entries.
+
+    Args:
+        given: shapes and types of the weights, by name.
+        kinds: those of the shared entries.
+    """
+    if differing := sorted(given.keys() ^ kinds.keys()):
+        return f"weights {'without' if differing[0] in kinds else 'with'} {differing[0]}"
+    name = next(name for name in given if given[name] != kinds[name])
+    (shape, kind), (own_shape, own_kind) = given[name], kinds[name]
+    if shape != own_shape:
+        return f"weights whose {name} has the shape {tuple(shape)} and not {tuple(own_shape)}"
+    return f"weights whose {name} is of type {kind} and not {own_kind}"
+
+
+# Sums
+
+
+def summed(
+    outcomes: Mapping[int, Outcome],
+    settings: SecureSum,
+    sizes: Mapping[int, int],
+    weighted: bool,
+    received: Message,
+    noise: NoiseShare | None,
+    draw: Callable[[int, int], Tensor],
+    round: int,
+) -> tuple[dict[int, Outcome], dict[str, Any]]:
+    """Return outcomes whose updates are the mean of all, as a deployment's server gets it, and a record of the sum.
+
+    Masks cancel in a sum, so that a simulation has no need to draw any.
+
+    Args:
+        outcomes: of the round, by client.
+        settings: of the sum.
+        sizes: training samples of each client of the cohort, by id.
+        weighted: whether clients count by these.
+        received: the payload that clients' changes are from; only used where there is noise.
+        noise: each client's share, where the sum is to be differentially private.
+        draw: gives standard normal numbers of a client, and so many.
+        round: the round's number, from 1.
+    """
+    start, clients = time.perf_counter(), len(sizes)
+    sound = {k: outcome for k, outcome in sorted(outcomes.items()) if outcome.finite and not outcome.refused}
+    taken = {k: outcome for k, outcome in outcomes.items() if k not in sound}
+    if not sound:
+        return taken, {}
+    like = next(iter(sound.values())).update
+    encoding = Encoding(settings, like, clients, max(sizes.values()) if weighted else None, noise)
+    total, sent = torch.zeros(encoding.length, dtype=torch.int64), []
+    for client, outcome in sound.items():
+        try:
+            # added at once: all vectors together would take as much as all updates
+            total += encoding.vector(outcome.update, received, lambda count, k=client: draw(k, count))  # type: ignore[misc]
+            sent.append(client)
+        except Unsummable as reason:
+            taken[client] = outcome._replace(update={}, refused=str(reason))
+    up, down = encoding.bytes_up(clients, len(sent)), encoding.bytes_down(clients, len(sent))
+    row: dict[str, Any] = {"bytes/up": up, "bytes/down": down}
+    if enough_to_sum(len(sent), clients, settings, round):
+        total = encoding.total([total])
+        stand_ins = encoding.stand_ins(total, {client: sizes[client] for client in sent}, received)
+        taken |= {client: sound[client]._replace(update=update) for client, update in stand_ins.items()}
+        row["secure_sum/clipped"] = int(total[0])
+    return taken, row | {"time/secure_sum": time.perf_counter() - start}
+
+
+def enough_to_sum(sent: int, clients: int, settings: SecureSum, round: int) -> bool:
+    """Return whether so many clients are left that their sum may be known, and warn if not.
+
+    Args:
+        sent: clients that have sent a vector.
+        clients: of the round.
+        settings: of the sum.
+        round: the round's number, from 1.
+    """
+    if sent >= settings.least(clients):
+        return True
+    rank_zero_warn(
+        f"round {round} has no sum: {sent} of {clients} clients are left, and trainer.secure_sum.threshold="
+        f"{settings.threshold:.3g} asks for {settings.least(clients)}."
+    )
+    return False
