@@ -53,7 +53,8 @@ class Leaks(Attributes):
             for path, m in module.named_modules()
             if not type(m).__module__.startswith("torch.")
         }
-        super().__init__(owners, ENGINES_OWN, self._is_entry)
+        # A net may hold a wrapper of its own layers, such as a PeftModel, and under vmap these have other tensors.
+        super().__init__(owners, ENGINES_OWN, self._is_entry, set(module.modules()))
         self._common = common_parameters(module)
         self._caches = {f"{self.method}.{path}" for path in module.caches}
         self._rounds = 0
