@@ -705,17 +705,29 @@ class ClientModule(LightningModule):
                 ) from error
             raise
         if client is not None:
-            saved = saved_client(checkpoint_path, client, model.architecture_of, model.device)
+            federation = torch.load(checkpoint_path, map_location=model.device, weights_only=True)["federation"]
+            saved = saved_client(checkpoint_path, federation, client, model.architecture_of, model.device)
             model = model.architectures()[saved.architecture].to(model.device)
-            model.settle_common()
-            if saved.architecture:
-                complete(model, {"federation": {"base": saved.base}}, saved.architecture)
-            model.assign(saved.common)
-            # common entries before the payload, which may be computed from them; no data, since a checkpoint has none
-            model.receive(saved.personal, saved.payload, data=None)
-            if saved.is_trained:
-                model.restore(saved.personal)
+            model.become_saved(saved)
         return model
+
+    def become_saved(self, saved: "SavedClient") -> None:
+        """Turn this module into a client of a checkpoint.
+
+        Args:
+            saved: the client, with this module's architecture.
+
+        Raises:
+            MisconfigurationException: if the checkpoint left out frozen weights, and those of this net are others.
+        """
+        self.settle_common()
+        if saved.architecture:
+            complete(self, {"federation": {"base": saved.base}}, saved.architecture)
+        self.assign(saved.common)
+        # common entries before the payload, which may be computed from them; no data, since a checkpoint has none
+        self.receive(saved.personal, saved.payload, data=None)
+        if saved.is_trained:
+            self.restore(saved.personal)
 
 
 # `inspect.signature` of a class prefers `__new__` to `__init__` where one class has both, and completion shows it
@@ -743,15 +755,40 @@ def own_containers(value: Value) -> Value:
 
 
 def frozen_names(module: nn.Module, path: str) -> frozenset[str]:
-    """Return the full names of a part's parameters with ``requires_grad=False``.
+    """Return the full names of a part's frozen entries.
+
+    These are the parameters with ``requires_grad=False``, and what a layer of such parameters alone adds to its
+    ``state_dict`` beside parameters and buffers, such as the scales of quantised weights.
 
     Args:
         module: the whole module.
         path: the part's name in it.
     """
+    part = module.get_submodule(path)
     # a tied parameter counts under each of its names, as it does in the `state_dict`
-    parameters = module.get_submodule(path).named_parameters(remove_duplicate=False)
-    return frozenset(f"{path}.{name}" for name, parameter in parameters if not parameter.requires_grad)
+    parameters = dict(part.named_parameters(remove_duplicate=False))
+    names = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    buffers = {name for name, _ in part.named_buffers(remove_duplicate=False)}
+    for name in part.state_dict().keys() - parameters.keys() - buffers:
+        # the layer that writes an entry is the innermost one whose path the entry's name begins with
+        layer, key = part, name
+        while (first := key.partition("."))[1] and first[0] in dict(layer.named_children()):
+            layer, key = layer.get_submodule(first[0]), first[2]
+        own = [parameter.requires_grad for parameter in layer.parameters(recurse=False)]
+        if own and not any(own):
+            names.add(name)
+    return frozenset(f"{path}.{name}" for name in names)
+
+
+def loadable(client: ClientModule) -> StateDict:
+    """Return the entries of a client module's ``state_dict`` that it can load, as references.
+
+    Others are what quantised layers add beside their parameters and buffers, which belongs to their frozen weights.
+    """
+    places = {name for name, _ in client.named_parameters(remove_duplicate=False)}
+    places |= {name for name, _ in client.named_buffers(remove_duplicate=False)}
+    own = client.state_dict()
+    return {name: t for name, t in own.items() if name in places or name.endswith("_extra_state")}
 
 
 def base_digest(module: nn.Module, names: Collection[str]) -> str:
@@ -790,6 +827,7 @@ def complete(client: ClientModule, checkpoint: dict[str, Any], architecture: int
         )
     if architecture == 0:
         # references, which cost no memory
+        own = loadable(client)
         checkpoint["state_dict"] = {name: checkpoint["state_dict"].get(name, entry) for name, entry in own.items()}
 
 
@@ -898,20 +936,24 @@ def trained_class(path: str | Path) -> type[ClientModule]:
 
 
 def saved_client(
-    path: str | Path, client: int | str, architecture_of: Callable[[int, int], int], device: torch.device
+    path: str | Path,
+    saved: Mapping[str, Any],
+    client: int | str,
+    architecture_of: Callable[[int, int], int],
+    device: torch.device,
 ) -> SavedClient:
     """Read one client from a federation's checkpoint.
 
     Args:
         path: the checkpoint.
+        saved: its entry ``federation``.
         client: the client's name or id.
         architecture_of: gives the index of a client's architecture from its id and the number of clients.
-        device: the device to put tensors on.
+        device: the device of tensors that come from another file.
 
     Raises:
         MisconfigurationException: if the federation has no such client, or its personal entries are kept at a site.
     """
-    saved = torch.load(path, map_location=device, weights_only=True)["federation"]
     payloads, others = saved["payloads"], saved.get("own") or joined_models(path, saved)
     if (kept := others.get(str(client))) and client not in payloads and str(client) not in saved.get("names", []):
         common = saved.get("common", {}).get(kept["architecture"], {})

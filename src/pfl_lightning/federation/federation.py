@@ -26,7 +26,7 @@ from pfl_lightning.client.common import (
 )
 from pfl_lightning.client.hooks import check_hooks
 from pfl_lightning.client.joined_clients import IDENTITY, joined_models
-from pfl_lightning.client.module import ClientModule, base_digest, complete
+from pfl_lightning.client.module import ClientModule, base_digest, complete, loadable
 from pfl_lightning.compression import Compression
 from pfl_lightning.contract.aggregator_memory import Remembered, parts_of
 from pfl_lightning.contract.guarantee import check_example_level, check_guarantee
@@ -1000,11 +1000,22 @@ class Federation(LightningModule):
 
         Frozen weights are left out with ``trainer.checkpoint_common=False``.
         """
-        return self._global_model(self.options.checkpoint_common)
+        return self.global_model(self._saves_common)
 
-    def _global_model(self, common: bool) -> StateDict:
+    def global_model(self, common: bool) -> StateDict:
+        """Return the global model under the client module's names; entries that no server has are the initial ones.
+
+        Args:
+            common: whether frozen weights are among them.
+        """
         own = whole_model(self.client, common)
         return own | self.start | self.initial[0] | self.aggregator.global_model()
+
+    @property
+    def _saves_common(self) -> bool:
+        """Whether checkpoints hold frozen weights, which they can't if these are quantised."""
+        common = [module.common_names - loadable(module).keys() for module in self._architectures]
+        return self.options.checkpoint_common and not any(common)
 
     @cached_property
     def _base(self) -> list[str]:
@@ -1032,7 +1043,7 @@ class Federation(LightningModule):
     def federation_state(self) -> dict[str, Any]:
         """Return the complete state, from which another process can continue the run bit for bit."""
         clients = range(self.data.num_clients)
-        whole = self.options.checkpoint_common
+        whole = self._saves_common
         return {
             "method": self.method,
             **{name: self.trained[name] for name in ("names", "sizes", "partition")},
@@ -1150,7 +1161,7 @@ class Federation(LightningModule):
     def on_fit_end(self) -> None:
         """Load the global model into the client module."""
         # Frozen weights, which are in place, aren't copied once more.
-        self.client.load_state_dict({**self.client.state_dict(), **self._global_model(common=False)})
+        self.client.load_state_dict({**loadable(self.client), **self.global_model(common=False)})
 
     # Callbacks
 
