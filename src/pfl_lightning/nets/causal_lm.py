@@ -46,8 +46,8 @@ class CausalLM(Net):
             than their tokenizer has tokens; those get no logits.
         model: folder of a saved model, or the name of one in the hub's cache; nothing is downloaded.
         lora: settings of the adapters: ``r``, ``alpha``, ``targets``, ``dropout``, ``rslora``, ``dora``, and all others
-            of ``peft.LoraConfig`` by their names there, such as ``modules_to_save: [lm_head]``. None has no adapters,
-            and trains the whole model.
+            of ``peft.LoraConfig`` by their names there, such as ``modules_to_save: [lm_head]``; what is left out has
+            peft's defaults, such as ``alpha: 8``. None has no adapters, and trains the whole model.
         dtype: type of the model's weights. Adapters and logits are float32 in either case.
         attention: implementation of the attention; ``eager`` is slower, and takes a mask under engine ``vectorised``.
         gradient_checkpointing: whether layers are computed again in the backward pass, for less memory. Engine
@@ -183,7 +183,7 @@ def package(name: str) -> Any:
 
 
 def load(model: str, dtype: DType, attention: Attention, quantize: Bits | None) -> Any:
-    """Return a pretrained model of transformers, in evaluation mode; the arguments are those of `CausalLM`.
+    """Return a pretrained model of transformers, in training mode; the arguments are those of `CausalLM`.
 
     Raises:
         MisconfigurationException: if there is no such model, or it can't be loaded in this way.
@@ -193,21 +193,30 @@ def load(model: str, dtype: DType, attention: Attention, quantize: Bits | None) 
     if quantize is not None:
         package("bitsandbytes")
         options["quantization_config"] = transformers.BitsAndBytesConfig(**{f"load_in_{quantize}": True})
-    is_folder = Path(model).is_dir()
-    try:
-        return transformers.AutoModelForCausalLM.from_pretrained(model, local_files_only=True, **options)
-    # transformers raises many types, its own ones and those of the packages below
-    except Exception as error:
-        if isinstance(error, OSError) and not is_folder:
+    folder = model
+    if not Path(model).is_dir():
+        try:
+            # looked up first: in places transformers asks the network for names, whatever `local_files_only` says
+            folder = package("huggingface_hub").snapshot_download(model, local_files_only=True)
+        # of a name that can't be one, or of a model that isn't there
+        except (OSError, ValueError) as error:
             raise MisconfigurationException(
                 f"model.net.model={model!r} is no folder, and the hub's cache has no such model; give the folder of a "
                 f"saved model, or download it first by: hf download {model}"
             ) from error
+    try:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
+    # transformers raises many types, its own ones and those of the packages below
+    except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise MisconfigurationException(
             f"model.net.model={model!r} can't be loaded as a causal language model ({type(error).__name__}: {reason}); "
             "give a folder with config.json and weights, as by save_pretrained, or other settings of model.net."
         ) from error
+    # the name under which saved adapters remember their base
+    loaded.name_or_path = model
+    # a layer that is given in evaluation mode stays there, and has no dropout
+    return loaded.train()
 
 
 def check_sizes(config: Any, model: str, input_shape: tuple[int, ...], num_classes: int) -> None:
