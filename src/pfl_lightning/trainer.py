@@ -144,7 +144,8 @@ class FederatedTrainer(Trainer):
             update.
         default_root_dir: the folder of runs, each in a folder ``METHOD-DATA/version_N``.
         accumulate_grad_batches: batches of a client's optimizer step, whose gradients are summed and divided by this
-            number; the last step of an epoch may have fewer batches.
+            number; the last step of an epoch may have fewer batches. Under a task that counts errors otherwise than by
+            samples, such as tokens of texts, the step is on the mean over all counted errors of its batches.
         limit_train_batches: batches of each local epoch to train on: their number (an integer), or a share of a
             client's batches (above 0.0 and up to 1.0, rounded down, at least one batch). Each epoch shuffles all
             samples anew.

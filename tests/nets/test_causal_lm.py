@@ -294,7 +294,7 @@ def test_settings_that_do_not_fit_are_refused(models, settings, named):
 
 
 def test_a_folder_without_a_model_is_refused(models, tmp_path):
-    with pytest.raises(MisconfigurationException, match="config.json"):
+    with pytest.raises(MisconfigurationException, match="config"):
         CausalLM((LENGTH,), TOKENS, model=str(tmp_path))
 
 

@@ -1,6 +1,7 @@
 """Sort a client module's entries into shared (travelling), personal (staying), and common (frozen, for all clients)."""
 
 from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from pfl_lightning.client.module import ClientModule

@@ -818,7 +818,9 @@ def complete(client: ClientModule, checkpoint: dict[str, Any], architecture: int
         return
     own = client.state_dict()
     # not `common_names`: the checkpoint says what its run left out
-    absent = {name for name in own if name not in checkpoint["state_dict"]} if architecture == 0 else client.common_names
+    absent = (
+        {name for name in own if name not in checkpoint["state_dict"]} if architecture == 0 else client.common_names
+    )
     if (found := base_digest(client, absent)) != digests[architecture]:
         raise MisconfigurationException(
             f"model.net={type(client.net).__name__}: the checkpoint has no frozen weights "

@@ -1,5 +1,6 @@
 """Causal language models of transformers, with adapters of peft."""
 
+import warnings
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
@@ -165,7 +166,9 @@ def check_choices(**settings: tuple[Any, Any]) -> None:
     """
     for name, (value, choices) in settings.items():
         if value is not None and value not in get_args(choices):
-            raise MisconfigurationException(f"model.net.{name}={value!r} must be one of {', '.join(get_args(choices))}.")
+            raise MisconfigurationException(
+                f"model.net.{name}={value!r} must be one of {', '.join(get_args(choices))}."
+            )
 
 
 def package(name: str) -> Any:
@@ -233,8 +236,8 @@ def check_sizes(config: Any, model: str, input_shape: tuple[int, ...], num_class
     """
     if num_classes > config.vocab_size:
         raise MisconfigurationException(
-            f"model.net.model={model!r} has a vocabulary of {config.vocab_size} tokens, and the task has {num_classes}; "
-            "take the tokenizer that belongs to the model."
+            f"model.net.model={model!r} has a vocabulary of {config.vocab_size} tokens, and the task has "
+            f"{num_classes}; take the tokenizer that belongs to the model."
         )
     longest = getattr(config, "max_position_embeddings", None)
     if len(input_shape) == 1 and longest and input_shape[0] > longest:
@@ -259,13 +262,16 @@ def adapt(model: Any, lora: dict[str, Any]) -> Any:
     # the layers of GPT-2 have transposed weights
     settings.setdefault("fan_in_fan_out", any(type(layer).__name__ == "Conv1D" for layer in model.modules()))
     try:
-        return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+        with warnings.catch_warnings():
+            # peft asks by a name that transformers has renamed
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*")
+            return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
     # peft checks settings by exceptions of several types
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise MisconfigurationException(
-            f"model.net.lora={lora}: peft can't make such adapters ({reason}); give r, alpha, targets, dropout, rslora, "
-            "dora, or settings of peft.LoraConfig."
+            f"model.net.lora={lora}: peft can't make such adapters ({reason}); give r, alpha, targets, dropout, "
+            "rslora, dora, or settings of peft.LoraConfig."
         ) from error
 
 
