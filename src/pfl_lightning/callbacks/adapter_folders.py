@@ -36,7 +36,7 @@ class AdapterFolders(Callback):
             adapted_of(module)  # type: ignore[arg-type]
         if federation.data.at_sites:
             raise MisconfigurationException(
-                "trainer.callbacks=AdapterFolders writes clients' adapters, which are at their sites; leave it out, and "
+                "trainer.callbacks=AdapterFolders writes clients' adapters, which are at their sites; leave it out and "
                 "export them there."
             )
         if self.folder is None and run_folder(trainer) is None:
